@@ -1,0 +1,79 @@
+"""Checks of the arguments that users pass; every message names the argument, its value and what is accepted."""
+
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from pallas_softmax.dispatch import Call
+
+Axis = int | Sequence[int] | None
+
+
+def array(function: str, name: str, x) -> jax.Array:
+    """`x` as a JAX array; lists are refused, as jax.nn and jax.numpy refuse them."""
+    if not (isinstance(x, jax.Array | np.ndarray | np.generic | numbers.Number) or hasattr(x, "__jax_array__")):
+        raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} of type {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
+    """`where` as a boolean array that broadcasts to `shape`, with as many dimensions."""
+    where = array(function, "where", where)
+    if where.dtype != jnp.bool_:
+        raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
+    try:
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{function}: where of shape {where.shape} does not broadcast to the shape {shape}")
+    return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
+
+
+def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = False):
+    """`x` with a floating or complex dtype, `where` broadcast against it, and the reduced axes in order."""
+    x = array(function, name, x)
+    if x.dtype == jnp.bool_ and not boolean:
+        raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
+    axes = np.lib.array_utils.normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim, "axis")
+    if where is not None:
+        where = array(function, "where", where)
+        axes = tuple(a - x.ndim for a in axes)
+        x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
+        axes = tuple(a + x.ndim for a in axes)
+        where = mask(function, where, x.shape)
+    # the promotion rule of jax.numpy's functions: int32 gives float32, int64 float64
+    return x.astype(jax.eval_shape(jnp.exp, x).dtype), where, tuple(sorted(axes))
+
+
+def call(op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = None) -> Call:
+    vocab = math.prod(x.shape[a] for a in axes)
+    return Call(
+        op=op,
+        dtype=x.dtype.name,
+        rows=x.size // max(vocab, 1),
+        vocab=vocab,
+        trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
+        masked=where is not None,
+        k=k,
+    )
+
+
+def static_int(function: str, name: str, value) -> int:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} must be a static Python int, got a traced value; pass it through "
+            f"static_argnames={name!r} of jax.jit, or close over it"
+        )
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None

@@ -1,0 +1,199 @@
+"""Which implementation runs a call, and why. The only place that knows the implementations."""
+
+import contextvars
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# In order of preference on a CUDA device. Each is a module of this package with the functions `softmax`,
+# `softmax_grad`, ... of `xla` that it has kernels for, and (but for `xla`) `unsupported(call, capability)`.
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+
+# Compute capabilities by device kind, for lowering with an abstract device only.
+_CAPABILITIES = {
+    "V100": (7, 0),
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "A800": (8, 0),
+    "A10": (8, 6),
+    "A40": (8, 6),
+    "RTX 30": (8, 6),
+    "L4": (8, 9),
+    "RTX 40": (8, 9),
+    "B200": (10, 0),
+    "RTX 50": (12, 0),
+}
+_HOPPER = (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the choice depends on: one operation over `rows` rows of `vocab` elements."""
+
+    op: str
+    dtype: str
+    rows: int
+    vocab: int
+    trailing: bool = True  # the reduced axes are the last ones, so that a row is contiguous
+    masked: bool = False
+    k: int | None = None
+
+    def __str__(self) -> str:
+        k = "" if self.k is None else f", k={self.k}"
+        return f"{self.op} {self.dtype}[{self.rows}, {self.vocab}]{k}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation of one call on CUDA devices and elsewhere, and why others were passed over.
+
+    None where a named implementation cannot run.
+    """
+
+    call: Call
+    cuda: str | None
+    elsewhere: str | None
+    reasons: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        if self.cuda is None:
+            where = "nothing"
+        elif self.elsewhere is None:
+            where = f"{self.cuda} on cuda only"
+        elif self.cuda == self.elsewhere:
+            where = self.cuda
+        else:
+            where = f"{self.cuda} on cuda, {self.elsewhere} elsewhere"
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons)
+        return f"{self.call}: {where}" + (f" ({reasons})" if reasons else "")
+
+
+_recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
+
+
+def choose(call: Call, implementation: str | None) -> Choice:
+    """The choice for `call`: the named implementation or, if None, the first that supports the call."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    reasons = []
+    cuda = None
+    for name in IMPLEMENTATIONS if implementation is None else (implementation,):
+        reason = _unsupported(name, call)
+        if reason is None:
+            cuda = name
+            break
+        reasons.append((name, reason))
+    elsewhere = "xla" if implementation in (None, "xla") else None
+    choice = Choice(call, cuda, elsewhere, tuple(reasons))
+    if (record := _recorder.get()) is not None:
+        record.append(choice)
+    return choice
+
+
+def run(choice: Choice, *args: Any, **static: Any) -> Any:
+    """Calls the chosen implementation, decided by the platform that the computation is lowered for.
+
+    Raises:
+      NotImplementedError: a named implementation does not support the call.
+    """
+    if choice.cuda is None:
+        ((name, reason),) = choice.reasons
+        raise NotImplementedError(f"implementation={name!r} cannot run {choice.call}: {reason}")
+
+    def function(name: str) -> Callable:
+        module = importlib.import_module(f"pallas_softmax.{name}")
+        return functools.partial(getattr(module, choice.call.op), **static)
+
+    if choice.cuda == choice.elsewhere:
+        return function(choice.cuda)(*args)
+    elsewhere = functools.partial(_refuse, choice, static) if choice.elsewhere is None else function("xla")
+    return lax.platform_dependent(*args, cuda=function(choice.cuda), default=elsewhere)
+
+
+def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
+    """The implementations that `function(*args, **kwargs)` would run, in the order of the calls.
+
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line.
+
+      >>> explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32"))  # doctest: +SKIP
+
+    Args:
+      function: a function of this package, or one of yours that calls them. A part of it that jax.jit has
+        traced before with the same arguments is not traced again, so its calls are not listed.
+      *args, **kwargs: as for the call itself.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+    def call(arrays):
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return function(*args, **kwargs)
+
+    choices: list[Choice] = []
+    token = _recorder.set(choices)
+    try:
+        jax.eval_shape(call, arrays)
+    except NotImplementedError:
+        if not choices or choices[-1].cuda is not None:
+            raise
+    finally:
+        _recorder.reset(token)
+    return choices
+
+
+def _unsupported(name: str, call: Call) -> str | None:
+    if name == "xla":
+        return None
+    if name == "triton":
+        return "not written yet"
+    return importlib.import_module(f"pallas_softmax.{name}").unsupported(call, _capability())
+
+
+def _capability() -> tuple[int, int]:
+    """Compute capability to lower for: the abstract device's if set, a visible GPU's, or else Hopper's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return next((c for kind, c in _CAPABILITIES.items() if kind in device.device_kind), _HOPPER)
+    try:
+        capability = jax.devices("cuda")[0].compute_capability
+    except RuntimeError:  # no CUDA device: jax.export, or a test of the lowering
+        return _HOPPER
+    major, minor = capability.split(".")
+    return int(major), int(minor)
+
+
+# What a named GPU implementation is on other platforms: an operation that cannot be lowered, so that the
+# error comes from the lowering and only there (the same trace may still be lowered for CUDA).
+_refuse_p = Primitive("pallas_softmax_refuse")
+_refuse_p.multiple_results = True
+
+
+def _refuse(choice: Choice, static: dict, *args: Any) -> Any:
+    """Outputs shaped like those of `xla`, from an operation that raises when lowered."""
+    xla = importlib.import_module("pallas_softmax.xla")
+    shapes = jax.eval_shape(functools.partial(getattr(xla, choice.call.op), **static), *args)
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, _refuse_p.bind(choice=choice, shapes=tuple(leaves)))
+
+
+@_refuse_p.def_abstract_eval
+def _(*, choice, shapes):
+    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
+
+
+def _refuse_lowering(ctx, *, choice, shapes):
+    platforms = ctx.platforms or ctx.module_context.platforms
+    raise NotImplementedError(
+        f"implementation={choice.cuda!r} cannot run {choice.call}: it needs an NVIDIA GPU, but this "
+        f"computation is lowered for {', '.join(platforms)}"
+    )
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)

@@ -1,0 +1,125 @@
+"""The online normalizer: the pair (m, d), its operator, and merging of top-k candidates.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3. Plain
+jax.numpy; every implementation, merge and mesh of this package computes with these definitions.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Elements that XLA reduces directly (by a tree, so accurately) before the operator takes over.
+_CHUNK = 2**16
+
+
+class Normalizer(NamedTuple):
+    """Running maximum and sum of exponentials of a set of logits (paper, section 3.1).
+
+    Attributes:
+      m: maximum of the logits; -inf for the empty set.
+      d: sum of exp(x - m) over the set; 0 where m is -inf, NaN where a logit is +inf or NaN.
+    """
+
+    m: jax.Array
+    d: jax.Array
+
+
+class Candidates(NamedTuple):
+    """Winners of a part of the row: `values` (..., n) and their int32 `indices` (..., n) in the row."""
+
+    values: jax.Array
+    indices: jax.Array
+
+
+def identity(shape: Sequence[int] = (), dtype=jnp.float32) -> Normalizer:
+    """The normalizer of the empty set, neutral under `combine`."""
+    return Normalizer(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
+
+
+def lift(x: jax.Array) -> Normalizer:
+    """The normalizer of each single logit."""
+    return Normalizer(x, jnp.exp(x - _shift(x)))
+
+
+def _shift(m: jax.Array) -> jax.Array:
+    """What to subtract before exponentiating: m, but 0 for m = -inf so that exp(-inf - shift) is 0, not NaN."""
+    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
+def combine(a: Normalizer, b: Normalizer) -> Normalizer:
+    """The operator ⊕ (paper, equation 4): the normalizer of the union. Associative and commutative."""
+    m = jnp.maximum(a.m, b.m)
+    s = _shift(m)
+    return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
+
+
+def scan(x: jax.Array, axis: int = -1) -> Normalizer:
+    """Normalizers of every prefix of `x` along `axis`, by `lax.associative_scan`; fields shaped like `x`."""
+    return lax.associative_scan(combine, lift(x), axis=axis % x.ndim)
+
+
+def reduce(
+    x: jax.Array, axis: int | Sequence[int] = -1, where: jax.Array | None = None, *, chunk: int = _CHUNK
+) -> Normalizer:
+    """Normalizer of `x` over `axis` (one or several), whose dimensions stay with size 1.
+
+    Long rows are cut into chunks; each is reduced directly and `lax.associative_scan` runs over the chunk
+    pairs only, never over the elements. 16-bit and 8-bit floats are accumulated in float32.
+
+    Args:
+      x: logits of a floating dtype.
+      axis: the axis or axes to reduce. An empty axis gives `identity`.
+      where: boolean, broadcastable to `x`; False leaves the logit out.
+      chunk: the elements of an axis that are reduced directly.
+    """
+    axes = tuple(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if where is not None:
+        x = jnp.where(where, x, -jnp.inf)
+    split = max(axes, key=lambda a: x.shape[a], default=None)
+    if split is None or x.shape[split] <= chunk:
+        return _reduce(x, axes)
+
+    chunks, left = divmod(x.shape[split], chunk)
+    head = lax.slice_in_dim(x, 0, chunks * chunk, axis=split)
+    head = head.reshape(*x.shape[:split], chunks, chunk, *x.shape[split + 1 :])
+    within = tuple(a + (a >= split) for a in axes)  # axes of head, the chunk axis left out
+    parts = jax.tree.map(lambda f: jnp.squeeze(f, split + 1), _reduce(head, within))
+    total = lax.associative_scan(combine, parts, axis=split)
+    total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)
+    if not left:
+        return total
+    return combine(total, _reduce(lax.slice_in_dim(x, chunks * chunk, None, axis=split), axes))
+
+
+def _reduce(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
+    m, _, d = exponentials(x, axes)
+    return Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+
+
+def exponentials(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The maximum m over `axes`, exp(x - m), and its sum; the last two are NaN where m is -inf.
+
+    Nothing else may use m or select in between if XLA is to fuse the maximum with the exponentials.
+    """
+    m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+    e = jnp.exp(x - m)
+    return m, e, jnp.sum(e, axes, keepdims=True)
+
+
+def sort_key(x: jax.Array) -> jax.Array:
+    """Signed integers in lax.top_k's total order of `x`: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}"))
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
+def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
+    """The k best of two candidate lists along the last axis: total order, then the lowest index."""
+    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b))
+    *_, values, indices = lax.sort((~sort_key(values), indices, values, indices), num_keys=2)
+    return Candidates(values[..., :k], indices[..., :k])

@@ -1,0 +1,111 @@
+"""softmax, log_softmax and logsumexp: arguments checked, backward wired, implementation chosen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_softmax import arguments, dispatch, xla
+from pallas_softmax.arguments import Axis
+
+
+def softmax(
+    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, implementation: str | None = None
+) -> jax.Array:
+    """exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, as `jax.nn.softmax`.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+
+    Args:
+      x: logits of any shape. float16 and bfloat16 are computed in float32 and returned in their own dtype;
+        integers are promoted to float.
+      axis: the axis, axes or (None) all axes of a row.
+      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is 0.
+
+    Raises:
+      TypeError: `x` or `where` is not an array, or `x` is boolean.
+      ValueError: `axis` is out of range or repeated, `where` is not boolean or does not fit, or
+        `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    x, where, axes = arguments.rows("softmax", "x", x, axis, where)
+    return _softmax(x, where, axes, _plan("softmax", x, where, axes, implementation))
+
+
+def log_softmax(
+    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, implementation: str | None = None
+) -> jax.Array:
+    """x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
+
+    Arguments and errors as for `softmax`. Masked positions, and fully masked rows, give -inf.
+    """
+    x, where, axes = arguments.rows("log_softmax", "x", x, axis, where)
+    return _log_softmax(x, where, axes, _plan("log_softmax", x, where, axes, implementation))
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    *,
+    where: ArrayLike | None = None,
+    keepdims: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` (without `b` and `return_sign`).
+
+    Arguments and errors as for `softmax`; booleans count as 0 and 1. An empty or fully masked row gives -inf.
+    """
+    a, where, axes = arguments.rows("logsumexp", "a", a, axis, where, boolean=True)
+    out = _logsumexp(a, where, axes, _plan("logsumexp", a, where, axes, implementation))
+    return (out if keepdims else jnp.squeeze(out, axes)).astype(a.dtype)
+
+
+def _plan(op, x, where, axes, implementation) -> tuple[dispatch.Choice, dispatch.Choice]:
+    """The choices for the operation and for its backward."""
+    return tuple(
+        dispatch.choose(arguments.call(name, x, axes, where), implementation) for name in (op, f"{op}_grad")
+    )
+
+
+def _differentiable(op, residuals):
+    """The operation `op` of the implementations, with `op`_grad(residuals(x, y), where, dy) as backward."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+    def forward(x, where, axes, plan):
+        return dispatch.run(plan[0], x, where, axes=axes)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+    def backward(saved, where, dy, axes, plan):
+        return dispatch.run(plan[1], saved, where, dy, axes=axes)
+
+    def forward_fwd(x, where, axes, plan):
+        y = forward(x, where, axes, plan)
+        return y, (residuals(x, y), where)
+
+    def forward_bwd(axes, plan, saved, dy):
+        return backward(*saved, dy, axes, plan), None
+
+    def backward_fwd(saved, where, dy, axes, plan):
+        return backward(saved, where, dy, axes, plan), (saved, where, dy)
+
+    def backward_bwd(axes, plan, saved, ddx):  # kernels have no derivatives: the plain backward's are used
+        saved, where, dy = saved
+        plain = getattr(xla, f"{op}_grad")
+        _, vjp = jax.vjp(lambda saved, dy: plain(saved, where, dy, axes=axes), saved, dy)
+        d_saved, d_dy = vjp(ddx)
+        return d_saved, None, d_dy
+
+    forward.defvjp(forward_fwd, forward_bwd)
+    backward.defvjp(backward_fwd, backward_bwd)
+    forward.__name__ = op
+    return jax.jit(forward, static_argnums=(2, 3))
+
+
+_softmax = _differentiable("softmax", lambda x, y: (y,))
+_log_softmax = _differentiable("log_softmax", lambda x, y: (y,))
+_logsumexp = _differentiable("logsumexp", lambda x, y: (x, y))

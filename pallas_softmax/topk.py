@@ -1,0 +1,138 @@
+"""fused_topk: softmax over the whole row and its k largest entries."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_softmax import arguments, dispatch, online
+
+
+class TopK(NamedTuple):
+    """The winners of each row, best first: `values` (probabilities, or logs) and int32 `indices`."""
+
+    values: jax.Array
+    indices: jax.Array
+
+
+def fused_topk(
+    logits: ArrayLike,
+    k: int,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    log: bool = False,
+    dtype=None,
+    implementation: str | None = None,
+) -> TopK:
+    """The k largest entries of p = softmax(logits / temperature), normalised over the whole row.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4; the order is that of `jax.lax.top_k`.
+
+    Args:
+      logits: real array of any shape with at least one dimension.
+      k: static int, 0 <= k <= logits.shape[axis].
+      axis: the axis of a row; in the result it has size k.
+      where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
+        when fewer than k are unmasked.
+      temperature: positive scalar, or one per row (shape of `logits` without `axis`). One that is traced
+        and not positive gives NaN values.
+      log: return log p instead of p.
+      dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      TopK(values, indices). `indices` (int32) are exactly those of `lax.top_k(logits, k)`: descending by
+      +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked
+      winners have value 0 (log: -inf); a row with an unmasked NaN or +inf has NaN values.
+      Differentiable (reverse mode) in `logits` and `temperature`.
+
+    Raises:
+      TypeError: `logits` is no real array, `k` is traced or not an integer, `axis` is not an int, or
+        `dtype` is not floating.
+      ValueError: `k` or `axis` is out of range, `temperature` is not positive or does not fit, `where` is
+        not boolean or does not fit, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "fused_topk"
+    logits = arguments.array(name, "logits", logits)
+    if logits.dtype == jnp.bool_ or jnp.issubdtype(logits.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: logits must be a float or integer array, got {logits.dtype.name}")
+    k = arguments.static_int(name, "k", k)
+    axis = arguments.static_int(name, "axis", axis)
+    if not -logits.ndim <= axis < logits.ndim:
+        raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {logits.shape}")
+    if not 0 <= k <= logits.shape[axis]:
+        raise ValueError(f"{name}: k must be from 0 to the row's length {logits.shape[axis]}, got {k}")
+    if where is not None:
+        where = jnp.moveaxis(arguments.mask(name, where, logits.shape), axis, -1)
+    batch = (*logits.shape[: axis % logits.ndim], *logits.shape[axis % logits.ndim + 1 :])
+    temperature = _temperature(name, temperature, batch)
+    floating = jax.eval_shape(jnp.exp, logits).dtype
+    dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
+
+    choice = dispatch.choose(
+        arguments.call("topk", logits, (axis % logits.ndim,), where, k), implementation
+    )
+    values, indices = _topk(jnp.moveaxis(logits, axis, -1), where, temperature, k, bool(log), choice)
+    return TopK(jnp.moveaxis(values, -1, axis).astype(dtype), jnp.moveaxis(indices, -1, axis))
+
+
+def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
+    """(1,) or (..., 1), to divide rows by: NaN where a traced temperature is not positive."""
+    if not isinstance(temperature, jax.core.Tracer):
+        static = arguments.array(name, "temperature", temperature)
+        if not isinstance(static, jax.core.Tracer) and not (static > 0).all():
+            raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    t = arguments.array(name, "temperature", temperature)
+    if t.shape not in ((), batch):
+        raise ValueError(f"{name}: temperature must be a scalar or have the batch shape {batch}, got {t.shape}")
+    t = t.astype(jnp.promote_types(t.dtype, jnp.float32))[..., None]
+    return jnp.where(t > 0, t, jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _topk(logits, where, temperature, k, log, choice):
+    return _topk_fwd(logits, where, temperature, k, log, choice)[0]
+
+
+def _topk_fwd(logits, where, temperature, k, log, choice):
+    winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k)
+    scaled = (winners.values - normalizer.m) / temperature
+    values = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+    kept = None
+    if where is not None:
+        kept = jnp.take_along_axis(jnp.broadcast_to(where, logits.shape), winners.indices, -1)
+        values = jnp.where(kept, values, -jnp.inf if log else 0)
+    out = TopK(values, winners.indices)
+    return out, (logits, where, temperature, normalizer, out, kept)
+
+
+def _topk_bwd(k, log, choice, saved, cotangents):
+    """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T."""
+    logits, where, temperature, (m, d), (values, indices), kept = saved
+    g = cotangents.values if kept is None else jnp.where(kept, cotangents.values, 0)
+    direct = g if log else g * values  # the part that reaches the winners themselves
+    x = logits.astype(d.dtype)
+    if where is not None:
+        x = jnp.where(where, x, -jnp.inf)
+    scaled = (x - m) / temperature
+    p = jnp.exp(scaled) / d
+    ds = -p * jnp.sum(direct, -1, keepdims=True)
+    ds = jnp.put_along_axis(ds, indices, jnp.take_along_axis(ds, indices, -1) + direct, -1, inplace=False)
+    if where is not None:
+        ds = jnp.where(where, ds, 0)
+    dlogits = (ds / temperature).astype(logits.dtype) if jnp.issubdtype(logits.dtype, jnp.floating) else None
+    # sum of ds over the row is 0, so scaled may stand for x / T; p = 0 has no weight, even at x = -inf
+    dt = -jnp.sum(jnp.where(ds == 0, 0, ds * scaled), -1, keepdims=True) / temperature
+    dt = jnp.sum(dt, tuple(range(dt.ndim - 1)), keepdims=True).reshape(1) if temperature.ndim == 1 else dt
+    return dlogits, None, dt
+
+
+_topk.__wrapped__.defvjp(_topk_fwd, _topk_bwd)

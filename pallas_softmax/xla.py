@@ -1,0 +1,98 @@
+"""Implementation `xla`: plain JAX on `online`, for every device, dtype, shape and mask.
+
+The functions have the names and arguments that every implementation has. `axes` are the reduced axes;
+reduced dimensions stay with size 1; arithmetic is in float32, or wider where the input is.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax.online import Candidates, Normalizer
+
+
+def softmax(x, where, *, axes):
+    _, e, d = online.exponentials(_logits(x, where), axes)
+    return _masked(e / d, where, 0).astype(x.dtype)
+
+
+def softmax_grad(residuals, where, dy, *, axes):
+    (y,) = residuals
+    p, g = _wide(y), _masked(_wide(dy), where, 0)
+    dx = p * (g - jnp.sum(p * g, axes, keepdims=True))
+    return _masked(dx, where, 0).astype(y.dtype)
+
+
+def log_softmax(x, where, *, axes):
+    logits = _logits(x, where)
+    m, d = online.reduce(logits, axes)
+    return _masked(logits - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
+
+
+def log_softmax_grad(residuals, where, dy, *, axes):
+    (y,) = residuals
+    g = _masked(_wide(dy), where, 0)
+    dx = g - jnp.exp(_wide(y)) * jnp.sum(g, axes, keepdims=True)
+    return _masked(dx, where, 0).astype(y.dtype)
+
+
+def logsumexp(x, where, *, axes):
+    m, d = online.reduce(_logits(x, where), axes)
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
+
+
+def logsumexp_grad(residuals, where, dy, *, axes):
+    x, lse = residuals
+    dx = jnp.exp(_logits(x, where) - lse) * dy
+    return _masked(dx, where, 0).astype(x.dtype)
+
+
+def topk(logits, where, temperature, *, k):
+    """Winners of the last axis with their logits, and the normalizer of logits / temperature.
+
+    m is the first winner (a -NaN, which wins last, still makes d NaN); it is not divided by the temperature,
+    for (x - m) / temperature neither overflows nor rounds x first.
+    """
+    x = _logits(logits, where)
+    indices = _top_k(logits, where, k)
+    winners = jnp.take_along_axis(x, indices, -1)
+    m = winners[..., :1] if k else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
+    d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
+    return Candidates(winners, indices), Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _masked(x, where, value):
+    return x if where is None else jnp.where(where, x, value)
+
+
+def _logits(x, where):
+    return _masked(_wide(x), where, -jnp.inf)
+
+
+def _top_k(logits, where, k):
+    """Indices of lax.top_k, masked positions after all others."""
+    if jnp.issubdtype(logits.dtype, jnp.integer):
+        if where is None:
+            return lax.top_k(logits, k)[1]
+        index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        masked = jnp.broadcast_to(~where, logits.shape)
+        return lax.sort((masked, ~logits, index), num_keys=3)[2][..., :k]
+    x = _wide(logits)
+    if where is not None:
+        last = lax.bitcast_convert_type(jnp.array(-1, f"int{x.dtype.itemsize * 8}"), x.dtype)
+        x = jnp.where(where, x, last)  # the -NaN of all ones is the lowest of the total order
+
+    def by_value(x):
+        return lax.top_k(x, k)[1]
+
+    def by_key(x):
+        return lax.top_k(online.sort_key(x), k)[1]
+
+    def on_cuda(x):  # XLA's CUDA kernel for k <= 16 misplaces -NaN (openxla/xla issue 48119)
+        return lax.cond(jnp.any(jnp.isnan(x) & jnp.signbit(x)), by_key, by_value, x)
+
+    return lax.platform_dependent(x, cuda=on_cuda, default=by_value)
