@@ -114,7 +114,18 @@ def run(choice: Choice, *args: Any, **static: Any) -> Any:
     if choice.cuda == choice.elsewhere:
         return function(choice.cuda)(*args)
     elsewhere = functools.partial(_refuse, choice, static) if choice.elsewhere is None else function("xla")
-    return lax.platform_dependent(*args, cuda=function(choice.cuda), default=elsewhere)
+
+    def varying(function: Callable) -> Callable:
+        """`function`, whose outputs vary over the mesh axes of shard_map that its arguments vary over."""
+        axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(args)))
+
+        def pcast(out):
+            missing = axes - jax.typeof(out).manual_axis_type.varying
+            return lax.pcast(out, tuple(missing), to="varying") if missing else out
+
+        return lambda *args: jax.tree.map(pcast, function(*args))
+
+    return lax.platform_dependent(*args, cuda=varying(function(choice.cuda)), default=varying(elsewhere))
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:

@@ -41,10 +41,10 @@ def identity(shape: Sequence[int] = (), dtype=jnp.float32) -> Normalizer:
 
 def lift(x: jax.Array) -> Normalizer:
     """The normalizer of each single logit."""
-    return Normalizer(x, jnp.exp(x - _shift(x)))
+    return Normalizer(x, jnp.exp(x - shift(x)))
 
 
-def _shift(m: jax.Array) -> jax.Array:
+def shift(m: jax.Array) -> jax.Array:
     """What to subtract before exponentiating: m, but 0 for m = -inf so that exp(-inf - shift) is 0, not NaN."""
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
@@ -52,7 +52,7 @@ def _shift(m: jax.Array) -> jax.Array:
 def combine(a: Normalizer, b: Normalizer) -> Normalizer:
     """The operator ⊕ (paper, equation 4): the normalizer of the union. Associative and commutative."""
     m = jnp.maximum(a.m, b.m)
-    s = _shift(m)
+    s = shift(m)
     return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
 
 

@@ -1,0 +1,329 @@
+"""The candidates of a row in shared memory: threshold, append, rank. Inline PTX, and a plain twin of each.
+
+Pallas has no scatter, sort or warp operations on the GPU, and its interpreter runs no inline code; so each
+operation exists twice, and the function without an underscore takes one or the other. A slot is 8 bytes:
+the complemented position below, the key as an unsigned number above. As a 64-bit number, larger is better,
+and of equal keys the lower position is larger. An empty slot is 0.
+"""
+
+import functools
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP
+from pallas_softmax.online import sort_key
+
+CAPACITY = 512  # slots; more survivors than this take the exact path
+_LANES = 256  # maxima among which the threshold is found: 8 a thread, every warp for itself
+_SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
+_REF = plgpu.RefType()
+_SIGN = np.int32(-(2**31))
+
+SCRATCH = (plgpu.SMEM((2 * CAPACITY,), jnp.int32), plgpu.SMEM((32,), jnp.int32), plgpu.SMEM((_LANES,), jnp.int32))
+
+
+def selected(key, position, bound, end):
+    """What is appended: keys above `bound`, and those equal to it at positions before `end`."""
+    return (key > bound) | ((key == bound) & (position < end))
+
+
+def clear(slots, count, *, interpret):
+    """Empties the list."""
+    if interpret:
+        slots[...] = jnp.zeros_like(slots[...])
+        count[...] = jnp.zeros_like(count[...])
+    else:
+        _clear(slots, count)
+
+
+def threshold(lanes, keys, k, layout):
+    """A key that at least k of the lanes' best keys reach, and not many more.
+
+    Args:
+      lanes: scratch.
+      keys: a block of each lane's best key.
+      layout: of the block; None in the interpreter.
+    """
+    if layout is not None:
+        return _threshold(lanes, keys, k, layout)
+    return lax.sort(jnp.max(keys.reshape(_LANES, -1), axis=1))[_LANES - k]
+
+
+def append(slots, count, row, best, start, size, bound, end, walk, *, interpret):
+    """Appends the `selected` keys of the `size` elements of `row` from `start` on, a step of `walk`.
+
+    `count` counts all of them, also those that found no free slot. No barrier.
+
+    Args:
+      row: the row in shared memory.
+      best: a block of each lane's best key of the step: most threads have none to append and stop there.
+    """
+    if not interpret:
+        return _append(slots, count, row, best, start, size, bound, end, walk)
+    position = start + jnp.arange(size, dtype=jnp.int32)
+    keys = sort_key(row[...][position]).astype(jnp.int32)
+    chosen = selected(keys, position, bound, end)
+    slot = jnp.where(chosen, count[0] + jnp.cumsum(chosen) - 1, CAPACITY)
+    pairs = jnp.stack([~position, keys ^ _SIGN], axis=1)
+    slots[...] = slots[...].reshape(CAPACITY, 2).at[slot].set(pairs, mode="drop").reshape(-1)
+    count[...] = count[...] + jnp.sum(chosen, dtype=jnp.int32)
+
+
+def rank(slots, n, row, values, indices, r, k, *, interpret):
+    """Writes the k best of the first n slots, best first, to row r of `values` and `indices`.
+
+    Args:
+      row: the row in shared memory, from which the values are taken.
+    """
+    if not interpret:
+        return _rank(slots, n, row, values, indices, r, k)
+    position, key = slots[...].reshape(CAPACITY, 2).T
+    empty = jnp.arange(CAPACITY) >= n
+    *_, best = lax.sort((empty, ~(key ^ _SIGN), ~position), num_keys=3)
+    values[r] = row[...][best[:k]]
+    indices[r] = best[:k]
+
+
+# ---- on the GPU
+
+
+def _i32(value: int) -> ir.Value:
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _elements(block: mgpu.FragmentedArray) -> list[ir.Value]:
+    """This thread's elements of a block, in the order of their positions."""
+    (register,) = block.registers.flat
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[i])
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
+    return x.registers.item()
+
+
+def _ptx(code: str, constraints: str, *operands: ir.Value, result: ir.Type | None = None):
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(result, list(operands), "{" + code + " }", constraints, has_side_effects=True)
+
+
+def _thread() -> ir.Value:
+    return arith.remui(utils.thread_idx(), _i32(WARPGROUP))
+
+
+def _clear(slots, count):
+    @plgpu.inline_mgpu(arg_types=(_REF, _REF))
+    def clear(_, slots, count):
+        _ptx(
+            f"""
+            .reg .pred p; .reg .b32 a;
+            mad.lo.u32 a, $1, {8 * CAPACITY // WARPGROUP}, $0;"""
+            + "".join(f"\n            st.shared.v4.b32 [a+{o}], {{0, 0, 0, 0}};" for o in range(0, 8 * CAPACITY // WARPGROUP, 16))
+            + """
+            setp.eq.u32 p, $1, 0;
+            @p st.shared.b32 [$2], 0;""",
+            "r,r,r",
+            utils.memref_ptr(slots),
+            _thread(),
+            utils.memref_ptr(count),
+        )
+        utils.warpgroup_barrier()
+
+    clear(slots, count)
+
+
+def _threshold(lanes, keys, k, layout):
+    """Bisection, by every warp for itself: no barrier in the loop."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_REF, layout), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+    )
+    def threshold(_, lanes, keys):
+        mine = _elements(keys)
+        for i in range(_LANES // WARPGROUP):
+            best = functools.reduce(arith.maxsi, mine[i :: _LANES // WARPGROUP])
+            _ptx(
+                f"""
+                .reg .b32 a;
+                mad.lo.u32 a, $1, 4, $0;
+                st.shared.b32 [a+{4 * WARPGROUP * i}], $2;""",
+                "r,r,r",
+                utils.memref_ptr(lanes),
+                _thread(),
+                best,
+            )
+        utils.warpgroup_barrier()
+        i32 = ir.IntegerType.get_signless(32)
+        per_thread = _LANES // 32
+        # lo is reached by n >= k lanes, hi + 1 by fewer than k
+        bound = _ptx(
+            f"""
+            .reg .pred p, q;
+            .reg .b32 a, v, n, lo, hi, mid, gap, x<{per_thread}>;
+            and.b32 a, $2, 31;
+            mad.lo.u32 a, a, {4 * per_thread}, $1;
+            """
+            + "".join(
+                f"ld.shared.v4.b32 {{x{j}, x{j + 1}, x{j + 2}, x{j + 3}}}, [a+{4 * j}];\n"
+                for j in range(0, per_thread, 4)
+            )
+            + "mov.b32 lo, x0; mov.b32 hi, x0;\n"
+            + "".join(f"min.s32 lo, lo, x{j}; max.s32 hi, hi, x{j};\n" for j in range(1, per_thread))
+            + f"""
+            redux.sync.min.s32 lo, lo, 0xffffffff;
+            redux.sync.max.s32 hi, hi, 0xffffffff;
+            mov.b32 n, {_LANES};
+            again:
+            setp.lt.s32 p, lo, hi;
+            setp.gt.and.s32 p, n, {k + max(4, k // 8)}, p;
+            @!p bra done;
+            sub.u32 gap, hi, lo;
+            and.b32 mid, gap, 1;
+            shr.u32 gap, gap, 1;
+            add.u32 mid, mid, gap;
+            add.u32 mid, mid, lo;
+            mov.b32 v, 0;
+            """
+            + "".join(f"setp.ge.s32 q, x{j}, mid; @q add.u32 v, v, 1;\n" for j in range(per_thread))
+            + f"""
+            redux.sync.add.u32 v, v, 0xffffffff;
+            setp.ge.s32 q, v, {k};
+            @q mov.b32 lo, mid;
+            @q mov.b32 n, v;
+            @!q sub.u32 hi, mid, 1;
+            bra again;
+            done:
+            mov.b32 $0, lo;""",
+            "=r,r,r",
+            utils.memref_ptr(lanes),
+            _thread(),
+            result=i32,
+        )
+        return mgpu.FragmentedArray.splat(bound, (), is_signed=True)
+
+    return threshold(lanes, keys)
+
+
+def _append(slots, count, row, best, start, size, bound, end, walk):
+    itemsize = row.dtype.itemsize
+    load, magnitude = {4: ("b32", 0x7FFFFFFF), 2: ("s16", 0x7FFF)}[itemsize]
+    layout = plgpu.Layout.WG_STRIDED((walk.block,), vec_size=walk.vec)
+
+    @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, layout, _SCALAR, _SCALAR, _SCALAR))
+    def append(_, slots, count, row, best, start, bound, end):
+        _ptx(
+            f"""
+            .reg .pred p, q; .reg .b32 first, e, at, key, a, n; .reg .b64 w;
+            setp.lt.s32 p, $4, $6;
+            @p bra out;
+            mad.lo.u32 first, $3, {walk.vec}, $5;
+            mov.b32 e, 0;
+            element:
+            shr.u32 at, e, {walk.vec.bit_length() - 1};
+            mad.lo.u32 at, at, {walk.block}, first;
+            and.b32 a, e, {walk.vec - 1};
+            add.u32 at, at, a;
+            setp.ge.u32 p, at, {walk.vocab};
+            @p bra skip;
+            mad.lo.u32 a, at, {itemsize}, $2;
+            ld.shared.{load} key, [a];
+            shr.s32 a, key, 31;
+            and.b32 a, a, {magnitude};
+            xor.b32 key, key, a;
+            setp.gt.s32 p, key, $6;
+            setp.eq.s32 q, key, $6;
+            setp.lt.and.s32 q, at, $7, q;
+            or.pred p, p, q;
+            @!p bra skip;
+            atom.relaxed.cta.shared::cta.add.u32 n, [$1], 1;
+            setp.lt.u32 p, n, {CAPACITY};
+            mad.lo.u32 a, n, 8, $0;
+            xor.b32 key, key, 0x80000000;
+            not.b32 at, at;
+            mov.b64 w, {{at, key}};
+            @p st.shared.b64 [a], w;
+            skip:
+            add.u32 e, e, 1;
+            setp.lt.u32 p, e, {-(-size // walk.block) * walk.vec};
+            @p bra element;
+            out:""",
+            "r,r,r,r,r,r,r,r",
+            utils.memref_ptr(slots),
+            utils.memref_ptr(count),
+            utils.memref_ptr(row),
+            _thread(),
+            functools.reduce(arith.maxsi, _elements(best)),
+            _scalar(start),
+            _scalar(bound),
+            _scalar(end),
+        )
+
+    append(slots, count, row, best, start, bound, end)
+
+
+def _rank(slots, n, row, values, indices, r, k):
+    """A slot's rank is the number of better ones."""
+
+    @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _REF, _REF, _REF, _SCALAR))
+    def rank(_, slots, n, row, values, indices, r):
+        bits = 8 * utils.bytewidth(ir.MemRefType(row.type).element_type)
+        value = {32: "b32", 16: "b16"}[bits]
+        _ptx(
+            f"""
+            .reg .pred p; .reg .b32 own, at, to, rank, a, i; .reg .b64 w, x<4>, g; .reg .{value} v;
+            mov.b32 own, $1;
+            next:
+            setp.ge.u32 p, own, $2;
+            @p bra end;
+            mad.lo.u32 a, own, 8, $0;
+            ld.shared.b64 w, [a];
+            mov.b32 rank, 0;
+            mov.b32 at, $0;
+            mad.lo.u32 to, $2, 8, $0;
+            count:
+            ld.shared.v2.b64 {{x0, x1}}, [at];
+            ld.shared.v2.b64 {{x2, x3}}, [at+16];
+            """
+            + "".join(f"setp.gt.u64 p, x{j}, w; @p add.u32 rank, rank, 1;\n" for j in range(4))
+            + f"""
+            add.u32 at, at, 32;
+            setp.lt.u32 p, at, to;
+            @p bra count;
+            setp.ge.u32 p, rank, {k};
+            @p bra skip;
+            cvt.u32.u64 i, w;
+            not.b32 i, i;
+            mad.lo.u32 a, i, {bits // 8}, $3;
+            ld.shared.{value} v, [a];
+            cvt.u64.u32 g, $6;
+            mul.lo.u64 g, g, {k};
+            cvt.u64.u32 w, rank;
+            add.u64 g, g, w;
+            mad.lo.u64 w, g, {bits // 8}, $4;
+            st.global.{value} [w], v;
+            mad.lo.u64 w, g, 4, $5;
+            st.global.b32 [w], i;
+            skip:
+            add.u32 own, own, {WARPGROUP};
+            bra next;
+            end:""",
+            "r,r,r,r,l,l,r",
+            utils.memref_ptr(slots),
+            _thread(),
+            _scalar(n),
+            utils.memref_ptr(row),
+            utils.memref_ptr(values),
+            utils.memref_ptr(indices),
+            _scalar(r),
+        )
+
+    rank(slots, n, row, values, indices, r)

@@ -1,0 +1,91 @@
+"""Launch choices: which calls the kernels take, and how a CTA walks over its row. Pure functions."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_softmax.dispatch import Call
+
+WARPGROUP = 128  # threads of a CTA: one warpgroup
+_ACCESS_BYTES = 16  # of a thread, and the alignment of bulk copies between device and shared memory
+_GROUP = 8  # blocks a step: one rescaling of d serves as many exponentials, and a step is a copy of 16 KB
+_DTYPES = ("float32", "bfloat16", "float16")
+
+# Shared memory a CTA may use, by major compute capability, in bytes.
+_SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A row in shared memory, taken in steps of `group` blocks of `block` elements.
+
+    Thread t holds elements t * vec to (t + 1) * vec of a block.
+    """
+
+    vocab: int
+    vec: int
+    group: int = _GROUP
+
+    @property
+    def block(self) -> int:
+        return WARPGROUP * self.vec
+
+    @property
+    def step(self) -> int:
+        return self.block * self.group
+
+    @property
+    def full(self) -> int:
+        """Number of full steps."""
+        return self.vocab // self.step
+
+    @property
+    def left(self) -> int:
+        """Elements after the last full step; they make one more, shorter step."""
+        return self.vocab % self.step
+
+    @property
+    def steps(self) -> int:
+        return self.full + (self.left > 0)
+
+    @property
+    def padded(self) -> int:
+        """Elements of shared memory: the last block is whole."""
+        return -(-self.vocab // self.block) * self.block
+
+
+def walk(vocab: int, dtype) -> Walk:
+    """The walk over a row of `vocab` elements of `dtype`."""
+    return Walk(vocab, _ACCESS_BYTES // jnp.dtype(dtype).itemsize)
+
+
+def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
+    """Why the kernels do not take this call on a GPU of this compute capability; None if they do."""
+    smem = _SMEM_BYTES.get(capability[0])
+    if call.op not in _ROWS_IN_SMEM:
+        return f"no kernel for {call.op} yet"
+    if smem is None:
+        return f"needs compute capability 9.0 or newer, not {capability[0]}.{capability[1]}"
+    if call.dtype not in _DTYPES:
+        return f"no kernel for {call.dtype}, only {', '.join(_DTYPES)}"
+    if call.masked:
+        return "no kernel with where yet"
+    if call.rows == 0 or call.vocab == 0:
+        return "the array is empty"
+    if not call.trailing:
+        return "the row is not contiguous: its axes are not the last ones"
+    itemsize = jnp.dtype(call.dtype).itemsize
+    if call.vocab * itemsize % _ACCESS_BYTES:
+        return f"rows of {call.vocab} {call.dtype} do not all start at a multiple of {_ACCESS_BYTES} bytes"
+    need = _ROWS_IN_SMEM[call.op] * walk(call.vocab, call.dtype).padded * itemsize + _RESERVED_BYTES
+    if need > smem:
+        return f"the row needs {need} bytes of shared memory, a CTA has {smem}"
+    if call.k is not None and not 1 <= call.k <= MAX_K:
+        return f"k={call.k} is not from 1 to {MAX_K}"
+    return None
+
+
+# Rows that an operation holds in shared memory.
+_ROWS_IN_SMEM = {"softmax": 1, "softmax_grad": 2, "topk": 1}
+MAX_K = 128
+_RESERVED_BYTES = 16 * 1024  # barriers, reduction scratch, candidates

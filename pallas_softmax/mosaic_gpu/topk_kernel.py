@@ -1,0 +1,139 @@
+"""Softmax fused with top-k for rows that one CTA holds in shared memory: device memory is read once.
+
+While the row arrives, each lane keeps its normalizer and its best key. The k-th best lane's key bounds the
+k-th best element from below, and only a few more than k elements reach it; these candidates are collected
+from shared memory and ranked by counting. When too many reach it (ties), the bound is made exact by bisection
+over the keys, then over the positions.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax.mosaic_gpu import candidates, launch, pieces
+from pallas_softmax.online import Candidates, Normalizer, shift
+
+
+def topk_rows(x, temperature, k, *, interpret=None):
+    """Winners of the rows of x (rows, vocab), with their logits, and the rows' normalizers (rows, 1).
+
+    Args:
+      x: logits.
+      temperature: float32, (1,) or (rows,).
+      k: from 1 to `launch.MAX_K`.
+    """
+    rows, vocab = x.shape
+    walk = launch.walk(vocab, x.dtype)
+    per_row = temperature.size > 1
+
+    def softmax_topk(
+        x_gmem, scale_gmem,  # inputs
+        values_gmem, indices_gmem, m_gmem, d_gmem,  # outputs
+        smem, landed, slots, count, lanes,  # scratch
+    ):  # fmt: skip
+        row = pieces.Row(walk, interpret)
+        r = lax.axis_index("row")
+        scale = scale_gmem[r if per_row else 0]
+        row.copy_in(x_gmem.at[r], smem, landed)
+        candidates.clear(slots, count, interpret=interpret)
+
+        def absorb(i, size, state):
+            plgpu.barrier_wait(landed.at[i])
+            lane, best = state
+            logits = list(row.load(smem, i, size, fill=-jnp.inf))
+            for key in row.keys(smem, i, size):
+                best = jnp.maximum(best, key)
+            return pieces.absorb(lane, logits, scale), best
+
+        lane = Normalizer(row.full(-jnp.inf), row.full(0.0))
+        lowest = pieces.lowest_key(x.dtype)
+        lane, best = row.sweep(absorb, (lane, row.full(lowest, jnp.int32)))
+        m, d = pieces.across_lanes(lane, scale)
+        m_gmem[r] = m
+        d_gmem[r] = d
+
+        def collect(bound, end):
+            """Appends the selected keys; their number, which may exceed the capacity."""
+
+            def step(i, size, carry):
+                best = functools.reduce(jnp.maximum, row.keys(smem, i, size))
+                candidates.append(
+                    slots, count, smem, best, i * walk.step, size, bound, end, walk, interpret=interpret
+                )
+                return carry
+
+            row.sweep(step, ())
+            plgpu.commit_smem()  # a barrier
+            return count[0]
+
+        def number(bound, end):
+            """Number of selected keys."""
+
+            def step(i, size, total):
+                for (at, _), key in zip(row.blocks(i, size), row.keys(smem, i, size)):
+                    chosen = candidates.selected(key, row.positions() + at.start, bound, end)
+                    total += jnp.where(chosen, 1, 0)
+                return total
+
+            return jnp.sum(row.sweep(step, row.full(0, jnp.int32)))
+
+        def collect_exactly(bound, n):
+            """Collects again with a bound, and an end, that at least k and at most CAPACITY keys pass."""
+            bound, n = jnp.where(n < k, lowest, bound), jnp.where(n < k, vocab, n)
+            bound, n = _bisect(lambda q: number(q, vocab), bound, jnp.max(best), n, k)
+            cut, _ = _bisect(lambda q: number(bound, vocab - q), jnp.int32(0), jnp.int32(vocab), n, k)
+            candidates.clear(slots, count, interpret=interpret)
+            return collect(bound, vocab - cut)
+
+        bound = candidates.threshold(lanes, best, k, row.layout)
+        n = collect(bound, jnp.int32(vocab))
+        fits = (n >= k) & (n <= candidates.CAPACITY)
+        n = lax.cond(fits, lambda: n, lambda: collect_exactly(bound, n))
+        candidates.rank(slots, n, smem, values_gmem, indices_gmem, r, k, interpret=interpret)
+
+    values, indices, m, d = pieces.kernel(
+        softmax_topk,
+        rows=rows,
+        out_type=[
+            jax.ShapeDtypeStruct((rows, k), x.dtype),
+            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((walk.padded,), x.dtype),
+            plgpu.Barrier(num_barriers=walk.steps),
+            *candidates.SCRATCH,
+        ],
+        interpret=interpret,
+    )(x, 1 / temperature)
+    return Candidates(values.astype(jnp.float32), indices), Normalizer(m[:, None], d[:, None])
+
+
+def _bisect(number, low, high, n, k):
+    """The largest q from low to high with number(q) >= k, or any with at most CAPACITY besides; number(q).
+
+    number falls as q rises; n = number(low) >= k.
+    """
+
+    def open_(state):
+        low, high, n = state
+        return (low != high) & (n > candidates.CAPACITY)
+
+    def halve(state):
+        low, high, n = state
+        gap = high - low  # as unsigned: it may exceed 2^31
+        middle = low + lax.shift_right_logical(gap, jnp.int32(1)) + (gap & 1)
+        n_middle = number(middle)
+        enough = n_middle >= k
+        return (
+            jnp.where(enough, middle, low),
+            jnp.where(enough, high, middle - 1),
+            jnp.where(enough, n_middle, n),
+        )
+
+    low, _, n = lax.while_loop(open_, halve, (low, high, n))
+    return low, n
