@@ -1,0 +1,1 @@
+"""Checked and timed comparisons; `python -m benchmarks --help` lists every flag."""

@@ -1,0 +1,187 @@
+"""What a run leaves behind: rows, the table, CSV and JSON, and where it all was measured."""
+
+import csv
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.cases import Case
+from benchmarks.settings import Settings
+
+
+@dataclasses.dataclass
+class Row:
+    """One contender on one case: the columns of the CSV. Empty means: not measured."""
+
+    benchmark: str
+    case: Case
+    contender: str
+    ours: bool
+    ran: str = ""  # the implementation found in the lowered program
+    status: str = "ok"  # ok, FAILED (ours), differs (a peer), not run, error
+    reason: str = ""  # of any status but ok
+    rows_checked: int = 0
+    error_eps: float | None = None  # largest relative error, in eps of the dtype
+    error_share_of_bound: float | None = None
+    samples: int = 0
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    bytes: int = 0  # the fewest a call must move
+    tb_per_s: float | None = None  # bytes / p50
+    share_of_copy: float | None = None
+    speedup: float | None = None  # over the JAX peer, by p50
+    fits_cache: str = ""  # the cache that holds it all: repeated calls may never read the memory
+    explain: str = ""  # of ours: what pallas_softmax.explain says
+
+    @property
+    def fails(self) -> bool:
+        """Whether this row makes the run fail: ours is wrong, or broke."""
+        return self.ours and self.status in ("FAILED", "error")
+
+    def record(self) -> dict[str, Any]:
+        """The row as flat columns, those of its case among them."""
+        columns: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            columns |= dataclasses.asdict(value) if isinstance(value, Case) else {field.name: value}
+        return columns
+
+
+def _output_of(*command: str) -> str:
+    """What a command prints, or nothing where it does not run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _device_name() -> str:
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine() or 'CPU'} ({os.cpu_count()} cores)"
+
+
+def environment() -> dict[str, str]:
+    """Device, driver, versions, commit and date."""
+    driver = ""
+    if jax.default_backend() == "gpu":
+        query = ("--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _output_of("nvidia-smi", *query).split("\n")[0]
+    commit = _output_of("git", "rev-parse", "HEAD")
+    if commit and _output_of("git", "status", "--porcelain"):
+        commit += "+dirty"
+    return {
+        "device": _device_name(),
+        "driver": driver,
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+    }
+
+
+def write(
+    directory: Path,
+    name: str,
+    rows: list[Row],
+    settings: Settings,
+    copy_bytes_per_s: float,
+    where: dict[str, str],
+) -> None:
+    """Writes name.csv, one line a row with the environment beside it, and name.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    records = [row.record() for row in rows]
+    copy = {"copy_tb_per_s": copy_bytes_per_s / 1e12}
+    with open(directory / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*records[0], *copy, *where])
+        writer.writeheader()
+        writer.writerows(record | copy | where for record in records)
+    document = {
+        "benchmark": name,
+        "environment": where,
+        "flags": dataclasses.asdict(settings),
+        **copy,
+        "rows": records,
+    }
+    (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def bandwidth_unit(copy_bytes_per_s: float) -> tuple[float, str]:
+    """The unit that suits the device: (bytes per second, its name)."""
+    return (1e12, "TB/s") if copy_bytes_per_s > 1e12 else (1e9, "GB/s")
+
+
+def number(value: float, digits: int = 3) -> str:
+    """So many significant digits, without an exponent: 0.0123, 1.50, 2,079."""
+    return f"{value:,.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def _check_cell(row: Row) -> str:
+    if row.status in ("not run", "error"):
+        return row.status
+    if row.status == "ok":
+        return f"ok: {number(row.error_eps or 0, 2)} eps, {row.rows_checked} rows"
+    return f"{row.status}: {row.reason}"
+
+
+def table(rows: list[Row], copy_bytes_per_s: float) -> str:
+    """The rows as aligned text; why something did not run stands below, once each."""
+    scale, unit = bandwidth_unit(copy_bytes_per_s)
+    head = ["case", "contender", "ran", "check", "p50 us", unit, "of copy", "speed-up", ""]
+    lines = [head]
+    notes: list[str] = []
+    last = None
+    for row in rows:
+        line = [row.case.label if row.case != last else "", row.contender, row.ran]
+        line.append(_check_cell(row))
+        last = row.case
+        if row.p50_us is None or row.tb_per_s is None or row.share_of_copy is None:
+            line += [""] * 4
+        else:
+            line += [number(row.p50_us), number(row.tb_per_s * 1e12 / scale)]
+            line += [f"{row.share_of_copy:.0%}"]
+            line += ["" if row.speedup is None else f"{row.speedup:.2f}x"]
+        if row.status in ("not run", "error"):
+            if row.reason not in notes:
+                notes.append(row.reason)
+            line.append(f"[{notes.index(row.reason) + 1}]")
+        else:
+            line.append(f"fits {row.fits_cache}" if row.fits_cache else "")
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    right = (4, 5, 6, 7)
+    text = [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "-" * max(map(len, text)))
+    text += [f"[{i}] {note}" for i, note in enumerate(notes, 1)]
+    if any(row.status == "differs" for row in rows):
+        text.append("differs: a peer's rounding (in 16 bits between its steps) or order; it fails nothing")
+    text.append(f"copy: {number(copy_bytes_per_s / scale)} {unit}, read plus written")
+    return "\n".join(text)

@@ -1,0 +1,219 @@
+"""The driver of both benchmarks: check every contender of a case, time them together, report."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_softmax
+from benchmarks import cases, oracle, plot, report, settings, timing
+from benchmarks.cases import Case
+from benchmarks.contenders import Call, Contender
+from benchmarks.report import Row
+
+# Checked elements per case: about a second of numpy. Longer cases are checked on a sample of rows.
+_CHECKED_ELEMENTS = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One of the two programs: its name, its contenders for a k, and which peer is the baseline."""
+
+    name: str
+    contenders: Callable[[settings.Settings, Any], list[Contender]]
+    baseline: str
+
+
+def _rows_to_check(case: Case) -> np.ndarray:
+    """All rows of a small case; of a large one the first, the last and a random sample."""
+    count = max(8, _CHECKED_ELEMENTS // case.vocab)
+    if count >= case.batch:
+        return np.arange(case.batch)
+    rows = np.random.default_rng(case.seed).choice(case.batch, count, replace=False)
+    return np.unique(np.concatenate([[0, case.batch - 1], rows]))
+
+
+def _check(
+    call: Call, contender: Contender, case: Case, answer: oracle.Answer, rows: np.ndarray
+) -> oracle.Check:
+    """Runs the call once and holds what it returns against the answer."""
+    result = call.run()
+    call.wait(result)
+    checks = []
+    if "y" in result:
+        checks.append(answer.check_output(call.fetch(result["y"], rows)))
+    if "indices" in result and contender.stable:
+        checks.append(answer.check_indices(call.fetch(result["indices"], rows)))
+    if "dx" in result:
+        chosen = None
+        if not contender.ours and case.k is not None:  # a peer may order ties as it likes
+            chosen = call.fetch(result.get("indices", call.indices), rows)
+        checks.append(answer.check_gradient(call.fetch(result["dx"], rows), chosen))
+    return oracle.all_of(checks)
+
+
+def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str) -> None:
+    """Nothing is timed under another name: the program runs what was asked for and explained."""
+    said = set()
+    for choice in choices:  # an operation without a gradient of its own has a plain one
+        is_gradient = choice.call.op.endswith("_grad")
+        if case.direction in ("both", "backward" if is_gradient else "forward"):
+            said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
+    asked = said if contender.name == "auto" else {contender.name}
+    if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
+        raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
+
+
+def _cannot_run(error: Exception) -> bool:
+    """Whether the error means that this contender has no answer here, rather than a wrong one."""
+    if isinstance(error, NotImplementedError | ImportError | MemoryError):
+        return True
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return type(error).__name__ == "OutOfMemoryError"  # torch's
+
+
+def _note(row: Row, error: Exception) -> None:
+    """Writes into the row why it has no result."""
+    row.status = "not run" if _cannot_run(error) else "error"
+    row.reason = " ".join(str(error).split())[:400] or type(error).__name__
+    if row.status == "error":
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+        row.reason = f"{type(error).__name__}: {row.reason} ({where})"
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _require_memory(case: Case) -> None:
+    """A CPU's memory runs out by a kill of the process, not by an exception: ask first."""
+    if timing.on_gpu() or not hasattr(os, "sysconf"):
+        return
+    # x, its gradient, outputs and what peers keep, with float32 copies of 16-bit rows.
+    needed = 8 * case.batch * case.vocab * 4
+    if needed > _memory():
+        raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {_memory() / 1e9:.3g}")
+
+
+def _run_case(
+    benchmark: Benchmark, case: Case, chosen: settings.Settings, copy_bytes_per_s: float
+) -> list[Row]:
+    contenders = benchmark.contenders(chosen, case.k)
+    cache, cache_bytes = timing.cache()
+    rows = {
+        contender.name: Row(
+            benchmark=benchmark.name,
+            case=case,
+            contender=contender.name,
+            ours=contender.ours,
+            bytes=case.least_bytes,
+            fits_cache=cache if case.least_bytes <= cache_bytes else "",
+        )
+        for contender in contenders
+    }
+    try:
+        _require_memory(case)
+        x, g = cases.logits(case), cases.cotangent(case)
+        checked = _rows_to_check(case)
+        x_rows, g_rows = (np.asarray(a[checked].astype(jnp.float32)) for a in (x, g))
+        answer = oracle.Answer(x_rows, g_rows, case.dtype, case.k)
+    except Exception as error:
+        for row in rows.values():
+            _note(row, error)
+        return list(rows.values())
+
+    calls: dict[str, Call] = {}
+    for contender in contenders:
+        row = rows[contender.name]
+        try:
+            choices = pallas_softmax.explain(contender.function, x) if contender.ours else []
+            row.explain = "; ".join(map(str, choices))
+            call = contender.prepare(contender, case.direction, x, g)
+            row.ran = call.ran
+            if contender.ours:
+                _require_name(contender, case, choices, call.ran)
+            check = _check(call, contender, case, answer, checked)
+        except Exception as error:
+            _note(row, error)
+            continue
+        row.rows_checked = check.rows
+        if np.isfinite(check.error_share):
+            row.error_eps, row.error_share_of_bound = check.error_eps, check.error_share
+        if not check.ok:
+            row.status = "FAILED" if contender.ours else "differs"
+            row.reason = check.detail
+        if row.status != "FAILED":  # the time of a wrong result of ours is worth nothing
+            calls[contender.name] = call
+
+    times, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
+    for name, error in raised.items():
+        _note(rows[name], error)
+    medians = {name: float(np.median(seconds)) for name, seconds in times.items()}
+    for name, seconds in times.items():
+        row = rows[name]
+        row.samples = len(seconds)
+        row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+        row.tb_per_s = row.bytes / medians[name] / 1e12
+        row.share_of_copy = row.bytes / medians[name] / copy_bytes_per_s
+        if benchmark.baseline in medians:
+            row.speedup = medians[benchmark.baseline] / medians[name]
+    return list(rows.values())
+
+
+def _progress(todo: list[Case], name: str) -> Iterator[Case]:
+    """The cases, with a bar on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(todo, desc=name, unit="case", disable=None) as bar:
+        for case in bar:
+            bar.set_postfix_str(case.label)
+            yield case
+
+
+def _require_extra() -> None:
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"the benchmarks need {' and '.join(missing)}, the extra bench: pip install '.[bench]'"
+        )
+
+
+def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
+    """Runs one benchmark, prints its table and writes its files; returns the exit code."""
+    _require_extra()
+    ks: tuple[int | None, ...] = chosen.k if benchmark.name == "topk" else (None,)
+    try:
+        todo = cases.make_cases(chosen, ks)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    where = report.environment()
+    try:
+        copy_bytes_per_s = timing.copy_bandwidth()
+    except RuntimeError as error:
+        raise SystemExit(f"{error}: {error.__cause__}") from error
+    rows: list[Row] = []
+    for case in _progress(todo, benchmark.name):
+        rows += _run_case(benchmark, case, chosen, copy_bytes_per_s)
+
+    directory = Path(chosen.output_dir)
+    report.write(directory, benchmark.name, rows, chosen, copy_bytes_per_s, where)
+    plot.draw(directory / f"{benchmark.name}.png", rows, copy_bytes_per_s, where)
+    kind = "device time" if timing.on_gpu() else "wall time"
+    print(f"\n{benchmark.name} on {where['device']}, jax {where['jax']}; {kind}")
+    print(report.table(rows, copy_bytes_per_s))
+    print(f"files: {directory}/{benchmark.name}.csv, .json, .png")
+    failed = sum(row.fails for row in rows)
+    if failed:
+        print(f"{benchmark.name}: {failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0

@@ -1,0 +1,131 @@
+"""The command line: every flag of both benchmarks, and the checked settings they become.
+
+Both binaries know all flags, so that one flag file serves either of them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import flags
+
+DTYPES = ("float32", "bfloat16", "float16")
+DIRECTIONS = ("forward", "backward", "both")
+IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
+PEERS = ("jax", "jax_stable", "jax_unstable", "torch")
+LOGITS = ("normal", "peaked", "ties")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to run; the flags' values after validation, and the flags' defaults."""
+
+    batch: tuple[int, ...] = (1024,)
+    vocab: tuple[int, ...] = (4096, 32000)
+    dtype: tuple[str, ...] = ("float32",)
+    k: tuple[int, ...] = (5,)
+    direction: tuple[str, ...] = ("forward",)
+    implementations: tuple[str, ...] = ("auto",)
+    peers: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
+    logits: tuple[str, ...] = ("normal",)
+    seed: int = 0
+    repeats: int = 50
+    seconds: float = 2.0
+    output_dir: str = "benchmarks/results/local"
+
+
+def _refuse(name: str, value: object, accepted: str) -> None:
+    raise flags.ValidationError(f"--{name}={value} is not accepted; {accepted}")
+
+
+def _list(name: str, default: tuple, accepted: str, ok: Callable[[str], bool], text: str) -> None:
+    """Defines a comma-separated flag, each of whose items passes `ok`."""
+
+    def check(items: list[str]) -> bool:
+        if not items:
+            _refuse(name, "", f"it takes {accepted}")
+        for item in items:
+            if not ok(item):
+                _refuse(name, item, f"it takes {accepted}")
+        return True
+
+    flags.DEFINE_list(name, [str(item) for item in default], f"{text} A list: {accepted}.")
+    flags.register_validator(name, check)
+
+
+def _positive_ints(name: str, default: tuple, text: str) -> None:
+    accepted = "positive integers separated by commas"
+    _list(name, default, accepted, lambda s: s.isdecimal() and int(s) > 0, text)
+
+
+def _names(name: str, default: tuple, names: tuple[str, ...], text: str) -> None:
+    _list(name, default, f"any of {', '.join(names)}, separated by commas", names.__contains__, text)
+
+
+def _is_logits(item: str) -> bool:
+    return item in LOGITS or (item.endswith(".npy") and Path(item).is_file())
+
+
+def define() -> None:
+    """Defines the flags; once per process."""
+    default = Settings()
+    _positive_ints("batch", default.batch, "Rows of the logits; of a .npy file the first so many.")
+    _positive_ints("vocab", default.vocab, "Row lengths V; every batch is run with every V.")
+    _names("dtype", default.dtype, DTYPES, "Element types of the logits.")
+    _positive_ints("k", default.k, "How many winners a row has (only in the topk benchmark).")
+    _names(
+        "direction",
+        default.direction,
+        DIRECTIONS,
+        "What one call computes: the outputs; the gradient, from what the forward call kept; or"
+        " both in one call.",
+    )
+    _names(
+        "implementations",
+        default.implementations,
+        IMPLEMENTATIONS,
+        "Which of our implementations to time; auto is what a user gets.",
+    )
+    _names(
+        "peers",
+        default.peers,
+        PEERS,
+        "What to compare with. softmax: jax (jax.nn.softmax) and torch. topk: jax_stable"
+        " (jax.nn.softmax, then lax.top_k), jax_unstable (the same with is_stable=False) and"
+        " torch. A benchmark passes over the peers of the other one.",
+    )
+    _list(
+        "logits",
+        default.logits,
+        f"any of {', '.join(LOGITS)} and paths of existing .npy files, separated by commas",
+        _is_logits,
+        "The input: normal; peaked (normal, one in 1000 times 20); ties (normal, rounded to"
+        " integers); or your own file, which is memory-mapped and gives its own V (the last axis;"
+        " the others are rows).",
+    )
+    flags.DEFINE_integer("seed", default.seed, "Seed of the random logits and gradients.", 0)
+    flags.DEFINE_integer(
+        "repeats", default.repeats, "Samples per contender and case, at most (on a GPU in tens).", 1
+    )
+    flags.DEFINE_float(
+        "seconds",
+        default.seconds,
+        "Time budget of one case, all contenders together; three samples each are taken anyway.",
+        0.0,
+    )
+    flags.DEFINE_string("output_dir", default.output_dir, "Where the table, CSV, JSON and PNG are written.")
+
+
+def from_flags(argv: list[str]) -> Settings:
+    """The settings that the parsed flags ask for; doubled list items count once.
+
+    argv is what is left when the flags are parsed: the program's name, and nothing else.
+    """
+    if argv[1:]:
+        raise SystemExit(f"not a flag: {' '.join(argv[1:])}; lists have commas and no spaces")
+    values = {field.name: getattr(flags.FLAGS, field.name) for field in dataclasses.fields(Settings)}
+    for name, value in values.items():
+        if isinstance(value, list):
+            number = int if name in ("batch", "vocab", "k") else str
+            values[name] = tuple(dict.fromkeys(map(number, value)))
+    return Settings(**values)

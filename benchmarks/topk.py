@@ -1,0 +1,63 @@
+"""Softmax and the k largest against their peers: python -m benchmarks.topk [--k=5,64]."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+from absl import app, flags
+from jax import lax
+
+import pallas_softmax
+from benchmarks import settings
+from benchmarks.contenders import Contender, ours, prepare_jax, prepare_torch
+from benchmarks.run import Benchmark, run
+
+
+def _ours(x: jax.Array, k: int, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    values, indices = pallas_softmax.fused_topk(x, k, implementation=implementation)
+    return values, indices
+
+
+def _jax_stable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    values, indices = lax.top_k(jax.nn.softmax(x), k)
+    return values, indices
+
+
+def _jax_unstable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    if "is_stable" not in inspect.signature(lax.top_k).parameters:
+        raise NotImplementedError(f"lax.top_k of jax {jax.__version__} has no is_stable")
+    values, indices = lax.top_k(jax.nn.softmax(x), k, is_stable=False)
+    return values, indices
+
+
+def _torch(x: Any, k: int) -> tuple[Any, Any]:
+    values, indices = x.softmax(dim=-1).topk(k, dim=-1)
+    return values, indices
+
+
+def contenders(chosen: settings.Settings, k: int) -> list[Contender]:
+    """Our implementations, then the peers, as the flags name them."""
+    peers = {
+        "jax_stable": Contender("jax_stable", False, functools.partial(_jax_stable, k=k), prepare_jax),
+        "jax_unstable": Contender(
+            "jax_unstable", False, functools.partial(_jax_unstable, k=k), prepare_jax, stable=False
+        ),
+        "torch": Contender("torch", False, functools.partial(_torch, k=k), prepare_torch, stable=False),
+    }
+    return ours(functools.partial(_ours, k=k), chosen.implementations) + [
+        peers[name] for name in chosen.peers if name in peers
+    ]
+
+
+BENCHMARK = Benchmark("topk", contenders, baseline="jax_stable")
+
+
+def main(argv: list[str]) -> int:
+    return run(BENCHMARK, settings.from_flags(argv))
+
+
+if __name__ == "__main__":
+    settings.define()
+    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    app.run(main)

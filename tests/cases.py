@@ -1,0 +1,166 @@
+"""The rows that the tests are run on, each with its reason.
+
+Many rows make one array, so that a test costs one compilation per (V, dtype).
+"""
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+F32 = np.dtype(np.float32)
+F64 = np.dtype(np.float64)
+
+# 1, 2: the degenerate rows. 127, 128, 129: around a tile. 1000: not a multiple of 16 elements.
+SMALL = (1, 2, 127, 128, 129, 1000)
+# GPT-2; the vocabularies of Llama 3, Qwen 2.5 and Gemma, one cheap row each.
+GPT2 = 50257
+LARGE = (128256, 151936, 262144)
+
+
+def largest(dtype):
+    return float(ml_dtypes.finfo(dtype).max)
+
+
+def _peaked(rng, v, dtype):
+    x = rng.standard_normal(v)
+    x[rng.integers(0, v, max(1, v // 50))] *= 20
+    return x
+
+
+def _rare(rng, v, dtype):
+    x = rng.standard_normal(v) - 30
+    x[v // 3] = 10
+    return x
+
+
+def _denormals(rng, v, dtype):
+    return rng.standard_normal(v) * float(ml_dtypes.finfo(dtype).tiny) / 4
+
+
+def _huge(rng, v, dtype):
+    return rng.standard_normal(v).clip(-1, 1) * 0.88 * largest(dtype)
+
+
+def _same(value):
+    return lambda rng, v, dtype: np.full(v, value)
+
+
+# name: (row, reason). All finite; what is not finite is in SPECIAL.
+FINITE = {
+    "normal": (
+        lambda rng, v, dtype: rng.standard_normal(v),
+        "mild: every term counts, so the order of summation shows",
+    ),
+    "peaked": (_peaked, "outliers x20, as language models have; most terms vanish"),
+    "one_winner": (_rare, "p is 1 to rounding, log p is near 0"),
+    "integers": (
+        lambda rng, v, dtype: rng.integers(-3, 4, v),
+        "ties everywhere: top-k must take the lowest index",
+    ),
+    "constant": (_same(2.5), "all tied: p = 1/V, indices 0 to k-1"),
+    "zero": (_same(0.0), "m = 0, where a wrong initial maximum of 0 would not show elsewhere"),
+    "negative": (
+        lambda rng, v, dtype: -50 - rng.random(v),
+        "below 0: padding with 0 or a maximum that starts at 0 would win",
+    ),
+    "ascending": (
+        lambda rng, v, dtype: np.linspace(-20, 20, v),
+        "the maximum changes at every step: the rescaling works hardest",
+    ),
+    "descending": (
+        lambda rng, v, dtype: np.linspace(20, -20, v),
+        "the maximum never changes after the first element",
+    ),
+    "alternating": (
+        lambda rng, v, dtype: np.where(np.arange(v) % 2, 1.0, -1.0) * rng.random(v) * 80,
+        "signs alternate: x - m spans 160",
+    ),
+    "signed_zeros": (
+        lambda rng, v, dtype: np.where(np.arange(v) % 3, -0.0, 0.0),
+        "+0 sorts above -0 although they compare equal",
+    ),
+    "denormals": (_denormals, "ordered by top-k although the arithmetic may flush them"),
+    "huge": (_huge, "x - m overflows to -inf, which must give p = 0 and not NaN"),
+    "shifted": (
+        lambda rng, v, dtype: largest(dtype) ** 0.5 + rng.standard_normal(v),
+        "far from 0: x - logsumexp(x) would cancel, x - m does not",
+    ),
+}
+
+NEG_NAN = np.copysign(np.nan, -1.0)
+# name: (pattern, reason). The pattern is laid over a normal row from its first element to its last.
+SPECIAL = {
+    "neg_inf_first": (
+        [(0, -np.inf)],
+        "an -inf logit is p = 0; at the front it is the first maximum seen",
+    ),
+    "neg_inf_last": ([(-1, -np.inf)], "the same at the end"),
+    "all_but_one_neg_inf": ([(slice(None), -np.inf), (-1, 1.0)], "p = 1 after a run of -inf"),
+    "all_neg_inf": ([(slice(None), -np.inf)], "NaN"),
+    "inf_first": ([(0, np.inf)], "the whole row is NaN"),
+    "inf_last": ([(-1, np.inf)], "the same when it is seen last"),
+    "two_infs": ([(0, np.inf), (-1, np.inf)], "tied +inf: lowest index first"),
+    "inf_and_neg_inf": ([(0, -np.inf), (-1, np.inf)], "inf - inf on both sides"),
+    "nan_first": ([(0, np.nan)], "the whole row is NaN, and +NaN is the largest of all"),
+    "nan_last": ([(-1, np.nan)], "the same when it is seen last"),
+    "neg_nan_first": ([(0, NEG_NAN)], "-NaN is the smallest of all, below -inf"),
+    "neg_nan_last": ([(-1, NEG_NAN)], "the same when it is seen last"),
+    "nan_and_inf": ([(0, np.inf), (-1, np.nan)], "NaN before +inf"),
+    "all_nan": ([(slice(None), np.nan)], "all tied"),
+    "all_neg_nan": ([(slice(None), NEG_NAN)], "all tied, at the bottom"),
+    "every_third_neg_nan": (
+        [(slice(None, None, 3), NEG_NAN), (slice(1, None, 3), -np.inf)],
+        "-NaN must not be chosen before -inf",
+    ),
+    "everything": (
+        [
+            (0, NEG_NAN),
+            (1, -0.0),
+            (2, 0.0),
+            (3, -np.inf),
+            (4, np.inf),
+            (5, np.nan),
+            (6, -0.0),
+            (7, 0.0),
+            (8, np.nan),
+        ],
+        "every class at once, with ties of each",
+    ),
+}
+
+
+def _row(rng, name, v, dtype):
+    if name in FINITE:
+        return FINITE[name][0](rng, v, dtype)
+    x = rng.standard_normal(v)
+    for at, value in SPECIAL[name][0]:
+        if isinstance(at, slice) or -v <= at < v:
+            x[at] = value
+    return x
+
+
+def rows(names, v, dtype=F32, seed=0):
+    """One row per name, as an array (len(names), v)."""
+    rng = np.random.default_rng([seed, v])
+    with np.errstate(all="ignore"):
+        return np.stack([np.asarray(_row(rng, n, v, dtype), np.float64) for n in names]).astype(dtype)
+
+
+def cotangent(shape, dtype=F32, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def masks(shape, seed=2):
+    """Masks that broadcast to the two-dimensional shape, by name."""
+    rng = np.random.default_rng(seed)
+    n, v = shape
+    full = rng.random(shape) < 0.6
+    full[0] = False
+    return {
+        "x_shaped": full,  # any position; row 0 is fully masked
+        "per_row": rng.random((n, 1)) < 0.5,  # broadcast along V: a row is kept or dropped
+        "per_column": rng.random(v) < 0.7,  # broadcast along the rows
+        "all": np.ones((1, 1), bool),  # nothing is masked
+        "none": np.zeros((1, 1), bool),  # everything is masked
+    }

@@ -1,0 +1,239 @@
+"""Bad input: a clear exception of JAX's own type, raised while tracing, naming the argument and its value."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, F32
+
+import pallas_softmax as ps
+
+NAMES = ["softmax", "log_softmax", "logsumexp"]
+X = jnp.arange(6, dtype=F32).reshape(2, 3)
+topk = ps.fused_topk
+
+
+def traced(f):
+    """f raises while tracing: also under jit, before anything is lowered or run."""
+    return lambda *args, **kwargs: jax.eval_shape(functools.partial(f, **kwargs), *args)
+
+
+# --- softmax, log_softmax, logsumexp ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [2, -3, (0, 0), (0, -2), (1, 2), 1.5, (0, 1.5), "0"],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_axis_raises_what_jax_raises(name, axis):
+    accepted = (TypeError, ValueError, NameError)
+    with pytest.raises(accepted) as theirs:
+        getattr(jax.nn, name)(X, axis)
+    # jax.nn takes a string for a mapped axis' name; here it is only a wrong type.
+    expected = TypeError if isinstance(axis, str) else theirs.type
+    with pytest.raises(expected):
+        getattr(ps, name)(X, axis)
+    with pytest.raises(expected):
+        traced(getattr(ps, name))(X, axis=axis)
+
+
+@pytest.mark.parametrize("axis", [2, -3, (0, 2)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_axis_out_of_range_is_named(name, axis):
+    with pytest.raises(ValueError, match=r"axis.*(2|-3).*out of bounds"):
+        getattr(ps, name)(X, axis)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scalar_has_no_last_axis(name):
+    with pytest.raises(ValueError, match="out of bounds"):
+        getattr(ps, name)(jnp.float32(1), -1)
+
+
+@pytest.mark.parametrize("x", [[1.0, 2.0], (1.0, 2.0), [[1.0], [2.0]], None, "a", {}], ids=str)
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+def test_what_is_no_array_raises_type_error(name, x):
+    """Lists too, as in jax.nn."""
+    args = (x, 1) if name == "fused_topk" else (x,)
+    argument = {"logsumexp": "a", "fused_topk": "logits"}.get(name, "x")
+    with pytest.raises(TypeError, match=rf"{name}.*\b{argument}\b"):
+        getattr(ps, name)(*args)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "uint8"])
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+def test_where_must_be_boolean(name, dtype):
+    args = (X, 1) if name == "fused_topk" else (X, -1)
+    with pytest.raises(ValueError, match=rf"where.*{dtype}"):
+        getattr(ps, name)(*args, where=jnp.ones((2, 3), dtype))
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+def test_where_must_broadcast(name, shape):
+    args = (X, 1) if name == "fused_topk" else (X, -1)
+    with pytest.raises(ValueError, match=rf"(where|[Bb]roadcast|shape).*{shape[0]}"):
+        getattr(ps, name)(*args, where=jnp.ones(shape, bool))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
+def test_where_must_be_an_array(name):
+    args = (X, 1) if name == "fused_topk" else (X, -1)
+    with pytest.raises(TypeError, match="where"):
+        getattr(ps, name)(*args, where=[True, False, True])
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "fused_topk"])
+def test_bool_is_refused(name):
+    args = (X > 2, 1) if name == "fused_topk" else (X > 2,)
+    with pytest.raises(TypeError, match="bool"):
+        getattr(ps, name)(*args)
+
+
+def test_initial_is_not_an_argument():
+    """jax.nn.softmax had it once; it must not be swallowed."""
+    with pytest.raises(TypeError, match="initial"):
+        ps.softmax(X, initial=0.0)
+
+
+def test_implementation_is_keyword_only():
+    with pytest.raises(TypeError):
+        ps.softmax(X, -1, None, "xla")
+
+
+# --- implementation -----------------------------------------------------------------------------------
+
+CALLS = {
+    "softmax": lambda **kwargs: ps.softmax(X, **kwargs),
+    "log_softmax": lambda **kwargs: ps.log_softmax(X, **kwargs),
+    "logsumexp": lambda **kwargs: ps.logsumexp(X, -1, **kwargs),
+    "fused_topk": lambda **kwargs: ps.fused_topk(X, 1, **kwargs),
+}
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "", "XLA", "mosaic"])
+@pytest.mark.parametrize("name", CALLS)
+def test_unknown_implementation_lists_the_valid_ones(name, implementation):
+    with pytest.raises(ValueError) as error:
+        CALLS[name](implementation=implementation)
+    for word in (repr(implementation), "mosaic_gpu", "triton", "xla"):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_named_implementation_never_falls_back(name, implementation, jitted):
+    """On a CPU there is no kernel to run; the reason names what it needs."""
+    call = functools.partial(CALLS[name], implementation=implementation)
+    with pytest.raises(NotImplementedError, match=implementation) as error:
+        (jax.jit(call) if jitted else call)()
+    assert len(str(error.value)) > len(implementation) + 20
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_plain_implementation_can_be_named(name):
+    ours, default = CALLS[name](implementation="xla"), CALLS[name]()
+    jax.tree.map(np.testing.assert_array_equal, ours, default)
+
+
+# --- fused_topk ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [4, 100, -1, np.int64(4)], ids=str)
+def test_k_out_of_range(k):
+    with pytest.raises(ValueError, match=rf"\bk\b.*{k}"):
+        topk(X, k)
+    with pytest.raises(ValueError, match=rf"\bk\b.*{k}"):
+        traced(topk)(X, k=k)
+
+
+def test_k_of_an_empty_row():
+    with pytest.raises(ValueError, match=r"\bk\b"):
+        topk(jnp.zeros((3, 0)), 1)
+
+
+def test_k_is_compared_with_the_row_that_axis_names():
+    assert topk(X, 2, axis=0).values.shape == (2, 3)
+    with pytest.raises(ValueError, match=r"\bk\b.*3"):
+        topk(X, 3, axis=0)
+
+
+@pytest.mark.parametrize("k", [1.0, 1.5, "1", None, (1,), np.float32(1)], ids=repr)
+def test_k_must_be_an_integer(k):
+    with pytest.raises(TypeError, match=r"\bk\b"):
+        topk(X, k)
+
+
+def test_a_traced_k_says_that_it_must_be_static():
+    with pytest.raises(TypeError, match=r"(?s)\bk\b.*static"):
+        jax.jit(topk)(X, 2)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_topk_axis_out_of_range(axis):
+    with pytest.raises(ValueError, match=rf"axis.*{axis}"):
+        topk(X, 1, axis=axis)
+
+
+@pytest.mark.parametrize("axis", [None, (0,), (0, 1), 1.0, "1"], ids=repr)
+def test_topk_axis_is_one_integer(axis):
+    with pytest.raises(TypeError, match="axis"):
+        topk(X, 1, axis=axis)
+
+
+def test_topk_of_a_scalar():
+    with pytest.raises(ValueError, match="axis"):
+        topk(jnp.float32(1), 1)
+
+
+def test_topk_of_complex():
+    with pytest.raises(TypeError, match="complex64"):
+        topk(X.astype(jnp.complex64), 1)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("-inf"), np.float32(-1)], ids=repr)
+def test_a_static_temperature_must_be_positive(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        topk(X, 1, temperature=temperature)
+    with pytest.raises(ValueError, match="temperature"):
+        traced(topk)(X, k=1, temperature=temperature)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (2, 3)], ids=str)
+def test_temperature_has_the_batch_shape(shape):
+    with pytest.raises(ValueError, match=r"temperature.*\(2,\)"):
+        topk(X, 1, temperature=jnp.ones(shape))
+
+
+@pytest.mark.parametrize("temperature", ["1", None, [1.0, 1.0], 1j], ids=repr)
+def test_temperature_must_be_a_real_array(temperature):
+    with pytest.raises(TypeError, match="temperature"):
+        topk(X, 1, temperature=temperature)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64], ids=["int32", "bool", "complex64"])
+def test_topk_dtype_must_be_floating(dtype):
+    """Probabilities as integers would all be 0."""
+    with pytest.raises((TypeError, ValueError), match="dtype"):
+        topk(X, 1, dtype=dtype)
+
+
+def test_topk_options_are_keyword_only():
+    with pytest.raises(TypeError):
+        topk(X, 1, -1)
+
+
+# --- Sizes --------------------------------------------------------------------------------------------
+
+
+def test_more_than_two_to_the_31_elements_are_traced():
+    """Shapes beyond 32-bit offsets are not refused; nothing is allocated here."""
+    x = jax.ShapeDtypeStruct((2**15, 2**17), BF16)
+    assert jax.eval_shape(ps.softmax, x).shape == x.shape
+    assert jax.eval_shape(ps.logsumexp, x).shape == ()
+    assert jax.eval_shape(functools.partial(topk, k=8), x).indices.shape == (2**15, 8)

@@ -1,0 +1,264 @@
+"""online: the pair (m, d), the operator's laws, prefixes, totals, and the merge of candidates."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import F32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pallas_softmax import online
+from pallas_softmax.online import Candidates, Normalizer
+
+FREE = settings(max_examples=40, deadline=None, derandomize=True)
+combine = jax.jit(online.combine)
+reduce = jax.jit(online.reduce, static_argnums=1)
+
+
+def logsumexp(pair):
+    """m + log(d), which is -inf for the empty set. A +inf maximum is +inf whatever d is."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        m, d = (np.asarray(part, np.float64) for part in pair)
+        return np.where(m == np.inf, np.inf, m + np.log(d))
+
+
+def assert_same_maximum(got, want):
+    """Exactly; denormals may have been flushed to zero."""
+    flushed = np.where(np.abs(want) < np.finfo(F32).tiny, 0, want)
+    np.testing.assert_array_equal(
+        np.where(got == want, want, np.asarray(got)), np.where(got == want, want, flushed)
+    )
+
+
+def assert_pairs_close(a, b, ulps=8):
+    assert_same_maximum(a.m, np.asarray(b.m))
+    np.testing.assert_allclose(a.d, b.d, rtol=ulps * 2.0**-23)
+
+
+# Pairs as they come out of rows: d is at least 1 where m is finite, 0 or more for -inf.
+PAIRS = (
+    hnp.arrays(F32, (4,), elements=st.floats(-100, 100, width=32))
+    .map(lambda m: Normalizer(np.where(np.abs(m) > 90, F32.type(-np.inf), m), 1 + np.abs(m) / 4))
+    .map(lambda p: Normalizer(p.m, np.where(np.isinf(p.m), 0, p.d).astype(F32)))
+)
+
+
+@FREE
+@given(a=PAIRS, b=PAIRS, c=PAIRS)
+def test_combine_is_associative_and_commutative(a, b, c):
+    assert_pairs_close(combine(a, combine(b, c)), combine(combine(a, b), c))
+    for left, right in zip(combine(a, b), combine(b, a), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@FREE
+@given(a=PAIRS)
+def test_identity_is_neutral(a):
+    """Exactly, on both sides, also for the empty set itself: -inf and 0, not NaN."""
+    empty = online.identity((4,), F32)
+    for pair in (combine(a, empty), combine(empty, a)):
+        np.testing.assert_array_equal(pair.m, a.m)
+        np.testing.assert_array_equal(pair.d, a.d)
+
+
+def test_identity():
+    empty = online.identity((2, 3), jnp.bfloat16)
+    assert empty.m.shape == empty.d.shape == (2, 3)
+    assert empty.m.dtype == empty.d.dtype == jnp.bfloat16
+    assert (empty.m == -jnp.inf).all()
+    assert (empty.d == 0).all()
+    twice = combine(empty, empty)
+    assert (twice.m == -jnp.inf).all()
+    assert (twice.d == 0).all()
+
+
+def test_combine_is_the_normalizer_of_the_union():
+    x = cases.rows(list(cases.FINITE), 129)
+    for cut in (1, 64, 128):
+        both = combine(reduce(x[:, :cut], -1), reduce(x[:, cut:], -1))
+        assert_pairs_close(both, reduce(x, -1), ulps=64)
+
+
+@pytest.mark.parametrize("special", ["inf_first", "inf_last", "two_infs"])
+def test_inf_keeps_its_maximum(special):
+    x = cases.rows([special], 9)
+    total = reduce(x, -1)
+    assert (total.m == np.inf).all()
+    halves = combine(reduce(x[:, :4], -1), reduce(x[:, 4:], -1))
+    assert (halves.m == np.inf).all()
+    with np.errstate(invalid="ignore"):  # exp(x - m) / d, the softmax of that row, is NaN everywhere
+        assert np.isnan(np.exp(x - np.inf) / np.asarray(halves.d)).all()
+
+
+@pytest.mark.parametrize("special", ["nan_first", "nan_last", "neg_nan_last", "nan_and_inf"])
+def test_nan_survives_every_combination(special):
+    x = cases.rows([special], 9)
+    for cut in (1, 4, 8):
+        both = combine(reduce(x[:, :cut], -1), reduce(x[:, cut:], -1))
+        assert np.isnan(np.asarray(both.m) + np.asarray(both.d)).all()
+    assert np.isnan(np.asarray(reduce(x, -1).m) + np.asarray(reduce(x, -1).d)).all()
+
+
+def test_normalizer_is_a_pytree():
+    pair = Normalizer(jnp.zeros(3), jnp.ones(3))
+    doubled = jax.tree.map(lambda x: 2 * x, pair)
+    assert isinstance(doubled, Normalizer)
+    np.testing.assert_array_equal(doubled.d, 2 * np.ones(3))
+    carried, _ = jax.lax.scan(lambda c, p: (combine(c, p), None), online.identity(), pair)
+    np.testing.assert_array_equal(carried, [0, 3])
+
+
+# --- scan and reduce ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+def test_scan_gives_the_normalizer_of_every_prefix(axis):
+    x = cases.rows(list(cases.FINITE), 18)
+    prefixes = online.scan(x, axis)
+    assert prefixes.m.shape == prefixes.d.shape == x.shape
+    assert_same_maximum(prefixes.m, np.maximum.accumulate(x, axis))
+    total = online.reduce(x, axis)
+    last = Normalizer(*(np.take(np.asarray(part), [-1], axis) for part in prefixes))
+    assert_pairs_close(last, total, ulps=64)
+    first = np.take(np.asarray(prefixes.d), 0, axis)
+    np.testing.assert_array_equal(first, np.ones_like(first))
+
+
+def test_scan_of_a_prefix_of_neg_inf():
+    """The maximum is -inf up to the third element; d must not become NaN there and stay so."""
+    x = np.array([-np.inf, -np.inf, 1.0, -np.inf, 2.0], F32)
+    prefixes = online.scan(x)
+    np.testing.assert_array_equal(prefixes.m, [-np.inf, -np.inf, 1, 1, 2])
+    np.testing.assert_allclose(prefixes.d[2:], [1, 1, 1 + np.exp(-1)], rtol=1e-6)
+    np.testing.assert_array_equal(logsumexp(prefixes)[:2], [-np.inf, -np.inf])
+
+
+@pytest.mark.parametrize("v", [*cases.SMALL, 4095, 4096, 4097, cases.GPT2])
+def test_reduce_is_logsumexp(v):
+    """Also across the lengths where the reduction is cut into chunks."""
+    x = cases.rows(list(cases.FINITE), v)
+    total = reduce(x, -1)
+    assert total.m.shape == total.d.shape == (len(x), 1)
+    m = x.max(-1, keepdims=True)
+    assert_same_maximum(total.m, m)
+    np.testing.assert_allclose(total.d, np.exp(x - m.astype(np.float64)).sum(-1, keepdims=True), rtol=2e-6)
+
+
+@pytest.mark.parametrize("v", [9, 5000])
+def test_reduce_of_special_rows(v):
+    x = cases.rows(list(cases.SPECIAL), v)
+    want = oracle.logsumexp(x, -1, keepdims=True)
+    np.testing.assert_allclose(logsumexp(reduce(x, -1)), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2, (0, 2), (2, 1), (0, 1, 2), ()], ids=str)
+def test_reduce_axes(axis):
+    x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
+    total = online.reduce(x, axis)
+    assert total.m.shape == total.d.shape == np.max(x, axis=axis, keepdims=True).shape
+    np.testing.assert_allclose(
+        logsumexp(total), oracle.logsumexp(x, axis, keepdims=True), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_reduce_over_long_leading_and_middle_axes():
+    x = cases.rows(["normal", "peaked"], 9000)
+    for axis, y in [(0, x.T), (1, x[:, :, None]), ((0, 1), x), ((1, 2), x.reshape(2, 3, 3000))]:
+        np.testing.assert_allclose(
+            logsumexp(online.reduce(y, axis)), oracle.logsumexp(y, axis, keepdims=True), rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("v", [20, 5000])
+@pytest.mark.parametrize("mask", cases.masks((7, 20)))
+def test_reduce_where(mask, v):
+    """Masked NaN and inf do not enter; a fully masked row is the identity."""
+    x = cases.rows(list(cases.FINITE)[:7], v)
+    where = cases.masks(x.shape)[mask]
+    for poison in (0.0, np.nan, np.inf):
+        total = reduce(np.where(where, x, F32.type(poison)), -1, where)
+        want = oracle.logsumexp(x, -1, where, keepdims=True)
+        np.testing.assert_allclose(logsumexp(total), want, rtol=1e-5, atol=1e-5)
+    empty = ~np.broadcast_to(where, x.shape).any(-1)
+    assert (np.asarray(total.m)[empty] == -np.inf).all()
+    assert (np.asarray(total.d)[empty] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)], ids=str)
+def test_reduce_of_nothing_is_the_identity(shape):
+    total = online.reduce(jnp.zeros(shape))
+    assert total.m.shape == (*shape[:-1], 1)
+    assert (total.m == -jnp.inf).all()
+    assert (total.d == 0).all()
+
+
+def test_reduce_does_not_build_the_prefix():
+    """Only the elementwise work may be as long as the row: associative_scan (it concatenates and pads)
+    runs over the chunks."""
+    v = 2**18
+    jaxpr = jax.make_jaxpr(online.reduce)(jax.ShapeDtypeStruct((1, v), F32))
+    scanned = [
+        var.aval.size
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in ("concatenate", "pad", "cumlogsumexp", "cummax", "while", "scan")
+        for var in eqn.outvars
+    ]
+    assert all(size <= v // 16 for size in scanned), scanned
+
+
+# --- merge --------------------------------------------------------------------------------------------
+
+
+def candidates(x, k, where):
+    """The k best of the positions in `where`, with their indices in the whole row."""
+    local = np.flatnonzero(where)
+    indices = oracle.topk_indices(x[..., local], min(k, len(local)))
+    return Candidates(np.take_along_axis(x[..., local], indices, -1), local[indices].astype(np.int32))
+
+
+ROWS = [*cases.FINITE, *cases.SPECIAL]
+
+
+@pytest.mark.parametrize("dtype", [F32, cases.BF16, cases.F16], ids=str)
+@pytest.mark.parametrize("part", ["first_half", "even", "one"])
+def test_merge_of_two_parts_is_the_top_k_of_the_whole(part, dtype):
+    """By the total order, then by the lowest index, whichever list it comes from."""
+    x, k = cases.rows(ROWS, 40, dtype), 6
+    index = np.arange(40)
+    inside = {"first_half": index < 20, "even": index % 2 == 0, "one": index == 30}[part]
+    want = oracle.topk_indices(x, k)
+    a, b = candidates(x, k, inside), candidates(x, k, ~inside)
+    for pair in [(a, b), (b, a)]:
+        got = online.merge(*pair, k)
+        assert got.indices.dtype == np.int32
+        np.testing.assert_array_equal(got.indices, want)
+        np.testing.assert_array_equal(
+            np.asarray(got.values).astype(F32), np.take_along_axis(x, want, -1).astype(F32)
+        )
+        np.testing.assert_array_equal(np.signbit(got.values), np.signbit(np.take_along_axis(x, want, -1)))
+
+
+def test_merge_is_a_reduction():
+    """Merging eight parts in a tree or one after the other gives the same."""
+    x, k = cases.rows(ROWS, 40), 6
+    parts = [candidates(x, k, np.arange(40) // 5 == i) for i in range(8)]
+    merge = jax.jit(online.merge, static_argnums=2)
+    one_by_one = parts[0]
+    for part in parts[1:]:
+        one_by_one = merge(one_by_one, part, k)
+    while len(parts) > 1:
+        parts = [merge(a, b, k) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    np.testing.assert_array_equal(parts[0].indices, one_by_one.indices)
+    np.testing.assert_array_equal(parts[0].indices, oracle.topk_indices(x, k))
+
+
+def test_merge_of_integers():
+    a = Candidates(np.array([5, 3], np.int32), np.array([4, 1], np.int32))
+    b = Candidates(np.array([5, -7], np.int32), np.array([2, 0], np.int32))
+    got = online.merge(a, b, 4)
+    np.testing.assert_array_equal(got.values, [5, 5, 3, -7])
+    np.testing.assert_array_equal(got.indices, [2, 4, 1, 0])

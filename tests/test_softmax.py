@@ -1,0 +1,498 @@
+"""softmax, log_softmax and logsumexp: the values and gradients of the contract, and of jax.nn."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, F16, F32, F64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import pallas_softmax as ps
+
+NAMES = ["softmax", "log_softmax", "logsumexp"]
+ELEMENTWISE = NAMES[:2]
+FREE = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def ours(name):
+    return getattr(ps, name)
+
+
+def theirs(name):
+    return getattr(jax.nn, name)
+
+
+def value_and_vjp(f):
+    """The values of f and, for a cotangent, its gradient, in one compilation."""
+
+    def both(x, g):
+        y, vjp = jax.vjp(f, x)
+        return y, vjp(g)[0]
+
+    return jax.jit(both)
+
+
+def assert_same(got, want, units=4.0):
+    """As accurate as one float32 implementation against another: NaN and inf agree, the rest nearly."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    got, want = np.asarray(got, F64), np.asarray(want, F64)
+    tolerance = units * float(jnp.finfo(F32).eps) * 10
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+def assert_as_accurate(got, theirs, value, unit, factor=2.0):
+    """Not further from the oracle than four units, or than `factor` times what jax.nn is."""
+    limit = max(4.0, factor * oracle.error_units(theirs, value, unit))
+    assert oracle.error_units(got, value, unit) <= limit
+
+
+# --- Accuracy -----------------------------------------------------------------------------------------
+
+EXPECTED = {
+    "softmax": (oracle.softmax, oracle.softmax_unit),
+    "log_softmax": (oracle.log_softmax, oracle.log_softmax_unit),
+    "logsumexp": (oracle.logsumexp, oracle.logsumexp_unit),
+}
+GRADIENT = {
+    "softmax": (oracle.softmax_vjp, oracle.softmax_vjp_unit),
+    "log_softmax": (oracle.log_softmax_vjp, oracle.log_softmax_vjp_unit),
+    "logsumexp": (
+        oracle.logsumexp_vjp,
+        lambda x, g, axis: np.abs(g) * oracle.softmax_unit(x, axis) * oracle.logsumexp_unit(x, axis)[:, None],
+    ),
+}
+
+
+def accurate(name, dtype, v, names):
+    """No row needs more than two units, or twice what jax.nn needs for the same row.
+
+    16-bit results are computed in float32 and rounded once, so they are half a step from the truth,
+    whatever jax.nn does.
+    """
+    x = cases.rows(names, v, dtype)
+    g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1], dtype)
+    got = value_and_vjp(lambda x: ours(name)(x, -1))(x, g)
+    wide_g = g if name != "logsumexp" else g[:, None]
+    value, unit = (f(x, -1) for f in EXPECTED[name])
+    grad, grad_unit = (f(x, wide_g, -1) for f in GRADIENT[name])
+    if name == "logsumexp":
+        grad_unit = np.abs(grad) * (1 + np.abs(value[:, None])) + grad_unit
+    flushed = (v + 1) * max(1.0, float(np.abs(g).max(initial=0)))
+    reference = None
+    if dtype in (F32, F64):
+        reference = value_and_vjp(lambda x: theirs(name)(x, -1))(x, g)
+    else:
+        unit = oracle.stored_unit(value, unit, dtype)
+    bad = []
+    for part, want, units, slack_times in [(0, value, unit, 1.0), (1, grad, grad_unit, flushed)]:
+        assert got[part].dtype == dtype
+        for i, row in enumerate(names):
+            args = want[i], units[i]
+            error = oracle.error_units(got[part][i], *args, slack_times=slack_times)
+            if reference is not None:
+                their = oracle.error_units(reference[part][i], *args, slack_times=slack_times)
+                limit = max(2.0, 2 * their if np.isfinite(their) else 0)
+            else:
+                limit = 2.0 if part else 1.0
+            if not error <= limit:
+                bad.append(f"{('value', 'gradient')[part]} of {row}: {error:.3g} units, limit {limit:.3g}")
+    assert not bad, "; ".join(bad)
+
+
+@pytest.mark.parametrize("v", [*cases.SMALL, cases.GPT2])
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_against_the_oracle(name, v):
+    accurate(name, F32, v, list(cases.FINITE))
+
+
+@pytest.mark.parametrize("v", cases.LARGE)
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_large_vocabulary(name, v):
+    accurate(name, F32, v, ["peaked"])
+
+
+@pytest.mark.parametrize("v", [129, 1000, cases.GPT2])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_16_bits_are_accumulated_in_float32(name, dtype, v):
+    accurate(name, dtype, v, list(cases.FINITE))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64(name, x64):
+    accurate(name, F64, 129, list(cases.FINITE))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_shift_of_the_row_changes_nothing(name):
+    x = cases.rows(["integers", "peaked"], 128).round()
+    f = jax.jit(ours(name))
+    np.testing.assert_array_equal(f(x), f(x + 1024))
+
+
+@pytest.mark.parametrize("n", [1, 7])
+@pytest.mark.parametrize("v", [1, 2, 129])
+def test_rows_do_not_disturb_each_other(n, v):
+    """A batch of 1 and of a prime: row i alone is row i of the batch, next to NaN and inf rows."""
+    x = cases.rows([*cases.FINITE, *cases.SPECIAL][-n:], v)
+    alone = np.concatenate([ps.softmax(row[None]) for row in x])
+    assert oracle.error_units(ps.softmax(x), alone, np.abs(alone)) <= 2
+
+
+# --- Special values -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("v", [1, 9, 129, 5000])
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values(name, v, dtype):
+    """All -inf: NaN. Any +inf or NaN: the whole row NaN. logsumexp: -inf, +inf and NaN.
+
+    5000, because XLA's max over a long row on the CPU drops NaN (seen in jax 0.10.2 to 0.12.0.1).
+    """
+    names = list(cases.SPECIAL)
+    x = cases.rows(names, v, dtype)
+    value, unit = (f(x, -1) for f in EXPECTED[name])
+    got = jax.jit(lambda x: ours(name)(x, -1))(x)
+    bad = [
+        f"{row}: {got[i].ravel()[:3]}"
+        for i, row in enumerate(names)
+        if oracle.error_units(got[i], value[i], unit[i]) > 2
+    ]
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_of_special_values_is_that_of_jax(name):
+    x = cases.rows(list(cases.SPECIAL), 9)
+    g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
+    got = value_and_vjp(lambda x: ours(name)(x, -1))(x, g)[1]
+    want = value_and_vjp(lambda x: theirs(name)(x, -1))(x, g)[1]
+    for i, row in enumerate(cases.SPECIAL):
+        np.testing.assert_allclose(got[i], want[i], rtol=1e-5, atol=1e-6, err_msg=row)
+
+
+# --- axis ---------------------------------------------------------------------------------------------
+
+X3 = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
+AXES = [-1, 0, 1, 2, -2, -3, (0,), (1, 2), (2, 0), (-1, 0), (0, 1, 2), None, ()]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_axis(name, axis):
+    """int, negative, tuple, None; () gives 1 (softmax), 0 (log_softmax), x (logsumexp)."""
+    got, want = ours(name)(X3, axis), theirs(name)(X3, axis)
+    assert_same(got, want)
+    assert_as_accurate(got, want, *(f(X3, axis) for f in EXPECTED[name]))
+
+
+def test_empty_axis_tuple_gives_one():
+    np.testing.assert_array_equal(ps.softmax(X3, ()), np.ones_like(X3))
+
+
+@pytest.mark.parametrize("axis", [0, -2, (0, 2), None, ()], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_along_axis(name, axis):
+    g = cases.cotangent(np.shape(theirs(name)(X3, axis)))
+    got = value_and_vjp(lambda x: ours(name)(x, axis))(X3, g)[1]
+    want = value_and_vjp(lambda x: theirs(name)(x, axis))(X3, g)[1]
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_axis(name):
+    """-1 for softmax and log_softmax, all axes for logsumexp."""
+    assert_same(ours(name)(X3), theirs(name)(X3))
+
+
+@pytest.mark.parametrize("axis", [-1, (0, 2), None, ()], ids=str)
+def test_logsumexp_keepdims(axis):
+    assert_same(ps.logsumexp(X3, axis, keepdims=True), jax.nn.logsumexp(X3, axis, keepdims=True))
+
+
+@pytest.mark.parametrize("axis", [None, ()], ids=str)
+@pytest.mark.parametrize("value", [2.0, -np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("name", NAMES)
+def test_scalar_needs_no_axis(name, value, axis):
+    x = jnp.float32(value)
+    assert_same(ours(name)(x, axis), theirs(name)(x, axis))
+
+
+@pytest.mark.parametrize("axis", [-1, 0, None, ()], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_arrays(name, shape, axis):
+    """Also their gradient, also masked; logsumexp of nothing is -inf."""
+    x = jnp.zeros(shape)
+    assert_same(ours(name)(x, axis), theirs(name)(x, axis))
+    where = np.ones(shape, bool)
+    assert_same(ours(name)(x, axis, where=where), theirs(name)(x, axis, where=where))
+    assert jax.grad(lambda x: ours(name)(x, axis).sum())(x).shape == shape
+
+
+# --- where --------------------------------------------------------------------------------------------
+
+WHERE_X = cases.rows(list(cases.FINITE)[:7], 20)
+MASKS = cases.masks(WHERE_X.shape)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("axis", [-1, 0, None], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_where(name, axis, mask):
+    """Masked is 0 (log_softmax: -inf); a fully masked row is 0 (-inf); masked NaN, inf are ignored."""
+    where = MASKS[mask]
+    got = ours(name)(WHERE_X, axis, where=where)
+    want = theirs(name)(WHERE_X, axis, where=where)
+    assert_same(got, want)
+    assert_as_accurate(got, want, *(f(WHERE_X, axis, where=where) for f in EXPECTED[name]))
+    for poison in (np.nan, np.inf, -np.inf, cases.NEG_NAN):
+        poisoned = np.where(where, WHERE_X, np.float32(poison))
+        np.testing.assert_array_equal(ours(name)(poisoned, axis, where=where), got)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("poison", [0.0, np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_with_where(name, mask, poison):
+    """Fully masked row 0; masked entries 0, the others finite, even where the masked logit is NaN."""
+    where = MASKS[mask]
+    x = np.where(where, WHERE_X, np.float32(poison))
+    g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
+    got = np.asarray(value_and_vjp(lambda x: ours(name)(x, -1, where=where))(x, g)[1])
+    want = GRADIENT[name][0](x, g if name != "logsumexp" else g[:, None], -1, where=where)
+    full = np.broadcast_to(where, x.shape)
+    kept_rows = full.any(-1)
+    assert np.isfinite(got).all()
+    assert (got[~full] == 0).all()
+    assert (got[~kept_rows] == 0).all()
+    np.testing.assert_allclose(got[kept_rows], want[kept_rows].astype(F32), rtol=2e-5, atol=3e-6)
+
+
+def test_where_as_a_positional_argument():
+    where = MASKS["x_shaped"]
+    for name in ELEMENTWISE:
+        np.testing.assert_array_equal(
+            ours(name)(WHERE_X, -1, where), ours(name)(WHERE_X, axis=-1, where=where)
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_a_python_bool(name):
+    for where in (True, False):
+        assert_same(ours(name)(X3, -1, where=where), theirs(name)(X3, -1, where=where))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_of_higher_rank_broadcasts_x(name):
+    """One row, many masks. (With an axis of -1, jax.nn.softmax then sums along another axis.)"""
+    where = np.random.default_rng(0).random((4, *X3.shape)) < 0.5
+    got = ours(name)(X3, -1, where=where)
+    x = np.broadcast_to(X3, where.shape)
+    assert_same(got, theirs(name)(x, -1, where=where))
+    assert_same(ours(name)(x, -1, where=where), got)
+
+
+@pytest.mark.parametrize("row", ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"])
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_special_values_with_where(name, row):
+    """A row whose kept entries are all -inf: NaN where kept, 0 where masked. So for inf and NaN."""
+    x = cases.rows([row] * 2, 9)
+    x[:, 4] = 1.0
+    where = np.ones(x.shape, bool)
+    where[:, 4] = False
+    assert_same(ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where))
+    value = EXPECTED[name][0](x, -1, where=where)
+    assert oracle.error_units(ours(name)(x, -1, where=where), value, np.abs(value)) <= 4
+    g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
+    np.testing.assert_allclose(
+        jax.vjp(lambda x: ours(name)(x, -1, where=where), x)[1](g)[0],
+        jax.vjp(lambda x: theirs(name)(x, -1, where=where), x)[1](g)[0],
+        atol=1e-6,
+    )
+
+
+# --- Gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_of_gradient(name, implementation):
+    x, w, u = cases.rows(["normal", "ascending", "constant"], 9), *cases.cotangent((2, 3, 9))
+
+    def second(f):
+        def scalar(x):
+            y = f(x, -1)
+            return (y * (u if y.ndim == 2 else u[:, 0])).sum()
+
+        return jax.grad(lambda x: (jax.grad(scalar)(x) * w).sum())(x)
+
+    got = second(lambda x, axis: ours(name)(x, axis, implementation=implementation))
+    np.testing.assert_allclose(got, second(theirs(name)), rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_of_gradient_with_where():
+    x, w, u = cases.rows(["normal", "ascending", "constant"], 9), *cases.cotangent((2, 3, 9))
+    where = np.arange(9) % 3 != 1
+    x[:, 1] = np.nan
+
+    def second(f):
+        first = jax.grad(lambda x: (f(x, where=where) * u).sum())
+        return jax.grad(lambda x: (first(x) * w).sum())(x)
+
+    got = np.asarray(second(ps.softmax))
+    assert (got[:, ~where] == 0).all()
+    np.testing.assert_allclose(got, second(jax.nn.softmax), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_of_a_16_bit_input_has_its_dtype(name):
+    x = cases.rows(["normal"], 9, BF16)
+    assert jax.grad(lambda x: ours(name)(x, -1).astype(F32).sum())(x).dtype == BF16
+
+
+# --- dtypes -------------------------------------------------------------------------------------------
+
+
+def test_float16_and_bfloat16_are_preserved():
+    for name in NAMES:
+        for dtype in (F16, BF16):
+            assert ours(name)(jnp.ones((2, 3), dtype), -1).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_promote_to_float32(name, dtype):
+    x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
+    assert ours(name)(x, -1).dtype == np.float32
+    assert_same(ours(name)(x, -1), theirs(name)(x, -1))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_promote_under_x64(name, dtype, x64):
+    """int64 to float64, int32 to float32."""
+    x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
+    got = ours(name)(x, -1)
+    assert got.dtype == {"int32": F32, "int64": F64}.get(dtype, np.dtype(dtype))
+    assert_same(got, theirs(name)(x, -1))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_large_integers_keep_their_differences(name):
+    """2**30 and 2**30 + 1 are one float32, but not one logit; jax.nn subtracts before it converts."""
+    x = jnp.asarray([2**30, 2**30 + 1, 2**30 - 5], jnp.int32)
+    assert_same(ours(name)(x), theirs(name)(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unsigned_integers_are_not_wrapped(name):
+    """jax.nn.softmax lets x - m wrap around in uint8; never a wrong number."""
+    x = jnp.asarray([1, 2, 0], jnp.uint8)
+    value, unit = (f(np.asarray(x), -1) for f in EXPECTED[name])
+    assert oracle.error_units(ours(name)(x, -1), value, unit) <= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bool(name):
+    """softmax and log_softmax raise TypeError, logsumexp counts."""
+    x = jnp.asarray([True, False])
+    if name == "logsumexp":
+        assert_same(ps.logsumexp(x), jax.nn.logsumexp(x))
+    else:
+        with pytest.raises(TypeError, match="bool"):
+            ours(name)(x)
+
+
+@pytest.mark.parametrize("where", [None, np.array([True, False, True])], ids=["all", "where"])
+@pytest.mark.parametrize("name", NAMES)
+def test_complex(name, where):
+    x = jnp.asarray([[1 + 2j, 0.5, -1j], [3, 3j, 0]], jnp.complex64)
+    got, want = ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn], ids=["e5m2", "e4m3fn"])
+@pytest.mark.parametrize("name", NAMES)
+def test_8_bit_floats(name, dtype):
+    """The dtype is kept, the values are those of jax.nn to one step of the dtype."""
+    x = jnp.asarray([[1, 2, 0], [-3, 0.5, 1]], dtype)
+    got, want = ours(name)(x, -1), theirs(name)(x, -1)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(
+        got.astype(F32), want.astype(F32), rtol=float(jnp.finfo(dtype).eps), atol=2.0**-8
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weak_types_are_those_of_jax(name):
+    for x in (jnp.asarray(1.0), jnp.broadcast_to(2.0, (3,)), jnp.broadcast_to(2, (3,)), 2.0, 3):
+        got, want = ours(name)(x, None), theirs(name)(x, None)
+        assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type), x
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype("int32")], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_strict_promotion(name, dtype):
+    """Where jax.nn runs under strict dtype promotion, so do we."""
+    x = jnp.asarray([1, 2, 0], dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        try:
+            want = theirs(name)(x, -1)
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception:
+            pytest.skip("jax.nn does not run")
+        assert ours(name)(x, -1).dtype == want.dtype
+
+
+def test_numpy_arrays_are_accepted():
+    for name in NAMES:
+        assert isinstance(ours(name)(np.ones((2, 3), F32), -1), jax.Array)
+
+
+# --- Anything at all ----------------------------------------------------------------------------------
+
+SHAPES = [(7, 5), (2, 3, 4), (3, 1)]
+ELEMENTS = st.one_of(
+    st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 1e-40, 3e38, -3e38]),
+    st.floats(-100, 100, width=32),
+    st.floats(width=32),
+)
+
+
+@st.composite
+def calls(draw):
+    shape = draw(st.sampled_from(SHAPES))
+    x = draw(hnp.arrays(F32, shape, elements=ELEMENTS))
+    axis = draw(st.sampled_from([-1, 0, (0, 1), None]))
+    where = draw(st.none() | hnp.arrays(bool, shape))
+    return x, axis, where
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FREE
+@given(call=calls())
+def test_any_array_axis_and_mask(name, call):
+    x, axis, where = call
+    value, unit = (f(x, axis, where=where) for f in EXPECTED[name])
+    got = _compiled(name, axis, where is None)(x, where)
+    assert oracle.error_units(got, value, unit) <= 4
+
+
+_cache = {}
+
+
+def _compiled(name, axis, unmasked):
+    """One jitted function per (name, axis), so that an example compiles nothing new."""
+    key = name, axis, unmasked
+    if key not in _cache:
+        _cache[key] = jax.jit(lambda x, where: ours(name)(x, axis, where=None if unmasked else where))
+    return _cache[key]

@@ -1,0 +1,444 @@
+"""fused_topk: the indices of lax.top_k, the values of the softmax over the whole row, both gradients."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, F16, F32, F64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax import lax
+
+from pallas_softmax import TopK, fused_topk
+
+FREE = settings(max_examples=40, deadline=None, derandomize=True)
+ALL = [*cases.FINITE, *cases.SPECIAL]
+
+
+@functools.partial(jax.jit, static_argnames=("k", "axis", "log", "dtype", "implementation"))
+def topk(logits, k, **kwargs):
+    return fused_topk(logits, k, **kwargs)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def lax_indices(logits, k):
+    return lax.top_k(logits, k)[1]
+
+
+def composed(logits, k, where=None, temperature=1.0, log=False):
+    """What a user would write with jax.numpy."""
+    t = jnp.asarray(temperature)
+    x = logits if where is None else jnp.where(where, logits, -jnp.inf)
+    p = (jax.nn.log_softmax if log else jax.nn.softmax)(x / (t[..., None] if t.ndim else t))
+    return jnp.take_along_axis(p, lax.top_k(x, k)[1], -1)
+
+
+def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
+    """Indices exactly the oracle's, values within `limit` units of it."""
+    values, indices = oracle.fused_topk(x, k, **kwargs)
+    unit = oracle.fused_topk_unit(x, k, **kwargs)
+    if got.values.dtype in (BF16, F16):
+        unit, limit = oracle.stored_unit(values, unit, got.values.dtype), 1.0
+    assert got.indices.dtype == np.int32
+    np.testing.assert_array_equal(got.indices, indices)
+    for i in range(len(x)):
+        error = oracle.error_units(got.values[i], values[i], unit[i])
+        assert error <= limit, f"{names[i] if names else i}: {error} units"
+
+
+# --- Indices and values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("v", [1, 2, 9, 129])
+def test_indices_are_those_of_lax_top_k(v, dtype):
+    """For every finite and special row; k = V orders all of it. softmax rounds, the order does not."""
+    x = cases.rows(ALL, v, dtype)
+    got = topk(x, v)
+    np.testing.assert_array_equal(got.indices, lax_indices(x, v))
+    assert_right(got, x, v, ALL, limit=4.0)
+
+
+@pytest.mark.parametrize("k", [1, 5, 64])
+@pytest.mark.parametrize("v", [127, 1000, cases.GPT2])
+def test_values_are_normalised_over_the_whole_row(v, k):
+    names = list(cases.FINITE)
+    x = cases.rows(names, v)
+    got = topk(x, k)
+    np.testing.assert_array_equal(got.indices, lax_indices(x, k))
+    assert_right(got, x, k, names)
+
+
+@pytest.mark.parametrize("v", cases.LARGE)
+def test_large_vocabulary(v):
+    x = cases.rows(["peaked"], v)
+    assert_right(topk(x, 50), x, 50)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("log", [False, True])
+def test_16_bits_are_accumulated_in_float32(dtype, log):
+    names = list(cases.FINITE)
+    x = cases.rows(names, 1000, dtype)
+    assert_right(topk(x, 5, log=log), x, 5, names, log=log)
+
+
+@pytest.mark.parametrize("v", [129, cases.GPT2])
+def test_log(v):
+    names = list(cases.FINITE)
+    x = cases.rows(names, v)
+    assert_right(topk(x, 5, log=True), x, 5, names, log=True)
+
+
+def test_ties_that_rounding_creates_do_not_reorder():
+    """These logits differ, their float32 probabilities do not: sorting p would give other indices."""
+    x = np.full((1, 40), -100.0, F32)
+    x[0, 30], x[0, 7], x[0, 20] = 2.0, np.nextafter(F32.type(2.0), F32.type(0)), 2.0
+    got = topk(x, 3)
+    np.testing.assert_array_equal(got.indices, [[20, 30, 7]])
+    assert got.values[0, 0] == got.values[0, 1]
+
+
+def test_negative_nan_is_never_preferred():
+    """XLA's CUDA kernel for k <= 16 returns -NaN among the largest (openxla/xla issue 48119)."""
+    x = cases.rows(["every_third_neg_nan", "everything", "all_neg_nan"], 129)
+    for k in (1, 5, 16, 17):
+        np.testing.assert_array_equal(topk(x, k).indices, oracle.topk_indices(x, k))
+
+
+def test_rows_with_nan_have_nan_values():
+    x = cases.rows(["nan_first", "neg_nan_last", "inf_first", "all_neg_inf"], 9)
+    assert np.isnan(topk(x, 3).values).all()
+    assert np.isnan(topk(x, 3, log=True).values).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
+def test_integers(dtype):
+    """float32 values; the order is that of the integers, also where float32 would merge them."""
+    top = np.iinfo(dtype).max
+    x = np.array([[top - 1, top, 0, top - 1, 3], [1, 2, 3, 2, 1]], dtype)
+    got = topk(x, 5)
+    assert got.values.dtype == np.float32
+    np.testing.assert_array_equal(got.indices, lax_indices(x, 5))
+    assert_right(got, x, 5)
+
+
+def test_float64(x64):
+    """float64 arithmetic; indices stay int32."""
+    names = list(cases.FINITE)
+    x = cases.rows(names, 129, F64)
+    got = topk(x, 5)
+    assert got.values.dtype == np.float64
+    assert_right(got, x, 5, names)
+    assert topk(cases.rows(["normal"], 129), 5).indices.dtype == np.int32
+    assert topk(cases.rows(["normal"], 129), 5).values.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn], ids=["e5m2", "e4m3fn"])
+def test_8_bit_floats(dtype):
+    x = jnp.asarray([[1, 2, 0, 2, -3], [0, -0.0, 0.0, 1, 1]], dtype)
+    got = fused_topk(x, 4)
+    assert got.values.dtype == dtype
+    np.testing.assert_array_equal(got.indices, lax.top_k(x, 4)[1])
+    want = oracle.fused_topk(np.asarray(x, F32), 4)[0]
+    np.testing.assert_allclose(got.values.astype(F32), want, rtol=float(jnp.finfo(dtype).eps))
+
+
+# --- k, axis, shapes ----------------------------------------------------------------------------------
+
+
+def test_the_result_is_a_named_pair():
+    got = fused_topk(cases.rows(["normal"], 9), 2)
+    assert isinstance(got, TopK)
+    values, indices = got
+    assert values is got.values
+    assert indices is got.indices
+    assert jax.tree.structure(got) == jax.tree.structure(TopK(0, 0))
+
+
+@pytest.mark.parametrize("shape", [(0,), (9,), (3, 9), (3, 0), (0, 5)], ids=str)
+def test_k_zero(shape):
+    got = fused_topk(jnp.zeros(shape), 0)
+    assert got.values.shape == got.indices.shape == (*shape[:-1], 0)
+    assert (got.values.dtype, got.indices.dtype) == (np.float32, np.int32)
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: fused_topk(x, 0).values.sum())(jnp.zeros(shape)), np.zeros(shape)
+    )
+
+
+def test_no_rows():
+    got = fused_topk(jnp.zeros((0, 5)), 2)
+    assert got.values.shape == got.indices.shape == (0, 2)
+
+
+@pytest.mark.parametrize("k", [np.int64(2), np.int32(2), np.uint8(2)])
+def test_k_of_a_numpy_integer_type(k):
+    x = cases.rows(["normal"], 9)
+    np.testing.assert_array_equal(fused_topk(x, k).indices, fused_topk(x, 2).indices)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+def test_axis(axis):
+    """The k winners lie along the axis that was reduced."""
+    x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
+    got = topk(x, 3, axis=axis)
+    last = np.moveaxis(x, axis, -1)
+    assert got.values.shape == got.indices.shape == np.moveaxis(last[..., :3], -1, axis).shape
+    assert_right(TopK(*(np.moveaxis(part, axis, -1) for part in got)), last, 3, limit=4.0)
+
+
+def test_axis_with_where_temperature_and_gradient():
+    x = cases.rows(["normal", "peaked", "integers", "ascending"], 20).reshape(4, 4, 5)
+    where = np.random.default_rng(0).random((4, 4, 5)) < 0.6
+    t = np.random.default_rng(1).random((4, 5)).astype(F32) + 0.5
+    last = {"where": np.moveaxis(where, 1, -1), "temperature": t}
+
+    def f(x, t, **kwargs):
+        return fused_topk(x, 3, temperature=t, **kwargs).values
+
+    got, vjp = jax.vjp(functools.partial(f, axis=1, where=where), x, t)
+    want, want_vjp = jax.vjp(functools.partial(f, where=last["where"]), np.moveaxis(x, 1, -1), t)
+    np.testing.assert_array_equal(got, np.moveaxis(want, -1, 1))
+    g = cases.cotangent(got.shape)
+    dx, dt = vjp(g)
+    want_dx, want_dt = want_vjp(np.moveaxis(g, 1, -1))
+    np.testing.assert_allclose(dx, np.moveaxis(want_dx, -1, 1), rtol=1e-6)
+    np.testing.assert_allclose(dt, want_dt, rtol=1e-6)
+
+
+def test_default_axis_of_one_dimension():
+    x = cases.rows(["integers"], 9)[0]
+    np.testing.assert_array_equal(fused_topk(x, 4).indices, oracle.topk_indices(x, 4))
+
+
+# --- dtype --------------------------------------------------------------------------------------------
+
+
+def test_values_have_the_dtype_of_the_logits():
+    for dtype in (F32, BF16, F16):
+        assert fused_topk(jnp.ones((2, 3), dtype), 1).values.dtype == dtype
+
+
+def test_dtype_widens_without_rounding_first():
+    """bfloat16 logits, float32 values: as accurate as float32, not a widened bfloat16."""
+    names = list(cases.FINITE)
+    x = cases.rows(names, 129, BF16)
+    assert_right(topk(x, 5, dtype=F32), x, 5, names)
+
+
+def test_dtype_narrows():
+    x = cases.rows(["normal", "peaked"], 129)
+    assert_right(topk(x, 5, dtype=BF16), x, 5)
+    assert topk(x, 5, dtype=BF16).values.dtype == BF16
+
+
+def test_gradient_keeps_the_dtype_of_the_logits():
+    x = cases.rows(["normal"], 9, BF16)
+    assert jax.grad(lambda x: fused_topk(x, 2, dtype=F32).values.sum())(x).dtype == BF16
+
+
+# --- where --------------------------------------------------------------------------------------------
+
+NAMES = list(cases.FINITE)[:7]
+X = cases.rows(NAMES, 20)
+MASKS = cases.masks(X.shape)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_where(mask, log):
+    """A masked position is chosen only when fewer than k are unmasked, lowest index first, with value 0
+    (log: -inf); so a fully masked row has indices 0 to k-1. Masked NaN and inf are ignored."""
+    where = MASKS[mask]
+    got = topk(X, 15, where=where, log=log)
+    assert_right(got, X, 15, NAMES, where=where, log=log, limit=4.0)
+    full = np.broadcast_to(where, X.shape)
+    for row in np.flatnonzero(~full.any(-1)):
+        np.testing.assert_array_equal(got.indices[row], range(15))
+        assert (np.asarray(got.values[row]) == (-np.inf if log else 0)).all()
+    for poison in (np.nan, np.inf, cases.NEG_NAN):
+        poisoned = topk(np.where(where, X, F32.type(poison)), 15, where=where, log=log)
+        np.testing.assert_array_equal(poisoned.indices, got.indices)
+        np.testing.assert_array_equal(poisoned.values, got.values)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_masked_positions_come_after_neg_inf_and_neg_nan(log):
+    x = np.array([[5, -np.inf, 3, cases.NEG_NAN, 9], [5, -np.inf, 3, -np.inf, 9]], F32)
+    where = np.array([False, True, False, True, False])
+    got = topk(x, 5, where=where, log=log)
+    np.testing.assert_array_equal(got.indices, [[1, 3, 0, 2, 4]] * 2)
+    masked = -np.inf if log else 0
+    np.testing.assert_array_equal(got.values, [[np.nan, np.nan, masked, masked, masked]] * 2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_where_with_integers(dtype):
+    """Also the smallest integer comes before a masked one."""
+    low = np.iinfo(dtype).min
+    x = np.array([[7, low, 9, low, 8]], dtype)
+    where = np.array([False, True, True, True, False])
+    np.testing.assert_array_equal(topk(x, 5, where=where).indices, [[2, 1, 3, 0, 4]])
+
+
+# --- temperature --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 2, 100.0])
+def test_scalar_temperature(temperature, log):
+    """p = softmax(logits / temperature); huge logits do not overflow on the way."""
+    names = list(cases.FINITE)
+    x = cases.rows(names, 129)
+    got = topk(x, 5, temperature=temperature, log=log)
+    t = float(F32.type(temperature))
+    assert_right(got, x, 5, names, temperature=t, log=log, limit=4.0)
+
+
+def test_temperature_per_row():
+    names = list(cases.FINITE)
+    x = cases.rows(names, 129)
+    t = np.geomspace(0.1, 10, len(names)).astype(F32)
+    assert_right(topk(x, 5, temperature=t), x, 5, names, temperature=t, limit=4.0)
+
+
+def test_temperature_does_not_change_the_indices():
+    x = cases.rows(ALL, 129)
+    for t in (1e-30, 1e30):
+        np.testing.assert_array_equal(topk(x, 129, temperature=t).indices, topk(x, 129).indices)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, -np.inf])
+def test_traced_temperature_that_is_not_positive_gives_nan(temperature):
+    x = cases.rows(["normal", "constant"], 9)
+    t = jnp.array([temperature, 2.0], F32)
+    values = np.asarray(jax.jit(lambda x, t: fused_topk(x, 2, temperature=t).values)(x, t))
+    assert np.isnan(values[0]).all()
+    np.testing.assert_allclose(values[1], 1 / 9, rtol=1e-6)
+
+
+# --- Gradients ----------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def pullback(f, x, t, g):
+    return jax.vjp(f, x, t)[1](g)
+
+
+def _ours(x, t, where, log):
+    return fused_topk(x, 5, where=where, temperature=t, log=log).values
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("mask", [None, *MASKS])
+def test_gradient_against_the_formula(mask, log):
+    """dx_j = g_j p_j [j wins] - p_j sum_i g_i p_i (log: g_j [j wins] - p_j sum_i g_i), over T.
+
+    Masked positions and fully masked rows are 0, the others finite, even where a masked logit is NaN.
+    """
+    where = None if mask is None else MASKS[mask]
+    t = np.geomspace(0.5, 4, len(X)).astype(F32)
+    g = cases.cotangent((len(X), 5))
+    x = X if where is None else np.where(where, X, F32.type(np.nan))
+    dx, dt = map(np.asarray, pullback(lambda x, t: _ours(x, t, where, log), x, t, g))
+    want_dx, want_dt = oracle.fused_topk_vjp(X, g, 5, where, t, log)
+    unit_dx, unit_dt = oracle.fused_topk_vjp_unit(X, g, 5, where, t, log)
+    assert oracle.error_units(dx, want_dx, unit_dx, slack_times=100) <= 4
+    assert oracle.error_units(dt, want_dt, unit_dt, slack_times=100) <= 4
+    if where is not None:
+        assert (dx[~np.broadcast_to(where, X.shape)] == 0).all()
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_gradient_against_jax(log):
+    """jax.grad of softmax and take_along_axis, the ties among the winners included."""
+    x = cases.rows(["normal", "integers", "constant", "ascending"], 20)
+    t, g = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, 5))
+    got = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)
+    want = pullback(lambda x, t: composed(x, 5, None, t, log), x, t, g)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("v", [129, cases.GPT2])
+def test_gradient_of_peaked_rows(v):
+    names = ["normal", "peaked", "one_winner", "alternating"]
+    x, t, g = cases.rows(names, v), np.ones(4, F32), cases.cotangent((4, 5))
+    dx, dt = pullback(lambda x, t: _ours(x, t, None, False), x, t, g)
+    args = (x, g, 5, None, t)
+    want, units = oracle.fused_topk_vjp(*args), oracle.fused_topk_vjp_unit(*args)
+    assert oracle.error_units(dx, want[0], units[0], slack_times=v) <= 4
+    assert oracle.error_units(dt, want[1], units[1], slack_times=100 * v) <= 4
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_gradient_by_a_scalar_temperature(log):
+    x, g = cases.rows(["normal", "peaked"], 20), cases.cotangent((2, 5))
+    t = jnp.float32(1.7)
+    dt = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)[1]
+    assert dt.shape == ()
+    np.testing.assert_allclose(dt, oracle.fused_topk_vjp(x, g, 5, None, 1.7, log)[1].sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_gradient_with_neg_inf_logits(log):
+    """-inf logits (a mask written into the logits) have gradient 0 and leave the others finite."""
+    x = np.where(np.arange(20) % 4 == 3, -np.inf, cases.rows(["normal", "ascending"], 20)).astype(F32)
+    t, g = np.array([0.5, 2], F32), cases.cotangent((2, 5))
+    dx, dt = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)
+    mask = np.arange(20) % 4 != 3
+    want_dx, want_dt = oracle.fused_topk_vjp(np.where(mask, x, 0), g, 5, mask, t, log)
+    np.testing.assert_allclose(dx, want_dx.astype(F32), rtol=1e-4, atol=2e-6)
+    np.testing.assert_allclose(dt, want_dt.astype(F32), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_gradient_of_16_bits(dtype):
+    """p is recomputed in float32 from the logits, so a step or so of the stored dtype remains."""
+    names = ["normal", "peaked", "integers", "ascending"]
+    x, g = cases.rows(names, 129, dtype), cases.cotangent((4, 5), dtype)
+    dx = jax.vjp(lambda x: fused_topk(x, 5).values, x)[1](g)[0]
+    assert dx.dtype == dtype
+    units = oracle.fused_topk_vjp_unit(x, g, 5)[0]
+    assert oracle.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
+
+
+def test_gradient_of_nan_rows_stays_in_its_row():
+    x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
+    g = cases.cotangent((4, 3))
+    dx = np.asarray(jax.vjp(lambda x: fused_topk(x, 3).values, x)[1](g)[0])
+    np.testing.assert_allclose(dx[1], oracle.fused_topk_vjp(x, g, 3)[0][1], rtol=1e-5, atol=1e-7)
+    assert np.isnan(dx[[0, 2, 3]]).all()
+
+
+def test_indices_have_no_gradient():
+    """Their cotangent is float0, and nothing flows through them."""
+    x = cases.rows(["normal"], 9)
+    out, vjp = jax.vjp(lambda x: fused_topk(x, 3), x)
+    zeros = np.zeros(out.indices.shape, jax.dtypes.float0)
+    dx = vjp(TopK(jnp.zeros_like(out.values), zeros))[0]
+    np.testing.assert_array_equal(dx, np.zeros_like(x))
+    dx = jax.grad(lambda x: fused_topk(x, 3).indices.astype(F32).sum())(x)
+    np.testing.assert_array_equal(dx, np.zeros_like(x))
+
+
+# --- Anything at all ----------------------------------------------------------------------------------
+
+SPECIALS = [0.0, -0.0, np.inf, -np.inf, np.nan, cases.NEG_NAN, 1e-40, -1e-40, 1.0, 2.0]
+ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50, width=32)
+
+
+@FREE
+@given(
+    x=hnp.arrays(F32, (4, 8), elements=ELEMENTS),
+    where=hnp.arrays(bool, (4, 8)) | st.just(np.ones((4, 8), bool)),
+    k=st.sampled_from([1, 5, 8]),
+)
+def test_any_row_and_mask(x, where, k):
+    assert_right(topk(x, k, where=where), x, k, where=where, limit=4.0)
+    np.testing.assert_array_equal(topk(x, k).indices, lax_indices(x, k))

@@ -1,0 +1,357 @@
+"""Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation and sharding."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import F32
+from jax import export
+
+import pallas_softmax as ps
+
+V = 20
+X = cases.rows(["normal", "peaked", "integers", "ascending", "one_winner", "constant"], V)
+X3 = np.stack([X, X[::-1], X * 2, X - 3])
+WHERE = np.random.default_rng(0).random(X3.shape) < 0.6
+TEMPERATURE = np.linspace(0.5, 2, X3.shape[0] * X3.shape[1]).reshape(X3.shape[:2]).astype(F32)
+
+# Functions of one array whose rows are its last axis, to one array.
+FUNCTIONS = {
+    "softmax": ps.softmax,
+    "log_softmax": ps.log_softmax,
+    "logsumexp": lambda x, **kwargs: ps.logsumexp(x, -1, **kwargs),
+    "topk": lambda x, **kwargs: ps.fused_topk(x, 3, **kwargs).values,
+    "topk_log": lambda x, **kwargs: ps.fused_topk(x, 3, log=True, **kwargs).values,
+    "indices": lambda x, **kwargs: ps.fused_topk(x, 3, **kwargs).indices,
+}
+DIFFERENTIABLE = [name for name in FUNCTIONS if name != "indices"]
+each = pytest.mark.parametrize("name", FUNCTIONS)
+each_differentiable = pytest.mark.parametrize("name", DIFFERENTIABLE)
+
+
+def close(got, want):
+    """The same computation compiled differently: a few roundings apart, indices not at all."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=5e-6, atol=1e-6)
+
+
+def loss(f):
+    """A scalar whose gradient is different in every entry."""
+
+    def scalar(x, **kwargs):
+        y = f(x, **kwargs)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    return scalar
+
+
+@each
+def test_jit(name):
+    f = FUNCTIONS[name]
+    close(jax.jit(f)(X), f(X))
+    close(jax.jit(f)(X, where=WHERE[0]), f(X, where=WHERE[0]))
+
+
+@each_differentiable
+def test_grad_inside_and_outside_of_jit(name):
+    f = loss(FUNCTIONS[name])
+    want = jax.grad(f)(X)
+    assert np.abs(want).max() > 1e-3
+    close(jax.jit(jax.grad(f))(X), want)
+    close(jax.grad(jax.jit(f))(X), want)
+
+
+@each_differentiable
+def test_jacrev_has_the_pullback_in_its_rows(name):
+    f, x = FUNCTIONS[name], X[1]
+    jacobian = jax.jacrev(f)(x)
+    g = cases.cotangent(jacobian.shape[:-1])
+    close(np.asarray(np.tensordot(g, jacobian, g.ndim), F32), jax.vjp(f, x)[1](g)[0])
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_hessian(name):
+    """Forward over reverse: the backward is differentiable in both modes where JAX needs it."""
+    f, like = (loss(lambda x, m=m: getattr(m, name)(x, -1)) for m in (ps, jax.nn))
+    got = jax.jacrev(jax.grad(f))(X[3])
+    np.testing.assert_allclose(got, jax.hessian(like)(X[3]), rtol=1e-4, atol=1e-5)
+
+
+# --- vmap ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_axis", [0, 1, -1, 2])
+@each
+def test_vmap(name, in_axis):
+    f = FUNCTIONS[name]
+    x = np.moveaxis(X3, 0, in_axis) if in_axis in (0, 1) else np.moveaxis(X3, 0, -1)
+    close(jax.vmap(f, in_axis)(x), f(X3))
+
+
+@each
+def test_nested_vmap(name):
+    f = FUNCTIONS[name]
+    close(jax.jit(jax.vmap(jax.vmap(f)))(X3), f(X3))
+
+
+@each
+def test_vmap_with_out_axes(name):
+    f = FUNCTIONS[name]
+    close(jax.vmap(f, out_axes=1)(X3), jnp.moveaxis(f(X3), 0, 1))
+
+
+@pytest.mark.parametrize("batched", ["both", "x", "where"])
+@each
+def test_vmap_of_where(name, batched):
+    f = FUNCTIONS[name]
+    x = X3 if batched != "where" else X
+    where = WHERE if batched != "x" else WHERE[0]
+    axes = (0 if batched != "where" else None, 0 if batched != "x" else None)
+    got = jax.vmap(lambda x, where: f(x, where=where), axes)(x, where)
+    close(got, f(np.broadcast_to(x, X3.shape), where=np.broadcast_to(where, X3.shape)))
+
+
+@each_differentiable
+def test_vmap_of_grad(name):
+    f = FUNCTIONS[name]
+    g = cases.cotangent(np.shape(f(X3)))
+
+    def pullback(x, g):
+        return jax.vjp(f, x)[1](g)[0]
+
+    want = pullback(X3, g)
+    close(jax.vmap(pullback)(X3, g), want)
+    close(jax.jit(jax.vmap(jax.vmap(pullback)))(X3, g), want)
+
+
+@each_differentiable
+def test_grad_of_vmap_with_a_shared_argument(name):
+    """One row for a batch of masks: its gradient is the sum over the batch."""
+    f = FUNCTIONS[name]
+
+    def total(x, where):
+        y = jax.vmap(lambda where: f(x, where=where))(where)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) * jnp.arange(1, 5).reshape(4, *[1] * (y.ndim - 1)))
+
+    def one(x, where, weight):
+        y = f(x, where=where)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0)) * weight
+
+    want = sum(jax.grad(one)(X, WHERE[i], i + 1.0) for i in range(4))
+    np.testing.assert_allclose(jax.grad(total)(X, WHERE), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_vmap_of_temperature(axes):
+    """Batched alone, with the logits, or shared; a scalar in each lane, or one per row."""
+    f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values  # noqa: E731
+    x = X3 if axes[0] == 0 else X
+    t = TEMPERATURE if axes[1] == 0 else TEMPERATURE[0]
+    want = f(np.broadcast_to(x, X3.shape), np.broadcast_to(t, TEMPERATURE.shape))
+    close(jax.vmap(f, axes)(x, t), want)
+    scalar = TEMPERATURE[:, 0] if axes[1] == 0 else TEMPERATURE[0, 0]
+    want = f(
+        np.broadcast_to(x, X3.shape),
+        np.broadcast_to(np.reshape(scalar, (-1, 1)), TEMPERATURE.shape),
+    )
+    close(jax.vmap(f, axes)(x, scalar), want)
+
+
+def test_vmap_of_the_gradient_by_temperature():
+    f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values.sum()  # noqa: E731
+    got = jax.vmap(jax.vmap(jax.grad(f, 1)))(X3, TEMPERATURE)
+    close(got, jax.grad(lambda t: f(X3, t))(TEMPERATURE))
+
+
+def test_gradient_of_a_temperature_that_all_rows_share():
+    f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values.sum()  # noqa: E731
+    t = jnp.float32(1.3)
+    got = jax.grad(lambda t: jax.vmap(f, (0, None))(X3, t).sum())(t)
+    want = jax.grad(lambda t: f(X3, jnp.full(TEMPERATURE.shape, t)))(t)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+# --- Control flow, checkpoint, export, donation -------------------------------------------------------
+
+
+@each
+def test_scan(name):
+    f = FUNCTIONS[name]
+    close(jax.lax.scan(lambda c, x: (c, f(x)), 0, X3)[1], f(X3))
+
+
+@each_differentiable
+def test_grad_through_scan(name):
+    f = FUNCTIONS[name]
+
+    def total(x):
+        step = lambda c, x: (c + jnp.sum(f(x) ** 2), None)  # noqa: E731
+        return jax.lax.scan(step, jnp.float32(0), x)[0]
+
+    want = jax.grad(lambda x: jnp.sum(f(x) ** 2))(X3)
+    np.testing.assert_allclose(jax.grad(total)(X3), want, rtol=1e-5, atol=1e-5)
+
+
+@each
+def test_cond(name):
+    f = FUNCTIONS[name]
+    got = jax.jit(lambda p, x: jax.lax.cond(p, f, lambda x: f(x[::-1]), x))(True, X)
+    close(got, f(X))
+
+
+@pytest.mark.parametrize("policy", [None, "nothing_saveable", "everything_saveable"])
+@each_differentiable
+def test_checkpoint(name, policy):
+    f = loss(FUNCTIONS[name])
+    policy = policy and getattr(jax.checkpoint_policies, policy)
+    close(jax.grad(jax.checkpoint(f, policy=policy))(X), jax.grad(f)(X))
+
+
+def exported(f, shape):
+    return export.export(jax.jit(f), platforms=["cpu"])(jax.ShapeDtypeStruct(shape, F32))
+
+
+@each
+def test_export(name):
+    """Lowered for the CPU, called and differentiated without the function."""
+    f = FUNCTIONS[name]
+    again = exported(f, X.shape)
+    close(again.call(X), f(X))
+    if name in DIFFERENTIABLE:
+        g = cases.cotangent(np.shape(f(X)))
+        close(again.vjp().call(X, g)[0], jax.vjp(f, X)[1](g)[0])
+
+
+@each
+def test_export_round_trip(name):
+    """The same, written to bytes and read back."""
+    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialise")
+    f = FUNCTIONS[name]
+    order = int(name in DIFFERENTIABLE)
+    again = export.deserialize(exported(f, X.shape).serialize(vjp_order=order))
+    close(again.call(X), f(X))
+    if order:
+        g = cases.cotangent(np.shape(f(X)))
+        close(jax.vjp(again.call, X)[1](g)[0], jax.vjp(f, X)[1](g)[0])
+
+
+@each
+def test_export_with_a_symbolic_batch(name):
+    f = FUNCTIONS[name]
+    again = exported(f, (*export.symbolic_shape("rows"), V))
+    for n in (1, 6):
+        close(again.call(X[:n]), f(X[:n]))
+
+
+@each
+def test_donated_buffers(name):
+    f = FUNCTIONS[name]
+    want = f(X)
+    x = jnp.array(X)
+    got = jax.jit(f, donate_argnums=0)(x)
+    close(got, want)
+    if got.shape == X.shape and got.dtype == X.dtype:
+        assert x.is_deleted()
+
+
+def test_the_input_is_not_changed():
+    x = X.copy()
+    on_device = jnp.array(x)
+    for f in FUNCTIONS.values():
+        f(on_device)
+        jax.jit(f)(on_device)
+    np.testing.assert_array_equal(on_device, x)
+
+
+@pytest.mark.parametrize("name", ["softmax", "topk"])
+def test_one_compilation_serves_all_values(name):
+    """Nothing that depends on the values is decided while tracing."""
+    traces = []
+
+    def f(x):
+        traces.append(None)
+        return FUNCTIONS[name](x)
+
+    jitted = jax.jit(f)
+    for x in (X, np.full_like(X, np.nan), np.full_like(X, -np.inf), -X):
+        jitted(x)
+    assert len(traces) == 1
+
+
+def test_a_call_compiles_once():
+    """Two equal calls outside of jit: the second one compiles nothing."""
+    x = jnp.asarray(cases.rows(["normal"] * 3, 13))
+    for f in FUNCTIONS.values():
+        f(x)
+    with _no_compilation():
+        for f in FUNCTIONS.values():
+            f(x)
+
+
+class _no_compilation:
+    """Fails where XLA is asked to compile."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __enter__(self):
+        self.seen = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, duration, **kwargs):
+        self.seen += event == self.EVENT
+
+    def __exit__(self, *args):
+        seen, self.EVENT = self.seen, None  # listeners stay registered
+        assert seen == 0, f"{seen} compilations"
+
+
+# --- Several devices ----------------------------------------------------------------------------------
+# They must exist before JAX starts, so one child process runs every check on four CPU devices.
+
+
+@functools.cache
+def mesh_report():
+    here = Path(__file__).parent
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, here / "mesh_checks.py"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+CHECKS = ["shard_map", "named_sharding", "explicit_sharding"]
+
+
+@pytest.mark.parametrize("check", [*CHECKS, "sharded_vocabulary"])
+@each
+def test_on_four_devices(check, name):
+    assert mesh_report()[f"{check}-{name}"] == "ok"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@each_differentiable
+def test_gradient_on_four_devices(check, name):
+    assert mesh_report()[f"{check}_grad-{name}"] == "ok"
+
+
+def test_the_output_stays_sharded():
+    """No gather: the result lies where the rows lie."""
+    assert mesh_report()["stays_sharded"] == "ok"
