@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_softmax.dispatch import Call
+from pallas_softmax.dispatch import Call, vary_together
 
 Axis = int | Sequence[int] | None
 
@@ -37,7 +37,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 
 def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = False):
-    """`x` with a floating or complex dtype, `where` broadcast against it, and the reduced axes in order."""
+    """`x` as an array, `where` broadcast against it, and the reduced axes in order."""
     x = array(function, name, x)
     if x.dtype == jnp.bool_ and not boolean:
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
@@ -48,24 +48,32 @@ def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = Fals
         x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
         axes = tuple(a + x.ndim for a in axes)
         where = mask(function, where, x.shape)
-    # the promotion rule of jax.numpy's functions: int32 gives float32, int64 float64
-    return x.astype(jax.eval_shape(jnp.exp, x).dtype), where, tuple(sorted(axes))
+        x, where = vary_together(x, where)
+    return x, where, tuple(sorted(axes))
 
 
 def call(op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = None) -> Call:
+    """The call of `op` on the rows of `x`, for `dispatch.choose`."""
     vocab = math.prod(x.shape[a] for a in axes)
+    objection = None
+    if not all(isinstance(d, int) for d in x.shape):
+        objection = f"the shape {x.shape} is symbolic"
+    elif jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+        objection = "the array is sharded by Explicit mesh axes; inside jax.shard_map a kernel can run"
     return Call(
         op=op,
         dtype=x.dtype.name,
-        rows=x.size // max(vocab, 1),
+        rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
         vocab=vocab,
         trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
         masked=where is not None,
         k=k,
+        objection=objection,
     )
 
 
 def static_int(function: str, name: str, value) -> int:
+    """`value` as an int that is known while tracing."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{function}: {name} must be a static Python int, got a traced value; pass it through "

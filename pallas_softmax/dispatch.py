@@ -13,7 +13,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 # In order of preference on a CUDA device. Each is a module of this package with the functions `softmax`,
-# `softmax_grad`, ... of `xla` that it has kernels for, and (but for `xla`) `unsupported(call, capability)`.
+# `softmax_grad`, ... of `xla` that it has kernels for, and (but for `xla`) `unsupported(call, capability)` and
+# `slower(call)`: a reason why the call cannot run, or should not unless the implementation was named.
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 # Compute capabilities by device kind, for lowering with an abstract device only.
@@ -35,15 +36,23 @@ _HOPPER = (9, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the choice depends on: one operation over `rows` rows of `vocab` elements."""
+    """What the choice depends on: one operation over `rows` rows of `vocab` elements.
+
+    Attributes:
+      trailing: the reduced axes are the last ones, so that a row is contiguous.
+      masked: there is a `where`.
+      k: of top-k.
+      objection: why no kernel can take the arrays, whatever it computes.
+    """
 
     op: str
     dtype: str
     rows: int
     vocab: int
-    trailing: bool = True  # the reduced axes are the last ones, so that a row is contiguous
+    trailing: bool = True
     masked: bool = False
     k: int | None = None
+    objection: str | None = None
 
     def __str__(self) -> str:
         k = "" if self.k is None else f", k={self.k}"
@@ -85,7 +94,7 @@ def choose(call: Call, implementation: str | None) -> Choice:
     reasons = []
     cuda = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
-        reason = _unsupported(name, call)
+        reason = _objection(name, call, automatic=implementation is None)
         if reason is None:
             cuda = name
             break
@@ -115,17 +124,22 @@ def run(choice: Choice, *args: Any, **static: Any) -> Any:
         return function(choice.cuda)(*args)
     elsewhere = functools.partial(_refuse, choice, static) if choice.elsewhere is None else function("xla")
 
-    def varying(function: Callable) -> Callable:
-        """`function`, whose outputs vary over the mesh axes of shard_map that its arguments vary over."""
-        axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(args)))
-
-        def pcast(out):
-            missing = axes - jax.typeof(out).manual_axis_type.varying
-            return lax.pcast(out, tuple(missing), to="varying") if missing else out
-
-        return lambda *args: jax.tree.map(pcast, function(*args))
+    def varying(function: Callable) -> Callable:  # XLA's outputs vary over the axes of shard_map; the kernels' too
+        return lambda *args: jax.tree.map(lambda out: vary_together(out, *args)[0], function(*args))
 
     return lax.platform_dependent(*args, cuda=varying(function(choice.cuda)), default=varying(elsewhere))
+
+
+def vary_together(*arrays: Any) -> tuple:
+    """The arrays (or None), each varying over all the manual mesh axes of shard_map that any of them varies over."""
+    leaves = jax.tree.leaves(arrays)
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in leaves))
+
+    def vary(a):
+        missing = tuple(axes - jax.typeof(a).manual_axis_type.varying)
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(vary, arrays)
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
@@ -159,12 +173,16 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
     return choices
 
 
-def _unsupported(name: str, call: Call) -> str | None:
+def _objection(name: str, call: Call, automatic: bool) -> str | None:
+    """Why the implementation does not take the call, or is not the choice for it; None if it is."""
     if name == "xla":
         return None
     if name == "triton":
         return "not written yet"
-    return importlib.import_module(f"pallas_softmax.{name}").unsupported(call, _capability())
+    if call.objection is not None:
+        return call.objection
+    module = importlib.import_module(f"pallas_softmax.{name}")
+    return module.unsupported(call, _capability()) or (module.slower(call) if automatic else None)
 
 
 def _capability() -> tuple[int, int]:

@@ -49,6 +49,21 @@ def shift(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """`x` in the dtype of the arithmetic: float32, or its own where that is wider or complex."""
+    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+
+
+def to_float(x: jax.Array, axes: Sequence[int], where: jax.Array | None = None) -> jax.Array:
+    """Logits with the softmax of `x`: integers are subtracted from their row's maximum before any rounding."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")  # in which the difference does not overflow
+    m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
+    return -(m.astype(unsigned) - x.astype(unsigned)).astype(dtype)
+
+
 def combine(a: Normalizer, b: Normalizer) -> Normalizer:
     """The operator ⊕ (paper, equation 4): the normalizer of the union. Associative and commutative."""
     m = jnp.maximum(a.m, b.m)
@@ -76,7 +91,7 @@ def reduce(
       chunk: the elements of an axis that are reduced directly.
     """
     axes = tuple(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = widen(x)
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
     split = max(axes, key=lambda a: x.shape[a], default=None)
@@ -96,18 +111,19 @@ def reduce(
 
 
 def _reduce(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
-    m, _, d = exponentials(x, axes)
-    return Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+    m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+    total = jnp.sum(jnp.exp(x - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
+    m = jnp.where(jnp.isnan(total), jnp.nan, m)  # XLA's maximum on the CPU loses the NaNs of long rows
+    return Normalizer(m, jnp.where(m == jnp.inf, jnp.nan, total))
 
 
-def exponentials(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The maximum m over `axes`, exp(x - m), and its sum; the last two are NaN where m is -inf.
+def exponentials(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """exp(x - m) for the maximum m over `axes`, and its sum; NaN where m is -inf.
 
     Nothing else may use m or select in between if XLA is to fuse the maximum with the exponentials.
     """
-    m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    e = jnp.exp(x - m)
-    return m, e, jnp.sum(e, axes, keepdims=True)
+    e = jnp.exp(x - jnp.max(x, axes, keepdims=True, initial=-jnp.inf))
+    return e, jnp.sum(e, axes, keepdims=True)
 
 
 def sort_key(x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, dispatch, xla
+from pallas_softmax import arguments, dispatch, online, xla
 from pallas_softmax.arguments import Axis
 
 
@@ -34,6 +34,7 @@ def softmax(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     x, where, axes = arguments.rows("softmax", "x", x, axis, where)
+    x = online.to_float(x, axes, where)
     return _softmax(x, where, axes, _plan("softmax", x, where, axes, implementation))
 
 
@@ -45,6 +46,7 @@ def log_softmax(
     Arguments and errors as for `softmax`. Masked positions, and fully masked rows, give -inf.
     """
     x, where, axes = arguments.rows("log_softmax", "x", x, axis, where)
+    x = online.to_float(x, axes, where)
     return _log_softmax(x, where, axes, _plan("log_softmax", x, where, axes, implementation))
 
 
@@ -61,6 +63,7 @@ def logsumexp(
     Arguments and errors as for `softmax`; booleans count as 0 and 1. An empty or fully masked row gives -inf.
     """
     a, where, axes = arguments.rows("logsumexp", "a", a, axis, where, boolean=True)
+    a = a.astype(jax.eval_shape(jnp.exp, a).dtype)
     out = _logsumexp(a, where, axes, _plan("logsumexp", a, where, axes, implementation))
     return (out if keepdims else jnp.squeeze(out, axes)).astype(a.dtype)
 

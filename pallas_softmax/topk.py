@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, dispatch, online
@@ -71,6 +72,7 @@ def fused_topk(
         where = jnp.moveaxis(arguments.mask(name, where, logits.shape), axis, -1)
     batch = (*logits.shape[: axis % logits.ndim], *logits.shape[axis % logits.ndim + 1 :])
     temperature = _temperature(name, temperature, batch)
+    logits, where, temperature = dispatch.vary_together(logits, where, temperature)
     floating = jax.eval_shape(jnp.exp, logits).dtype
     dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -85,14 +87,14 @@ def fused_topk(
 
 def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
     """(1,) or (..., 1), to divide rows by: NaN where a traced temperature is not positive."""
-    if not isinstance(temperature, jax.core.Tracer):
-        static = arguments.array(name, "temperature", temperature)
-        if not isinstance(static, jax.core.Tracer) and not (static > 0).all():
-            raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     t = arguments.array(name, "temperature", temperature)
+    if jnp.issubdtype(t.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
+    if not isinstance(temperature, jax.core.Tracer) and not np.all(np.asarray(temperature) > 0):
+        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if t.shape not in ((), batch):
         raise ValueError(f"{name}: temperature must be a scalar or have the batch shape {batch}, got {t.shape}")
-    t = t.astype(jnp.promote_types(t.dtype, jnp.float32))[..., None]
+    t = online.widen(t.astype(jax.eval_shape(jnp.exp, t).dtype))[..., None]
     return jnp.where(t > 0, t, jnp.nan)
 
 
@@ -119,13 +121,14 @@ def _topk_bwd(k, log, choice, saved, cotangents):
     logits, where, temperature, (m, d), (values, indices), kept = saved
     g = cotangents.values if kept is None else jnp.where(kept, cotangents.values, 0)
     direct = g if log else g * values  # the part that reaches the winners themselves
-    x = logits.astype(d.dtype)
+    x = online.widen(online.to_float(logits, (-1,), where))
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
     scaled = (x - m) / temperature
     p = jnp.exp(scaled) / d
     ds = -p * jnp.sum(direct, -1, keepdims=True)
-    ds = jnp.put_along_axis(ds, indices, jnp.take_along_axis(ds, indices, -1) + direct, -1, inplace=False)
+    (scattered,) = jax.linear_transpose(lambda x: jnp.take_along_axis(x, indices, -1), ds)(direct)
+    ds += scattered
     if where is not None:
         ds = jnp.where(where, ds, 0)
     dlogits = (ds / temperature).astype(logits.dtype) if jnp.issubdtype(logits.dtype, jnp.floating) else None

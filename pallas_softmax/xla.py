@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax.online import Candidates, Normalizer, widen
 
 
 def softmax(x, where, *, axes):
-    _, e, d = online.exponentials(_logits(x, where), axes)
+    e, d = online.exponentials(_logits(x, where), axes)
     return _masked(e / d, where, 0).astype(x.dtype)
 
 
 def softmax_grad(residuals, where, dy, *, axes):
     (y,) = residuals
-    p, g = _wide(y), _masked(_wide(dy), where, 0)
+    p, g = widen(y), _masked(widen(dy), where, 0)
     dx = p * (g - jnp.sum(p * g, axes, keepdims=True))
     return _masked(dx, where, 0).astype(y.dtype)
 
@@ -31,8 +31,8 @@ def log_softmax(x, where, *, axes):
 
 def log_softmax_grad(residuals, where, dy, *, axes):
     (y,) = residuals
-    g = _masked(_wide(dy), where, 0)
-    dx = g - jnp.exp(_wide(y)) * jnp.sum(g, axes, keepdims=True)
+    g = _masked(widen(dy), where, 0)
+    dx = g - jnp.exp(widen(y)) * jnp.sum(g, axes, keepdims=True)
     return _masked(dx, where, 0).astype(y.dtype)
 
 
@@ -53,7 +53,7 @@ def topk(logits, where, temperature, *, k):
     m is the first winner (a -NaN, which wins last, still makes d NaN); it is not divided by the temperature,
     for (x - m) / temperature neither overflows nor rounds x first.
     """
-    x = _logits(logits, where)
+    x = _logits(online.to_float(logits, (-1,), where), where)
     indices = _top_k(logits, where, k)
     winners = jnp.take_along_axis(x, indices, -1)
     m = winners[..., :1] if k else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
@@ -61,16 +61,12 @@ def topk(logits, where, temperature, *, k):
     return Candidates(winners, indices), Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
 
 
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _masked(x, where, value):
     return x if where is None else jnp.where(where, x, value)
 
 
 def _logits(x, where):
-    return _masked(_wide(x), where, -jnp.inf)
+    return _masked(widen(x), where, -jnp.inf)
 
 
 def _top_k(logits, where, k):
@@ -80,8 +76,8 @@ def _top_k(logits, where, k):
             return lax.top_k(logits, k)[1]
         index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         masked = jnp.broadcast_to(~where, logits.shape)
-        return lax.sort((masked, ~logits, index), num_keys=3)[2][..., :k]
-    x = _wide(logits)
+        return lax.sort((masked, jnp.where(masked, 0, ~logits), index), num_keys=3)[2][..., :k]
+    x = widen(logits)
     if where is not None:
         last = lax.bitcast_convert_type(jnp.array(-1, f"int{x.dtype.itemsize * 8}"), x.dtype)
         x = jnp.where(where, x, last)  # the -NaN of all ones is the lowest of the total order

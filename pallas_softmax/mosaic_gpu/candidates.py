@@ -6,6 +6,7 @@ the complemented position below, the key as an unsigned number above. As a 64-bi
 and of equal keys the lower position is larger. An empty slot is 0.
 """
 
+import contextlib
 import functools
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -15,10 +16,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP
-from pallas_softmax.online import sort_key
 
 CAPACITY = 512  # slots; more survivors than this take the exact path
 _LANES = 256  # maxima among which the threshold is found: 8 a thread, every warp for itself
@@ -56,19 +56,15 @@ def threshold(lanes, keys, k, layout):
     return lax.sort(jnp.max(keys.reshape(_LANES, -1), axis=1))[_LANES - k]
 
 
-def append(slots, count, row, best, start, size, bound, end, walk, *, interpret):
-    """Appends the `selected` keys of the `size` elements of `row` from `start` on, a step of `walk`.
+def append(slots, count, blocks, start, bound, end, layout):
+    """Appends the `selected` keys of `blocks`, the first of which starts at position `start`. No barrier.
 
-    `count` counts all of them, also those that found no free slot. No barrier.
-
-    Args:
-      row: the row in shared memory.
-      best: a block of each lane's best key of the step: most threads have none to append and stop there.
+    `count` counts all of them, also those that found no free slot.
     """
-    if not interpret:
-        return _append(slots, count, row, best, start, size, bound, end, walk)
-    position = start + jnp.arange(size, dtype=jnp.int32)
-    keys = sort_key(row[...][position]).astype(jnp.int32)
+    if layout is not None:
+        return _append(slots, count, blocks, start, bound, end, layout)
+    keys = jnp.concatenate(blocks)
+    position = start + jnp.arange(keys.size, dtype=jnp.int32)
     chosen = selected(keys, position, bound, end)
     slot = jnp.where(chosen, count[0] + jnp.cumsum(chosen) - 1, CAPACITY)
     pairs = jnp.stack([~position, keys ^ _SIGN], axis=1)
@@ -120,9 +116,18 @@ def _thread() -> ir.Value:
     return arith.remui(utils.thread_idx(), _i32(WARPGROUP))
 
 
+@contextlib.contextmanager
+def _when(condition: ir.Value):
+    op = scf.IfOp(condition)
+    with ir.InsertionPoint(op.then_block):
+        yield
+        scf.YieldOp([])
+
+
 def _clear(slots, count):
     @plgpu.inline_mgpu(arg_types=(_REF, _REF))
     def clear(_, slots, count):
+        utils.warpgroup_barrier()  # the last readers are done
         _ptx(
             f"""
             .reg .pred p; .reg .b32 a;
@@ -213,61 +218,48 @@ def _threshold(lanes, keys, k, layout):
     return threshold(lanes, keys)
 
 
-def _append(slots, count, row, best, start, size, bound, end, walk):
-    itemsize = row.dtype.itemsize
-    load, magnitude = {4: ("b32", 0x7FFFFFFF), 2: ("s16", 0x7FFF)}[itemsize]
-    layout = plgpu.Layout.WG_STRIDED((walk.block,), vec_size=walk.vec)
+def _append(slots, count, blocks, start, bound, end, layout):
+    @plgpu.inline_mgpu(arg_types=(_REF, _REF, [layout] * len(blocks), _SCALAR, _SCALAR, _SCALAR))
+    def append(_, slots, count, blocks, start, bound, end):
+        start, bound, end = _scalar(start), _scalar(bound), _scalar(end)
+        slots, count = utils.memref_ptr(slots), utils.memref_ptr(count)
+        blocks = [_elements(block) for block in blocks]
+        vec = len(blocks[0])
+        first = arith.addi(start, arith.muli(_thread(), _i32(vec)))
+        best = [functools.reduce(arith.maxsi, keys) for keys in blocks]
 
-    @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, layout, _SCALAR, _SCALAR, _SCALAR))
-    def append(_, slots, count, row, best, start, bound, end):
-        _ptx(
-            f"""
-            .reg .pred p, q; .reg .b32 first, e, at, key, a, n; .reg .b64 w;
-            setp.lt.s32 p, $4, $6;
-            @p bra out;
-            mad.lo.u32 first, $3, {walk.vec}, $5;
-            mov.b32 e, 0;
-            element:
-            shr.u32 at, e, {walk.vec.bit_length() - 1};
-            mad.lo.u32 at, at, {walk.block}, first;
-            and.b32 a, e, {walk.vec - 1};
-            add.u32 at, at, a;
-            setp.ge.u32 p, at, {walk.vocab};
-            @p bra skip;
-            mad.lo.u32 a, at, {itemsize}, $2;
-            ld.shared.{load} key, [a];
-            shr.s32 a, key, 31;
-            and.b32 a, a, {magnitude};
-            xor.b32 key, key, a;
-            setp.gt.s32 p, key, $6;
-            setp.eq.s32 q, key, $6;
-            setp.lt.and.s32 q, at, $7, q;
-            or.pred p, p, q;
-            @!p bra skip;
-            atom.relaxed.cta.shared::cta.add.u32 n, [$1], 1;
-            setp.lt.u32 p, n, {CAPACITY};
-            mad.lo.u32 a, n, 8, $0;
-            xor.b32 key, key, 0x80000000;
-            not.b32 at, at;
-            mov.b64 w, {{at, key}};
-            @p st.shared.b64 [a], w;
-            skip:
-            add.u32 e, e, 1;
-            setp.lt.u32 p, e, {-(-size // walk.block) * walk.vec};
-            @p bra element;
-            out:""",
-            "r,r,r,r,r,r,r,r",
-            utils.memref_ptr(slots),
-            utils.memref_ptr(count),
-            utils.memref_ptr(row),
-            _thread(),
-            functools.reduce(arith.maxsi, _elements(best)),
-            _scalar(start),
-            _scalar(bound),
-            _scalar(end),
-        )
+        def reaches(key):
+            return arith.cmpi(arith.CmpIPredicate.sge, key, bound)
 
-    append(slots, count, row, best, start, bound, end)
+        def push(key, position):
+            _ptx(
+                f"""
+                .reg .pred p, q; .reg .b32 n, a, u; .reg .b64 w;
+                setp.gt.s32 p, $0, $2;
+                setp.eq.s32 q, $0, $2;
+                setp.lt.and.s32 q, $1, $3, q;
+                or.pred p, p, q;
+                @!p bra out;
+                atom.relaxed.cta.shared::cta.add.u32 n, [$5], 1;
+                setp.lt.u32 p, n, {CAPACITY};
+                mad.lo.u32 a, n, 8, $4;
+                xor.b32 u, $0, 0x80000000;
+                not.b32 n, $1;
+                mov.b64 w, {{n, u}};
+                @p st.shared.b64 [a], w;
+                out:""",
+                "r,r,r,r,r,r",
+                *(key, position, bound, end, slots, count),
+            )
+
+        # few threads have anything to append: one branch a step, then one a block, then one an element
+        with _when(reaches(functools.reduce(arith.maxsi, best))):
+            for b, keys in enumerate(blocks):
+                with _when(reaches(best[b])):
+                    for i, key in enumerate(keys):
+                        push(key, arith.addi(first, _i32(b * WARPGROUP * vec + i)))
+
+    append(slots, count, blocks, start, bound, end)
 
 
 def _rank(slots, n, row, values, indices, r, k):

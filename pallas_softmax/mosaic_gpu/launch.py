@@ -8,7 +8,6 @@ from pallas_softmax.dispatch import Call
 
 WARPGROUP = 128  # threads of a CTA: one warpgroup
 _ACCESS_BYTES = 16  # of a thread, and the alignment of bulk copies between device and shared memory
-_GROUP = 8  # blocks a step: one rescaling of d serves as many exponentials, and a step is a copy of 16 KB
 _DTYPES = ("float32", "bfloat16", "float16")
 
 # Shared memory a CTA may use, by major compute capability, in bytes.
@@ -24,7 +23,7 @@ class Walk:
 
     vocab: int
     vec: int
-    group: int = _GROUP
+    group: int
 
     @property
     def block(self) -> int:
@@ -54,9 +53,38 @@ class Walk:
         return -(-self.vocab // self.block) * self.block
 
 
-def walk(vocab: int, dtype) -> Walk:
-    """The walk over a row of `vocab` elements of `dtype`."""
-    return Walk(vocab, _ACCESS_BYTES // jnp.dtype(dtype).itemsize)
+def walk(vocab: int, dtype, op: str = "softmax") -> Walk:
+    """The walk of `op` over a row of `vocab` elements of `dtype`.
+
+    Eight blocks a step: one rescaling of d serves as many exponentials, and a step is a copy of 16 KB. top-k
+    of 16-bit rows holds keys besides, and is a quarter faster with four (H100, 4000 x 25000 bfloat16).
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    return Walk(vocab, _ACCESS_BYTES // itemsize, 4 if op == "topk" and itemsize == 2 else 8)
+
+
+def approximate(dtype, op: str = "softmax") -> bool:
+    """Whether exp is ex2.approx(x log2(e)), off by |x| eps, and not the one exact to an ulp or two.
+
+    The exact one is hidden behind the memory for float32 softmax, and lost in the rounding of 16-bit results.
+    top-k has no time for it (8% at 4000 x 25000 float32); its winners have small |x - m|.
+    """
+    return op == "topk" or jnp.dtype(dtype).itemsize == 2
+
+
+def slower(call: Call) -> str | None:
+    """Why XLA is faster than the kernels at a call that they support; None if it is not.
+
+    Measured on an H100 against jax.nn.softmax, XLA's own fusion: a CTA a row leaves much of the GPU idle below
+    128 rows, and does too little each below 8 KB. Against lax.top_k the kernel wins at every shape.
+    """
+    if call.op == "topk":
+        return None
+    if call.rows < 128:
+        return f"slower than xla for fewer than 128 rows, here {call.rows}"
+    if call.vocab * jnp.dtype(call.dtype).itemsize < 8192:
+        return f"slower than xla for rows shorter than 8 KB, here {call.vocab} {call.dtype}"
+    return None
 
 
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
@@ -77,7 +105,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     itemsize = jnp.dtype(call.dtype).itemsize
     if call.vocab * itemsize % _ACCESS_BYTES:
         return f"rows of {call.vocab} {call.dtype} do not all start at a multiple of {_ACCESS_BYTES} bytes"
-    need = _ROWS_IN_SMEM[call.op] * walk(call.vocab, call.dtype).padded * itemsize + _RESERVED_BYTES
+    need = _ROWS_IN_SMEM[call.op] * walk(call.vocab, call.dtype, call.op).padded * itemsize + _RESERVED_BYTES
     if need > smem:
         return f"the row needs {need} bytes of shared memory, a CTA has {smem}"
     if call.k is not None and not 1 <= call.k <= MAX_K:

@@ -6,14 +6,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Walk
+from pallas_softmax.mosaic_gpu.launch import Walk
 from pallas_softmax.online import Normalizer, shift
 
-# The default semantics are Lane in jax 0.10 and Warpgroup from 0.11 on.
-WARPGROUP_SEMANTICS = plgpu.LoweringSemantics.Warpgroup
 
-
-def kernel(body, *, rows: int, out_type, scratch_types, interpret=None, approx_math=False):
+def kernel(body, *, rows: int, out_type, scratch_types, approximate=False, interpret=None):
     """`plgpu.kernel` with one CTA of one warpgroup for each row, whose index is `lax.axis_index("row")`."""
     return plgpu.kernel(
         body,
@@ -21,8 +18,9 @@ def kernel(body, *, rows: int, out_type, scratch_types, interpret=None, approx_m
         scratch_types=scratch_types,
         grid=(rows,),
         grid_names=("row",),
+        # the default semantics are Lane in jax 0.10 and Warpgroup from 0.11 on
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=WARPGROUP_SEMANTICS, approx_math=approx_math
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=approximate
         ),
         interpret=interpret,
     )

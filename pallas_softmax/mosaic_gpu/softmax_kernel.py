@@ -41,6 +41,7 @@ def softmax_rows(x, *, interpret=None):
         rows=rows,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch_types=[plgpu.SMEM((walk.padded,), x.dtype), plgpu.Barrier(num_barriers=walk.steps)],
+        approximate=launch.approximate(x.dtype),
         interpret=interpret,
     )(x)
 

@@ -6,8 +6,6 @@ from shared memory and ranked by counting. When too many reach it (ties), the bo
 over the keys, then over the positions.
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -26,7 +24,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
       k: from 1 to `launch.MAX_K`.
     """
     rows, vocab = x.shape
-    walk = launch.walk(vocab, x.dtype)
+    walk = launch.walk(vocab, x.dtype, "topk")
     per_row = temperature.size > 1
 
     def softmax_topk(
@@ -38,7 +36,6 @@ def topk_rows(x, temperature, k, *, interpret=None):
         r = lax.axis_index("row")
         scale = scale_gmem[r if per_row else 0]
         row.copy_in(x_gmem.at[r], smem, landed)
-        candidates.clear(slots, count, interpret=interpret)
 
         def absorb(i, size, state):
             plgpu.barrier_wait(landed.at[i])
@@ -55,20 +52,6 @@ def topk_rows(x, temperature, k, *, interpret=None):
         m_gmem[r] = m
         d_gmem[r] = d
 
-        def collect(bound, end):
-            """Appends the selected keys; their number, which may exceed the capacity."""
-
-            def step(i, size, carry):
-                best = functools.reduce(jnp.maximum, row.keys(smem, i, size))
-                candidates.append(
-                    slots, count, smem, best, i * walk.step, size, bound, end, walk, interpret=interpret
-                )
-                return carry
-
-            row.sweep(step, ())
-            plgpu.commit_smem()  # a barrier
-            return count[0]
-
         def number(bound, end):
             """Number of selected keys."""
 
@@ -80,18 +63,35 @@ def topk_rows(x, temperature, k, *, interpret=None):
 
             return jnp.sum(row.sweep(step, row.full(0, jnp.int32)))
 
-        def collect_exactly(bound, n):
-            """Collects again with a bound, and an end, that at least k and at most CAPACITY keys pass."""
+        def exact(bound, n):
+            """A bound, and an end, that at least k and at most CAPACITY keys pass; n passed the last bound."""
             bound, n = jnp.where(n < k, lowest, bound), jnp.where(n < k, vocab, n)
             bound, n = _bisect(lambda q: number(q, vocab), bound, jnp.max(best), n, k)
             cut, _ = _bisect(lambda q: number(bound, vocab - q), jnp.int32(0), jnp.int32(vocab), n, k)
+            return bound, vocab - cut
+
+        def collect(state):
+            """Appends the selected keys, and counts them."""
+            bound, end, n = state
+            untried = n < 0
+            bound, end = lax.cond(untried, lambda: (bound, end), lambda: exact(bound, n))
             candidates.clear(slots, count, interpret=interpret)
-            return collect(bound, vocab - cut)
+
+            def step(i, size, carry):
+                keys = list(row.keys(smem, i, size))
+                candidates.append(slots, count, keys, i * walk.step, bound, end, row.layout)
+                return carry
+
+            row.sweep(step, ())
+            plgpu.commit_smem()  # a barrier
+            return bound, end, count[0]
 
         bound = candidates.threshold(lanes, best, k, row.layout)
-        n = collect(bound, jnp.int32(vocab))
-        fits = (n >= k) & (n <= candidates.CAPACITY)
-        n = lax.cond(fits, lambda: n, lambda: collect_exactly(bound, n))
+        _, _, n = lax.while_loop(
+            lambda state: (state[2] < k) | (state[2] > candidates.CAPACITY),
+            collect,
+            (bound, jnp.int32(vocab), jnp.int32(-1)),
+        )
         candidates.rank(slots, n, smem, values_gmem, indices_gmem, r, k, interpret=interpret)
 
     values, indices, m, d = pieces.kernel(
@@ -108,6 +108,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
             plgpu.Barrier(num_barriers=walk.steps),
             *candidates.SCRATCH,
         ],
+        approximate=launch.approximate(x.dtype, "topk"),
         interpret=interpret,
     )(x, 1 / temperature)
     return Candidates(values.astype(jnp.float32), indices), Normalizer(m[:, None], d[:, None])
