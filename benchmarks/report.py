@@ -80,15 +80,16 @@ def _device_name() -> str:
     return f"{model or platform.machine() or 'CPU'} ({os.cpu_count()} cores)"
 
 
-def environment() -> dict[str, str]:
-    """Device, driver, versions, commit and date."""
+def environment(commit: str = "") -> dict[str, str]:
+    """Device, driver, versions, commit (of the git checkout, unless given) and date."""
     driver = ""
     if jax.default_backend() == "gpu":
         query = ("--query-gpu=driver_version", "--format=csv,noheader")
         driver = _output_of("nvidia-smi", *query).split("\n")[0]
-    commit = _output_of("git", "rev-parse", "HEAD")
-    if commit and _output_of("git", "status", "--porcelain"):
-        commit += "+dirty"
+    if not commit:
+        commit = _output_of("git", "rev-parse", "HEAD")
+        if commit and _output_of("git", "status", "--porcelain"):
+            commit += "+dirty"
     return {
         "device": _device_name(),
         "driver": driver,

@@ -197,7 +197,7 @@ def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
         todo = cases.make_cases(chosen, ks)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    where = report.environment()
+    where = report.environment(chosen.commit)
     try:
         copy_bytes_per_s = timing.copy_bandwidth()
     except RuntimeError as error:

@@ -32,6 +32,7 @@ class Settings:
     repeats: int = 50
     seconds: float = 2.0
     output_dir: str = "benchmarks/results/local"
+    commit: str = ""
 
 
 def _refuse(name: str, value: object, accepted: str) -> None:
@@ -114,6 +115,7 @@ def define() -> None:
         0.0,
     )
     flags.DEFINE_string("output_dir", default.output_dir, "Where the table, CSV, JSON and PNG are written.")
+    flags.DEFINE_string("commit", default.commit, "Commit to record, for a copy that is no git checkout.")
 
 
 def from_flags(argv: list[str]) -> Settings:

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass; every message names the argument, its value and what is accepted."""
+"""Checks of the users' arguments; every message names the argument, its value and what is accepted."""
 
 import math
 import numbers
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.core import Tracer
 
 from pallas_softmax.dispatch import Call, vary_together
 
@@ -17,8 +17,9 @@ Axis = int | Sequence[int] | None
 
 def array(function: str, name: str, x) -> jax.Array:
     """`x` as a JAX array; lists are refused, as jax.nn and jax.numpy refuse them."""
-    if not (isinstance(x, jax.Array | np.ndarray | np.generic | numbers.Number) or hasattr(x, "__jax_array__")):
-        raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} of type {type(x).__name__}")
+    arrays = jax.Array | np.ndarray | np.generic | numbers.Number
+    if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
+        raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
     return jnp.asarray(x)
 
 
@@ -74,7 +75,7 @@ def call(op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = No
 
 def static_int(function: str, name: str, value) -> int:
     """`value` as an int that is known while tracing."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{function}: {name} must be a static Python int, got a traced value; pass it through "
             f"static_argnames={name!r} of jax.jit, or close over it"

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-# In order of preference on a CUDA device. Each is a module of this package with the functions `softmax`,
-# `softmax_grad`, ... of `xla` that it has kernels for, and (but for `xla`) `unsupported(call, capability)` and
-# `slower(call)`: a reason why the call cannot run, or should not unless the implementation was named.
+# In order of preference on a CUDA device. Each is a module of this package with those of the functions of
+# `xla` (`softmax`, `softmax_grad`, ...) that it has kernels for, and, but for `xla`, the reasons
+# `unsupported(call, capability)` why a call cannot run and `slower(call)` why it should not unless named.
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 # Compute capabilities by device kind, for lowering with an abstract device only.
@@ -124,14 +125,14 @@ def run(choice: Choice, *args: Any, **static: Any) -> Any:
         return function(choice.cuda)(*args)
     elsewhere = functools.partial(_refuse, choice, static) if choice.elsewhere is None else function("xla")
 
-    def varying(function: Callable) -> Callable:  # XLA's outputs vary over the axes of shard_map; the kernels' too
+    def varying(function: Callable) -> Callable:  # a kernel's outputs do not vary over shard_map's axes yet
         return lambda *args: jax.tree.map(lambda out: vary_together(out, *args)[0], function(*args))
 
     return lax.platform_dependent(*args, cuda=varying(function(choice.cuda)), default=varying(elsewhere))
 
 
-def vary_together(*arrays: Any) -> tuple:
-    """The arrays (or None), each varying over all the manual mesh axes of shard_map that any of them varies over."""
+def vary_together(*arrays: Any) -> Any:
+    """The arrays (or None), varying over every mesh axis of shard_map that one of them varies over."""
     leaves = jax.tree.leaves(arrays)
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in leaves))
 
@@ -214,7 +215,7 @@ def _refuse(choice: Choice, static: dict, *args: Any) -> Any:
 
 @_refuse_p.def_abstract_eval
 def _(*, choice, shapes):
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
+    return [ShapedArray(s.shape, s.dtype) for s in shapes]
 
 
 def _refuse_lowering(ctx, *, choice, shapes):

@@ -45,7 +45,7 @@ def lift(x: jax.Array) -> Normalizer:
 
 
 def shift(m: jax.Array) -> jax.Array:
-    """What to subtract before exponentiating: m, but 0 for m = -inf so that exp(-inf - shift) is 0, not NaN."""
+    """What to subtract before exp: m, but 0 for m = -inf, so that exp(-inf - shift) is 0 and not NaN."""
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
@@ -55,7 +55,7 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def to_float(x: jax.Array, axes: Sequence[int], where: jax.Array | None = None) -> jax.Array:
-    """Logits with the softmax of `x`: integers are subtracted from their row's maximum before any rounding."""
+    """Logits with the softmax of `x`: of integers, their distance from the row's maximum, taken exactly."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
     dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
@@ -136,6 +136,6 @@ def sort_key(x: jax.Array) -> jax.Array:
 
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
     """The k best of two candidate lists along the last axis: total order, then the lowest index."""
-    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b))
+    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
     *_, values, indices = lax.sort((~sort_key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])

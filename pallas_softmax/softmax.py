@@ -70,17 +70,19 @@ def logsumexp(
 
 def _plan(op, x, where, axes, implementation) -> tuple[dispatch.Choice, dispatch.Choice]:
     """The choices for the operation and for its backward."""
-    return tuple(
-        dispatch.choose(arguments.call(name, x, axes, where), implementation) for name in (op, f"{op}_grad")
-    )
+    forward = dispatch.choose(arguments.call(op, x, axes, where), implementation)
+    backward = dispatch.choose(arguments.call(f"{op}_grad", x, axes, where), implementation)
+    return forward, backward
 
 
 def _differentiable(op, residuals):
     """The operation `op` of the implementations, with `op`_grad(residuals(x, y), where, dy) as backward."""
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def forward(x, where, axes, plan):
+    def run(x, where, axes, plan):
         return dispatch.run(plan[0], x, where, axes=axes)
+
+    run.__name__ = op  # for profiles
+    forward = jax.custom_vjp(run, nondiff_argnums=(2, 3))
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
     def backward(saved, where, dy, axes, plan):
@@ -91,7 +93,8 @@ def _differentiable(op, residuals):
         return y, (residuals(x, y), where)
 
     def forward_bwd(axes, plan, saved, dy):
-        return backward(*saved, dy, axes, plan), None
+        saved, where = saved
+        return backward(saved, where, dy, axes, plan), None
 
     def backward_fwd(saved, where, dy, axes, plan):
         return backward(saved, where, dy, axes, plan), (saved, where, dy)
@@ -105,7 +108,6 @@ def _differentiable(op, residuals):
 
     forward.defvjp(forward_fwd, forward_bwd)
     backward.defvjp(backward_fwd, backward_bwd)
-    forward.__name__ = op
     return jax.jit(forward, static_argnums=(2, 3))
 
 

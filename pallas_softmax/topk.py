@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, dispatch, online
@@ -59,29 +60,26 @@ def fused_topk(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
-    logits = arguments.array(name, "logits", logits)
-    if logits.dtype == jnp.bool_ or jnp.issubdtype(logits.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: logits must be a float or integer array, got {logits.dtype.name}")
+    x = arguments.array(name, "logits", logits)
+    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: logits must be a float or integer array, got {x.dtype.name}")
     k = arguments.static_int(name, "k", k)
     axis = arguments.static_int(name, "axis", axis)
-    if not -logits.ndim <= axis < logits.ndim:
-        raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {logits.shape}")
-    if not 0 <= k <= logits.shape[axis]:
-        raise ValueError(f"{name}: k must be from 0 to the row's length {logits.shape[axis]}, got {k}")
-    if where is not None:
-        where = jnp.moveaxis(arguments.mask(name, where, logits.shape), axis, -1)
-    batch = (*logits.shape[: axis % logits.ndim], *logits.shape[axis % logits.ndim + 1 :])
-    temperature = _temperature(name, temperature, batch)
-    logits, where, temperature = dispatch.vary_together(logits, where, temperature)
-    floating = jax.eval_shape(jnp.exp, logits).dtype
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
+    axis %= x.ndim
+    if not 0 <= k <= x.shape[axis]:
+        raise ValueError(f"{name}: k must be from 0 to the row's length {x.shape[axis]}, got {k}")
+    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
+    t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :])
+    floating = jax.eval_shape(jnp.exp, x).dtype
     dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
 
-    choice = dispatch.choose(
-        arguments.call("topk", logits, (axis % logits.ndim,), where, k), implementation
-    )
-    values, indices = _topk(jnp.moveaxis(logits, axis, -1), where, temperature, k, bool(log), choice)
+    choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k), implementation)
+    x, mask, t = dispatch.vary_together(jnp.moveaxis(x, axis, -1), mask, t)
+    values, indices = _jitted_topk(x, mask, t, k, bool(log), choice)
     return TopK(jnp.moveaxis(values, -1, axis).astype(dtype), jnp.moveaxis(indices, -1, axis))
 
 
@@ -90,15 +88,14 @@ def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
-    if not isinstance(temperature, jax.core.Tracer) and not np.all(np.asarray(temperature) > 0):
+    if not isinstance(temperature, Tracer) and not np.all(np.asarray(temperature) > 0):
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if t.shape not in ((), batch):
-        raise ValueError(f"{name}: temperature must be a scalar or have the batch shape {batch}, got {t.shape}")
+        raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
     t = online.widen(t.astype(jax.eval_shape(jnp.exp, t).dtype))[..., None]
     return jnp.where(t > 0, t, jnp.nan)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _topk(logits, where, temperature, k, log, choice):
     return _topk_fwd(logits, where, temperature, k, log, choice)[0]
@@ -138,4 +135,5 @@ def _topk_bwd(k, log, choice, saved, cotangents):
     return dlogits, None, dt
 
 
-_topk.__wrapped__.defvjp(_topk_fwd, _topk_bwd)
+_topk.defvjp(_topk_fwd, _topk_bwd)
+_jitted_topk = jax.jit(_topk, static_argnums=(3, 4, 5))

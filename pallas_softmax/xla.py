@@ -77,9 +77,9 @@ def _top_k(logits, where, k):
         index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         masked = jnp.broadcast_to(~where, logits.shape)
         return lax.sort((masked, jnp.where(masked, 0, ~logits), index), num_keys=3)[2][..., :k]
-    x = widen(logits)
+    x = widen(logits) if logits.dtype.itemsize == 1 else logits
     if where is not None:
-        last = lax.bitcast_convert_type(jnp.array(-1, f"int{x.dtype.itemsize * 8}"), x.dtype)
+        last = lax.bitcast_convert_type(jnp.array(-1, f"int{8 * x.dtype.itemsize}"), x.dtype)
         x = jnp.where(where, x, last)  # the -NaN of all ones is the lowest of the total order
 
     def by_value(x):
@@ -88,7 +88,10 @@ def _top_k(logits, where, k):
     def by_key(x):
         return lax.top_k(online.sort_key(x), k)[1]
 
-    def on_cuda(x):  # XLA's CUDA kernel for k <= 16 misplaces -NaN (openxla/xla issue 48119)
+    def on_cuda(x):
+        if k <= 16:  # XLA's kernel for these is faster for float32, its sort for larger k in 16 bits
+            x = widen(x)
+        # that kernel misplaces -NaN (openxla/xla issue 48119)
         return lax.cond(jnp.any(jnp.isnan(x) & jnp.signbit(x)), by_key, by_value, x)
 
-    return lax.platform_dependent(x, cuda=on_cuda, default=by_value)
+    return lax.platform_dependent(x, cuda=on_cuda, default=lambda x: by_value(widen(x)))

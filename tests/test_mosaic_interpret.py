@@ -28,14 +28,15 @@ FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last"
 UNITS = 4.0
 
 
-def assert_close(got, want, unit, names):
-    """Within UNITS in float32; a 16-bit result is that, rounded once."""
+def assert_close(got, want, unit, names, slack=1.0):
+    """Within UNITS in float32; a 16-bit result is that, rounded once. `slack` scales what flushing may cost."""
     got = np.asarray(got)
     limit = UNITS
     if got.dtype in (BF16, F16):
         unit, limit = oracle.stored_unit(want, unit, got.dtype), 1.0
+    slack = np.broadcast_to(slack, got.shape)
     for i, name in enumerate(names):
-        error = oracle.error_units(got[i], want[i], unit[i])
+        error = oracle.error_units(got[i], want[i], unit[i], slack_times=slack[i])
         assert error <= limit, f"{name}: {error} units"
 
 
@@ -50,15 +51,14 @@ def assert_softmax_grad(got, y, dy, names):
     y, dy = y.astype(np.float64), dy.astype(np.float64)
     with np.errstate(all="ignore"):
         want = y * (dy - np.sum(y * dy, -1, keepdims=True))
-        unit = np.abs(y) * (np.abs(dy) + np.sum(np.abs(y * dy), -1, keepdims=True))
-    assert_close(got, want, unit, names)
+        scale = np.abs(dy) + np.sum(np.abs(y * dy), -1, keepdims=True)
+    # a denormal y may be flushed before it is scaled; those of float16 are no denormals in float32
+    assert_close(got, want, np.abs(y) * scale, names, slack=1 if got.dtype == F16 else 1 + scale)
 
 
 def probabilities(names, v, dtype):
-    """Without denormals: the arithmetic may flush them, and dy scales what is lost."""
     with np.errstate(all="ignore"):
-        y = oracle.softmax(cases.rows(names, v, dtype))
-        return np.where(y < oracle.slack(dtype), 0, y).astype(dtype)
+        return oracle.softmax(cases.rows(names, v, dtype)).astype(dtype)
 
 
 def assert_topk(x, temperature, k, names):
@@ -93,15 +93,17 @@ SOFTMAX = [
     (4, F32, ALL),
     (128, F32, FEW),
     (1000, F32, ALL),
-    (4096 + 8, F32, FEW),
-    (10000, F32, FEW),
+    (4096 + 8, F32, FEW[:4]),
+    (10000, F32, FEW[:4]),
     (8, BF16, FEW),
     (1000, BF16, ALL),
-    (10000, BF16, FEW),
+    (10000, BF16, FEW[:4]),
     (8, F16, FEW),
-    (4096 + 8, F16, ALL),
+    (4096 + 8, F16, FEW),
 ]
-softmax_cases = pytest.mark.parametrize(("v", "dtype", "names"), SOFTMAX, ids=[f"{v}-{d}" for v, d, _ in SOFTMAX])
+softmax_cases = pytest.mark.parametrize(
+    ("v", "dtype", "names"), SOFTMAX, ids=[f"{v}-{d}" for v, d, _ in SOFTMAX]
+)
 
 
 @softmax_cases

@@ -422,7 +422,7 @@ def test_complex(name, where):
 @pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn], ids=["e5m2", "e4m3fn"])
 @pytest.mark.parametrize("name", NAMES)
 def test_8_bit_floats(name, dtype):
-    """The dtype is kept, the values are float32's, rounded: jax.nn itself gives NaN in e4m3fn, which has no inf."""
+    """The dtype is kept, the values are float32's, rounded: jax.nn gives NaN in e4m3fn, which has no inf."""
     x = jnp.asarray([[1, 2, 0], [-3, 0.5, 1]], dtype)
     got, want = ours(name)(x, -1), theirs(name)(x.astype(F32), -1)
     assert got.dtype == theirs(name)(x, -1).dtype

@@ -1,7 +1,7 @@
 """Implementation `mosaic_gpu`: Pallas kernels for Hopper and newer GPUs.
 
-The functions take what those of `xla` take, for calls that `unsupported` has no objection to: the reduced axes
-are the last ones, so that an array is folded to (rows, vocab) without a copy.
+The functions take what those of `xla` take, for calls that `unsupported` has no objection to: the reduced
+axes are the last ones, so that an array is folded to (rows, vocab) without a copy.
 """
 
 import math

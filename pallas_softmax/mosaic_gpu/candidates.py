@@ -8,6 +8,7 @@ and of equal keys the lower position is larger. An empty slot is 0.
 
 import contextlib
 import functools
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,9 +25,11 @@ CAPACITY = 512  # slots; more survivors than this take the exact path
 _LANES = 256  # maxima among which the threshold is found: 8 a thread, every warp for itself
 _SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
 _REF = plgpu.RefType()
+_inline: Any = plgpu.inline_mgpu  # called without its first parameter, the context
 _SIGN = np.int32(-(2**31))
 
-SCRATCH = (plgpu.SMEM((2 * CAPACITY,), jnp.int32), plgpu.SMEM((32,), jnp.int32), plgpu.SMEM((_LANES,), jnp.int32))
+# slots, their count, lanes
+SCRATCH = tuple(plgpu.SMEM((n,), jnp.int32) for n in (2 * CAPACITY, 32, _LANES))
 
 
 def selected(key, position, bound, end):
@@ -125,14 +128,14 @@ def _when(condition: ir.Value):
 
 
 def _clear(slots, count):
-    @plgpu.inline_mgpu(arg_types=(_REF, _REF))
+    @_inline(arg_types=(_REF, _REF))
     def clear(_, slots, count):
         utils.warpgroup_barrier()  # the last readers are done
         _ptx(
             f"""
             .reg .pred p; .reg .b32 a;
             mad.lo.u32 a, $1, {8 * CAPACITY // WARPGROUP}, $0;"""
-            + "".join(f"\n            st.shared.v4.b32 [a+{o}], {{0, 0, 0, 0}};" for o in range(0, 8 * CAPACITY // WARPGROUP, 16))
+            + "".join(f"st.shared.v4.b32 [a+{16 * i}], {{0, 0, 0, 0}};\n" for i in range(CAPACITY // 256))
             + """
             setp.eq.u32 p, $1, 0;
             @p st.shared.b32 [$2], 0;""",
@@ -149,9 +152,7 @@ def _clear(slots, count):
 def _threshold(lanes, keys, k, layout):
     """Bisection, by every warp for itself: no barrier in the loop."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(_REF, layout), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
-    )
+    @_inline(arg_types=(_REF, layout), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
     def threshold(_, lanes, keys):
         mine = _elements(keys)
         for i in range(_LANES // WARPGROUP):
@@ -219,7 +220,7 @@ def _threshold(lanes, keys, k, layout):
 
 
 def _append(slots, count, blocks, start, bound, end, layout):
-    @plgpu.inline_mgpu(arg_types=(_REF, _REF, [layout] * len(blocks), _SCALAR, _SCALAR, _SCALAR))
+    @_inline(arg_types=(_REF, _REF, [layout] * len(blocks), _SCALAR, _SCALAR, _SCALAR))
     def append(_, slots, count, blocks, start, bound, end):
         start, bound, end = _scalar(start), _scalar(bound), _scalar(end)
         slots, count = utils.memref_ptr(slots), utils.memref_ptr(count)
@@ -265,7 +266,7 @@ def _append(slots, count, blocks, start, bound, end, layout):
 def _rank(slots, n, row, values, indices, r, k):
     """A slot's rank is the number of better ones."""
 
-    @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _REF, _REF, _REF, _SCALAR))
+    @_inline(arg_types=(_REF, _SCALAR, _REF, _REF, _REF, _SCALAR))
     def rank(_, slots, n, row, values, indices, r):
         bits = 8 * utils.bytewidth(ir.MemRefType(row.type).element_type)
         value = {32: "b32", 16: "b16"}[bits]

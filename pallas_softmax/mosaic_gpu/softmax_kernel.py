@@ -28,7 +28,8 @@ def softmax_rows(x, *, interpret=None):
         s, scale = shift(m), 1 / d
 
         def emit(i, size, carry):
-            for (at, _), logits in zip(row.blocks(i, size), row.load(smem, i, size, fill=-jnp.inf)):
+            blocks = row.load(smem, i, size, fill=-jnp.inf)
+            for (at, _), logits in zip(row.blocks(i, size), blocks, strict=True):
                 smem[at] = (jnp.exp(logits - s) * scale).astype(x.dtype)
             row.copy_out(smem, y_gmem.at[r], i, size)
             return carry
@@ -58,7 +59,8 @@ def softmax_grad_rows(y, dy, *, interpret=None):
         row.copy_in(dy_gmem.at[r], dy_smem, dy_landed)
 
         def both(i, size):
-            return zip(row.load(y_smem, i, size, fill=0.0), row.load(dy_smem, i, size, fill=0.0))
+            y, dy = (row.load(smem, i, size, fill=0.0) for smem in (y_smem, dy_smem))
+            return zip(y, dy, strict=True)
 
         def dot(i, size, lane):
             plgpu.barrier_wait(y_landed.at[i])
@@ -70,7 +72,7 @@ def softmax_grad_rows(y, dy, *, interpret=None):
         total = jnp.sum(row.sweep(dot, row.full(0.0)))
 
         def emit(i, size, carry):
-            for (at, _), (p, g) in zip(row.blocks(i, size), both(i, size)):
+            for (at, _), (p, g) in zip(row.blocks(i, size), both(i, size), strict=True):
                 dy_smem[at] = (p * (g - total)).astype(y.dtype)
             row.copy_out(dy_smem, dx_gmem.at[r], i, size)
             return carry

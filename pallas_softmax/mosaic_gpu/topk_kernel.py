@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax.mosaic_gpu import candidates, launch, pieces
-from pallas_softmax.online import Candidates, Normalizer, shift
+from pallas_softmax.online import Candidates, Normalizer
 
 
 def topk_rows(x, temperature, k, *, interpret=None):
@@ -56,7 +56,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
             """Number of selected keys."""
 
             def step(i, size, total):
-                for (at, _), key in zip(row.blocks(i, size), row.keys(smem, i, size)):
+                for (at, _), key in zip(row.blocks(i, size), row.keys(smem, i, size), strict=True):
                     chosen = candidates.selected(key, row.positions() + at.start, bound, end)
                     total += jnp.where(chosen, 1, 0)
                 return total
@@ -64,7 +64,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
             return jnp.sum(row.sweep(step, row.full(0, jnp.int32)))
 
         def exact(bound, n):
-            """A bound, and an end, that at least k and at most CAPACITY keys pass; n passed the last bound."""
+            """A bound and an end that at least k and at most CAPACITY keys pass; n passed the last bound."""
             bound, n = jnp.where(n < k, lowest, bound), jnp.where(n < k, vocab, n)
             bound, n = _bisect(lambda q: number(q, vocab), bound, jnp.max(best), n, k)
             cut, _ = _bisect(lambda q: number(bound, vocab - q), jnp.int32(0), jnp.int32(vocab), n, k)

@@ -1,0 +1,273 @@
+"""The Mosaic GPU kernels lowered for CUDA, without a GPU: that they lower, and which path a call takes.
+
+Registers, shared memory, alignment and deadlocks do not show here, but on the GPU only (test_gpu.py).
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_softmax as ps
+from pallas_softmax.dispatch import Call
+from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel
+
+ROWS, V, K = 128, 4096, 5  # enough of both for the automatic choice of a kernel, in every dtype
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def array(*shape, dtype="float32", **kwargs):
+    return jax.ShapeDtypeStruct(shape, dtype, **kwargs)
+
+
+X = array(ROWS, V)
+
+
+def lowered(f, *args, platform="cuda"):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def kernels(text):
+    """The kernel calls of a lowered computation: the shapes and dtypes of their results, "128x4096xf32"."""
+    signatures = re.findall(r"custom_call @mosaic_gpu\w*\(.* -> (.*)$", text, re.MULTILINE)
+    return [re.findall(r"tensor<([^>]*)>", signature) for signature in signatures]
+
+
+def largest(op, dtype, k=None):
+    """The longest row that the kernel takes on Hopper."""
+    lengths = range(128 * 1024, 0, -8)
+    return next(v for v in lengths if launch.unsupported(Call(op, dtype, ROWS, v, k=k), (9, 0)) is None)
+
+
+def topk(x, **kwargs):
+    return ps.fused_topk(x, K, **kwargs)
+
+
+def square_sum(f):
+    return lambda x: jnp.sum(f(x).astype("float32") ** 2)
+
+
+def values(x):
+    return topk(x).values
+
+
+# A public call, and the results of its kernel: X's shape, or the winners, m and d.
+FUNCTIONS = {
+    "softmax": (ps.softmax, lambda rows: [f"{rows}x{V}xf32"]),
+    "topk": (topk, lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32", f"{rows}xf32", f"{rows}xf32"]),
+}
+each = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+# --- Every kernel -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v", [8, 1000, "largest"])
+def test_softmax_kernel(v, dtype):
+    v = largest("softmax", dtype) if v == "largest" else v
+    assert len(kernels(lowered(softmax_kernel.softmax_rows, array(3, v, dtype=dtype)))) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v", [8, 1000, "largest"])
+def test_softmax_grad_kernel(v, dtype):
+    x = array(3, largest("softmax_grad", dtype) if v == "largest" else v, dtype=dtype)
+    assert len(kernels(lowered(softmax_kernel.softmax_grad_rows, x, x))) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("v", "k", "temperatures"), [(8, 8, 1), (1000, 1, 3), ("largest", 128, 3)])
+def test_topk_kernel(v, k, temperatures, dtype):
+    v = largest("topk", dtype, k) if v == "largest" else v
+    f = functools.partial(topk_kernel.topk_rows, k=k)
+    assert len(kernels(lowered(f, array(3, v, dtype=dtype), array(temperatures)))) == 1
+
+
+# --- Which path ran -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each
+def test_what_explain_says_is_what_is_lowered(name, dtype):
+    """The kernel for CUDA and only there."""
+    f, x = FUNCTIONS[name][0], array(ROWS, V, dtype=dtype)
+    choice = ps.explain(f, x)[0]
+    assert (choice.cuda, choice.elsewhere) == ("mosaic_gpu", "xla")
+    assert len(kernels(lowered(f, x))) == 1
+    assert kernels(lowered(f, x, platform="cpu")) == []
+
+
+NOT_TAKEN = {
+    "implementation": lambda x, f: f(x, implementation="xla"),
+    "where": lambda x, f: f(x, where=x > 0),
+    "axis": lambda x, f: f(x, axis=0),
+    "alignment": lambda x, f: f(x[:, :-1]),
+    "length": lambda x, f: f(x.reshape(1, -1)),
+    "float64": lambda x, f: f(x.astype("float64")),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+@each
+def test_no_kernel_where_explain_says_xla(name, case, x64):
+    f = functools.partial(NOT_TAKEN[case], f=FUNCTIONS[name][0])
+    assert ps.explain(f, X)[0].cuda == "xla"
+    assert kernels(lowered(f, X)) == []
+
+
+@pytest.mark.parametrize("name", ["log_softmax", "logsumexp"])
+def test_no_kernel_yet(name):
+    f = getattr(ps, name)
+    assert kernels(lowered(f, X)) == []
+    assert "no kernel" in dict(ps.explain(f, X)[0].reasons)["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("shape", [(127, V), (ROWS, 1000)], ids=str)
+def test_no_softmax_kernel_where_xla_is_faster(shape):
+    assert ps.explain(ps.softmax, array(*shape))[0].cuda == "xla"
+    assert kernels(lowered(ps.softmax, array(*shape))) == []
+
+
+def test_no_topk_kernel_for_integers():
+    x = array(ROWS, V, dtype="int32")
+    assert ps.explain(topk, x)[0].cuda == "xla"
+    assert kernels(lowered(topk, x)) == []
+
+
+@each
+def test_a_named_kernel_is_lowered_where_the_automatic_choice_is_slower(name):
+    f = functools.partial(FUNCTIONS[name][0], implementation="mosaic_gpu")
+    assert len(kernels(lowered(f, array(3, 128)))) == 1
+
+
+def test_integers_and_leading_axes_are_folded():
+    assert kernels(lowered(ps.softmax, array(16, 8, V))) == [[f"128x{V}xf32"]]
+    assert kernels(lowered(lambda x: ps.softmax(x, (1, 2)), array(ROWS, 2, V // 2))) == [[f"128x{V}xf32"]]
+    assert kernels(lowered(ps.softmax, array(ROWS, V, dtype="int32"))) == [[f"128x{V}xf32"]]
+
+
+# --- Transformations ----------------------------------------------------------------------------------
+
+
+def test_grad_of_softmax():
+    """One kernel forward, one backward."""
+    assert kernels(lowered(jax.grad(square_sum(ps.softmax)), X)) == [[f"{ROWS}x{V}xf32"]] * 2
+
+
+def test_grad_of_topk():
+    assert kernels(lowered(jax.grad(square_sum(values)), X)) == [FUNCTIONS["topk"][1](ROWS)]
+
+
+def test_grad_of_grad_of_softmax():
+    """The second derivative is plain; what it differentiates still runs as kernels."""
+    second = jax.grad(square_sum(jax.grad(square_sum(ps.softmax))))
+    assert len(kernels(lowered(second, X))) >= 2
+
+
+def test_grad_by_temperature():
+    f = jax.grad(lambda t, x: jnp.sum(topk(x, temperature=t).values))
+    assert len(kernels(lowered(f, array(ROWS), X))) == 1
+
+
+@pytest.mark.parametrize("in_axis", [0, 1])
+@each
+def test_vmap_is_one_call_over_all_rows(name, in_axis):
+    """Not a grid of batches, and not a loop."""
+    f, results = FUNCTIONS[name]
+    shape = (3, ROWS, V) if in_axis == 0 else (ROWS, 3, V)
+    assert kernels(lowered(jax.vmap(f, in_axis), array(*shape))) == [results(3 * ROWS)]
+
+
+@each
+def test_nested_vmap_is_one_call_over_all_rows(name):
+    f, results = FUNCTIONS[name]
+    assert kernels(lowered(jax.vmap(jax.vmap(f)), array(2, 3, ROWS, V))) == [results(6 * ROWS)]
+
+
+def test_vmap_of_grad_is_two_calls_over_all_rows():
+    f = jax.vmap(jax.grad(square_sum(ps.softmax)))
+    assert kernels(lowered(f, array(3, ROWS, V))) == [[f"{3 * ROWS}x{V}xf32"]] * 2
+
+
+@pytest.mark.parametrize(("axes", "shape"), [((0, None), ()), ((0, 0), (3,)), ((0, 0), (3, ROWS))], ids=str)
+def test_vmap_with_temperatures(axes, shape):
+    f = jax.vmap(lambda x, t: topk(x, temperature=t), axes)
+    assert kernels(lowered(f, array(3, ROWS, V), array(*shape))) == [FUNCTIONS["topk"][1](3 * ROWS)]
+
+
+@each
+def test_scan(name):
+    f, results = FUNCTIONS[name]
+    text = lowered(lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x), array(3, ROWS, V))
+    assert kernels(text) == [results(ROWS)]
+
+
+@pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
+def test_checkpoint(f):
+    """The forward kernel runs again in the backward."""
+    count = len(kernels(lowered(jax.grad(square_sum(f)), X)))
+    f = jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
+    assert len(kernels(lowered(jax.grad(square_sum(f)), X))) == count + 1
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "grad"])
+def test_shard_map(name):
+    """Each device runs the kernel over its own rows. The four devices need not exist."""
+    mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
+    x = array(4 * ROWS, V, sharding=NamedSharding(mesh, P("rows")))
+    f = ps.softmax if name == "grad" else FUNCTIONS[name][0]
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    if name == "grad":
+        assert kernels(lowered(jax.grad(square_sum(mapped)), x)) == [[f"{ROWS}x{V}xf32"]] * 2
+    else:
+        assert kernels(lowered(mapped, x)) == [FUNCTIONS[name][1](ROWS)]
+
+
+# --- Export -------------------------------------------------------------------------------------------
+
+
+def exported(f, x, platforms=("cuda",)):
+    return export.export(jax.jit(f), platforms=platforms)(x)
+
+
+@each
+def test_export(name):
+    f, results = FUNCTIONS[name]
+    assert kernels(exported(f, X).mlir_module()) == [results(ROWS)]
+
+
+def test_export_and_its_gradient_can_be_serialised():
+    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialise")
+    again = export.deserialize(exported(ps.softmax, X).serialize(vjp_order=1))
+    assert again.platforms == ("cuda",)
+    assert kernels(again.mlir_module()) == [[f"{ROWS}x{V}xf32"]]
+    assert kernels(again.vjp().mlir_module()) == [[f"{ROWS}x{V}xf32"]]
+
+
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu",)], ids=str)
+@each
+def test_export_with_a_symbolic_batch(name, platforms):
+    """A grid has a static size: no kernel, and explain says so."""
+    f, x = FUNCTIONS[name][0], array(*export.symbolic_shape("rows"), V)
+    assert kernels(exported(f, x, platforms).mlir_module()) == []
+    choice = ps.explain(f, x)[0]
+    assert choice.cuda == "xla"
+    assert dict(choice.reasons)["mosaic_gpu"]
+
+
+@pytest.mark.xfail(
+    raises=NotImplementedError,
+    strict=True,
+    reason="Pallas's mpmd_map does not support multi-platform lowering",
+)
+@each
+def test_export_for_two_platforms(name):
+    """The kernel for CUDA, the plain implementation for the CPU, in one module."""
+    f, results = FUNCTIONS[name]
+    assert kernels(exported(f, X, ("cpu", "cuda")).mlir_module()) == [results(ROWS)]
