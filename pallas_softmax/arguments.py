@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_softmax.dispatch import Call, vary_together
+from pallas_softmax.dispatch import Call, symbolic, vary_together
 
 Axis = int | Sequence[int] | None
 
@@ -37,7 +37,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
 
 
-def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = False):
+def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = False) -> tuple:
     """`x` as an array, `where` broadcast against it, and the reduced axes in order."""
     x = array(function, name, x)
     if x.dtype == jnp.bool_ and not boolean:
@@ -56,10 +56,8 @@ def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = Fals
 def call(op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = None) -> Call:
     """The call of `op` on the rows of `x`, for `dispatch.choose`."""
     vocab = math.prod(x.shape[a] for a in axes)
-    objection = None
-    if not all(isinstance(d, int) for d in x.shape):
-        objection = f"the shape {x.shape} is symbolic"
-    elif jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+    objection = symbolic(x.shape)
+    if jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         objection = "the array is sharded by Explicit mesh axes; inside jax.shard_map a kernel can run"
     return Call(
         op=op,

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -71,6 +73,7 @@ class Choice:
     cuda: str | None
     elsewhere: str | None
     reasons: tuple[tuple[str, str], ...] = ()
+    requested: str | None = None
 
     def __str__(self) -> str:
         if self.cuda is None:
@@ -89,9 +92,20 @@ _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 
 
 def choose(call: Call, implementation: str | None) -> Choice:
-    """The choice for `call`: the named implementation or, if None, the first that supports the call."""
+    """The choice for `call`: the named implementation or, if None, the first that supports the call.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    choice = _choose(call, implementation)
+    if (record := _recorder.get()) is not None:
+        record.append(choice)
+    return choice
+
+
+def _choose(call: Call, implementation: str | None) -> Choice:
     reasons = []
     cuda = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
@@ -101,18 +115,45 @@ def choose(call: Call, implementation: str | None) -> Choice:
             break
         reasons.append((name, reason))
     elsewhere = "xla" if implementation in (None, "xla") else None
-    choice = Choice(call, cuda, elsewhere, tuple(reasons))
-    if (record := _recorder.get()) is not None:
-        record.append(choice)
-    return choice
+    return Choice(call, cuda, elsewhere, tuple(reasons), requested=implementation)
 
 
-def run(choice: Choice, *args: Any, **static: Any) -> Any:
+def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
     """Calls the chosen implementation, decided by the platform that the computation is lowered for.
+
+    Under vmap the batch becomes a leading dimension, and the choice is made anew for all its rows.
+
+    Args:
+      choice: what to call.
+      *args: its arrays, of equal rank, the first of the full shape.
+      axes: the reduced axes, where the operation has them as an argument.
+      **static: its other arguments.
 
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
+
+    @custom_vmap
+    def call(*args):
+        return _run(choice, args, static if axes is None else {"axes": axes, **static})
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *args):
+        leaves, tree = jax.tree.flatten(args)
+        batched = jax.tree.leaves(in_batched)
+        full = leaves[0].shape[batched[0] :]
+        leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
+        leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
+        objection = choice.call.objection or symbolic((axis_size,))
+        batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
+        shifted = None if axes is None else tuple(a + 1 for a in axes)
+        out = run(_choose(batch, choice.requested), *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*args)
+
+
+def _run(choice: Choice, args: tuple, static: dict[str, Any]) -> Any:
     if choice.cuda is None:
         ((name, reason),) = choice.reasons
         raise NotImplementedError(f"implementation={name!r} cannot run {choice.call}: {reason}")
@@ -131,6 +172,11 @@ def run(choice: Choice, *args: Any, **static: Any) -> Any:
     return lax.platform_dependent(*args, cuda=varying(function(choice.cuda)), default=varying(elsewhere))
 
 
+def symbolic(shape: tuple) -> str | None:
+    """The objection to a shape that is not known while tracing."""
+    return None if all(isinstance(d, int) for d in shape) else f"the shape {shape} is symbolic"
+
+
 def vary_together(*arrays: Any) -> Any:
     """The arrays (or None), varying over every mesh axis of shard_map that one of them varies over."""
     leaves = jax.tree.leaves(arrays)
@@ -146,7 +192,8 @@ def vary_together(*arrays: Any) -> Any:
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
     """The implementations that `function(*args, **kwargs)` would run, in the order of the calls.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line. Inside jax.vmap
+    it is the choice for one slice; the batch chooses again, for all its rows.
 
       >>> explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32"))  # doctest: +SKIP
 

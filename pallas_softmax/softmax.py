@@ -33,9 +33,9 @@ def softmax(
         `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    x, where, axes = arguments.rows("softmax", "x", x, axis, where)
-    x = online.to_float(x, axes, where)
-    return _softmax(x, where, axes, _plan("softmax", x, where, axes, implementation))
+    logits, mask, axes = arguments.rows("softmax", "x", x, axis, where)
+    logits = online.to_float(logits, axes, mask)
+    return _softmax(logits, mask, axes, _plan("softmax", logits, mask, axes, implementation))
 
 
 def log_softmax(
@@ -45,9 +45,9 @@ def log_softmax(
 
     Arguments and errors as for `softmax`. Masked positions, and fully masked rows, give -inf.
     """
-    x, where, axes = arguments.rows("log_softmax", "x", x, axis, where)
-    x = online.to_float(x, axes, where)
-    return _log_softmax(x, where, axes, _plan("log_softmax", x, where, axes, implementation))
+    logits, mask, axes = arguments.rows("log_softmax", "x", x, axis, where)
+    logits = online.to_float(logits, axes, mask)
+    return _log_softmax(logits, mask, axes, _plan("log_softmax", logits, mask, axes, implementation))
 
 
 def logsumexp(
@@ -62,10 +62,10 @@ def logsumexp(
 
     Arguments and errors as for `softmax`; booleans count as 0 and 1. An empty or fully masked row gives -inf.
     """
-    a, where, axes = arguments.rows("logsumexp", "a", a, axis, where, boolean=True)
-    a = a.astype(jax.eval_shape(jnp.exp, a).dtype)
-    out = _logsumexp(a, where, axes, _plan("logsumexp", a, where, axes, implementation))
-    return (out if keepdims else jnp.squeeze(out, axes)).astype(a.dtype)
+    logits, mask, axes = arguments.rows("logsumexp", "a", a, axis, where, boolean=True)
+    logits = logits.astype(jax.eval_shape(jnp.exp, logits).dtype)
+    out = _logsumexp(logits, mask, axes, _plan("logsumexp", logits, mask, axes, implementation))
+    return (out if keepdims else jnp.squeeze(out, axes)).astype(logits.dtype)
 
 
 def _plan(op, x, where, axes, implementation) -> tuple[dispatch.Choice, dispatch.Choice]:

@@ -1,7 +1,7 @@
 """fused_topk: softmax over the whole row and its k largest entries."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +79,12 @@ def fused_topk(
 
     choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k), implementation)
     x, mask, t = dispatch.vary_together(jnp.moveaxis(x, axis, -1), mask, t)
-    values, indices = _jitted_topk(x, mask, t, k, bool(log), choice)
+    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), choice)
     return TopK(jnp.moveaxis(values, -1, axis).astype(dtype), jnp.moveaxis(indices, -1, axis))
 
 
 def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
-    """(1,) or (..., 1), to divide rows by: NaN where a traced temperature is not positive."""
+    """To divide the rows by, (1, ..., 1) or batch + (1,): NaN where a traced temperature is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
@@ -92,47 +92,58 @@ def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if t.shape not in ((), batch):
         raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
-    t = online.widen(t.astype(jax.eval_shape(jnp.exp, t).dtype))[..., None]
+    t = online.widen(t.astype(jax.eval_shape(jnp.exp, t).dtype))
+    t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
     return jnp.where(t > 0, t, jnp.nan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _topk(logits, where, temperature, k, log, choice):
-    return _topk_fwd(logits, where, temperature, k, log, choice)[0]
-
-
-def _topk_fwd(logits, where, temperature, k, log, choice):
+    """TopK of the last axis, and the normalizer of the logits."""
     winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k)
     scaled = (winners.values - normalizer.m) / temperature
     values = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
-    kept = None
     if where is not None:
-        kept = jnp.take_along_axis(jnp.broadcast_to(where, logits.shape), winners.indices, -1)
-        values = jnp.where(kept, values, -jnp.inf if log else 0)
-    out = TopK(values, winners.indices)
-    return out, (logits, where, temperature, normalizer, out, kept)
+        values = jnp.where(_at(where, logits, winners.indices), values, -jnp.inf if log else 0)
+    return TopK(values, winners.indices), normalizer
+
+
+def _topk_fwd(logits, where, temperature, k, log, choice):
+    out: Any = _topk(logits, where, temperature, k, log, choice)
+    (_, indices), (m, d) = out
+    # p does not depend on m, which is a constant here and in d
+    return out, (logits, where, temperature, jax.lax.stop_gradient(m), d, indices)
 
 
 def _topk_bwd(k, log, choice, saved, cotangents):
-    """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T."""
-    logits, where, temperature, (m, d), (values, indices), kept = saved
-    g = cotangents.values if kept is None else jnp.where(kept, cotangents.values, 0)
-    direct = g if log else g * values  # the part that reaches the winners themselves
+    """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
+
+    The second derivative asks for that of d, too.
+    """
+    logits, where, temperature, m, d, indices = saved
+    (g, _), (_, g_d) = cotangents
     x = online.widen(online.to_float(logits, (-1,), where))
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
+        g = jnp.where(_at(where, logits, indices), g, 0)
     scaled = (x - m) / temperature
     p = jnp.exp(scaled) / d
-    ds = -p * jnp.sum(direct, -1, keepdims=True)
-    (scattered,) = jax.linear_transpose(lambda x: jnp.take_along_axis(x, indices, -1), ds)(direct)
-    ds += scattered
+    direct = g if log else g * jnp.take_along_axis(p, indices, -1)  # what reaches the winners themselves
+    (scattered,) = jax.linear_transpose(lambda x: jnp.take_along_axis(x, indices, -1), p)(direct)
+    ds = scattered + p * (g_d * d - jnp.sum(direct, -1, keepdims=True))
     if where is not None:
         ds = jnp.where(where, ds, 0)
     dlogits = (ds / temperature).astype(logits.dtype) if jnp.issubdtype(logits.dtype, jnp.floating) else None
-    # sum of ds over the row is 0, so scaled may stand for x / T; p = 0 has no weight, even at x = -inf
-    dt = -jnp.sum(jnp.where(ds == 0, 0, ds * scaled), -1, keepdims=True) / temperature
-    dt = jnp.sum(dt, tuple(range(dt.ndim - 1)), keepdims=True).reshape(1) if temperature.ndim == 1 else dt
+    shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
+    dt = -jnp.sum(
+        jnp.where(ds == 0, 0, ds * scaled) / temperature, shared, keepdims=True
+    )  # 0 at x = -inf, too
     return dlogits, None, dt
+
+
+def _at(where, logits, indices):
+    """The mask at the winners."""
+    return jnp.take_along_axis(jnp.broadcast_to(where, logits.shape), indices, -1)
 
 
 _topk.defvjp(_topk_fwd, _topk_bwd)

@@ -4,7 +4,6 @@ What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX it
 """
 
 import cases
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -213,19 +212,3 @@ def test_normal_logits_in_16_bits_tie():
     """As language models give them: hundreds of equal values, at a length that a user has."""
     x = np.random.default_rng(0).standard_normal((2, 25000)).astype(BF16)
     assert_topk(x, ONE, 5, ["0", "1"])
-
-
-# --- both ---------------------------------------------------------------------------------------------
-
-
-def test_vmap_of_the_kernels():
-    from pallas_softmax import mosaic_gpu
-
-    x = cases.rows(ALL[:6], 128).reshape(2, 3, 128)
-    rows = mosaic_gpu._batched(lambda x: softmax_kernel.softmax_rows(x, interpret=INTERPRET))
-    assert_softmax(np.asarray(jax.vmap(rows)(x)).reshape(6, 128), x.reshape(6, 128), ALL[:6])
-    topk = mosaic_gpu._batched(lambda x, t: topk_kernel.topk_rows(x, t, 5, interpret=INTERPRET))
-    t = np.geomspace(0.5, 2, 6).astype(F32).reshape(2, 3)
-    for axes, temperature in [((0, 0), t), ((0, None), t[0]), ((0, None), ONE), ((0, 0), t[:, :1])]:
-        (_, indices), _ = jax.vmap(topk, axes)(x, temperature)
-        np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))

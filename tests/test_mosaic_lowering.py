@@ -190,6 +190,13 @@ def test_nested_vmap_is_one_call_over_all_rows(name):
     assert kernels(lowered(jax.vmap(jax.vmap(f)), array(2, 3, ROWS, V))) == [results(6 * ROWS)]
 
 
+def test_vmap_over_single_rows_chooses_for_all_of_them():
+    """One row alone would go to xla."""
+    assert ps.explain(ps.softmax, array(V))[0].cuda == "xla"
+    assert kernels(lowered(jax.vmap(ps.softmax), X)) == kernels(lowered(ps.softmax, X))
+    assert kernels(lowered(jax.vmap(ps.softmax), array(ROWS - 1, V))) == []
+
+
 def test_vmap_of_grad_is_two_calls_over_all_rows():
     f = jax.vmap(jax.grad(square_sum(ps.softmax)))
     assert kernels(lowered(f, array(3, ROWS, V))) == [[f"{3 * ROWS}x{V}xf32"]] * 2

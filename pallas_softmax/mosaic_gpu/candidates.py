@@ -152,7 +152,9 @@ def _clear(slots, count):
 def _threshold(lanes, keys, k, layout):
     """Bisection, by every warp for itself: no barrier in the loop."""
 
-    @_inline(arg_types=(_REF, layout), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+    @_inline(
+        arg_types=(_REF, layout), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=_SCALAR)
+    )
     def threshold(_, lanes, keys):
         mine = _elements(keys)
         for i in range(_LANES // WARPGROUP):
