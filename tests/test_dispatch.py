@@ -107,7 +107,7 @@ def test_what_is_slower_must_be_named(changes):
     choice = dispatch.choose(slow, None)
     assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
     assert choice.reasons[0] == ("mosaic_gpu", launch.slower(slow))
-    assert dispatch.choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None)
+    assert dispatch.choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
 
 
 def test_all_reasons_are_kept_in_the_order_of_preference():

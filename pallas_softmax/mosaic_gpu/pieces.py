@@ -111,10 +111,18 @@ def absorb(normalizer: Normalizer, blocks, scale=None) -> Normalizer:
     for x in blocks:
         m = jnp.maximum(m, x)
     s = shift(m)
-    d = normalizer.d * _exp(normalizer.m - s, scale)
-    for x in blocks:
-        d += _exp(x - s, scale)
-    return Normalizer(m, d)
+    return Normalizer(
+        m, normalizer.d * _exp(normalizer.m - s, scale) + tree_sum(_exp(x - s, scale) for x in blocks)
+    )
+
+
+def tree_sum(terms):
+    """The sum of several blocks, in pairs of pairs: fewer roundings on the way of each term than one by one."""
+    terms = list(terms)
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return tree_sum(terms[:half]) + tree_sum(terms[half:])
 
 
 def across_lanes(lane: Normalizer, scale=None) -> Normalizer:

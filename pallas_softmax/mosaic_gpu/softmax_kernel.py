@@ -65,9 +65,7 @@ def softmax_grad_rows(y, dy, *, interpret=None):
         def dot(i, size, lane):
             plgpu.barrier_wait(y_landed.at[i])
             plgpu.barrier_wait(dy_landed.at[i])
-            for p, g in both(i, size):
-                lane += p * g
-            return lane
+            return lane + pieces.tree_sum(p * g for p, g in both(i, size))
 
         total = jnp.sum(row.sweep(dot, row.full(0.0)))
 
