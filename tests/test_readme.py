@@ -82,7 +82,7 @@ def test_quick_start_is_two_command_lines():
 @pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md"])
 def test_commands_and_links_name_what_exists(file):
     text = (ROOT / file).read_text()
-    flagfiles = re.findall(r"--flagfile=(\S+)", text)
+    flagfiles = re.findall(r"--flagfile=([^\s`]+)", text)
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert flagfiles and links
     for path in flagfiles + links:
