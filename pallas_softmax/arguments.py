@@ -45,7 +45,7 @@ def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = Fals
     axes = np.lib.array_utils.normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim, "axis")
     if where is not None:
         where = array(function, "where", where)
-        axes = tuple(a - x.ndim for a in axes)
+        axes = tuple(a - x.ndim for a in axes)  # from the end: `where` may add dimensions in front
         x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
         axes = tuple(a + x.ndim for a in axes)
         where = mask(function, where, x.shape)
