@@ -135,9 +135,8 @@ def _topk_bwd(k, log, choice, saved, cotangents):
         ds = jnp.where(where, ds, 0)
     dlogits = (ds / temperature).astype(logits.dtype) if jnp.issubdtype(logits.dtype, jnp.floating) else None
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-    dt = -jnp.sum(
-        jnp.where(ds == 0, 0, ds * scaled) / temperature, shared, keepdims=True
-    )  # 0 at x = -inf, too
+    slope = jnp.where(ds == 0, 0, ds * scaled)  # 0 at x = -inf, too
+    dt = -jnp.sum(slope / temperature, shared, keepdims=True)
     return dlogits, None, dt
 
 

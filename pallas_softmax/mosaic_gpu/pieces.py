@@ -60,12 +60,6 @@ class Row:
                 gmem.at[at], smem.at[at], landed.at[i], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
             )
 
-    def copy_out(self, smem, gmem, i, size):
-        """Starts the copy of step i, `size` elements that this warpgroup has written."""
-        plgpu.commit_smem()
-        at = pl.ds(i * self.walk.step, size)
-        plgpu.copy_smem_to_gmem(smem.at[at], gmem.at[at])
-
     def sweep(self, step, state):
         """state = step(i, size, state) for each step i of the row, which holds `size` (static) elements."""
         walk = self.walk
@@ -77,6 +71,20 @@ class Row:
         """Where the blocks of step i lie, and for each the number of elements it holds (static)."""
         for start in range(0, size, self.walk.block):
             yield pl.ds(i * self.walk.step + start, self.walk.block), min(self.walk.block, size - start)
+
+    def write(self, values, smem, gmem):
+        """Writes the row whose step i is the blocks values(i, size) to `gmem`, through `smem`."""
+
+        def step(i, size, carry):
+            for (at, _), block in zip(self.blocks(i, size), values(i, size), strict=True):
+                smem[at] = block.astype(smem.dtype)
+            plgpu.commit_smem()
+            at = pl.ds(i * self.walk.step, size)
+            plgpu.copy_smem_to_gmem(smem.at[at], gmem.at[at])
+            return carry
+
+        self.sweep(step, ())
+        plgpu.wait_smem_to_gmem(0)
 
     def load(self, smem, i, size, fill):
         """The blocks of step i as float32, with `fill` after the end of the row."""

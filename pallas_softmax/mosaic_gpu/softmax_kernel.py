@@ -27,15 +27,10 @@ def softmax_rows(x, *, interpret=None):
         m, d = pieces.across_lanes(row.sweep(absorb, lane))
         s, scale = shift(m), 1 / d
 
-        def emit(i, size, carry):
-            blocks = row.load(smem, i, size, fill=-jnp.inf)
-            for (at, _), logits in zip(row.blocks(i, size), blocks, strict=True):
-                smem[at] = (jnp.exp(logits - s) * scale).astype(x.dtype)
-            row.copy_out(smem, y_gmem.at[r], i, size)
-            return carry
+        def probabilities(i, size):
+            return (jnp.exp(logits - s) * scale for logits in row.load(smem, i, size, fill=-jnp.inf))
 
-        row.sweep(emit, ())
-        plgpu.wait_smem_to_gmem(0)
+        row.write(probabilities, smem, y_gmem.at[r])
 
     return pieces.kernel(
         softmax_forward,
@@ -69,14 +64,10 @@ def softmax_grad_rows(y, dy, *, interpret=None):
 
         total = jnp.sum(row.sweep(dot, row.full(0.0)))
 
-        def emit(i, size, carry):
-            for (at, _), (p, g) in zip(row.blocks(i, size), both(i, size), strict=True):
-                dy_smem[at] = (p * (g - total)).astype(y.dtype)
-            row.copy_out(dy_smem, dx_gmem.at[r], i, size)
-            return carry
+        def dx(i, size):
+            return (p * (g - total) for p, g in both(i, size))
 
-        row.sweep(emit, ())
-        plgpu.wait_smem_to_gmem(0)
+        row.write(dx, dy_smem, dx_gmem.at[r])
 
     return pieces.kernel(
         softmax_backward,
