@@ -230,10 +230,10 @@ def _objection(name: str, call: Call, automatic: bool) -> str | None:
     if call.objection is not None:
         return call.objection
     module = importlib.import_module(f"pallas_softmax.{name}")
-    return module.unsupported(call, _capability()) or (module.slower(call) if automatic else None)
+    return module.unsupported(call, capability()) or (module.slower(call) if automatic else None)
 
 
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
     """Compute capability to lower for: the abstract device's if set, a visible GPU's, or else Hopper's."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu":

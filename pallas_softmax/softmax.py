@@ -64,11 +64,15 @@ def logsumexp(
     """
     logits, mask, axes = arguments.rows("logsumexp", "a", a, axis, where, boolean=True)
     logits = logits.astype(jax.eval_shape(jnp.exp, logits).dtype)
-    out = _logsumexp(logits, mask, axes, _plan("logsumexp", logits, mask, axes, implementation))
+    choice = dispatch.choose(arguments.call("logsumexp", logits, axes, mask), implementation)
+    out = _logsumexp(logits, mask, axes, (choice, None))
     return (out if keepdims else jnp.squeeze(out, axes)).astype(logits.dtype)
 
 
-def _plan(op, x, where, axes, implementation) -> tuple[dispatch.Choice, dispatch.Choice]:
+Plan = tuple[dispatch.Choice, dispatch.Choice | None]  # for the operation and for its backward
+
+
+def _plan(op, x, where, axes, implementation) -> Plan:
     """The choices for the operation and for its backward."""
     forward = dispatch.choose(arguments.call(op, x, axes, where), implementation)
     backward = dispatch.choose(arguments.call(f"{op}_grad", x, axes, where), implementation)
@@ -76,7 +80,11 @@ def _plan(op, x, where, axes, implementation) -> tuple[dispatch.Choice, dispatch
 
 
 def _differentiable(op, residuals):
-    """The operation `op` of the implementations, with `op`_grad(residuals(x, y), where, dy) as backward."""
+    """The operation `op` of the implementations, with `op`_grad(residuals(x, y), where, dy) as backward.
+
+    Without a choice for it the backward is the plain one.
+    """
+    plain = getattr(xla, f"{op}_grad")
 
     def run(x, where, axes, plan):
         return dispatch.run(plan[0], x, where, axes=axes)
@@ -86,6 +94,8 @@ def _differentiable(op, residuals):
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
     def backward(saved, where, dy, axes, plan):
+        if plan[1] is None:
+            return plain(saved, where, dy, axes=axes)
         return dispatch.run(plan[1], saved, where, dy, axes=axes)
 
     def forward_fwd(x, where, axes, plan):
@@ -101,7 +111,6 @@ def _differentiable(op, residuals):
 
     def backward_bwd(axes, plan, saved, ddx):  # kernels have no derivatives: the plain backward's are used
         saved, where, dy = saved
-        plain = getattr(xla, f"{op}_grad")
         _, vjp = jax.vjp(lambda saved, dy: plain(saved, where, dy, axes=axes), saved, dy)
         d_saved, d_dy = vjp(ddx)
         return d_saved, None, d_dy
@@ -113,4 +122,5 @@ def _differentiable(op, residuals):
 
 _softmax = _differentiable("softmax", lambda x, y: (y,))
 _log_softmax = _differentiable("log_softmax", lambda x, y: (y,))
+# elementwise, so XLA fuses it with its neighbours: one read and one write
 _logsumexp = _differentiable("logsumexp", lambda x, y: (x, y))

@@ -1,7 +1,6 @@
 """Implementation `mosaic_gpu`: Pallas kernels for Hopper and newer GPUs.
 
-The functions take what those of `xla` take, for calls that `unsupported` has no objection to: the reduced
-axes are the last ones, so that an array is folded to (rows, vocab) without a copy.
+The functions take what those of `xla` take, for calls that `unsupported` has no objection to.
 """
 
 import math
@@ -10,23 +9,39 @@ import jax
 import jax.numpy as jnp
 
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
-from pallas_softmax.mosaic_gpu.softmax_kernel import softmax_grad_rows, softmax_rows
+from pallas_softmax.mosaic_gpu.softmax_kernel import rows
 from pallas_softmax.mosaic_gpu.topk_kernel import topk_rows
 
-__all__ = ["slower", "softmax", "softmax_grad", "topk", "unsupported"]
+__all__ = [
+    "log_softmax",
+    "log_softmax_grad",
+    "logsumexp",
+    "slower",
+    "softmax",
+    "softmax_grad",
+    "topk",
+    "unsupported",
+]
 
 
 def softmax(x, where, *, axes):
-    del where
-    vocab = math.prod(x.shape[a] for a in axes)
-    return softmax_rows(x.reshape(-1, vocab)).reshape(x.shape)
+    return rows("softmax", (x,), where, axes)
+
+
+def log_softmax(x, where, *, axes):
+    return rows("log_softmax", (x,), where, axes)
+
+
+def logsumexp(x, where, *, axes):
+    return rows("logsumexp", (x,), where, axes)
 
 
 def softmax_grad(residuals, where, dy, *, axes):
-    del where
-    (y,) = residuals
-    vocab = math.prod(y.shape[a] for a in axes)
-    return softmax_grad_rows(y.reshape(-1, vocab), dy.reshape(-1, vocab)).reshape(y.shape)
+    return rows("softmax_grad", (*residuals, dy), where, axes)
+
+
+def log_softmax_grad(residuals, where, dy, *, axes):
+    return rows("log_softmax_grad", (*residuals, dy), where, axes)
 
 
 def topk(logits, where, temperature, *, k):

@@ -1,12 +1,14 @@
 """Launch choices: which calls the kernels take, and how a CTA walks over its row. Pure functions."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
 from pallas_softmax.dispatch import Call
 
 WARPGROUP = 128  # threads of a CTA: one warpgroup
+EDGE = 128  # elements, one a thread, at each end of a part that starts anywhere
 _ACCESS_BYTES = 16  # of a thread, and the alignment of bulk copies between device and shared memory
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -56,6 +58,144 @@ class Walk:
         return -(-self.vocab // self.block) * self.block
 
 
+EDGE_WALK = Walk(EDGE, 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows in registers: `rows` of them in a CTA, each over `lanes` threads (a power of two up to 32, or 128).
+
+    A thread holds `steps` vectors of `vec` elements of a row, and rows / (128 / lanes) rows.
+    """
+
+    rows: int
+    lanes: int
+    vec: int
+    steps: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and elements of a row, with those that stand for nothing."""
+        return self.rows, self.lanes * self.vec * self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Rows in shared memory: each over `count` CTAs, a cluster of them or, in two launches, independent ones.
+
+    A part is `length` elements, of which it owns those that the next part does not hold, too. `body` of them
+    lie in shared memory, at a multiple of 16 bytes of device memory as of shared memory. Where that leaves
+    some out, the first and the last `EDGE` elements are held in registers besides (`edges`).
+    """
+
+    vocab: int
+    vec: int
+    group: int
+    count: int
+    cluster: bool
+
+    @property
+    def edges(self) -> bool:
+        """Whether a part may start off a multiple of 16 bytes, or overlap the next one."""
+        return bool(self.vocab % (self.count * self.vec))
+
+    @property
+    def unit(self) -> int:
+        """Parts start at multiples of it."""
+        return 1 if self.vocab % self.vec else self.vec
+
+    @property
+    def length(self) -> int:
+        """Elements of a part."""
+        return -(-self.vocab // (self.unit * self.count)) * self.unit
+
+    @property
+    def body(self) -> int:
+        """Elements of a part that are copied in bulk."""
+        return (self.length - EDGE - self.vec) // self.vec * self.vec if self.edges else self.length
+
+    @property
+    def walk(self) -> Walk:
+        """Over the body."""
+        return Walk(self.body, self.vec, self.group)
+
+    def start(self, part):
+        """First element of a part; it owns those up to the start of the next."""
+        units, left = divmod(self.vocab // self.unit, self.count)
+        later = part - (self.count - left)  # the longer parts come last
+        return (part * units + jnp.maximum(later, 0)) * self.unit
+
+
+def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
+    """A shape of the rows' array in which bulk copies may start at a row's aligned element.
+
+    Rows that do not all start at 16 bytes are taken `vec` together, or all, in one dimension.
+    """
+    together = vec // math.gcd(vocab, vec)
+    return (rows // together, together * vocab) if rows % together == 0 else (rows * vocab,)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRows:
+    """Which row of the mask belongs to a row: the sum of (row // after % size) * stride over the terms."""
+
+    terms: tuple[tuple[int, int, int], ...]
+
+    def __call__(self, row):
+        return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
+
+
+def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
+    """For a mask whose dimensions but the row's are `mask`, each 1 or that of `batch`."""
+    terms = []
+    after = stride = 1
+    for size, dimension in zip(mask[::-1], batch[::-1]):
+        if size > 1:
+            terms.append((after, size, stride))
+            stride *= size
+        after *= dimension
+    if stride == after:  # no dimension is broadcast
+        terms = [(1, max(after, 1), 1)]
+    return MaskRows(tuple(terms))
+
+
+def plan(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
+    """How the rows of a softmax operation lie over the GPU."""
+    itemsize = jnp.dtype(dtype).itemsize
+    arrays = _ARRAYS[op]
+    if vocab * arrays <= _TILE_ELEMENTS:
+        return tile(vocab, itemsize)
+    vec = _ACCESS_BYTES // itemsize
+    smem = _SMEM_BYTES[capability[0]] - 2 * 1024
+    # the largest part of which several CTAs fit an SM, and smaller ones where there are few rows
+    elements = 26_000 if itemsize == 4 else 24_000
+    count = 1
+    while count < 16 and (vocab > count * elements or (rows * count < 132 and vocab > count * 4096)):
+        count *= 2
+    cluster = True
+    while Parts(vocab, vec, 4, count, cluster).walk.padded * itemsize * arrays > smem:
+        count, cluster = (256 if cluster else count + 256), False
+    return Parts(vocab, vec, 4, count, cluster)
+
+
+def tile(vocab: int, itemsize: int) -> Tile:
+    """Short rows: a thread of the group that shares a row has at least 8 elements."""
+    vec = math.gcd(vocab, _ACCESS_BYTES // itemsize)
+    vectors = -(-vocab // vec)
+    lanes = 2
+    while lanes < min(vectors, 32):
+        lanes *= 2
+    if vocab > 1024:
+        lanes = WARPGROUP
+    steps = -(-vectors // lanes)
+    return Tile(max(1, 8 // (vec * steps)) * (WARPGROUP // lanes), lanes, vec, steps)
+
+
+# Arrays of rows that an operation reads.
+_ARRAYS = {"softmax": 1, "log_softmax": 1, "logsumexp": 1, "softmax_grad": 2, "log_softmax_grad": 2}
+_TILE_ELEMENTS = 10_240
+
+
 def walk(vocab: int, dtype, op: str = "softmax") -> Walk:
     """The walk of `op` over a row of `vocab` elements of `dtype`.
 
@@ -76,48 +216,47 @@ def approximate(dtype, op: str = "softmax") -> bool:
 
 
 def slower(call: Call) -> str | None:
-    """Why XLA is faster than the kernels at a call that they support; None if it is not.
-
-    Measured on an H100 against jax.nn.softmax, XLA's own fusion: with a CTA a row, fewer than 128 rows leave
-    much of the GPU idle, and rows below 8 KB cost more to start than to compute. Against XLA's softmax and
-    stable top-k the kernel won at every shape tried, from 1 x 50000 to 100000 x 128.
-    """
-    if call.op == "topk":
-        return None
-    if call.rows < 128:
-        return f"slower than xla for fewer than 128 rows, here {call.rows}"
-    if call.vocab * jnp.dtype(call.dtype).itemsize < 8192:
-        return f"slower than xla for rows shorter than 8 KB, here {call.vocab} {call.dtype}"
+    """Why XLA is faster than the kernels at a call that they support; None if it is not."""
+    if not call.trailing:
+        return "slower than xla where the row is not the last axes: it is transposed, twice"
     return None
 
 
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     """Why the kernels do not take this call on a GPU of this compute capability; None if they do."""
-    smem = _SMEM_BYTES.get(capability[0])
-    if call.op not in _ROWS_IN_SMEM:
-        return f"no kernel for {call.op} yet"
-    if smem is None:
+    if capability[0] not in _SMEM_BYTES:
         return f"needs compute capability 9.0 or newer, not {capability[0]}.{capability[1]}"
     if call.dtype not in _DTYPES:
         return f"no kernel for {call.dtype}, only {', '.join(_DTYPES)}"
-    if call.masked:
-        return "no kernel with where yet"
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
+    if call.op == "topk":
+        return _topk_unsupported(call, _SMEM_BYTES[capability[0]])
+    vec = _ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
+    flat = len(aligned_view(call.rows, call.vocab, vec)) == 1
+    if flat and call.rows * call.vocab >= 2**31 and call.vocab > _TILE_ELEMENTS:
+        return (
+            f"{call.rows} rows of {call.vocab} {call.dtype} are 2^31 elements or more, and neither V nor"
+            f" the number of rows is a multiple of {vec}"
+        )
+    return None
+
+
+def _topk_unsupported(call: Call, smem: int) -> str | None:
+    if call.masked:
+        return "no kernel with where yet"
     if not call.trailing:
         return "the row is not contiguous: its axes are not the last ones"
     itemsize = jnp.dtype(call.dtype).itemsize
     if call.vocab * itemsize % _ACCESS_BYTES:
         return f"rows of {call.vocab} {call.dtype} do not all start at a multiple of {_ACCESS_BYTES} bytes"
-    need = _ROWS_IN_SMEM[call.op] * walk(call.vocab, call.dtype, call.op).padded * itemsize + _RESERVED_BYTES
+    need = walk(call.vocab, call.dtype, "topk").padded * itemsize + _TOPK_BYTES
     if need > smem:
         return f"the row needs {need} bytes of shared memory, a CTA has {smem}"
-    if call.k is not None and not 1 <= call.k <= MAX_K:
+    if not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
     return None
 
 
-# Rows that an operation holds in shared memory.
-_ROWS_IN_SMEM = {"softmax": 1, "softmax_grad": 2, "topk": 1}
 MAX_K = 128
-_RESERVED_BYTES = 16 * 1024  # barriers, reduction scratch, candidates
+_TOPK_BYTES = 16 * 1024  # barriers, reduction scratch, candidates

@@ -1,5 +1,7 @@
 """What the kernels share: compiler settings, and the walk over a row in shared memory."""
 
+import operator
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -10,20 +12,47 @@ from pallas_softmax.mosaic_gpu.launch import Walk
 from pallas_softmax.online import Normalizer, shift
 
 
-def kernel(body, *, rows: int, out_type, scratch_types, approximate=False, interpret=None):
-    """`plgpu.kernel` with one CTA of one warpgroup for each row, whose index is `lax.axis_index("row")`."""
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch_types,
-        grid=(rows,),
-        grid_names=("row",),
-        # the default semantics are Lane in jax 0.10 and Warpgroup from 0.11 on
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=approximate
-        ),
-        interpret=interpret,
-    )
+def kernel(
+    body, *, grid: dict[str, int], out_type, scratch_types=(), cluster=1, approximate=False, interpret=None
+):
+    """`plgpu.kernel` with CTAs of one warpgroup.
+
+    Args:
+      body: the kernel; its name is that of the kernel in profiles.
+      grid: the number of CTAs along each named axis.
+      cluster: the CTAs of a cluster; more than one are all those of the last axis.
+      approximate: whether exp and log are; see `launch.approximate`.
+    """
+    if cluster > 1:
+        *names, last = grid
+        shape = {"cluster": (cluster,), "cluster_names": (last,)}
+    else:
+        names, shape = [*grid], {}
+
+    def run(*inputs):
+        if jax.__version_info__ >= (0, 12):
+            moved = [*inputs, *jax.tree.leaves(out_type)]
+            elements = max(a.size for a in inputs)
+            shape["cost_estimate"] = pl.CostEstimate(
+                flops=4 * elements,
+                transcendentals=2 * elements,
+                bytes_accessed=sum(a.size * a.dtype.itemsize for a in moved),
+            )
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=scratch_types,
+            grid=tuple(grid[name] for name in names),
+            grid_names=tuple(names),
+            # the default semantics are Lane in jax 0.10 and Warpgroup from 0.11 on
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=approximate
+            ),
+            interpret=interpret,
+            **shape,
+        )(*inputs)
+
+    return run
 
 
 def load(ref, layout):
@@ -32,6 +61,17 @@ def load(ref, layout):
         return ref[...]
     index = ((),) if jax.__version_info__ < (0, 11) else ()  # an argument of jax 0.10 only
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def store(ref, block, interpret):
+    """Writes a block to device memory."""
+    if interpret:
+        ref[...] = block
+    else:
+        if hasattr(plgpu, "store"):  # jax 0.12
+            plgpu.store(ref, block, optimized=False)
+        else:
+            ref[...] = block
 
 
 class Row:
@@ -52,12 +92,15 @@ class Row:
     def _laid_out(self, value):
         return value if self.layout is None else plgpu.layout_cast(value, self.layout)
 
-    def copy_in(self, gmem, smem, landed):
+    def copy_in(self, gmem, smem, landed, start=0):
         """Starts the copies of the row, a step each; `landed[i]` completes when step i has arrived."""
         for i in range(self.walk.steps):
-            at = pl.ds(i * self.walk.step, self._size(i))
+            at, size = i * self.walk.step, self._size(i)
             plgpu.copy_gmem_to_smem(
-                gmem.at[at], smem.at[at], landed.at[i], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                gmem.at[pl.ds(start + at, size)],
+                smem.at[pl.ds(at, size)],
+                landed.at[i],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
     def sweep(self, step, state):
@@ -72,19 +115,21 @@ class Row:
         for start in range(0, size, self.walk.block):
             yield pl.ds(i * self.walk.step + start, self.walk.block), min(self.walk.block, size - start)
 
-    def write(self, values, smem, gmem):
+    def write(self, values, smem, gmem, start=0):
         """Writes the row whose step i is the blocks values(i, size) to `gmem`, through `smem`."""
 
         def step(i, size, carry):
             for (at, _), block in zip(self.blocks(i, size), values(i, size), strict=True):
                 smem[at] = block.astype(smem.dtype)
             plgpu.commit_smem()
-            at = pl.ds(i * self.walk.step, size)
-            plgpu.copy_smem_to_gmem(smem.at[at], gmem.at[at])
+            at = i * self.walk.step
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(at, size)], gmem.at[pl.ds(start + at, size)])
             return carry
 
         self.sweep(step, ())
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(
+            0, wait_read_only=True
+        )  # shared memory may go, the kernel's end does the rest
 
     def load(self, smem, i, size, fill):
         """The blocks of step i as float32, with `fill` after the end of the row."""
@@ -125,18 +170,30 @@ def absorb(normalizer: Normalizer, blocks, scale=None) -> Normalizer:
 
 
 def tree_sum(terms):
-    """The sum of several blocks, in pairs of pairs: fewer roundings on the way of each term than one by one."""
-    terms = list(terms)
+    """The sum of several blocks, with fewer roundings on the way of each term than one by one."""
+    return tree(operator.add, list(terms))
+
+
+def tree(merge, terms):
+    """The terms merged in pairs, and pairs of pairs."""
     if len(terms) == 1:
         return terms[0]
     half = len(terms) // 2
-    return tree_sum(terms[:half]) + tree_sum(terms[half:])
+    return merge(tree(merge, terms[:half]), tree(merge, terms[half:]))
 
 
-def across_lanes(lane: Normalizer, scale=None) -> Normalizer:
-    """⊕ over the lanes: the normalizer of the row, as scalars."""
-    m = jnp.max(lane.m)
-    return Normalizer(m, jnp.sum(lane.d * _exp(lane.m - shift(m), scale)))
+def across(lane: Normalizer, axis=None, spread=None, scale=None) -> Normalizer:
+    """⊕ over the lanes of a block, or along an axis of a tile.
+
+    Args:
+      lane: the normalizer of each lane.
+      axis: None reduces all lanes to scalars.
+      spread: with an axis, how its reduction is broadcast back to the tile.
+      scale: as for `absorb`.
+    """
+    m = jnp.max(lane.m, axis)
+    s = shift(m) if spread is None else spread(shift(m))
+    return Normalizer(m, jnp.sum(lane.d * _exp(lane.m - s, scale), axis))
 
 
 def _exp(x, scale):

@@ -1,79 +1,48 @@
-"""Softmax of rows that one CTA holds in shared memory: device memory is read once and written once."""
+"""softmax, log_softmax, logsumexp and their backwards on arrays of any rank: folded to rows, and launched."""
 
-import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import math
+
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_softmax.mosaic_gpu import launch, pieces
-from pallas_softmax.online import Normalizer, shift
+from pallas_softmax import dispatch
+from pallas_softmax.mosaic_gpu import direct, launch, operations, parts_kernel, tile_kernel
 
 
-def softmax_rows(x, *, interpret=None):
-    """softmax over the rows of x (rows, vocab), by the online normalizer (paper, algorithm 3)."""
-    rows, vocab = x.shape
-    walk = launch.walk(vocab, x.dtype)
+def rows(name, arrays, where, axes, *, plan=None, interpret=None):
+    """The operation `name` over `axes` of the arrays. The rows of other than the last axes are transposed.
 
-    def softmax_forward(x_gmem, y_gmem, smem, landed):
-        row = pieces.Row(walk, interpret)
-        r = lax.axis_index("row")
-        row.copy_in(x_gmem.at[r], smem, landed)
-
-        def absorb(i, size, lane):
-            plgpu.barrier_wait(landed.at[i])
-            return pieces.absorb(lane, list(row.load(smem, i, size, fill=-jnp.inf)))
-
-        lane = Normalizer(row.full(-jnp.inf), row.full(0.0))
-        m, d = pieces.across_lanes(row.sweep(absorb, lane))
-        s, scale = shift(m), 1 / d
-
-        def probabilities(i, size):
-            return (jnp.exp(logits - s) * scale for logits in row.load(smem, i, size, fill=-jnp.inf))
-
-        row.write(probabilities, smem, y_gmem.at[r])
-
-    return pieces.kernel(
-        softmax_forward,
-        rows=rows,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_types=[plgpu.SMEM((walk.padded,), x.dtype), plgpu.Barrier(num_barriers=walk.steps)],
+    Args:
+      name: of the operation; "softmax" is named softmax_forward in profiles.
+      where: None, or a boolean of the rank of the arrays that broadcasts to them.
+      plan: what `launch.plan` chooses otherwise.
+    """
+    x = arrays[-1]
+    batch = tuple(a for a in range(x.ndim) if a not in axes)
+    order = (*batch, *axes)
+    inverse = tuple(order.index(a) for a in range(x.ndim))
+    shape = tuple(x.shape[a] for a in batch)
+    vocab = math.prod(x.shape[a] for a in axes)
+    folded = [a.transpose(order).reshape(-1, vocab) for a in arrays]
+    mask = None
+    if where is not None:
+        if any(where.shape[a] > 1 for a in axes):  # along the row it is whole, or one
+            where = jnp.broadcast_to(
+                where, [x.shape[a] if a in axes else n for a, n in enumerate(where.shape)]
+            )
+        where = where.transpose(order)
+        of_batch = where.shape[: len(batch)]
+        mask = direct.Mask(where.reshape(math.prod(of_batch), -1), launch.mask_rows(of_batch, shape))
+    op = getattr(operations, name)
+    plan = plan or launch.plan(name, math.prod(shape), vocab, x.dtype, dispatch.capability())
+    kernel = tile_kernel if isinstance(plan, launch.Tile) else parts_kernel
+    out = kernel.run(
+        op,
+        name if name.endswith("grad") else f"{name}_forward",
+        folded,
+        mask,
+        plan,
         approximate=launch.approximate(x.dtype),
         interpret=interpret,
-    )(x)
-
-
-def softmax_grad_rows(y, dy, *, interpret=None):
-    """dx = y (dy - sum(y dy)) over the rows of y and dy (rows, vocab)."""
-    rows, vocab = y.shape
-    walk = launch.walk(vocab, y.dtype)
-
-    def softmax_backward(y_gmem, dy_gmem, dx_gmem, y_smem, dy_smem, y_landed, dy_landed):
-        row = pieces.Row(walk, interpret)
-        r = lax.axis_index("row")
-        row.copy_in(y_gmem.at[r], y_smem, y_landed)
-        row.copy_in(dy_gmem.at[r], dy_smem, dy_landed)
-
-        def both(i, size):
-            y, dy = (row.load(smem, i, size, fill=0.0) for smem in (y_smem, dy_smem))
-            return zip(y, dy, strict=True)
-
-        def dot(i, size, lane):
-            plgpu.barrier_wait(y_landed.at[i])
-            plgpu.barrier_wait(dy_landed.at[i])
-            return lane + pieces.tree_sum(p * g for p, g in both(i, size))
-
-        total = jnp.sum(row.sweep(dot, row.full(0.0)))
-
-        def dx(i, size):
-            return (p * (g - total) for p, g in both(i, size))
-
-        row.write(dx, dy_smem, dx_gmem.at[r])
-
-    return pieces.kernel(
-        softmax_backward,
-        rows=rows,
-        out_type=jax.ShapeDtypeStruct(y.shape, y.dtype),
-        scratch_types=[plgpu.SMEM((walk.padded,), y.dtype)] * 2
-        + [plgpu.Barrier(num_barriers=walk.steps)] * 2,
-        interpret=interpret,
-    )(y, dy)
+    )
+    kept = [1] * len(axes) if op.value is None else [x.shape[a] for a in axes]
+    return out.reshape(*shape, *kept).transpose(inverse)

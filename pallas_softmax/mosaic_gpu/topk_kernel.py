@@ -48,7 +48,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
         lane = Normalizer(row.full(-jnp.inf), row.full(0.0))
         lowest = pieces.lowest_key(x.dtype)
         lane, best = row.sweep(absorb, (lane, row.full(lowest, jnp.int32)))
-        m, d = pieces.across_lanes(lane, scale)
+        m, d = pieces.across(lane, scale=scale)
         m_gmem[r] = m
         d_gmem[r] = d
 
@@ -96,7 +96,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
 
     values, indices, m, d = pieces.kernel(
         softmax_topk,
-        rows=rows,
+        grid={"row": rows},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), x.dtype),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),

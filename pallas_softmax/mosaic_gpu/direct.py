@@ -1,0 +1,314 @@
+"""Loads and stores between device memory and registers: any row length, any alignment.
+
+Pallas has no loads under a predicate; so they are inline PTX, each with a plain twin for the interpreter.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP, MaskRows, Tile
+
+_REF = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
+_inline: Any = plgpu.inline_mgpu  # called without its first parameter, the context
+
+
+class Mask(NamedTuple):
+    """Which elements of (rows, vocab) count.
+
+    Attributes:
+      array: boolean, (mask rows, vocab or 1).
+      row: which of its rows belongs to a row.
+    """
+
+    array: jax.Array
+    row: MaskRows
+
+
+def tile_layout(tile: Tile) -> Any:
+    """The layout of a tile in registers: its rows over warps and groups of lanes, or each over the CTA."""
+    group, vec = tile.lanes, tile.vec
+    if group > 32:
+        tiling, warps, lanes = ((1, group * vec), (32 * vec,), (vec,)), (-3,), (-2,)
+    else:
+        rows = 32 // group
+        tiling, warps, lanes = ((4 * rows, group * vec), (rows, group * vec), (1, vec)), (-6,), (-4, -3)
+    canonical = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(tiling), warps, lanes, -1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        canonical.tiling, canonical.warp_dims, canonical.lane_dims, canonical.vector_dim
+    )
+
+
+def load(ref, tile: Tile, row, fill, *, interpret):
+    """The tile's rows from `row` on, with `fill` where the array (rows, vocab) ends."""
+    rows, vocab = ref.shape
+    if interpret:
+        i, j = _window(tile, row)
+        inside = (i < rows) & (j < vocab)
+        return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
+
+    @_inline(
+        arg_types=(_REF, _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, ref.dtype, layout=tile_layout(tile)),
+    )
+    def load(_, ref, row):
+        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        return _array(
+            tile_layout(tile).to_mgpu(),
+            tile.shape,
+            [
+                _load(
+                    pointer, element, tile.vec, _offset(at, vocab, col), _inside(at, rows, col, vocab), fill
+                )
+                for at, col in _places(tile, _scalar(row))
+            ],
+        )
+
+    return load(ref, row)
+
+
+def load_mask(ref, tile: Tile, row, shape, mask_row, *, interpret):
+    """The mask for the tile's rows from `row` on of an array of this shape; False where the array ends."""
+    (rows, vocab), columns = shape, ref.shape[1]
+    if interpret:
+        i, j = _window(tile, row)
+        inside = (i < rows) & (j < vocab)
+        return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
+
+    @_inline(
+        arg_types=(_REF, _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, np.dtype("int8"), layout=tile_layout(tile)),
+    )
+    def load(_, ref, row):
+        pointer = utils.memref_ptr(ref)
+        registers = []
+        for at, col in _places(tile, _scalar(row)):
+            inside = _inside(at, rows, col, vocab)
+            registers.append(_load_bytes(pointer, tile.vec, mask_row(_Index(at)).value, col, columns, inside))
+        return _array(tile_layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load(ref, row) != 0
+
+
+def load_mask_block(ref, row, start, held, vec, *, interpret):
+    """The mask of `held` positions from `start` on in the mask's row `row`, as a block of 128 * vec."""
+    columns, block = ref.shape[1], WARPGROUP * vec
+    if interpret:
+        inside = jnp.arange(block) < held
+        at = jnp.where(inside & (columns > 1), start + jnp.arange(block), 0)
+        return ref[row][at] & inside
+    layout = plgpu.Layout.WG_STRIDED((block,), vec_size=vec)
+
+    @_inline(
+        arg_types=(_REF, _SCALAR, _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((block,), np.dtype("int8"), layout=layout),
+    )
+    def load(_, ref, row, start):
+        position = arith.muli(_thread(), _i32(vec))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, position, _i32(held))
+        col = arith.addi(_scalar(start), position)
+        register = _load_bytes(utils.memref_ptr(ref), vec, _scalar(row), col, columns, inside)
+        return _array(layout.to_mgpu(), (block,), [register])
+
+    return load(ref, row, start) != 0
+
+
+def store(ref, tile: Tile, row, value, *, interpret):
+    """Writes the tile to the rows from `row` on of the array (rows, vocab), as far as it has them.
+
+    A vocab of 1 takes the tile's first column.
+    """
+    rows, vocab = ref.shape
+    value = value.astype(ref.dtype)
+    if interpret:
+        for i in range(tile.shape[0]):
+
+            @pl.when(row + i < rows)
+            def _(i=i):
+                ref[row + i] = value[i, :vocab]
+
+        return
+
+    @_inline(arg_types=(_REF, _SCALAR, tile_layout(tile)))
+    def store(_, ref, row, value):
+        pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
+        for (at, col), register in zip(_places(tile, _scalar(row)), value.registers.flat, strict=True):
+            _store(pointer, register, vec, _offset(at, vocab, col), _inside(at, rows, col, vocab))
+
+    store(ref, row, value)
+
+
+def _window(tile: Tile, row):
+    """The rows and columns that a tile covers."""
+    rows, columns = tile.shape
+    return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
+
+
+# ---- on the GPU
+
+
+class _Index:
+    """A row number of a thread, for the arithmetic of `launch.MaskRows`."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def __floordiv__(self, other: int):
+        return _Index(arith.divui(self.value, _i32(other)))
+
+    def __mod__(self, other: int):
+        return _Index(arith.remui(self.value, _i32(other)))
+
+    def __mul__(self, other: int):
+        return _Index(arith.muli(self.value, _i32(other)))
+
+    def __add__(self, other):
+        return _Index(arith.addi(self.value, other.value if isinstance(other, _Index) else _i32(other)))
+
+    __radd__ = __add__
+
+
+def _i32(value: int) -> ir.Value:
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _scalar(x) -> ir.Value:
+    return x.registers.item()
+
+
+def _thread() -> ir.Value:
+    return arith.remui(utils.thread_idx(), _i32(WARPGROUP))
+
+
+def _array(layout, shape, registers: list[ir.Value]):
+    """The registers of this thread, in the order of `_places`, as an array."""
+    out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
+    return fragmented_array.FragmentedArray(_registers=out, _layout=layout, _is_signed=signed)
+
+
+def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Row and first column of each register of this thread."""
+    thread, group = _thread(), tile.lanes
+    rows, columns = tile.shape
+    row = arith.addi(row, arith.divui(thread, _i32(group)))
+    col = arith.muli(arith.remui(thread, _i32(group)), _i32(tile.vec))
+    for i in range(0, rows, WARPGROUP // group):
+        for j in range(0, columns, group * tile.vec):
+            yield arith.addi(row, _i32(i)), arith.addi(col, _i32(j))
+
+
+def _inside(row: ir.Value, rows: int, col: ir.Value, columns: int) -> ir.Value:
+    less = arith.CmpIPredicate.ult
+    return arith.andi(arith.cmpi(less, row, _i32(rows)), arith.cmpi(less, col, _i32(columns)))
+
+
+def _offset(row: ir.Value, columns: int, col: ir.Value) -> ir.Value:
+    """Of an element, in 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    wide = arith.muli(arith.extui(i64, row), utils.c(columns, i64))
+    return arith.addi(wide, arith.extui(i64, col))
+
+
+def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
+
+
+def _words(size: int) -> tuple[int, str, str, str]:
+    """How many PTX registers hold `size` bytes; the access, the constraint and the type of each."""
+    if size >= 4:
+        return size // 4, {4: "b32", 8: "v2.b32", 16: "v4.b32"}[size], "r", "i32"
+    return 1, {2: "b16", 1: "u8"}[size], "h", "i16"
+
+
+def _load(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
+    """`vec` elements as a vector, `fill` unless `inside`. They must be aligned to their size."""
+    itemsize = utils.bytewidth(element)
+    count, access, constraint, word = _words(vec * itemsize)
+    word_type = ir.Type.parse(word)
+    bits = (
+        0
+        if fill == 0
+        else {4: 0xFF800000, 2: 0xFF80 if isinstance(element, ir.BF16Type) else 0xFC00}[itemsize]
+    )
+    if itemsize == 2 and word == "i32":
+        bits |= bits << 16
+    names = ", ".join(f"${i}" for i in range(count))
+    code = (
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0;"
+        + "".join(f" mov.b{word[1:]} ${i}, {bits};" for i in range(count))
+        + f" @p ld.global.{access} {f'{{{names}}}' if count > 1 else names}, [${count}]; }}"
+    )
+    i32 = ir.IntegerType.get_signless(32)
+    words = llvm.inline_asm(
+        word_type if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join([word] * count)})>"),
+        [_address(pointer, offset, itemsize), arith.extui(i32, inside)],
+        code,
+        ",".join([f"=&{constraint}"] * count + ["l", "r"]),
+        has_side_effects=True,
+    )
+    parts = [words] if count == 1 else [llvm.extractvalue(word_type, words, [i]) for i in range(count)]
+    if vec * itemsize == 1:
+        parts = [arith.trunci(ir.IntegerType.get_signless(8), parts[0])]
+    packed = _vector(parts)
+    return vector.bitcast(ir.VectorType.get((vec,), element), packed)
+
+
+def _load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
+    """`vec` bytes of a mask, 0 unless `inside`: at once where every row and column allows it."""
+    i8 = ir.IntegerType.get_signless(8)
+    if columns == 1:
+        (byte,) = _elements(_load(pointer, i8, 1, _offset(row, 1, _i32(0)), inside))
+        return _vector([byte] * vec)
+    if columns % vec == 0:
+        return _load(pointer, i8, vec, _offset(row, columns, col), inside)
+    return _vector(
+        [
+            _elements(_load(pointer, i8, 1, _offset(row, columns, arith.addi(col, _i32(i))), inside))[0]
+            for i in range(vec)
+        ]
+    )
+
+
+def _vector(parts: list[ir.Value]) -> ir.Value:
+    return vector.from_elements(ir.VectorType.get((len(parts),), parts[0].type), parts)
+
+
+def _elements(register: ir.Value) -> list[ir.Value]:
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[i])
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def _store(pointer, register: ir.Value, vec: int, offset, inside) -> None:
+    """The first `vec` elements of the register, if `inside`."""
+    element = ir.VectorType(register.type).element_type
+    itemsize = utils.bytewidth(element)
+    count, access, constraint, word = _words(vec * itemsize)
+    packed = _vector(_elements(register)[:vec])
+    words = _elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(word)), packed))
+    names = ", ".join(f"${i + 2}" for i in range(count))
+    code = (
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
+        f" @p st.global.{access} [$0], {f'{{{names}}}' if count > 1 else names}; }}"
+    )
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [_address(pointer, offset, itemsize), arith.extui(ir.IntegerType.get_signless(32), inside), *words],
+        code,
+        ",".join(["l", "r"] + [constraint] * count),
+        has_side_effects=True,
+    )

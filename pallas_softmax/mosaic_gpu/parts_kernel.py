@@ -1,0 +1,232 @@
+"""Long rows, in shared memory: each over one CTA, a cluster of them, or, in two launches, over any number.
+
+Device memory is read once and written once, but by the two launches, of which the second reads again.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax.mosaic_gpu import direct, launch, pieces
+from pallas_softmax.mosaic_gpu.launch import EDGE, Parts
+from pallas_softmax.mosaic_gpu.operations import Operation
+
+
+def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Parts, **settings):
+    """`op` on the rows of the arrays (rows, vocab).
+
+    Args:
+      name: of the kernel.
+      mask: of the elements, or None.
+      plan: how the rows are cut into parts.
+      **settings: as for `pieces.kernel`.
+    """
+    launched = functools.partial(_launch, op, arrays, mask, plan, **settings)
+    if plan.cluster:
+        (out,) = launched(name)
+        return out
+    leaves = launched(f"{name}_reduce", to_totals=True)
+    structure = jax.tree.structure(op.reduction.empty)
+    total = op.reduction.across(jax.tree.unflatten(structure, leaves), 1, lambda per_row: per_row[:, None])
+    if op.value is None:
+        return op.constants(total)[0]
+    (out,) = launched(name, totals=jax.tree.leaves(total))
+    return out
+
+
+class _Part:
+    """The part of a row that this CTA holds: where it lies, and its elements in registers."""
+
+    def __init__(self, plan: Parts, shape, view, mask, interpret, *, backwards):
+        rows, vocab = shape
+        self.plan, self.mask, self.interpret = plan, mask, interpret
+        self.row = pieces.Row(plan.walk, interpret)
+        self.edge = pieces.Row(launch.EDGE_WALK, interpret)
+        self.r = lax.axis_index("row")
+        self.index = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
+        if backwards:
+            self.r, self.index = rows - 1 - self.r, plan.count - 1 - self.index
+        self.start = plan.start(self.index)
+        self.owned = plan.start(self.index + 1) - self.start
+        together = view[-1] // vocab  # rows in a row of the view
+        self._view_row = self.r // together if len(view) > 1 else None
+        self.first = self.r % together * vocab + self.start  # element of the view's row
+        self.inner = (
+            EDGE - self.first % plan.vec if plan.edges else 0
+        )  # element of the part: the body's first
+
+    def of_row(self, gmem):
+        """The row of the view with this part."""
+        return gmem if self._view_row is None else gmem.at[self._view_row]
+
+    def ends(self, x_gmem, mask_gmem):
+        """First and last elements: where, the blocks, the mask, and which of them only this block counts."""
+        if not self.plan.edges:
+            return
+        lane, tail = self.edge.positions(), self.plan.length - EDGE
+        after_body = (lane + tail >= self.inner + self.plan.body) & (lane + tail < self.owned)
+        for at, own in ((0, lane < self.inner), (tail, after_body)):
+            x = [
+                pieces.load(self.of_row(gmem).at[pl.ds(self.first + at, EDGE)], self.edge.layout)
+                for gmem in x_gmem
+            ]
+            yield at, [block.astype(jnp.float32) for block in x], self._keep(mask_gmem, at, EDGE, 1), own
+
+    def elements(self, smem, i, size, fill):
+        """The blocks of a step of the body, of each array."""
+        return zip(*(self.row.load(s, i, size, fill) for s in smem), strict=True)
+
+    def keep(self, mask_gmem, i, size):
+        """The mask of each block of a step of the body, or None."""
+        return [
+            self._keep(mask_gmem, self.inner + at.start, held, self.plan.vec)
+            for at, held in self.row.blocks(i, size)
+        ]
+
+    def _keep(self, mask_gmem, at, held, vec):
+        if self.mask is None:
+            return None
+        return direct.load_mask_block(
+            mask_gmem, self.mask.row(self.r), self.start + at, held, vec, interpret=self.interpret
+        )
+
+
+def _launch(
+    op: Operation, arrays, mask, plan: Parts, name, *, totals=(), to_totals=False, interpret, **settings
+):
+    """One launch: reduce, merge over the cluster, write.
+
+    Args:
+      totals: the rows' reductions, if known.
+      to_totals: whether to write the parts' reductions, and not what becomes of the row.
+    """
+    rows, vocab = shape = arrays[0].shape
+    dtype, count, walk = arrays[-1].dtype, plan.count, plan.walk
+    structure, fill = jax.tree.structure(op.reduction.empty), op.reduction.neutral
+    view = launch.aligned_view(rows, vocab, plan.vec)
+    clustered = plan.cluster and count > 1
+    inputs = [a.reshape(view) for a in arrays] + ([] if mask is None else [mask.array]) + list(totals)
+    if to_totals:
+        out_type = [jax.ShapeDtypeStruct((rows, count), jnp.float32)] * structure.num_leaves
+    elif op.value is None:
+        out_type = [jax.ShapeDtypeStruct((rows,), jnp.float32)]
+    else:
+        out_type = [jax.ShapeDtypeStruct(view, dtype)]
+    scratch = {
+        "smem": [plgpu.SMEM((walk.padded,), a.dtype) for a in arrays],
+        "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(arrays),
+    }
+    if clustered:
+        scratch["sent"] = [plgpu.SMEM((EDGE,), jnp.float32)] * structure.num_leaves
+        scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
+
+    def body(*refs, smem, landed, sent=None, met=None):
+        x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
+        mask_gmem = None if mask is None else refs[len(arrays)]
+        totals_gmem = refs[len(inputs) - len(totals) : len(inputs)]
+        part = _Part(plan, shape, view, mask, interpret, backwards=bool(totals))  # first what L2 read last
+        for gmem, s, l in zip(x_gmem, smem, landed, strict=True):
+            part.row.copy_in(part.of_row(gmem), s, l, part.first + part.inner)
+        ends = list(part.ends(x_gmem, mask_gmem))
+
+        def term(x, *conditions):
+            t = op.term(*x)
+            for condition in conditions:
+                t = t if condition is None else jnp.where(condition, t, fill)
+            return t
+
+        def absorb(i, size, state):
+            keeps = part.keep(mask_gmem, i, size)
+            for l in landed:
+                plgpu.barrier_wait(l.at[i])
+            terms = []
+            for (at, _), x, keep in zip(part.row.blocks(i, size), part.elements(smem, i, size, fill), keeps):
+                terms.append(term(x, keep))
+                if keep is not None and op.value is not None:  # so that the mask is read once
+                    smem[-1][at] = jnp.where(keep, x[-1], fill).astype(dtype)
+            return op.reduction.absorb(state, terms)
+
+        def reduce():
+            total = op.reduction.across(
+                part.row.sweep(absorb, jax.tree.map(part.row.full, op.reduction.empty))
+            )
+            if not ends:
+                return total
+            side = jax.tree.map(part.edge.full, op.reduction.empty)
+            side = op.reduction.absorb(side, [term(x, keep, own) for _, x, keep, own in ends])
+            return op.reduction.merge(total, op.reduction.across(side))
+
+        def merge(total):
+            """⊕ over the cluster, in the same order in every CTA."""
+            for ref, leaf in zip(sent, jax.tree.leaves(total), strict=True):
+                ref[...] = part.edge.full(leaf)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+            peers = [
+                [
+                    pieces.load(plgpu.cluster_ref(ref, {"part": jnp.int32(j)}), part.edge.layout)
+                    for ref in sent
+                ]
+                for j in range(count)
+            ]
+            total = pieces.tree(op.reduction.merge, [jax.tree.unflatten(structure, peer) for peer in peers])
+            total = jax.tree.map(jnp.max, total)  # every lane has the same; all threads have read now
+            plgpu.barrier_arrive(met)
+            return total
+
+        def write(total, masked):
+            constants = op.constants(total)
+
+            def value(x, keep):
+                y = op.value(*x, *constants)
+                return y if keep is None else jnp.where(keep, y, op.masked)
+
+            def values(i, size):
+                keeps = part.keep(mask_gmem, i, size) if masked else [None] * -(-size // walk.block)
+                return (value(x, keep) for x, keep in zip(part.elements(smem, i, size, fill), keeps))
+
+            (out,) = out_gmem
+            for at, x, keep, _ in ends:
+                block = value(x, keep).astype(dtype)
+                pieces.store(part.of_row(out).at[pl.ds(part.first + at, EDGE)], block, interpret)
+            part.row.write(values, smem[-1], part.of_row(out), part.first + part.inner)
+
+        if totals:
+            total = jax.tree.unflatten(structure, [t[part.r] for t in totals_gmem])
+            for l in landed:
+                for i in range(walk.steps):
+                    plgpu.barrier_wait(l.at[i])
+            write(total, masked=mask is not None)
+            return
+        total = reduce()
+        if to_totals:
+            for gmem, leaf in zip(out_gmem, jax.tree.leaves(total), strict=True):
+                gmem[part.r, part.index] = leaf
+            return
+        if clustered:
+            total = merge(total)
+        if op.value is None:
+            out_gmem[0][part.r] = op.constants(total)[0]
+        elif mask is None:
+            write(total, masked=False)
+        else:  # masked elements are neutral in shared memory: enough, unless they meet a NaN or infinity
+            finite = functools.reduce(jnp.logical_and, (jnp.abs(x) < jnp.inf for x in jax.tree.leaves(total)))
+            lax.cond(finite, lambda: write(total, masked=False), lambda: write(total, masked=True))
+        if clustered:
+            plgpu.barrier_wait(met)  # nobody leaves while a peer reads its shared memory
+
+    body.__name__ = name
+    return pieces.kernel(
+        body,
+        grid={"row": rows, "part": count} if count > 1 else {"row": rows},
+        cluster=count if clustered else 1,
+        out_type=out_type,
+        scratch_types=scratch,
+        interpret=interpret,
+        **settings,
+    )(*inputs)
