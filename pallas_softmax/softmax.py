@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, dispatch, online, xla
 from pallas_softmax.arguments import Axis
+from pallas_softmax.online import Normalizer
 
 
 def softmax(
@@ -65,7 +66,7 @@ def logsumexp(
     logits, mask, axes = arguments.rows("logsumexp", "a", a, axis, where, boolean=True)
     logits = logits.astype(jax.eval_shape(jnp.exp, logits).dtype)
     choice = dispatch.choose(arguments.call("logsumexp", logits, axes, mask), implementation)
-    out = _logsumexp(logits, mask, axes, (choice, None))
+    out, _ = _logsumexp(logits, mask, axes, (choice, None))
     return (out if keepdims else jnp.squeeze(out, axes)).astype(logits.dtype)
 
 
@@ -122,5 +123,6 @@ def _differentiable(op, residuals):
 
 _softmax = _differentiable("softmax", lambda x, y: (y,))
 _log_softmax = _differentiable("log_softmax", lambda x, y: (y,))
-# elementwise, so XLA fuses it with its neighbours: one read and one write
-_logsumexp = _differentiable("logsumexp", lambda x, y: (x, y))
+# The backward is elementwise, so XLA fuses it with its neighbours: one read and one write. No derivative
+# depends on m, which is a constant here and in d.
+_logsumexp = _differentiable("logsumexp", lambda x, y: (x, Normalizer(jax.lax.stop_gradient(y[1].m), y[1].d)))

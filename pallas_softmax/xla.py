@@ -37,13 +37,18 @@ def log_softmax_grad(residuals, where, dy, *, axes):
 
 
 def logsumexp(x, where, *, axes):
+    """log(sum(exp(x))), and the normalizer."""
     m, d = online.reduce(_logits(x, where), axes)
-    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
+    lse = jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
+    return lse, Normalizer(m, d)
 
 
-def logsumexp_grad(residuals, where, dy, *, axes):
-    x, lse = residuals
-    dx = jnp.exp(_logits(x, where) - lse) * dy
+def logsumexp_grad(residuals, where, cotangents, *, axes):
+    """By exp(x - m) / d, since exp(x - lse) has the rounding of lse in it; the derivative of d besides."""
+    x, (m, d) = residuals
+    dy, (_, dd) = cotangents
+    d = jnp.where(m == jnp.inf, 1, d)  # a +inf among numbers has all the weight
+    dx = jnp.exp(_logits(x, where) - online.shift(m)) * (dy / d + dd)
     return _masked(dx, where, 0).astype(x.dtype)
 
 

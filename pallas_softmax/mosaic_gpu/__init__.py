@@ -3,14 +3,13 @@
 The functions take what those of `xla` take, for calls that `unsupported` has no objection to.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
 from pallas_softmax.mosaic_gpu.softmax_kernel import rows
 from pallas_softmax.mosaic_gpu.topk_kernel import topk_rows
+from pallas_softmax.online import Normalizer
 
 __all__ = [
     "log_softmax",
@@ -25,23 +24,28 @@ __all__ = [
 
 
 def softmax(x, where, *, axes):
-    return rows("softmax", (x,), where, axes)
+    (y,) = rows("softmax", (x,), where, axes)
+    return y
 
 
 def log_softmax(x, where, *, axes):
-    return rows("log_softmax", (x,), where, axes)
+    (y,) = rows("log_softmax", (x,), where, axes)
+    return y
 
 
 def logsumexp(x, where, *, axes):
-    return rows("logsumexp", (x,), where, axes)
+    lse, m, d = rows("logsumexp", (x,), where, axes)
+    return lse, Normalizer(m, d)
 
 
 def softmax_grad(residuals, where, dy, *, axes):
-    return rows("softmax_grad", (*residuals, dy), where, axes)
+    (y,) = rows("softmax_grad", (*residuals, dy), where, axes)
+    return y
 
 
 def log_softmax_grad(residuals, where, dy, *, axes):
-    return rows("log_softmax_grad", (*residuals, dy), where, axes)
+    (y,) = rows("log_softmax_grad", (*residuals, dy), where, axes)
+    return y
 
 
 def topk(logits, where, temperature, *, k):

@@ -282,7 +282,7 @@ def _load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
     )
 
 
-def _vector(parts: list[ir.Value]) -> ir.Value:
+def _vector(parts: list[Any]) -> ir.Value:
     return vector.from_elements(ir.VectorType.get((len(parts),), parts[0].type), parts)
 
 

@@ -14,6 +14,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 # Shared memory a CTA may use, by major compute capability, in bytes.
 _SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}
+_CLUSTER = {9: 16, 10: 16, 12: 8}  # CTAs of a cluster at most; 16 is more than the portable 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +143,7 @@ class MaskRows:
     terms: tuple[tuple[int, int, int], ...]
 
     def __call__(self, row):
+        """The mask's row."""
         return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
 
 
@@ -160,32 +162,31 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
 
 
 def plan(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
-    """How the rows of a softmax operation lie over the GPU."""
-    itemsize = jnp.dtype(dtype).itemsize
-    arrays = _ARRAYS[op]
+    """How the rows of a softmax operation lie over the GPU. Rests on benchmarks/results/launch."""
+    itemsize, arrays = jnp.dtype(dtype).itemsize, _ARRAYS[op]
     if vocab * arrays <= _TILE_ELEMENTS:
-        return tile(vocab, itemsize)
-    vec = _ACCESS_BYTES // itemsize
-    smem = _SMEM_BYTES[capability[0]] - 2 * 1024
-    # the largest part of which several CTAs fit an SM, and smaller ones where there are few rows
-    elements = 26_000 if itemsize == 4 else 24_000
+        return _tile(vocab, itemsize)
+    few = rows <= 16
+    most = 6_400 if few else 19_000 if itemsize == 2 else 13_000 if rows < 2_000 else 26_000
     count = 1
-    while count < 16 and (vocab > count * elements or (rows * count < 132 and vocab > count * 4096)):
+    while count < _CLUSTER[capability[0]] and vocab > count * most:
         count *= 2
-    cluster = True
-    while Parts(vocab, vec, 4, count, cluster).walk.padded * itemsize * arrays > smem:
-        count, cluster = (256 if cluster else count + 256), False
-    return Parts(vocab, vec, 4, count, cluster)
+    parts = Parts(vocab, _ACCESS_BYTES // itemsize, 4, count, cluster=True)
+    smem = _SMEM_BYTES[capability[0]] - _RESERVED_BYTES
+    while parts.walk.padded * itemsize * arrays > smem or (few and parts.length > 26_000):
+        count = _SPLIT if parts.cluster else count + _SPLIT
+        parts = dataclasses.replace(parts, count=count, cluster=False)
+    return parts
 
 
-def tile(vocab: int, itemsize: int) -> Tile:
-    """Short rows: a thread of the group that shares a row has at least 8 elements."""
+def _tile(vocab: int, itemsize: int) -> Tile:
+    """Short rows: a thread has at least 8 elements, of several rows where they are very short."""
     vec = math.gcd(vocab, _ACCESS_BYTES // itemsize)
     vectors = -(-vocab // vec)
     lanes = 2
     while lanes < min(vectors, 32):
         lanes *= 2
-    if vocab > 1024:
+    if vocab * itemsize > 2_048:
         lanes = WARPGROUP
     steps = -(-vectors // lanes)
     return Tile(max(1, 8 // (vec * steps)) * (WARPGROUP // lanes), lanes, vec, steps)
@@ -193,7 +194,9 @@ def tile(vocab: int, itemsize: int) -> Tile:
 
 # Arrays of rows that an operation reads.
 _ARRAYS = {"softmax": 1, "log_softmax": 1, "logsumexp": 1, "softmax_grad": 2, "log_softmax_grad": 2}
-_TILE_ELEMENTS = 10_240
+_TILE_ELEMENTS = 10_240  # of a CTA's rows: what its registers hold, in float32
+_SPLIT = 256  # parts of a row beyond any cluster, or a multiple of it
+_RESERVED_BYTES = 4 * 1024  # barriers, reduction scratch
 
 
 def walk(vocab: int, dtype, op: str = "softmax") -> Walk:
@@ -253,7 +256,7 @@ def _topk_unsupported(call: Call, smem: int) -> str | None:
     need = walk(call.vocab, call.dtype, "topk").padded * itemsize + _TOPK_BYTES
     if need > smem:
         return f"the row needs {need} bytes of shared memory, a CTA has {smem}"
-    if not 1 <= call.k <= MAX_K:
+    if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
     return None
 

@@ -39,7 +39,7 @@ ONLINE = Reduction(
     absorb=pieces.absorb,
     across=pieces.across,
     merge=online.combine,
-    empty=Normalizer(-jnp.inf, 0.0),
+    empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
 )
 SUM = Reduction(
@@ -59,8 +59,9 @@ class Operation(NamedTuple):
       reduction: of the terms.
       term: of the row's elements; masked ones are neutral.
       constants: what the values need of the reduction's result.
-      value: (elements, constants), what is written; None writes the constants, one a row.
+      value: (elements, constants), what is written; None writes the constants, a number a row each.
       masked: what is written at masked positions.
+      per_row: the number of constants, where they are what is written.
     """
 
     reduction: Reduction
@@ -68,6 +69,7 @@ class Operation(NamedTuple):
     constants: Callable[[Any], tuple]
     value: Callable[..., Any] | None = None
     masked: float = 0.0
+    per_row: int = 0
 
 
 def _log(d):
@@ -78,7 +80,7 @@ def _log(d):
 
 def _logsumexp(total: Normalizer) -> tuple:
     m, d = total
-    return (jnp.where(m == jnp.inf, m, m + _log(d)),)  # +inf among numbers: the sum is +inf, not NaN
+    return jnp.where(m == jnp.inf, m, m + _log(d)), m, d  # +inf among numbers: the sum is +inf, not NaN
 
 
 softmax = Operation(
@@ -94,7 +96,7 @@ log_softmax = Operation(
     value=lambda x, m, log_d: x - m - log_d,
     masked=-jnp.inf,
 )
-logsumexp = Operation(ONLINE, term=lambda x: x, constants=_logsumexp)
+logsumexp = Operation(ONLINE, term=lambda x: x, constants=_logsumexp, per_row=3)
 softmax_grad = Operation(
     SUM,
     term=lambda y, dy: y * dy,

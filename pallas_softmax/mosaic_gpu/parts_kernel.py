@@ -4,6 +4,7 @@ Device memory is read once and written once, but by the two launches, of which t
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,7 +18,7 @@ from pallas_softmax.mosaic_gpu.operations import Operation
 
 
 def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Parts, **settings):
-    """`op` on the rows of the arrays (rows, vocab).
+    """`op` on the rows of the arrays (rows, vocab): a list of its results, whose shapes are theirs or (rows,).
 
     Args:
       name: of the kernel.
@@ -27,15 +28,11 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Parts,
     """
     launched = functools.partial(_launch, op, arrays, mask, plan, **settings)
     if plan.cluster:
-        (out,) = launched(name)
-        return out
+        return launched(name)
     leaves = launched(f"{name}_reduce", to_totals=True)
     structure = jax.tree.structure(op.reduction.empty)
     total = op.reduction.across(jax.tree.unflatten(structure, leaves), 1, lambda per_row: per_row[:, None])
-    if op.value is None:
-        return op.constants(total)[0]
-    (out,) = launched(name, totals=jax.tree.leaves(total))
-    return out
+    return op.constants(total) if op.value is None else launched(name, totals=jax.tree.leaves(total))
 
 
 class _Part:
@@ -113,7 +110,7 @@ def _launch(
     if to_totals:
         out_type = [jax.ShapeDtypeStruct((rows, count), jnp.float32)] * structure.num_leaves
     elif op.value is None:
-        out_type = [jax.ShapeDtypeStruct((rows,), jnp.float32)]
+        out_type = [jax.ShapeDtypeStruct((rows,), jnp.float32)] * op.per_row
     else:
         out_type = [jax.ShapeDtypeStruct(view, dtype)]
     scratch = {
@@ -124,13 +121,13 @@ def _launch(
         scratch["sent"] = [plgpu.SMEM((EDGE,), jnp.float32)] * structure.num_leaves
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-    def body(*refs, smem, landed, sent=None, met=None):
+    def body(*refs, smem, landed, sent: Any = None, met: Any = None):
         x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
         mask_gmem = None if mask is None else refs[len(arrays)]
         totals_gmem = refs[len(inputs) - len(totals) : len(inputs)]
         part = _Part(plan, shape, view, mask, interpret, backwards=bool(totals))  # first what L2 read last
-        for gmem, s, l in zip(x_gmem, smem, landed, strict=True):
-            part.row.copy_in(part.of_row(gmem), s, l, part.first + part.inner)
+        for gmem, s, barriers in zip(x_gmem, smem, landed, strict=True):
+            part.row.copy_in(part.of_row(gmem), s, barriers, part.first + part.inner)
         ends = list(part.ends(x_gmem, mask_gmem))
 
         def term(x, *conditions):
@@ -141,8 +138,8 @@ def _launch(
 
         def absorb(i, size, state):
             keeps = part.keep(mask_gmem, i, size)
-            for l in landed:
-                plgpu.barrier_wait(l.at[i])
+            for barriers in landed:
+                plgpu.barrier_wait(barriers.at[i])
             terms = []
             for (at, _), x, keep in zip(part.row.blocks(i, size), part.elements(smem, i, size, fill), keeps):
                 terms.append(term(x, keep))
@@ -180,6 +177,7 @@ def _launch(
             return total
 
         def write(total, masked):
+            assert op.value is not None
             constants = op.constants(total)
 
             def value(x, keep):
@@ -198,9 +196,9 @@ def _launch(
 
         if totals:
             total = jax.tree.unflatten(structure, [t[part.r] for t in totals_gmem])
-            for l in landed:
+            for barriers in landed:
                 for i in range(walk.steps):
-                    plgpu.barrier_wait(l.at[i])
+                    plgpu.barrier_wait(barriers.at[i])
             write(total, masked=mask is not None)
             return
         total = reduce()
@@ -211,7 +209,8 @@ def _launch(
         if clustered:
             total = merge(total)
         if op.value is None:
-            out_gmem[0][part.r] = op.constants(total)[0]
+            for gmem, constant in zip(out_gmem, op.constants(total), strict=True):
+                gmem[part.r] = constant
         elif mask is None:
             write(total, masked=False)
         else:  # masked elements are neutral in shared memory: enough, unless they meet a NaN or infinity

@@ -69,7 +69,7 @@ def store(ref, block, interpret):
         ref[...] = block
     else:
         if hasattr(plgpu, "store"):  # jax 0.12
-            plgpu.store(ref, block, optimized=False)
+            plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             ref[...] = block
 

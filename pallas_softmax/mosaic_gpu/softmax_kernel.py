@@ -1,6 +1,7 @@
 """softmax, log_softmax, logsumexp and their backwards on arrays of any rank: folded to rows, and launched."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -9,7 +10,7 @@ from pallas_softmax.mosaic_gpu import direct, launch, operations, parts_kernel, 
 
 
 def rows(name, arrays, where, axes, *, plan=None, interpret=None):
-    """The operation `name` over `axes` of the arrays. The rows of other than the last axes are transposed.
+    """The results of the operation `name` over `axes` of the arrays; other than the last axes are transposed.
 
     Args:
       name: of the operation; "softmax" is named softmax_forward in profiles.
@@ -34,8 +35,8 @@ def rows(name, arrays, where, axes, *, plan=None, interpret=None):
         mask = direct.Mask(where.reshape(math.prod(of_batch), -1), launch.mask_rows(of_batch, shape))
     op = getattr(operations, name)
     plan = plan or launch.plan(name, math.prod(shape), vocab, x.dtype, dispatch.capability())
-    kernel = tile_kernel if isinstance(plan, launch.Tile) else parts_kernel
-    out = kernel.run(
+    kernel: Any = tile_kernel if isinstance(plan, launch.Tile) else parts_kernel
+    results = kernel.run(
         op,
         name if name.endswith("grad") else f"{name}_forward",
         folded,
@@ -45,4 +46,4 @@ def rows(name, arrays, where, axes, *, plan=None, interpret=None):
         interpret=interpret,
     )
     kept = [1] * len(axes) if op.value is None else [x.shape[a] for a in axes]
-    return out.reshape(*shape, *kept).transpose(inverse)
+    return [out.reshape(*shape, *kept).transpose(inverse) for out in results]

@@ -13,18 +13,17 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
     """`op` on the rows of the arrays (rows, vocab); arguments as for `parts_kernel.run`."""
     rows, vocab = arrays[0].shape
     inputs = [*arrays] if mask is None else [*arrays, mask.array]
-    out_type = (
-        jax.ShapeDtypeStruct((rows, 1), jnp.float32)
-        if op.value is None
-        else jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)
-    )
+    if op.value is None:
+        out_type = [jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * op.per_row
+    else:
+        out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
     fill = op.reduction.neutral
 
     def spread(per_row):
         return lax.broadcast_in_dim(per_row, plan.shape, (0,))
 
     def body(*refs):
-        x_gmem, out_gmem = refs[: len(arrays)], refs[-1]
+        x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
         row = lax.axis_index("row") * plan.rows
         x = [direct.load(ref, plan, row, fill, interpret=interpret).astype(jnp.float32) for ref in x_gmem]
         term = op.term(*x)
@@ -36,11 +35,12 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
         total = op.reduction.across(op.reduction.lift(term), 1, spread)
         constants = [spread(constant) for constant in op.constants(total)]
         if op.value is None:
-            (y,) = constants
+            out = constants
         else:
             y = op.value(*x, *constants)
-            y = y if mask is None else jnp.where(keep, y, op.masked)
-        direct.store(out_gmem, plan, row, y, interpret=interpret)
+            out = [y if mask is None else jnp.where(keep, y, op.masked)]
+        for gmem, y in zip(out_gmem, out, strict=True):
+            direct.store(gmem, plan, row, y, interpret=interpret)
 
     body.__name__ = name
     return pieces.kernel(
