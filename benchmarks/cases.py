@@ -1,7 +1,9 @@
-"""What is measured: the cases, their logits, and the fewest bytes that a call must move."""
+"""What is measured: the cases, their inputs, and the fewest bytes that a call must move."""
 
 import dataclasses
+import functools
 import itertools
+import math
 import os
 import zlib
 
@@ -11,14 +13,20 @@ import numpy as np
 
 from benchmarks.settings import LOGITS, Settings
 
+# Checked elements per case: a quarter of a second of numpy.
+_CHECKED_ELEMENTS = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One input and one thing to compute from it; k is None for softmax itself."""
+    """One input and one thing to compute from it; k is None but for softmax and top-k."""
 
     batch: int
     vocab: int
     dtype: str
+    function: str
+    where: str
+    axis: int
     k: int | None
     direction: str
     logits: str
@@ -27,26 +35,68 @@ class Case:
     @property
     def label(self) -> str:
         """The case in few words, the shape first."""
-        dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[self.dtype]
-        k = "" if self.k is None else f" k={self.k}"
-        logits = os.path.basename(self.logits)
-        return f"{self.batch}x{self.vocab} {dtype}{k} {self.direction} {logits}"
+        return f"{self.batch}x{self.vocab} {self.short_dtype} {self.what}"
+
+    @property
+    def short_dtype(self) -> str:
+        """f32, bf16 or f16."""
+        return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[self.dtype]
+
+    @property
+    def what(self) -> str:
+        """All but shape and dtype."""
+        words = [self.function if self.k is None else f"k={self.k}", self.direction]
+        words.append(os.path.basename(self.logits))
+        words += [f"where={self.where}"] * (self.where != "none")
+        words += [f"axis={self.axis}"] * (self.axis != -1)
+        return " ".join(words)
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """Of the mask, the rows first; () without one."""
+        shapes = {
+            "none": (),
+            "full": (self.batch, self.vocab),
+            "vocab": (self.vocab,),
+            "rows": (self.batch, 1),
+        }
+        return shapes[self.where]
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Of what is differentiable, the rows first: y, one number a row, or the k values."""
+        if self.function == "logsumexp":
+            return (self.batch,)
+        return (self.batch, self.vocab if self.k is None else self.k)
 
     @property
     def least_bytes(self) -> int:
         """Each input read once, each output written once; both is forward plus backward.
 
-        softmax: read x, write y; read y and dy, write dx. top-k: read the logits, write k values
-        and k int32 indices; read the logits, write dx.
+        softmax, log_softmax: read x, write y; read y and dy, write dx. logsumexp: read x, write a number a
+        row; read x and two numbers a row, write dx. top-k: read the logits, write k values and k int32
+        indices; read the logits, write dx. A mask is read once, a byte an element.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
         row = self.vocab * itemsize
-        if self.k is None:
-            forward, backward = 2 * row, 3 * row
-        else:
+        if self.k is not None:
             forward, backward = row + self.k * (itemsize + 4), 2 * row
+        elif self.function == "logsumexp":
+            forward, backward = row + itemsize, 2 * row + 2 * itemsize
+        else:
+            forward, backward = 2 * row, 3 * row
         per_row = {"forward": forward, "backward": backward, "both": forward + backward}
-        return self.batch * per_row[self.direction]
+        mask = math.prod(self.mask_shape) if self.mask_shape else 0
+        return self.batch * per_row[self.direction] + mask
+
+    @property
+    def checked_rows(self) -> np.ndarray:
+        """All rows of a small case; of a large one the first, the last and a random sample."""
+        count = max(2, _CHECKED_ELEMENTS // self.vocab)
+        if count >= self.batch:
+            return np.arange(self.batch)
+        inner = np.random.default_rng(self.seed).choice(self.batch - 2, count - 2, replace=False) + 1
+        return np.sort(np.concatenate([[0, self.batch - 1], inner]))
 
 
 def _open(path: str) -> np.ndarray:
@@ -62,56 +112,70 @@ def _open(path: str) -> np.ndarray:
     return array.reshape(-1, array.shape[-1])
 
 
-def make_cases(settings: Settings, ks: tuple[int | None, ...]) -> list[Case]:
+def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list[Case]:
     """The product of the lists; a file has its own V, and no more rows than it holds."""
     cases = []
     for logits in settings.logits:
-        if logits in LOGITS:
-            shapes = list(itertools.product(settings.batch, settings.vocab))
-        else:
+        shapes = list(settings.shapes or itertools.product(settings.batch, settings.vocab))
+        if logits not in LOGITS:
             rows, vocab = _open(logits).shape
-            shapes = list(dict.fromkeys((min(batch, rows), vocab) for batch in settings.batch))
+            shapes = list(dict.fromkeys((min(batch, rows), vocab) for batch, _ in shapes))
         for (_, vocab), k in itertools.product(shapes, ks):
             if k is not None and k > vocab:
                 raise ValueError(f"--k={k} is more than the row length V={vocab} ({logits} logits)")
-        products = itertools.product(shapes, settings.dtype, ks, settings.direction)
-        for (batch, vocab), dtype, k, direction in products:
-            cases.append(Case(batch, vocab, dtype, k, direction, logits, settings.seed))
+        cases += [
+            Case(*shape, dtype, function, where, axis, k, direction, logits, settings.seed)
+            for shape, dtype, function, where, axis, k, direction in itertools.product(
+                shapes,
+                settings.dtype,
+                settings.function,
+                settings.where,
+                settings.axis,
+                ks,
+                settings.direction,
+            )
+        ]
     return cases
 
 
 def _key(case: Case, purpose: str) -> jax.Array:
-    # The same shape gives the same numbers in every dtype, k and direction.
+    # The same shape gives the same numbers in every dtype, function, k and direction.
     text = f"{purpose} {case.batch} {case.vocab} {case.logits}"
     return jax.random.fold_in(jax.random.key(case.seed), zlib.crc32(text.encode()))
 
 
 def logits(case: Case) -> jax.Array:
-    """The case's input, on the default device.
+    """The case's input, on the default device: (batch, V), or (V, batch) for axis 0.
 
     Random logits are drawn in float32 and then cast: drawn in 16 bits they would have only a few
     hundred distinct values in the tail, and tie as no model's logits do.
     """
-    shape = (case.batch, case.vocab)
-    if case.logits not in LOGITS:
-        rows = np.asarray(_open(case.logits)[: case.batch], np.float32)
-        return jnp.asarray(rows).astype(case.dtype)
-
-    @jax.jit
-    def draw(key: jax.Array) -> jax.Array:
-        normal_key, outlier_key = jax.random.split(key)
-        x = jax.random.normal(normal_key, shape, jnp.float32)
-        if case.logits == "peaked":
-            x = jnp.where(jax.random.bernoulli(outlier_key, 1e-3, shape), 20 * x, x)
-        elif case.logits == "ties":
-            x = jnp.round(x)
-            x = jnp.where(x == 0, 0.0, x)  # no -0.0: it ranks below 0.0, but softmax makes them equal
-        return x.astype(case.dtype)
-
-    return draw(_key(case, "logits"))
+    if case.logits in LOGITS:
+        return _draw(_key(case, "logits"), (case.batch, case.vocab), case.logits, case.dtype, case.axis)
+    rows = jnp.asarray(np.asarray(_open(case.logits)[: case.batch], np.float32)).astype(case.dtype)
+    return rows.T if case.axis == 0 else rows
 
 
 def cotangent(case: Case) -> jax.Array:
-    """A random gradient for the case's differentiable output: y, or the k values."""
-    shape = (case.batch, case.vocab if case.k is None else case.k)
-    return jax.random.normal(_key(case, "cotangent"), shape, jnp.float32).astype(case.dtype)
+    """A random gradient for the case's differentiable output."""
+    return _draw(_key(case, "cotangent"), case.output_shape, "normal", case.dtype, case.axis)
+
+
+def mask(case: Case) -> jax.Array | None:
+    """The case's `where`, laid out as the logits are, if it has one."""
+    if not case.mask_shape:
+        return None
+    kept = jax.random.bernoulli(_key(case, "mask"), 0.7, case.mask_shape)
+    return jnp.atleast_2d(kept).T if case.axis == 0 else kept
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once for all cases of a shape
+def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
+    normal_key, outlier_key = jax.random.split(key)
+    x = jax.random.normal(normal_key, shape, jnp.float32)
+    if kind == "peaked":
+        x = jnp.where(jax.random.bernoulli(outlier_key, 1e-3, shape), 20 * x, x)
+    elif kind == "ties":
+        x = jnp.round(x)
+        x = jnp.where(x == 0, 0.0, x)  # no -0.0: it ranks below 0.0, but softmax makes them equal
+    return (x.T if axis == 0 else x).astype(dtype)

@@ -1,13 +1,14 @@
 """What is compared: each contender as a call that can be checked, then timed.
 
-A function under test maps x to (y, None), or to (values, indices). From it, the three directions:
-forward is the function; backward is its gradient from what the forward call kept, which was
+A function under test maps x (and a mask) to (y, None), or x to (values, indices). From it, the three
+directions: forward is the function; backward is its gradient from what the forward call kept, which was
 computed before; both is one call that returns the outputs and the gradient.
 """
 
 import dataclasses
 import functools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,9 @@ class Call:
 
     run: Callable[[], dict[str, Any]]  # some of y, indices, dx
     wait: Callable[[Any], Any]
-    fetch: Callable[[Any, np.ndarray], np.ndarray]  # chosen rows of one result, as numpy
+    fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # of one result what is at indices of an axis
     ran: str  # the implementation found in the lowered program; of a peer its library
+    first_result_s: float | None = None  # to trace, lower and compile it, and run it once
     indices: Any = None  # the winners that a backward call starts from
 
 
@@ -35,8 +37,8 @@ class Contender:
 
     name: str
     ours: bool
-    function: Callable[[Any], tuple[Any, Any]]
-    prepare: Callable[["Contender", str, jax.Array, jax.Array], Call]
+    function: Callable[..., tuple[Any, Any]]
+    prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array], Call]
     stable: bool = True  # whether it promises the lowest index first among ties
 
 
@@ -53,8 +55,29 @@ def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> li
     ]
 
 
-def _fetch_jax(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    return np.asarray(array[rows])
+def fetch_jax(array: jax.Array, indices: np.ndarray, axis: int) -> np.ndarray:
+    """What is at `indices` of an axis, as numpy."""
+    return np.asarray(array.take(indices, axis))
+
+
+def jax_call(function: Callable[..., Any], *args: Any, ran: str = "") -> Call:
+    """The call of a JAX function, compiled, and how long a newcomer to it waits for its first result.
+
+    In that time is what Python and JAX do once a process, if it is the first call; other programs that
+    JAX has traced are not forgotten, nothing is read from a cache on the disk.
+    """
+    start = time.perf_counter()
+    lowered = jax.jit(function).lower(*args)
+    compiled = lowered.compile()
+    jax.block_until_ready(compiled(*args))
+    first_result_s = time.perf_counter() - start
+    return Call(
+        run=lambda: compiled(*args),
+        wait=jax.block_until_ready,
+        fetch=fetch_jax,
+        ran=ran or _lowered_to(lowered.as_text()),
+        first_result_s=first_result_s,
+    )
 
 
 def _lowered_to(text: str) -> str:
@@ -62,44 +85,39 @@ def _lowered_to(text: str) -> str:
     return "+".join(found) or "xla"
 
 
-def prepare_jax(contender: Contender, direction: str, x: jax.Array, g: jax.Array) -> Call:
-    """The call of a JAX function, jitted, with everything it needs on the device."""
+def prepare_jax(contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array) -> Call:
+    """The call of a JAX function, with everything it needs on the device."""
     function = contender.function
-    indices = None
 
-    def forward(x: jax.Array) -> dict[str, Any]:
-        y, indices = function(x)
+    def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
+        y, indices = function(x, *mask)
         return {"y": y} if indices is None else {"y": y, "indices": indices}
 
-    def both(x: jax.Array, g: jax.Array) -> dict[str, Any]:
-        y, pull, indices = jax.vjp(function, x, has_aux=True)
+    def pullback(x: jax.Array, *mask: jax.Array) -> tuple[Any, Any, Any]:
+        return jax.vjp(lambda x: function(x, *mask), x, has_aux=True)
+
+    def both(g: jax.Array, *arrays: jax.Array) -> dict[str, Any]:
+        y, pull, indices = pullback(*arrays)
         result = {"y": y, "dx": pull(g)[0]}
         return result if indices is None else result | {"indices": indices}
 
     def backward(pull: Any, g: jax.Array) -> dict[str, Any]:
         return {"dx": pull(g)[0]}
 
+    ran = "" if contender.ours else "jax"
     if direction == "forward":
-        timed, args = forward, (x,)
-    elif direction == "both":
-        timed, args = both, (x, g)
-    else:
-        keep = jax.jit(lambda x: jax.vjp(function, x, has_aux=True)[1:])
-        pull, indices = keep(x)
-        timed, args = backward, (pull, g)
-    jitted = jax.jit(timed)
-    ran = _lowered_to(jitted.lower(*args).as_text()) if contender.ours else "jax"
-    return Call(
-        run=lambda: jitted(*args),
-        wait=jax.block_until_ready,
-        fetch=_fetch_jax,
-        ran=ran,
-        indices=indices,
-    )
+        return jax_call(forward, *arrays, ran=ran)
+    if direction == "both":
+        return jax_call(both, g, *arrays, ran=ran)
+    pull, indices = jax.jit(lambda *arrays: pullback(*arrays)[1:])(*arrays)
+    return dataclasses.replace(jax_call(backward, pull, g, ran=ran), indices=indices)
 
 
-def prepare_torch(contender: Contender, direction: str, x: jax.Array, g: jax.Array) -> Call:
+def prepare_torch(contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array) -> Call:
     """The call of a torch function on the same memory, through DLPack."""
+    x, *mask = arrays
+    if mask:
+        raise NotImplementedError("torch's softmax takes no mask")
     import torch  # pyright: ignore[reportMissingImports]
 
     on_gpu = jax.default_backend() == "gpu"
@@ -125,8 +143,8 @@ def prepare_torch(contender: Contender, direction: str, x: jax.Array, g: jax.Arr
         if on_gpu:
             torch.cuda.synchronize()
 
-    def fetch(tensor: Any, rows: np.ndarray) -> np.ndarray:
-        part = tensor.detach()[torch.from_numpy(rows).to(tensor.device)].cpu()
+    def fetch(tensor: Any, indices: np.ndarray, axis: int) -> np.ndarray:
+        part = tensor.detach().index_select(axis, torch.from_numpy(indices).to(tensor.device)).cpu()
         return (part.float() if part.is_floating_point() else part).numpy()
 
     run = {"forward": forward, "backward": backward, "both": both}[direction]

@@ -1,18 +1,17 @@
-"""The picture of a run: bandwidth of every contender on every case, against a plain copy."""
+"""The picture of a run: every contender's bandwidth on every case, as a share of a plain copy's."""
 
-import itertools
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, bandwidth_unit, number
 
-_COLUMN_OF_BARS = 48  # more are hard to read under each other; then a second column begins
+_INCHES_OF_BAR = 0.1
+_INCHES_OF_GAP = 0.12  # between shapes
 
 
 def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, str]) -> None:
-    """Writes the PNG: one horizontal bar a row, grouped by case, and the copy as a line."""
+    """Writes the PNG: a panel for each function (and k, direction, ...) and dtype, in it a group of bars a shape."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -21,73 +20,83 @@ def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, 
     from matplotlib.patches import Rectangle
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its news about fonts
-    scale, unit = bandwidth_unit(copy_bytes_per_s)
-    copy = copy_bytes_per_s / scale
-    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.case)]
-    columns = min(3, math.ceil(len(rows) / _COLUMN_OF_BARS))
-    per_column = math.ceil(len(groups) / columns)
     names = list(dict.fromkeys(row.contender for row in rows))
     # Ours in shades of one hue and first; peers in greys and browns.
     ours = iter(["#1f77b4", "#17becf", "#6baed6", "#08306b"])
-    peers = iter(["#7f7f7f", "#bcbd22", "#c49c94", "#d62728"])
+    peers = iter(["#7f7f7f", "#c49c94", "#bcbd22", "#d62728"])
     is_ours = {row.contender: row.ours for row in rows}
     colors = {name: next(ours if is_ours[name] else peers) for name in names}
+    panels: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        panel = panels.setdefault((row.case.what, row.case.short_dtype), {})
+        panel.setdefault(_shape(row), []).append(row)
 
-    height = max(len(group) + 1.2 for group in groups) * per_column * 0.2
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    most = max(map(len, panels.values()))
+    height = most * (len(names) * _INCHES_OF_BAR + _INCHES_OF_GAP)
     figure, axes = plt.subplots(
-        1,
+        lines,
         columns,
         squeeze=False,
+        sharex=True,
         layout="constrained",
-        figsize=(2.5 + 6 * columns, max(3.0, height + 1.6)),
+        figsize=(1.5 + 4 * columns, 1.4 + lines * (height + 0.4)),
     )
-    longest = max([copy] + [(row.tb_per_s or 0) * 1e12 / scale for row in rows])
-    for column, axis in enumerate(axes[0]):
-        part = groups[column * per_column : (column + 1) * per_column]
-        position, ticks = 0.0, []
-        for group in part:
-            ticks.append((position + (len(group) - 1) / 2, group[0].case.label))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    gap = _INCHES_OF_GAP / _INCHES_OF_BAR
+    beside: list[str] = []
+    for i, (axis, ((what, dtype), shapes)) in enumerate(zip(axes.flat, panels.items())):
+        ticks, position = [], 0.0
+        for group in shapes.values():
+            ticks.append(position + (len(group) - 1) / 2)
             for row in group:
-                _bar(axis, row, position, scale, colors[row.contender], longest)
+                _bar(axis, row, position, colors[row.contender])
                 position += 1
-            position += 1.2
-        axis.axvline(copy, color="black", linestyle="--", linewidth=1, zorder=1.5)
-        axis.set_yticks([tick for tick, _ in ticks], [_two_lines(text) for _, text in ticks])
-        axis.tick_params(axis="both", labelsize=8)
-        axis.set_ylim(position - 0.8, -1.0)
-        axis.set_xlim(0, longest * 1.3)
-        axis.set_xlabel(f"{unit}: fewest bytes of the call / median time")
+            position += gap
+        axis.axvline(1, color="black", linestyle="--", linewidth=1)
+        axis.set_title(f"{what}, {dtype}", fontsize=9)
+        same = i % columns and beside == list(shapes)
+        beside = list(shapes)
+        axis.set_yticks(ticks, [] if same else beside)
+        axis.set_ylim(most * (len(names) + gap) - gap - 0.2, -0.8)
+        axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axis.grid(axis="x", color="#dddddd", linewidth=0.5)
+        axis.set_axisbelow(True)
+        axis.tick_params(labelsize=8, labelbottom=True)
+        axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right"]].set_visible(False)
+    scale, unit = bandwidth_unit(copy_bytes_per_s)
     handles: list[Any] = [Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
+    labels = [*names, f"copy, {number(copy_bytes_per_s / scale)} {unit}"]
     handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1))
-    figure.suptitle(f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}", fontsize=10)
-    figure.legend(
-        handles,
-        [*names, f"copy, {number(copy)} {unit}"],
-        loc="outside lower center",
-        ncols=min(5, len(handles)),
-        fontsize=8,
-        frameon=False,
+    if any(row.status == "differs" for row in rows):
+        handles.append(Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="black", linewidth=0.8))
+        labels.append("hollow: the result differs")
+    cached = {row.fits_cache for row in rows} - {""}
+    if cached:
+        handles.append(Line2D([], [], linestyle=""))
+        labels.append(f"* fits {cached.pop()}")
+    figure.suptitle(
+        f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}: share of a copy's bandwidth",
+        fontsize=10,
     )
-    figure.savefig(path, dpi=150)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False
+    )
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _two_lines(label: str) -> str:
-    shape, rest = label.split(" ", 1)
-    return f"{shape.replace('x', ' × ')}\n{rest}"
+def _shape(row: Row) -> str:
+    return f"{row.case.batch} × {row.case.vocab}{' *' if row.fits_cache else ''}"
 
 
-def _bar(axis, row: Row, position: float, scale: float, color: str, longest: float) -> None:
-    """One row: its bar and median time, or why there is none."""
-    length = 0.0
-    text = row.status
-    if row.tb_per_s is not None and row.p50_us is not None:
-        length = row.tb_per_s * 1e12 / scale
-        time = row.p50_us
-        text = f"{number(time / 1e3)} ms" if time >= 1e3 else f"{number(time)} us"
-        if row.status != "ok":
-            text += f" ({row.status})"
-    axis.barh(position, length, height=0.85, color=color)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    axis.text(length + 0.01 * longest, position, text, va="center", fontsize=7, bbox=box)
+def _bar(axis, row: Row, position: float, color: str) -> None:
+    """One row: its bar, hollow where the result differs, or why there is none."""
+    if row.share_of_copy is None:
+        axis.text(0.01, position, row.status, va="center", fontsize=6, color=color)
+        return
+    fill = "white" if row.status == "differs" else color
+    axis.barh(position, row.share_of_copy, height=0.8, facecolor=fill, edgecolor=color, linewidth=0.8)

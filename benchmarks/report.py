@@ -42,6 +42,7 @@ class Row:
     tb_per_s: float | None = None  # bytes / p50
     share_of_copy: float | None = None
     speedup: float | None = None  # over the JAX peer, by p50
+    first_result_s: float | None = None  # of a JAX function: to trace, lower, compile and run it once
     fits_cache: str = ""  # the cache that holds it all: repeated calls may never read the memory
     explain: str = ""  # of ours: what pallas_softmax.explain says
 
@@ -106,24 +107,22 @@ def environment(commit: str = "") -> dict[str, str]:
 def write(
     directory: Path,
     name: str,
-    rows: list[Row],
+    records: list[dict[str, Any]],
     settings: Settings,
-    copy_bytes_per_s: float,
     where: dict[str, str],
+    **also: float,
 ) -> None:
-    """Writes name.csv, one line a row with the environment beside it, and name.json."""
+    """Writes name.csv, a line a record with the environment beside it, and name.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    records = [row.record() for row in rows]
-    copy = {"copy_tb_per_s": copy_bytes_per_s / 1e12}
     with open(directory / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [*records[0], *copy, *where])
+        writer = csv.DictWriter(file, [*records[0], *also, *where])
         writer.writeheader()
-        writer.writerows(record | copy | where for record in records)
+        writer.writerows(record | also | where for record in records)
     document = {
         "benchmark": name,
         "environment": where,
         "flags": dataclasses.asdict(settings),
-        **copy,
+        **also,
         "rows": records,
     }
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -139,6 +138,33 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 
+def columns(lines: list[list[str]], left: int) -> str:
+    """The lines as aligned text: a head with a rule below, then the rest; so many columns start left."""
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i < left or i == len(widths) - 1 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "-" * max(map(len, text)))
+    return "\n".join(text)
+
+
+class Notes(list[str]):
+    """Footnotes: why something did not run, each reason once."""
+
+    def mark(self, reason: str) -> str:
+        """The mark of a reason's footnote."""
+        if reason not in self:
+            self.append(reason)
+        return f"[{self.index(reason) + 1}]"
+
+    def __str__(self) -> str:
+        return "".join(f"\n[{i}] {note}" for i, note in enumerate(self, 1))
+
+
 def _check_cell(row: Row) -> str:
     if row.status in ("not run", "error"):
         return row.status
@@ -150,39 +176,24 @@ def _check_cell(row: Row) -> str:
 def table(rows: list[Row], copy_bytes_per_s: float) -> str:
     """The rows as aligned text; why something did not run stands below, once each."""
     scale, unit = bandwidth_unit(copy_bytes_per_s)
-    head = ["case", "contender", "ran", "check", "p50 us", unit, "of copy", "speed-up", ""]
-    lines = [head]
-    notes: list[str] = []
+    lines = [["case", "contender", "ran", "check", "p50 us", unit, "of copy", "speed-up", "first s", ""]]
+    notes = Notes()
     last = None
     for row in rows:
-        line = [row.case.label if row.case != last else "", row.contender, row.ran]
-        line.append(_check_cell(row))
+        line = [row.case.label if row.case != last else "", row.contender, row.ran, _check_cell(row)]
         last = row.case
         if row.p50_us is None or row.tb_per_s is None or row.share_of_copy is None:
             line += [""] * 4
         else:
-            line += [number(row.p50_us), number(row.tb_per_s * 1e12 / scale)]
-            line += [f"{row.share_of_copy:.0%}"]
+            line += [number(row.p50_us), number(row.tb_per_s * 1e12 / scale), f"{row.share_of_copy:.0%}"]
             line += ["" if row.speedup is None else f"{row.speedup:.2f}x"]
+        line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
         if row.status in ("not run", "error"):
-            if row.reason not in notes:
-                notes.append(row.reason)
-            line.append(f"[{notes.index(row.reason) + 1}]")
+            line.append(notes.mark(row.reason))
         else:
             line.append(f"fits {row.fits_cache}" if row.fits_cache else "")
         lines.append(line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    right = (4, 5, 6, 7)
-    text = [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    text.insert(1, "-" * max(map(len, text)))
-    text += [f"[{i}] {note}" for i, note in enumerate(notes, 1)]
+    text = columns(lines, left=4) + str(notes)
     if any(row.status == "differs" for row in rows):
-        text.append("differs: a peer's rounding (in 16 bits between its steps) or order; it fails nothing")
-    text.append(f"copy: {number(copy_bytes_per_s / scale)} {unit}, read plus written")
-    return "\n".join(text)
+        text += "\ndiffers: a peer's rounding (in 16 bits between its steps) or order; it fails nothing"
+    return f"{text}\ncopy: {number(copy_bytes_per_s / scale)} {unit}, read plus written"

@@ -16,29 +16,33 @@ import numpy as np
 import pallas_softmax
 from benchmarks import cases, oracle, plot, report, settings, timing
 from benchmarks.cases import Case
-from benchmarks.contenders import Call, Contender
+from benchmarks.contenders import Call, Contender, fetch_jax
 from benchmarks.report import Row
-
-# Checked elements per case: about a second of numpy. Longer cases are checked on a sample of rows.
-_CHECKED_ELEMENTS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One of the two programs: its name, its contenders for a k, and which peer is the baseline."""
+    """One of the two programs: its name, its contenders in a case, and which peer is the baseline."""
 
     name: str
-    contenders: Callable[[settings.Settings, Any], list[Contender]]
+    contenders: Callable[[settings.Settings, Case], list[Contender]]
     baseline: str
 
 
-def _rows_to_check(case: Case) -> np.ndarray:
-    """All rows of a small case; of a large one the first, the last and a random sample."""
-    count = max(8, _CHECKED_ELEMENTS // case.vocab)
-    if count >= case.batch:
-        return np.arange(case.batch)
-    rows = np.random.default_rng(case.seed).choice(case.batch, count, replace=False)
-    return np.unique(np.concatenate([[0, case.batch - 1], rows]))
+def rows_of(fetch: Callable[..., np.ndarray], array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
+    """Chosen rows of an input or a result of the case; for axis 0 they are its columns."""
+    if case.axis == 0:
+        return fetch(array, rows, array.ndim - 1).T
+    return fetch(array, rows, 0)
+
+
+def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.Array, oracle.Answer]:
+    """The case's arrays, x and its mask if there is one; its cotangent; and the answer for the rows."""
+    x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
+    arrays = (x,) if mask is None else (x, mask)
+    kept = None if mask is None else rows_of(fetch_jax, jnp.broadcast_to(mask, x.shape), case, rows)
+    x_rows, g_rows = (rows_of(fetch_jax, a, case, rows).astype(np.float32) for a in (x, g))
+    return arrays, g, oracle.Answer(x_rows, g_rows, case.dtype, case.function, case.k, kept)
 
 
 def _check(
@@ -49,14 +53,14 @@ def _check(
     call.wait(result)
     checks = []
     if "y" in result:
-        checks.append(answer.check_output(call.fetch(result["y"], rows)))
+        checks.append(answer.check_output(rows_of(call.fetch, result["y"], case, rows)))
     if "indices" in result and contender.stable:
-        checks.append(answer.check_indices(call.fetch(result["indices"], rows)))
+        checks.append(answer.check_indices(call.fetch(result["indices"], rows, 0)))
     if "dx" in result:
         chosen = None
         if not contender.ours and case.k is not None:  # a peer may order ties as it likes
-            chosen = call.fetch(result.get("indices", call.indices), rows)
-        checks.append(answer.check_gradient(call.fetch(result["dx"], rows), chosen))
+            chosen = call.fetch(result.get("indices", call.indices), rows, 0)
+        checks.append(answer.check_gradient(rows_of(call.fetch, result["dx"], case, rows), chosen))
     return oracle.all_of(checks)
 
 
@@ -81,8 +85,8 @@ def _cannot_run(error: Exception) -> bool:
     return type(error).__name__ == "OutOfMemoryError"  # torch's
 
 
-def _note(row: Row, error: Exception) -> None:
-    """Writes into the row why it has no result."""
+def note(row: Any, error: Exception) -> None:
+    """Writes into the row, into its status and reason, why it has no result."""
     row.status = "not run" if _cannot_run(error) else "error"
     row.reason = " ".join(str(error).split())[:400] or type(error).__name__
     if row.status == "error":
@@ -109,7 +113,7 @@ def _require_memory(case: Case) -> None:
 def _run_case(
     benchmark: Benchmark, case: Case, chosen: settings.Settings, copy_bytes_per_s: float
 ) -> list[Row]:
-    contenders = benchmark.contenders(chosen, case.k)
+    contenders = benchmark.contenders(chosen, case)
     cache, cache_bytes = timing.cache()
     rows = {
         contender.name: Row(
@@ -124,28 +128,26 @@ def _run_case(
     }
     try:
         _require_memory(case)
-        x, g = cases.logits(case), cases.cotangent(case)
-        checked = _rows_to_check(case)
-        x_rows, g_rows = (np.asarray(a[checked].astype(jnp.float32)) for a in (x, g))
-        answer = oracle.Answer(x_rows, g_rows, case.dtype, case.k)
+        arrays, g, answer = question(case, case.checked_rows)
     except Exception as error:
         for row in rows.values():
-            _note(row, error)
+            note(row, error)
         return list(rows.values())
 
     calls: dict[str, Call] = {}
     for contender in contenders:
         row = rows[contender.name]
         try:
-            choices = pallas_softmax.explain(contender.function, x) if contender.ours else []
-            row.explain = "; ".join(map(str, choices))
-            call = contender.prepare(contender, case.direction, x, g)
-            row.ran = call.ran
+            # before explain, which would do a part of the tracing that first_result_s is to include
+            call = contender.prepare(contender, case.direction, arrays, g)
+            row.ran, row.first_result_s = call.ran, call.first_result_s
             if contender.ours:
+                choices = pallas_softmax.explain(contender.function, *arrays)
+                row.explain = "; ".join(map(str, choices))
                 _require_name(contender, case, choices, call.ran)
-            check = _check(call, contender, case, answer, checked)
+            check = _check(call, contender, case, answer, case.checked_rows)
         except Exception as error:
-            _note(row, error)
+            note(row, error)
             continue
         row.rows_checked = check.rows
         if np.isfinite(check.error_share):
@@ -158,7 +160,7 @@ def _run_case(
 
     times, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
     for name, error in raised.items():
-        _note(rows[name], error)
+        note(rows[name], error)
     medians = {name: float(np.median(seconds)) for name, seconds in times.items()}
     for name, seconds in times.items():
         row = rows[name]
@@ -171,8 +173,8 @@ def _run_case(
     return list(rows.values())
 
 
-def _progress(todo: list[Case], name: str) -> Iterator[Case]:
-    """The cases, with a bar on a terminal."""
+def progress(todo: list[Any], name: str) -> Iterator[Any]:
+    """What there is to do (each with a label), with a bar on a terminal."""
     from tqdm import tqdm
 
     with tqdm(todo, desc=name, unit="case", disable=None) as bar:
@@ -181,7 +183,7 @@ def _progress(todo: list[Case], name: str) -> Iterator[Case]:
             yield case
 
 
-def _require_extra() -> None:
+def require_extra() -> None:
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemExit(
@@ -191,10 +193,13 @@ def _require_extra() -> None:
 
 def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
     """Runs one benchmark, prints its table and writes its files; returns the exit code."""
-    _require_extra()
-    ks: tuple[int | None, ...] = chosen.k if benchmark.name == "topk" else (None,)
+    require_extra()
     try:
-        todo = cases.make_cases(chosen, ks)
+        if benchmark.name == "topk":
+            plain = dataclasses.replace(chosen, function=("softmax",), where=("none",), axis=(-1,))
+            todo = cases.make_cases(plain, chosen.k)
+        else:
+            todo = cases.make_cases(chosen)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     where = report.environment(chosen.commit)
@@ -203,11 +208,12 @@ def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     rows: list[Row] = []
-    for case in _progress(todo, benchmark.name):
+    for case in progress(todo, benchmark.name):
         rows += _run_case(benchmark, case, chosen, copy_bytes_per_s)
 
     directory = Path(chosen.output_dir)
-    report.write(directory, benchmark.name, rows, chosen, copy_bytes_per_s, where)
+    records = [row.record() for row in rows]
+    report.write(directory, benchmark.name, records, chosen, where, copy_tb_per_s=copy_bytes_per_s / 1e12)
     plot.draw(directory / f"{benchmark.name}.png", rows, copy_bytes_per_s, where)
     kind = "device time" if timing.on_gpu() else "wall time"
     print(f"\n{benchmark.name} on {where['device']}, jax {where['jax']}; {kind}")

@@ -1,15 +1,19 @@
-"""The command line: every flag of both benchmarks, and the checked settings they become.
+"""The command line: every flag of the programs here, and the checked settings they become.
 
-Both binaries know all flags, so that one flag file serves either of them.
+All of them know all flags, so that one flag file serves any of them.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
 
 DTYPES = ("float32", "bfloat16", "float16")
+FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
+WHERES = ("none", "full", "vocab", "rows")
+AXES = ("-1", "0")
 DIRECTIONS = ("forward", "backward", "both")
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
 PEERS = ("jax", "jax_stable", "jax_unstable", "torch")
@@ -22,7 +26,11 @@ class Settings:
 
     batch: tuple[int, ...] = (1024,)
     vocab: tuple[int, ...] = (4096, 32000)
+    shapes: tuple[tuple[int, int], ...] = ()
     dtype: tuple[str, ...] = ("float32",)
+    function: tuple[str, ...] = ("softmax",)
+    where: tuple[str, ...] = ("none",)
+    axis: tuple[int, ...] = (-1,)
     k: tuple[int, ...] = (5,)
     direction: tuple[str, ...] = ("forward",)
     implementations: tuple[str, ...] = ("auto",)
@@ -31,6 +39,10 @@ class Settings:
     seed: int = 0
     repeats: int = 50
     seconds: float = 2.0
+    sequence: tuple[int, ...] = (1024,)
+    tokens: int = 4096
+    heads: int = 8
+    width: int = 1024
     output_dir: str = "benchmarks/results/local"
     commit: str = ""
 
@@ -43,7 +55,7 @@ def _list(name: str, default: tuple, accepted: str, ok: Callable[[str], bool], t
     """Defines a comma-separated flag, each of whose items passes `ok`."""
 
     def check(items: list[str]) -> bool:
-        if not items:
+        if not items and name not in ("shapes", "peers"):
             _refuse(name, "", f"it takes {accepted}")
         for item in items:
             if not ok(item):
@@ -63,6 +75,10 @@ def _names(name: str, default: tuple, names: tuple[str, ...], text: str) -> None
     _list(name, default, f"any of {', '.join(names)}, separated by commas", names.__contains__, text)
 
 
+def _is_shape(item: str) -> bool:
+    return re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", item, re.ASCII) is not None
+
+
 def _is_logits(item: str) -> bool:
     return item in LOGITS or (item.endswith(".npy") and Path(item).is_file())
 
@@ -72,7 +88,28 @@ def define() -> None:
     default = Settings()
     _positive_ints("batch", default.batch, "Rows of the logits; of a .npy file the first so many.")
     _positive_ints("vocab", default.vocab, "Row lengths V; every batch is run with every V.")
+    _list(
+        "shapes",
+        default.shapes,
+        "BATCHxV, such as 4000x1000, separated by commas",
+        _is_shape,
+        "Pairs in place of every --batch with every --vocab.",
+    )
     _names("dtype", default.dtype, DTYPES, "Element types of the logits.")
+    _names("function", default.function, FUNCTIONS, "What to compute (not in the topk benchmark).")
+    _names(
+        "where",
+        default.where,
+        WHERES,
+        "The mask, 70% of it kept: none; full (of the logits' shape); vocab (one for all rows); rows (whole"
+        " rows). Not in the topk benchmark.",
+    )
+    _names(
+        "axis",
+        default.axis,
+        AXES,
+        "The axis of V; with 0 the logits are the array (V, batch). Not in the topk benchmark.",
+    )
     _positive_ints("k", default.k, "How many winners a row has (only in the topk benchmark).")
     _names(
         "direction",
@@ -91,7 +128,7 @@ def define() -> None:
         "peers",
         default.peers,
         PEERS,
-        "What to compare with. softmax: jax (jax.nn.softmax) and torch. topk: jax_stable"
+        "What to compare with. softmax: jax (that of jax.nn) and torch. topk: jax_stable"
         " (jax.nn.softmax, then lax.top_k), jax_unstable (the same with is_stable=False) and"
         " torch. A benchmark passes over the peers of the other one.",
     )
@@ -114,8 +151,27 @@ def define() -> None:
         "Time budget of one case, all contenders together; three samples each are taken anyway.",
         0.0,
     )
+    _positive_ints("sequence", default.sequence, "Lengths of the transformer block's sequences (programs).")
+    flags.DEFINE_integer(
+        "tokens",
+        default.tokens,
+        "Tokens of a program's batch: rows of the classifier's logits; the block has as many sequences as"
+        " hold so many, at least one.",
+        1,
+    )
+    flags.DEFINE_integer("heads", default.heads, "Attention heads of the transformer block (programs).", 1)
+    flags.DEFINE_integer("width", default.width, "Size of the hidden state of a token (programs).", 1)
     flags.DEFINE_string("output_dir", default.output_dir, "Where the table, CSV, JSON and PNG are written.")
     flags.DEFINE_string("commit", default.commit, "Commit to record, for a copy that is no git checkout.")
+
+
+def _shape(item: str) -> tuple[int, int]:
+    batch, vocab = item.split("x")
+    return int(batch), int(vocab)
+
+
+# What the items of a list are, if not words.
+_ITEMS = {"batch": int, "vocab": int, "shapes": _shape, "axis": int, "k": int, "sequence": int}
 
 
 def from_flags(argv: list[str]) -> Settings:
@@ -128,6 +184,5 @@ def from_flags(argv: list[str]) -> Settings:
     values = {field.name: getattr(flags.FLAGS, field.name) for field in dataclasses.fields(Settings)}
     for name, value in values.items():
         if isinstance(value, list):
-            number = int if name in ("batch", "vocab", "k") else str
-            values[name] = tuple(dict.fromkeys(map(number, value)))
+            values[name] = tuple(dict.fromkeys(map(_ITEMS.get(name, str), value)))
     return Settings(**values)

@@ -1,5 +1,6 @@
-"""Softmax against its peers: python -m benchmarks.softmax [--flagfile=configs/h100.flags]."""
+"""softmax, log_softmax, logsumexp against their peers: python -m benchmarks.softmax [--flagfile=...]."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,29 +8,35 @@ from absl import app, flags
 
 import pallas_softmax
 from benchmarks import settings
+from benchmarks.cases import Case
 from benchmarks.contenders import Contender, ours, prepare_jax, prepare_torch
 from benchmarks.run import Benchmark, run
 
 
-def _ours(x: jax.Array, implementation: str | None) -> tuple[jax.Array, None]:
-    return pallas_softmax.softmax(x, implementation=implementation), None
+def _ours(
+    x: jax.Array, where: jax.Array | None = None, *, function: str, axis: int, implementation: str | None
+) -> tuple[jax.Array, None]:
+    return getattr(pallas_softmax, function)(x, axis=axis, where=where, implementation=implementation), None
 
 
-def _jax(x: jax.Array) -> tuple[jax.Array, None]:
-    return jax.nn.softmax(x), None
+def _jax(x: jax.Array, where: jax.Array | None = None, *, function: str, axis: int) -> tuple[jax.Array, None]:
+    return getattr(jax.nn, function)(x, axis=axis, where=where), None
 
 
-def _torch(x: Any) -> tuple[Any, None]:
-    return x.softmax(dim=-1), None
+def _torch(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
+    return getattr(x, function)(dim=axis), None
 
 
-def contenders(chosen: settings.Settings, k: None = None) -> list[Contender]:
+def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
     """Our implementations, then the peers, as the flags name them."""
+    what = {"function": case.function, "axis": case.axis}
     peers = {
-        "jax": Contender("jax", False, _jax, prepare_jax),
-        "torch": Contender("torch", False, _torch, prepare_torch),
+        "jax": Contender("jax", False, functools.partial(_jax, **what), prepare_jax),
+        "torch": Contender("torch", False, functools.partial(_torch, **what), prepare_torch),
     }
-    return ours(_ours, chosen.implementations) + [peers[name] for name in chosen.peers if name in peers]
+    return ours(functools.partial(_ours, **what), chosen.implementations) + [
+        peers[name] for name in chosen.peers if name in peers
+    ]
 
 
 BENCHMARK = Benchmark("softmax", contenders, baseline="jax")

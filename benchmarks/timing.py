@@ -94,7 +94,7 @@ def copy_bandwidth() -> float:
         return {"y": x}
 
     run()  # compiles
-    call = Call(run, jax.block_until_ready, lambda array, rows: array[rows], "jax")
+    call = Call(run, jax.block_until_ready, lambda array, indices, axis: array.take(indices, axis), "jax")
     times, raised = interleave({"copy": call}, repeats=20, seconds=2.0)
     for error in raised.values():
         raise RuntimeError(

@@ -10,6 +10,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import settings
+from benchmarks.cases import Case
 from benchmarks.contenders import Contender, ours, prepare_jax, prepare_torch
 from benchmarks.run import Benchmark, run
 
@@ -36,8 +37,10 @@ def _torch(x: Any, k: int) -> tuple[Any, Any]:
     return values, indices
 
 
-def contenders(chosen: settings.Settings, k: int) -> list[Contender]:
+def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
     """Our implementations, then the peers, as the flags name them."""
+    assert case.k is not None
+    k = case.k
     peers = {
         "jax_stable": Contender("jax_stable", False, functools.partial(_jax_stable, k=k), prepare_jax),
         "jax_unstable": Contender(

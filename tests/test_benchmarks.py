@@ -16,13 +16,13 @@ from absl.testing import flagsaver
 from jax import lax
 
 import pallas_softmax
-from benchmarks import cases, oracle, run, settings, softmax, timing, topk
+from benchmarks import accuracy, cases, oracle, programs, run, settings, softmax, timing, topk
 from benchmarks.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-COLUMNS = """benchmark batch vocab dtype k direction logits seed contender ours ran status reason
-    rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us bytes tb_per_s
-    share_of_copy speedup fits_cache explain copy_tb_per_s device driver jax jaxlib numpy python
+COLUMNS = """benchmark batch vocab dtype function where axis k direction logits seed contender ours ran
+    status reason rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us bytes tb_per_s
+    share_of_copy speedup first_result_s fits_cache explain copy_tb_per_s device driver jax jaxlib numpy python
     commit date command""".split()
 
 
@@ -36,6 +36,13 @@ def small(tmp_path, monkeypatch):
         return Settings(**(quick | changed))
 
     return make
+
+
+def case_of(**changed) -> cases.Case:
+    """A case of 6 x 40 float32, forward."""
+    usual = {"batch": 6, "vocab": 40, "dtype": "float32", "function": "softmax", "where": "none", "axis": -1}
+    usual |= {"k": None, "direction": "forward", "logits": "normal", "seed": 0}
+    return cases.Case(**(usual | changed))
 
 
 def rows_of(chosen: Settings, name: str) -> dict[str, dict]:
@@ -59,6 +66,7 @@ def test_smoke_flags_end_to_end(tmp_path):
         ours = [row for row in rows if row["ours"] == "True"]
         assert ours and all(row["status"] == "ok" and row["ran"] == "xla" for row in ours)
         assert all(row["explain"] for row in ours)
+        assert all(float(row["first_result_s"]) > 0 for row in rows if row["status"] != "not run")
         for row in ours:
             assert float(row["p20_us"]) <= float(row["p50_us"]) <= float(row["p80_us"])
             assert int(row["samples"]) >= 3 and int(row["rows_checked"]) == 64
@@ -82,11 +90,36 @@ def test_every_direction_and_dtype_passes(small):
     assert run.run(topk.BENCHMARK, chosen) == 0
 
 
+@pytest.mark.parametrize("function", settings.FUNCTIONS)
+def test_every_function_mask_and_axis_passes(small, function):
+    chosen = small(
+        shapes=((6, 33),),
+        function=(function,),
+        where=settings.WHERES,
+        axis=(-1, 0),
+        direction=("both",),
+        logits=("peaked",),
+        peers=("jax", "torch"),
+    )
+    assert run.run(softmax.BENCHMARK, chosen) == 0
+    rows = json.loads((Path(chosen.output_dir) / "softmax.json").read_text())["rows"]
+    assert len(rows) == 4 * 2 * 3
+    for row in rows:
+        if row["contender"] != "torch":
+            assert row["status"] == "ok", row
+        elif row["where"] != "none":
+            assert row["status"] == "not run" and "mask" in row["reason"]
+
+
 @pytest.mark.parametrize("direction", settings.DIRECTIONS)
-def test_wrong_softmax_fails_the_run(small, monkeypatch, capsys, direction):
+@pytest.mark.parametrize("function", settings.FUNCTIONS)
+def test_wrong_results_fail_the_run(small, monkeypatch, capsys, function, direction):
     # one part in a thousand off, in the output and so in the gradient
-    monkeypatch.setattr(pallas_softmax, "softmax", lambda x, implementation: 1.001 * jax.nn.softmax(x))
-    chosen = small(direction=(direction,))
+    def off(x, axis, where, implementation):
+        return 1.001 * getattr(jax.nn, function)(x, axis=axis, where=where)
+
+    monkeypatch.setattr(pallas_softmax, function, off)
+    chosen = small(function=(function,), direction=(direction,), where=("full",), batch=(2,))
     assert run.run(softmax.BENCHMARK, chosen) == 1
     row = rows_of(chosen, "softmax")["auto"]
     assert row["status"] == "FAILED" and row["p50_us"] is None
@@ -106,7 +139,7 @@ def test_wrong_order_of_ties_fails_the_run(small, monkeypatch):
 
 
 def test_a_wrong_peer_is_shown_but_does_not_fail_the_run(small, monkeypatch):
-    monkeypatch.setattr(softmax, "_jax", lambda x: (x, None))
+    monkeypatch.setattr(softmax, "_jax", lambda x, function, axis: (x, None))
     chosen = small()
     assert run.run(softmax.BENCHMARK, chosen) == 0
     rows = rows_of(chosen, "softmax")
@@ -114,7 +147,7 @@ def test_a_wrong_peer_is_shown_but_does_not_fail_the_run(small, monkeypatch):
 
 
 def test_an_exception_of_ours_fails_the_run(small, monkeypatch):
-    def broken(x, implementation):
+    def broken(x, **kwargs):
         raise KeyError("no such kernel")
 
     monkeypatch.setattr(pallas_softmax, "softmax", broken)
@@ -145,7 +178,7 @@ def test_too_little_memory_is_a_row_that_says_so(small, monkeypatch):
 
 def test_nothing_is_timed_under_another_name(small, monkeypatch):
     plain = pallas_softmax.softmax
-    monkeypatch.setattr(pallas_softmax, "softmax", lambda x, implementation: plain(x))
+    monkeypatch.setattr(pallas_softmax, "softmax", lambda x, implementation, **kwargs: plain(x))
     chosen = small(implementations=("mosaic_gpu",))
     assert run.run(softmax.BENCHMARK, chosen) == 1
     assert "asked for mosaic_gpu, explained as {'xla'}" in rows_of(chosen, "softmax")["mosaic_gpu"]["reason"]
@@ -162,7 +195,7 @@ def test_a_users_file_decides_the_result(small, tmp_path):
     assert [(case.batch, case.vocab) for case in found] == [(4, 10), (6, 10)]
     x = cases.logits(found[0])
     np.testing.assert_array_equal(x, logits.reshape(6, 10)[:4])
-    answer = oracle.Answer(np.asarray(x), np.ones((4, 2)), "float32", 2)
+    answer = oracle.Answer(np.asarray(x), np.ones((4, 2)), "float32", k=2)
     np.testing.assert_array_equal(answer.indices, [[0, 1], [7, 0], [0, 1], [0, 1]])
     assert run.run(topk.BENCHMARK, chosen) == 0
     assert rows_of(chosen, "topk")["auto"]["batch"] == 6
@@ -196,10 +229,72 @@ def test_lists_and_flag_files_become_settings(parse):
     )
 
 
-@pytest.mark.parametrize("name", ["smoke", "h100", "llm_vocab"])
-def test_flag_files_are_accepted(parse, name):
-    chosen = parse(f"--flagfile={ROOT}/configs/{name}.flags")
-    assert cases.make_cases(chosen, chosen.k)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.flags")), ids=lambda file: file.stem)
+def test_flag_files_are_accepted(parse, file):
+    chosen = parse(f"--flagfile={file}")
+    assert cases.make_cases(chosen) and programs.make_programs(chosen)
+    comment = " ".join(line for line in file.read_text().splitlines() if line.startswith("#"))
+    assert f"--flagfile=configs/{file.name}" in comment
+
+
+def test_targets_flags_are_the_table_of_targets(parse):
+    chosen = parse(f"--flagfile={ROOT}/configs/targets.flags")
+    found = {(case.batch, case.vocab, case.dtype, case.direction) for case in cases.make_cases(chosen)}
+    assert len(found) == 7 * 2 * 2
+    assert {(4000, 50257, "bfloat16", "backward"), (1024, 262144, "float32", "forward")} <= found
+
+
+def test_shapes_replace_batch_and_vocab(parse):
+    chosen = parse("--batch=7", "--vocab=9", "--shapes=4x10,2x3,4x10", "--function=logsumexp", "--axis=-1,0")
+    found = cases.make_cases(chosen)
+    shapes = [(case.batch, case.vocab, case.axis) for case in found]
+    assert shapes == [(4, 10, -1), (4, 10, 0), (2, 3, -1), (2, 3, 0)]
+    assert [case.label for case in found[:2]] == [
+        "4x10 f32 logsumexp forward normal",
+        "4x10 f32 logsumexp forward normal axis=0",
+    ]
+
+
+def test_topk_runs_as_if_function_where_and_axis_were_not_given(small):
+    chosen = small(function=("logsumexp", "softmax"), where=("full", "rows"), axis=(0, -1), peers=())
+    assert run.run(topk.BENCHMARK, chosen) == 0
+    (row,) = json.loads((Path(chosen.output_dir) / "topk.json").read_text())["rows"]
+    assert (row["function"], row["where"], row["axis"], row["k"]) == ("softmax", "none", -1, 5)
+
+
+@pytest.mark.parametrize(
+    "case, least",
+    [
+        ({}, 6 * 40 * 4 * 2),
+        ({"direction": "backward"}, 6 * 40 * 4 * 3),
+        ({"function": "log_softmax", "direction": "both", "dtype": "bfloat16"}, 6 * 40 * 2 * 5),
+        ({"function": "logsumexp"}, 6 * (40 + 1) * 4),
+        ({"function": "logsumexp", "direction": "backward"}, 6 * (2 * 40 + 2) * 4),
+        ({"where": "full"}, 6 * 40 * (4 * 2 + 1)),
+        ({"where": "vocab", "direction": "both"}, 6 * 40 * 4 * 5 + 40),
+        ({"where": "rows"}, 6 * 40 * 4 * 2 + 6),
+        ({"k": 5}, 6 * (40 * 4 + 5 * 8)),
+    ],
+)
+def test_least_bytes(case, least):
+    assert case_of(**case).least_bytes == least
+
+
+def test_large_cases_are_checked_on_first_last_and_random_rows():
+    assert list(case_of(batch=4096, vocab=2**21).checked_rows) == [0, 4095]
+    rows = case_of(batch=4096, vocab=2**15).checked_rows
+    assert len(rows) == len(set(rows)) == 32 and rows[0] == 0 and rows[-1] == 4095
+
+
+def test_masks_have_their_shapes_and_share():
+    full = np.asarray(cases.mask(case_of(batch=100, vocab=500, where="full")))
+    assert full.shape == (100, 500) and 0.68 < full.mean() < 0.72
+    np.testing.assert_array_equal(cases.mask(case_of(batch=100, vocab=500, where="full", axis=0)), full.T)
+    shapes = {("vocab", -1): (500,), ("vocab", 0): (500, 1), ("rows", -1): (100, 1), ("rows", 0): (1, 100)}
+    for (where, axis), shape in shapes.items():
+        found = cases.mask(case_of(batch=100, vocab=500, where=where, axis=axis))
+        assert found is not None and found.shape == shape
+    assert cases.mask(case_of()) is None
 
 
 @pytest.mark.parametrize(
@@ -210,6 +305,12 @@ def test_flag_files_are_accepted(parse, name):
         ("--k=-1", "positive integers"),
         ("--dtype=float8", "float32, bfloat16, float16"),
         ("--direction=sideways", "forward, backward, both"),
+        ("--function=sparsemax", "softmax, log_softmax, logsumexp"),
+        ("--where=some", "none, full, vocab, rows"),
+        ("--axis=1", "-1, 0"),
+        ("--shapes=10x20,10x", "BATCHxV"),
+        ("--shapes=0x20", "BATCHxV"),
+        ("--sequence=0", "positive integers"),
         ("--implementations=cuda", "auto, mosaic_gpu, triton, xla"),
         ("--peers=numpy", "jax, jax_stable, jax_unstable, torch"),
         ("--logits=missing.npy", "normal, peaked, ties and paths of existing .npy files"),
@@ -232,16 +333,141 @@ def test_words_that_are_no_flags_are_refused(parse):
 
 @pytest.mark.parametrize("logits", settings.LOGITS)
 def test_the_oracle_agrees_with_jax(logits):
-    case = cases.Case(5, 300, "float32", 7, "both", logits, seed=1)
+    case = case_of(batch=5, vocab=300, k=7, direction="both", logits=logits, seed=1)
     x, g = cases.logits(case), cases.cotangent(case)
-    answer = oracle.Answer(np.asarray(x), np.asarray(g), case.dtype, case.k)
-    np.testing.assert_allclose(answer.y, jax.nn.softmax(x), rtol=1e-4, atol=1e-37)
+    answer = oracle.Answer(np.asarray(x), np.asarray(g), case.dtype, k=case.k)
+    np.testing.assert_allclose(answer.output.want, jax.nn.softmax(x), rtol=1e-4, atol=1e-37)
     assert answer.indices is not None
     np.testing.assert_array_equal(answer.indices, lax.top_k(x, 7)[1])
     _, pull = jax.vjp(lambda x: jnp.take_along_axis(jax.nn.softmax(x), answer.indices, -1), x)
     dx = np.asarray(pull(g)[0])
-    assert answer.check_gradient(dx, None).ok
-    assert not answer.check_gradient(1.001 * dx, None).ok
+    assert answer.check_gradient(dx).ok
+    assert not answer.check_gradient(1.001 * dx).ok
+
+
+@pytest.mark.parametrize("where", ["none", "full"])
+@pytest.mark.parametrize("function", settings.FUNCTIONS)
+def test_the_oracle_knows_every_function(function, where):
+    case = case_of(batch=5, vocab=300, function=function, where=where, direction="both", logits="peaked")
+    x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
+    kept = None if mask is None else np.asarray(mask)
+    answer = oracle.Answer(np.asarray(x), np.asarray(g), case.dtype, function, mask=kept)
+    y, pull = jax.vjp(lambda x: getattr(jax.nn, function)(x, axis=-1, where=mask), x)
+    y, dx = np.asarray(y), np.asarray(pull(g)[0])
+    np.testing.assert_allclose(
+        y, answer.output.want, rtol=1e-4, atol=1e-6 if function == "log_softmax" else 1e-37
+    )
+    assert answer.check_output(y).ok and answer.check_gradient(dx).ok
+    assert not answer.check_output(1.001 * y).ok and not answer.check_gradient(1.001 * dx).ok
+    if mask is not None:  # what is masked must not leak
+        assert not answer.check_output(np.asarray(getattr(jax.nn, function)(x, axis=-1))).ok
+
+
+@pytest.mark.parametrize(
+    "function, nothing", [("softmax", 0), ("log_softmax", -np.inf), ("logsumexp", -np.inf)]
+)
+def test_the_oracle_of_a_masked_row(function, nothing):
+    x, mask = np.ones((1, 4), np.float32), np.zeros((1, 4), bool)
+    answer = oracle.Answer(
+        x, np.ones(1 if function == "logsumexp" else (1, 4)), "float32", function, mask=mask
+    )
+    np.testing.assert_array_equal(answer.output.want, np.full(answer.output.want.shape, nothing))
+    assert answer.check_output(answer.output.want).ok
+    assert not answer.check_output(np.full_like(answer.output.want, 0.5)).ok
+    assert not answer.check_output(np.full_like(answer.output.want, np.nan)).ok
+    assert answer.check_gradient(np.zeros((1, 4))).ok
+    assert not answer.check_gradient(np.full((1, 4), np.nan)).ok
+
+
+def test_ulps():
+    found = oracle.ulp(np.array([1.0, 1.99, -2.0, 0.0]), "float32")
+    np.testing.assert_array_equal(found, [2.0**-23, 2.0**-23, 2.0**-22, 2.0**-126])
+    np.testing.assert_array_equal(oracle.ulp(np.array([1.0, 2.0**-20]), "float16"), [2.0**-10, 2.0**-24])
+    for dtype in settings.DTYPES:
+        size = np.array([0.3, 7.0, 1000.0])
+        spacing = [float(jnp.nextafter(v, jnp.inf) - v) for v in jnp.asarray(size, dtype)]
+        np.testing.assert_array_equal(oracle.ulp(size, dtype), spacing)
+
+
+def test_accuracy_says_how_ours_compares(small, parse, monkeypatch, capsys):
+    args = ["--shapes=20x300", "--dtype=float32,bfloat16", "--function=softmax,log_softmax"]
+    args += ["--implementations=xla,mosaic_gpu", f"--output_dir={small().output_dir}", "--direction=forward"]
+    chosen = parse(*args)
+    monkeypatch.setattr(settings, "from_flags", lambda argv: chosen)
+    assert accuracy.main([]) == 0
+    with open(Path(small().output_dir) / "accuracy.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and {row["status"] for row in rows} == {"ok", "not run"}
+    for row in rows:
+        if row["contender"] == "xla":
+            assert float(row["ulps"]) < (1 if row["dtype"] == "bfloat16" else 10)
+            assert float(row["xla_ulps"]) < 20
+
+    def off(x, axis, where, implementation):
+        return jax.nn.softmax(x, axis=axis, where=where) * (1 + 2.0**-6)
+
+    monkeypatch.setattr(pallas_softmax, "softmax", off)
+    assert accuracy.main([]) == 1
+    assert "WORSE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "ulps, xla, dtype, expected",
+    [
+        (1.0, 0.5, "bfloat16", False),
+        (1.1, 0.5, "bfloat16", True),
+        (3.0, 3.0, "float16", False),
+        (2.5, 2.0, "float32", False),
+        (2.7, 2.0, "float32", True),
+        (np.nan, 2.0, "float32", True),
+        (np.inf, 2.0, "bfloat16", True),
+    ],
+)
+def test_what_is_worse_than_xla(ulps, xla, dtype, expected):
+    assert accuracy.worse(ulps, xla, dtype) == expected
+
+
+def test_programs_end_to_end(small, monkeypatch, capsys):
+    chosen = small(
+        sequence=(16,),
+        vocab=(50,),
+        tokens=32,
+        heads=2,
+        width=16,
+        dtype=("bfloat16",),
+        implementations=("auto", "mosaic_gpu"),
+    )
+    monkeypatch.setattr(settings, "from_flags", lambda argv: chosen)
+    every = programs.make_programs(chosen)
+    assert len(every) == 4 * 2
+    half = [each for each in every if each.remat == (each.program in ("block_where", "loss_take"))]
+    monkeypatch.setattr(programs, "make_programs", lambda chosen: half)
+    assert programs.main([]) == 0
+    with open(Path(chosen.output_dir) / "programs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 * 3
+    for row in rows:
+        if row["contender"] == "mosaic_gpu":
+            assert row["status"] == "not run" and "mosaic_gpu" in row["reason"]
+        else:
+            assert row["status"] == "ok" and float(row["p50_us"]) > 0 and float(row["speedup"]) > 0
+            assert float(row["error"]) <= programs.TOLERANCE["bfloat16"]
+    losses = {row["loss"] for row in rows if row["program"].startswith("loss") and row["contender"] == "jax"}
+    np.testing.assert_allclose([float(loss) for loss in losses], np.log(50), rtol=0.3)
+    assert "1.00x" in capsys.readouterr().out
+
+
+def test_a_program_with_wrong_gradients_fails(small, monkeypatch):
+    monkeypatch.setattr(pallas_softmax, "logsumexp", lambda x, axis, where, implementation: jnp.max(x, axis))
+    chosen = small(tokens=32, width=16, dtype=("float32",))
+    program = programs.Program("loss_lse", 50, "float32", remat=True)
+    reference, ours = programs.run_program(program, chosen)
+    assert reference.status == "ok" and ours.status == "FAILED" and ours.p50_us is None and ours.fails
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(small):
+    with pytest.raises(SystemExit, match="--width=10 is not accepted; with --heads=3"):
+        programs.make_programs(small(width=10, heads=3))
 
 
 def test_the_oracle_orders_special_values_as_top_k():
@@ -251,7 +477,9 @@ def test_the_oracle_orders_special_values_as_top_k():
 
 def test_logits_have_the_promised_distributions():
     def draw(logits, dtype):
-        return np.asarray(cases.logits(cases.Case(4, 50_000, dtype, None, "forward", logits, 0)), np.float32)
+        return np.asarray(
+            cases.logits(case_of(batch=4, vocab=50_000, dtype=dtype, logits=logits)), np.float32
+        )
 
     assert 40 < np.abs(draw("peaked", "float32")).max() < 120
     assert len(np.unique(draw("ties", "float32"))) < 15

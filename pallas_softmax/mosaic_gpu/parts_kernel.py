@@ -177,11 +177,11 @@ def _launch(
             return total
 
         def write(total, masked):
-            assert op.value is not None
             constants = op.constants(total)
+            formula: Any = op.value
 
             def value(x, keep):
-                y = op.value(*x, *constants)
+                y = formula(*x, *constants)
                 return y if keep is None else jnp.where(keep, y, op.masked)
 
             def values(i, size):
