@@ -1,0 +1,114 @@
+"""Errors in ulps, ours and XLA's: python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import report, settings, softmax
+from benchmarks.cases import Case, make_cases
+from benchmarks.run import note, progress, question, require_extra, rows_of
+
+
+@dataclasses.dataclass
+class Row:
+    """One output of one of our implementations on one case: the columns of the CSV."""
+
+    case: Case
+    output: str  # y or dx
+    contender: str
+    ran: str = ""
+    status: str = "ok"  # ok, WORSE, not run, error
+    reason: str = ""  # of the last two
+    ulps: float | None = None
+    xla_ulps: float | None = None
+
+
+def worse(ulps: float, xla_ulps: float, dtype: str) -> bool:
+    """Whether ours is less exact than XLA.
+
+    In 16 bits the rounding of the result, or of the y that a backward starts from, may fall the other way:
+    an ulp. In float32 a term of d has passed two exponentials, of an ulp or so each, where XLA's has one:
+    the price of one read (the online normalizer rescales what it has summed).
+    """
+    return not ulps <= 1.05 * xla_ulps + (2 if dtype == "float32" else 1)
+
+
+def _compare(case: Case, chosen: settings.Settings) -> list[Row]:
+    """Every output of every implementation, on all rows of the case.
+
+    An error is in ulps of the output's dtype at the size that oracle.Answer relates it to: the true value
+    of y (of log_softmax 1 if that is more), and for dx its terms, which may cancel.
+    """
+    outputs = {"forward": ["y"], "backward": ["dx"], "both": ["y", "dx"]}[case.direction]
+    everything = np.arange(case.batch)
+    arrays, g, answer = question(case, everything)
+    xla: dict[str, float] = {}
+    rows = []
+    contenders = softmax.contenders(dataclasses.replace(chosen, peers=("jax",)), case)
+    for contender in reversed(contenders):  # the peer first
+        found = {output: Row(case, output, contender.name) for output in outputs}
+        try:
+            call = contender.prepare(contender, case.direction, arrays, g)
+            result = call.run()
+            for output, row in found.items():
+                expected = answer.output if output == "y" else answer.gradient
+                got = rows_of(call.fetch, result[output], case, everything)
+                row.ran, row.ulps = call.ran, expected.ulps(got, case.dtype)
+        except Exception as error:
+            if not contender.ours:
+                raise
+            for row in found.values():
+                note(row, error)
+        if not contender.ours:
+            xla = {output: row.ulps for output, row in found.items() if row.ulps is not None}
+            continue
+        for output, row in found.items():
+            row.xla_ulps = xla[output]
+            if row.ulps is not None and worse(row.ulps, xla[output], case.dtype):
+                row.status = "WORSE"
+        rows += found.values()
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    lines = [["case", "output", "contender", "ran", "ulps", "XLA's", ""]]
+    notes = report.Notes()
+    for row in rows:
+        ulps = ["" if value is None else report.number(value) for value in (row.ulps, row.xla_ulps)]
+        mark = f" {notes.mark(row.reason)}" if row.reason else ""
+        lines.append([row.case.label, row.output, row.contender, row.ran, *ulps, row.status + mark])
+    return report.columns(lines, left=4) + str(notes)
+
+
+def main(argv: list[str]) -> int:
+    chosen = settings.from_flags(argv)
+    require_extra()
+    try:
+        cases = make_cases(chosen)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    rows = [row for case in progress(cases, "accuracy") for row in _compare(case, chosen)]
+    where = report.environment(chosen.commit)
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        record = dataclasses.asdict(row)
+        records.append(record.pop("case") | record)
+    report.write(Path(chosen.output_dir), "accuracy", records, chosen, where)
+    print(f"\naccuracy on {where['device']}, jax {where['jax']}; largest errors against float64")
+    print(table(rows))
+    print(f"files: {chosen.output_dir}/accuracy.csv, .json")
+    failed = sum(row.status in ("WORSE", "error") for row in rows)
+    if failed:
+        print(f"accuracy: {failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    settings.define()
+    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    app.run(main)

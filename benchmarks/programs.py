@@ -1,0 +1,270 @@
+"""Whole programs with our softmax and with jax.nn's: python -m benchmarks.programs --flagfile=...
+
+block, block_where   a pre-norm transformer block with causal attention, the mask as -inf in the scores or
+                     as `where`
+loss_take, loss_lse  a classifier's mean cross entropy, from log_softmax at the label or from logsumexp less
+                     the label's logit
+
+Each is one call of jax.value_and_grad with respect to weights and inputs, with and without jax.checkpoint.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import pallas_softmax
+from benchmarks import report, settings, timing
+from benchmarks.contenders import jax_call
+from benchmarks.run import note, progress, require_extra
+
+# Largest relative error (norm of the difference over norm) of the loss and of every gradient, against the
+# same program with jax.nn. In float32 the matrix products may be in TF32, and in 16 bits both softmaxes round
+# their results, of which a gradient is the sum of many: a few eps in all of them.
+TOLERANCE = {"float32": 4 * 2**-11, "bfloat16": 4 * 2**-7, "float16": 4 * 2**-10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program on one size."""
+
+    program: str
+    size: int  # the length of a sequence, or V
+    dtype: str
+    remat: bool
+
+    @property
+    def label(self) -> str:
+        """The program in few words."""
+        return f"{self.program} {self.size} {self.dtype}{' remat' if self.remat else ''}"
+
+
+@dataclasses.dataclass
+class Row:
+    """One contender in one program: the columns of the CSV. Empty means: not measured."""
+
+    program: Program
+    contender: str  # jax, or one of our implementations
+    ours: bool
+    ran: str = ""  # the implementation found in the lowered program
+    status: str = "ok"  # ok, FAILED, not run, error
+    reason: str = ""  # of any status but ok
+    loss: float | None = None
+    error: float | None = None  # against jax, as TOLERANCE
+    samples: int = 0
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    speedup: float | None = None  # over jax, by p50
+    first_result_s: float | None = None  # jax's, the first, includes XLA's tuning of the matrix products
+
+    @property
+    def fails(self) -> bool:
+        """Whether this row makes the run fail."""
+        return self.status in ("FAILED", "error")
+
+
+def functions(implementation: str) -> SimpleNamespace:
+    """softmax, log_softmax and logsumexp of the last axis: jax.nn's for jax, or ours."""
+    names = settings.FUNCTIONS
+    if implementation == "jax":
+        return SimpleNamespace(**{name: getattr(jax.nn, name) for name in names})
+    name = None if implementation == "auto" else implementation
+
+    def ours(function: Callable) -> Callable:
+        return lambda x, axis=-1, where=None: function(x, axis=axis, where=where, implementation=name)
+
+    return SimpleNamespace(**{each: ours(getattr(pallas_softmax, each)) for each in names})
+
+
+def _normed(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """The loss of a block on x of shape (batch, sequence, width): the mean of its squared output."""
+    batch, sequence, width = x.shape
+    qkv = (_normed(x) @ weights["qkv"]).reshape(batch, sequence, 3, heads, -1)
+    q, k, v = jnp.moveaxis(qkv, 2, 0)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1]).astype(x.dtype)
+    causal = jnp.tri(sequence, dtype=bool)
+    if mask_by_where:
+        p = nn.softmax(scores, where=causal)
+    else:
+        p = nn.softmax(jnp.where(causal, scores, -jnp.inf))
+    x = x + jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(batch, sequence, width) @ weights["out"]
+    x = x + jax.nn.gelu(_normed(x) @ weights["up"]) @ weights["down"]
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def loss(
+    nn: Any, by_logsumexp: bool, labels: jax.Array, weights: dict[str, jax.Array], hidden: jax.Array
+) -> jax.Array:
+    """The mean cross entropy of hidden @ weights against the labels."""
+    logits = hidden @ weights["head"]
+
+    def at_label(a: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(a, labels[:, None], -1)[:, 0].astype(jnp.float32)
+
+    if by_logsumexp:
+        return jnp.mean(nn.logsumexp(logits, axis=-1).astype(jnp.float32) - at_label(logits))
+    return -jnp.mean(at_label(nn.log_softmax(logits)))
+
+
+def make_programs(chosen: settings.Settings) -> list[Program]:
+    """Every program on every size: the block on the sequences, the loss on the Vs."""
+    if chosen.width % chosen.heads:
+        raise SystemExit(
+            f"--width={chosen.width} is not accepted; with --heads={chosen.heads} it takes a multiple of"
+            f" {chosen.heads}"
+        )
+    sizes = {name: chosen.sequence for name in ("block", "block_where")}
+    sizes |= {name: chosen.vocab for name in ("loss_take", "loss_lse")}
+    return [
+        Program(name, size, dtype, remat)
+        for name in sizes
+        for size in sizes[name]
+        for dtype in chosen.dtype
+        for remat in (False, True)
+    ]
+
+
+def build(program: Program, chosen: settings.Settings) -> tuple[Callable[[str], Callable], tuple]:
+    """The program as a function of an implementation's name, and its arguments (weights, inputs, labels)."""
+    width, tokens = chosen.width, chosen.tokens
+    keys = iter(jax.random.split(jax.random.key(chosen.seed), 8))
+
+    def normal(shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+        return (scale * jax.random.normal(next(keys), shape)).astype(program.dtype)
+
+    def matrix(rows: int, columns: int) -> jax.Array:
+        return normal((rows, columns), rows**-0.5)
+
+    if program.program.startswith("block"):
+        weights = {
+            "qkv": matrix(width, 3 * width),
+            "out": matrix(width, width),
+            "up": matrix(width, 4 * width),
+            "down": matrix(4 * width, width),
+        }
+        args = (weights, normal((max(1, tokens // program.size), program.size, width)))
+    else:
+        labels = jax.random.randint(next(keys), (tokens,), 0, program.size)
+        args = ({"head": matrix(width, program.size)}, normal((tokens, width)), labels)
+
+    def with_implementation(name: str) -> Callable:
+        nn = functions(name)
+
+        def function(weights: dict[str, jax.Array], x: jax.Array, *labels: jax.Array) -> jax.Array:
+            if labels:
+                return loss(nn, program.program == "loss_lse", labels[0], weights, x)
+            return block(nn, chosen.heads, program.program == "block_where", weights, x)
+
+        function = jax.checkpoint(function) if program.remat else function
+        differentiated = jax.value_and_grad(function, argnums=(0, 1))
+        return lambda *args: {"y": differentiated(*args)}
+
+    return with_implementation, args
+
+
+@jax.jit
+def _errors(got: Any, want: Any) -> Any:
+    def error(got: jax.Array, want: jax.Array) -> jax.Array:
+        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+        return jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want))
+
+    return jax.tree.map(error, got, want)
+
+
+def run_program(program: Program, chosen: settings.Settings) -> list[Row]:
+    """Every contender on one program: held against jax.nn's, then timed together."""
+    names = ["jax", *chosen.implementations]
+    rows = {name: Row(program, name, ours=name != "jax") for name in names}
+    calls = {}
+    want = None
+    try:
+        with_implementation, args = build(program, chosen)
+    except Exception as error:
+        for row in rows.values():
+            note(row, error)
+        return list(rows.values())
+    for name, row in rows.items():
+        try:
+            call = jax_call(with_implementation(name), *args, ran="" if row.ours else "jax")
+            row.ran, row.first_result_s = call.ran, call.first_result_s
+            if row.ours and name not in ("auto", "xla") and name not in call.ran.split("+"):
+                raise AssertionError(f"asked for {name}, lowered to {call.ran}")
+            got = call.run()["y"]
+            row.loss = float(got[0])
+            if want is None:
+                want = got
+            row.error = float(np.max([np.asarray(e) for e in jax.tree.leaves(_errors(got, want))]))
+        except Exception as error:
+            note(row, error)
+            continue
+        if row.error <= TOLERANCE[program.dtype]:  # not a NaN either
+            calls[name] = call
+        else:
+            row.status = "FAILED" if row.ours else "error"
+            row.reason = f"{row.error:.3g} off jax.nn's, more than {TOLERANCE[program.dtype]:.3g}"
+    times, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
+    for name, error in raised.items():
+        note(rows[name], error)
+    for name, seconds in times.items():
+        row = rows[name]
+        row.samples = len(seconds)
+        row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+        if "jax" in times:
+            row.speedup = float(np.median(times["jax"]) / np.median(seconds))
+    return list(rows.values())
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    lines = [["program", "contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s", ""]]
+    notes = report.Notes()
+    last = None
+    for row in rows:
+        line = [row.program.label if row.program != last else "", row.contender, row.ran, row.status]
+        last = row.program
+        for value in (row.loss, row.error, row.p50_us):
+            line.append("" if value is None else report.number(value) if value else "0")
+        line.append("" if row.speedup is None else f"{row.speedup:.2f}x")
+        line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
+        lines.append([*line, notes.mark(row.reason) if row.reason else ""])
+    return report.columns(lines, left=4) + str(notes)
+
+
+def main(argv: list[str]) -> int:
+    chosen = settings.from_flags(argv)
+    require_extra()
+    programs = make_programs(chosen)
+    rows = [row for program in progress(programs, "programs") for row in run_program(program, chosen)]
+    where = report.environment(chosen.commit)
+    records = []
+    for row in rows:
+        record = dataclasses.asdict(row)
+        records.append(record.pop("program") | record)
+    report.write(Path(chosen.output_dir), "programs", records, chosen, where)
+    kind = "device time" if timing.on_gpu() else "wall time"
+    print(f"\nprograms on {where['device']}, jax {where['jax']}; {kind} of one value_and_grad")
+    print(table(rows))
+    print(f"files: {chosen.output_dir}/programs.csv, .json")
+    failed = sum(row.fails for row in rows)
+    if failed:
+        print(f"programs: {failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    settings.define()
+    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    app.run(main)
