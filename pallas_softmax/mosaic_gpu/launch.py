@@ -195,7 +195,7 @@ def _tile(vocab: int, itemsize: int) -> Tile:
 
 # Arrays of rows that an operation reads.
 _ARRAYS = {"softmax": 1, "log_softmax": 1, "logsumexp": 1, "softmax_grad": 2, "log_softmax_grad": 2}
-_TILE_ELEMENTS = 16_384  # of a row's arrays: what the registers of a CTA hold in float32
+_TILE_ELEMENTS = 12_288  # of a row's arrays: what the registers of a CTA hold in float32
 _FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip
 _SPLIT = 256  # parts of a row beyond any cluster, or a multiple of it
 _RESERVED_BYTES = 4 * 1024  # barriers, reduction scratch
