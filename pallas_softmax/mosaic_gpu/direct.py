@@ -102,26 +102,26 @@ def load_mask(ref, tile: Tile, row, shape, mask_row, *, interpret):
 
 
 def load_mask_block(ref, row, start, held, vec, *, interpret):
-    """The mask of `held` positions from `start` on in the mask's row `row`, as a block of 128 * vec."""
+    """The mask of `held` positions from `start` on in the mask's row `row`, as a block of 128 * vec int8."""
     columns, block = ref.shape[1], WARPGROUP * vec
     if interpret:
         inside = jnp.arange(block) < held
         at = jnp.where(inside & (columns > 1), start + jnp.arange(block), 0)
-        return ref[row][at] & inside
+        return (ref[row][at] & inside).astype(jnp.int8)
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=vec)
 
     @_inline(
-        arg_types=(_REF, _SCALAR, _SCALAR),
+        arg_types=(_REF, _SCALAR, _SCALAR, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct((block,), np.dtype("int8"), layout=layout),
     )
-    def load(_, ref, row, start):
+    def load(_, ref, row, start, held):
         position = arith.muli(_thread(), _i32(vec))
-        inside = arith.cmpi(arith.CmpIPredicate.ult, position, _i32(held))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, _scalar(held))
         col = arith.addi(_scalar(start), position)
         register = _load_bytes(utils.memref_ptr(ref), vec, _scalar(row), col, columns, inside)
         return _array(layout.to_mgpu(), (block,), [register])
 
-    return load(ref, row, start) != 0
+    return load(ref, row, start, jnp.int32(held))
 
 
 def store(ref, tile: Tile, row, value, *, interpret):
@@ -226,6 +226,9 @@ def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
     return arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
 
 
+_NEG_INF = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
+
+
 def _words(size: int) -> tuple[int, str, str, str]:
     """How many PTX registers hold `size` bytes; the access, the constraint and the type of each."""
     if size >= 4:
@@ -234,15 +237,10 @@ def _words(size: int) -> tuple[int, str, str, str]:
 
 
 def _load(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
-    """`vec` elements as a vector, `fill` unless `inside`. They must be aligned to their size."""
+    """`vec` elements as a vector, `fill` (0 or -inf) unless `inside`. They must be aligned to their size."""
     itemsize = utils.bytewidth(element)
     count, access, constraint, word = _words(vec * itemsize)
-    word_type = ir.Type.parse(word)
-    bits = (
-        0
-        if fill == 0
-        else {4: 0xFF800000, 2: 0xFF80 if isinstance(element, ir.BF16Type) else 0xFC00}[itemsize]
-    )
+    bits = 0 if fill == 0 else _NEG_INF[str(element)]
     if itemsize == 2 and word == "i32":
         bits |= bits << 16
     names = ", ".join(f"${i}" for i in range(count))
@@ -251,35 +249,55 @@ def _load(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.V
         + "".join(f" mov.b{word[1:]} ${i}, {bits};" for i in range(count))
         + f" @p ld.global.{access} {f'{{{names}}}' if count > 1 else names}, [${count}]; }}"
     )
-    i32 = ir.IntegerType.get_signless(32)
-    words = llvm.inline_asm(
-        word_type if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join([word] * count)})>"),
-        [_address(pointer, offset, itemsize), arith.extui(i32, inside)],
-        code,
-        ",".join([f"=&{constraint}"] * count + ["l", "r"]),
-        has_side_effects=True,
-    )
-    parts = [words] if count == 1 else [llvm.extractvalue(word_type, words, [i]) for i in range(count)]
+    parts = _asm(code, constraint, count, [_address(pointer, offset, itemsize), _flag(inside)], ["l", "r"])
     if vec * itemsize == 1:
         parts = [arith.trunci(ir.IntegerType.get_signless(8), parts[0])]
     packed = _vector(parts)
     return vector.bitcast(ir.VectorType.get((vec,), element), packed)
 
 
+def _asm(code: str, constraint: str, count: int, operands: list, constraints: list[str]) -> list[Any]:
+    """`count` results of one type, of code that writes them before it has read all operands."""
+    word = ir.Type.parse({"r": "i32", "h": "i16"}[constraint])
+    results = word if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * count)})>")
+    out = llvm.inline_asm(
+        results,
+        operands,
+        code,
+        ",".join([f"=&{constraint}"] * count + constraints),
+        has_side_effects=True,
+    )
+    return [out] if count == 1 else [llvm.extractvalue(word, out, [i]) for i in range(count)]
+
+
+def _flag(condition: ir.Value) -> ir.Value:
+    return arith.extui(ir.IntegerType.get_signless(32), condition)
+
+
 def _load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
-    """`vec` bytes of a mask, 0 unless `inside`: at once where every row and column allows it."""
+    """`vec` bytes of a mask, 0 unless `inside`."""
     i8 = ir.IntegerType.get_signless(8)
     if columns == 1:
         (byte,) = _elements(_load(pointer, i8, 1, _offset(row, 1, _i32(0)), inside))
         return _vector([byte] * vec)
-    if columns % vec == 0:
-        return _load(pointer, i8, vec, _offset(row, columns, col), inside)
-    return _vector(
-        [
-            _elements(_load(pointer, i8, 1, _offset(row, columns, arith.addi(col, _i32(i))), inside))[0]
-            for i in range(vec)
-        ]
+    offset = _offset(row, columns, col)
+    if columns % vec == 0:  # every row and column is aligned
+        return _load(pointer, i8, vec, offset, inside)
+    # the aligned words around them, shifted; a buffer ends at a multiple of four bytes or later
+    count = vec // 4
+    words = [f"w{i}" for i in range(count + 1)]
+    code = (
+        "{ .reg .pred p, q; .reg .b64 a; .reg .b32 s, "
+        + ", ".join(words)
+        + f"; setp.ne.b32 p, ${count + 1}, 0; and.b64 a, ${count}, -4; cvt.u32.u64 s, ${count};"
+        + " and.b32 s, s, 3; shl.b32 s, s, 3; setp.ne.and.b32 q, s, 0, p;"
+        + "".join(f" mov.b32 {w}, 0;" for w in words)
+        + "".join(f" @{'pq'[i == count]} ld.global.b32 {w}, [a+{4 * i}];" for i, w in enumerate(words))
+        + "".join(f" shf.r.wrap.b32 ${i}, w{i}, w{i + 1}, s;" for i in range(count))
+        + " }"
     )
+    registers = _asm(code, "r", count, [_address(pointer, offset, 1), _flag(inside)], ["l", "r"])
+    return vector.bitcast(ir.VectorType.get((vec,), i8), _vector(registers))
 
 
 def _vector(parts: list[Any]) -> ir.Value:
@@ -307,7 +325,7 @@ def _store(pointer, register: ir.Value, vec: int, offset, inside) -> None:
     )
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
-        [_address(pointer, offset, itemsize), arith.extui(ir.IntegerType.get_signless(32), inside), *words],
+        [_address(pointer, offset, itemsize), _flag(inside), *words],
         code,
         ",".join(["l", "r"] + [constraint] * count),
         has_side_effects=True,

@@ -71,25 +71,24 @@ class _Part:
                 pieces.load(self.of_row(gmem).at[pl.ds(self.first + at, EDGE)], self.edge.layout)
                 for gmem in x_gmem
             ]
-            yield at, [block.astype(jnp.float32) for block in x], self._keep(mask_gmem, at, EDGE, 1), own
+            keep = None if self.mask is None else self._mask(mask_gmem, at, EDGE, 1) != 0
+            yield at, [block.astype(jnp.float32) for block in x], keep, own
 
     def elements(self, smem, i, size, fill):
         """The blocks of a step of the body, of each array."""
         return zip(*(self.row.load(s, i, size, fill) for s in smem), strict=True)
 
-    def keep(self, mask_gmem, i, size):
-        """The mask of each block of a step of the body, or None."""
-        return [
-            self._keep(mask_gmem, self.inner + at.start, held, self.plan.vec)
-            for at, held in self.row.blocks(i, size)
-        ]
-
-    def _keep(self, mask_gmem, at, held, vec):
+    def mask_blocks(self, mask_gmem, i):
+        """The mask of a step of the body, as blocks of int8; of no step, zeros. None without a mask."""
+        walk = self.plan.walk
         if self.mask is None:
-            return None
-        return direct.load_mask_block(
-            mask_gmem, self.mask.row(self.r), self.start + at, held, vec, interpret=self.interpret
-        )
+            return [None] * walk.group
+        starts = [i * walk.step + b * walk.block for b in range(walk.group)]
+        return [self._mask(mask_gmem, self.inner + at, walk.vocab - at, walk.vec) for at in starts]
+
+    def _mask(self, mask_gmem, at, held, vec):
+        row, start = self.mask.row(self.r), self.start + at
+        return direct.load_mask_block(mask_gmem, row, start, held, vec, interpret=self.interpret)
 
 
 def _launch(
@@ -136,8 +135,12 @@ def _launch(
                 t = t if condition is None else jnp.where(condition, t, fill)
             return t
 
+        def kept(blocks):
+            return [None if block is None else block != 0 for block in blocks]
+
         def absorb(i, size, state):
-            keeps = part.keep(mask_gmem, i, size)
+            total, blocks = state
+            keeps, following = kept(blocks), part.mask_blocks(mask_gmem, i + 1)  # a step ahead
             for barriers in landed:
                 plgpu.barrier_wait(barriers.at[i])
             terms = []
@@ -145,12 +148,12 @@ def _launch(
                 terms.append(term(x, keep))
                 if keep is not None and op.value is not None:  # so that the mask is read once
                     smem[-1][at] = jnp.where(keep, x[-1], fill).astype(dtype)
-            return op.reduction.absorb(state, terms)
+            return op.reduction.absorb(total, terms), following
 
         def reduce():
-            total = op.reduction.across(
-                part.row.sweep(absorb, jax.tree.map(part.row.full, op.reduction.empty))
-            )
+            lanes = jax.tree.map(part.row.full, op.reduction.empty)
+            lanes, _ = part.row.sweep(absorb, (lanes, part.mask_blocks(mask_gmem, 0)))
+            total = op.reduction.across(lanes)
             if not ends:
                 return total
             side = jax.tree.map(part.edge.full, op.reduction.empty)
@@ -185,7 +188,7 @@ def _launch(
                 return y if keep is None else jnp.where(keep, y, op.masked)
 
             def values(i, size):
-                keeps = part.keep(mask_gmem, i, size) if masked else [None] * -(-size // walk.block)
+                keeps = kept(part.mask_blocks(mask_gmem, i)) if masked else [None] * walk.group
                 return (value(x, keep) for x, keep in zip(part.elements(smem, i, size, fill), keeps))
 
             (out,) = out_gmem
