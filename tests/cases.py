@@ -5,6 +5,7 @@ Many rows make one array, so that a test costs one compilation per (V, dtype).
 
 import ml_dtypes
 import numpy as np
+import oracle
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
@@ -149,6 +150,35 @@ def rows(names, v, dtype=F32, seed=0):
 
 def cotangent(shape, dtype=F32, seed=1):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def operands(name, x, where=None):
+    """What the kernel of this name takes for the logits x: themselves, or y as it is stored and dy."""
+    if name in oracle.FORWARD:
+        return (x,)
+    y = getattr(oracle, name.removesuffix("_grad"))(x, -1, where)
+    dy = rows(["peaked", "normal", "integers"], x.shape[-1], x.dtype)
+    with np.errstate(all="ignore"):
+        return y.astype(x.dtype), np.resize(dy, x.shape)
+
+
+def spoilt(x, where):
+    """x with what must not be seen at masked positions."""
+    hidden = np.resize([np.nan, np.inf, -np.inf, largest(x.dtype), NEG_NAN], x.shape).astype(x.dtype)
+    return np.where(where, x, hidden)
+
+
+# How a mask may be broadcast to (2, 3, 2, V): whole, along the row, and along batch dimensions of every kind.
+BATCH = (2, 3, 2)
+BROADCASTS = ("bhqv", "111v", "bhq1", "b11v", "1h11", "b1q1", "1hqv", "1111")
+
+
+def broadcast_mask(pattern, shape, seed=3):
+    """A mask that broadcasts to the shape: of size 1 where the pattern says so; its first row masks all."""
+    size = [1 if letter == "1" else n for letter, n in zip(pattern, shape)]
+    mask = np.random.default_rng(seed).random(size) < 0.6
+    mask.reshape(-1, size[-1])[0] = False
+    return mask
 
 
 def masks(shape, seed=2):

@@ -82,8 +82,32 @@ def log_softmax_vjp(x, g, axis=-1, where=None):
 
 
 def logsumexp_vjp(x, g, axis=-1, where=None):
-    """g has the kept dimensions, so that it broadcasts against x."""
-    return _wide(g) * softmax(x, axis, where)
+    """g has the kept dimensions, so that it broadcasts against x. A +inf is NaN, the numbers beside it 0."""
+    x, kept = _wide(x), _kept(x, where)
+    beside = np.where(kept & (x == np.inf), np.nan, 0)
+    return _wide(g) * np.where(_max(x, kept, axis) == np.inf, beside, softmax(x, axis, where))
+
+
+def normalizer(x, where=None):
+    """m and d of the rows, along the last axis: of -inf, or of nothing, they are -inf and 0."""
+    x, kept = _wide(x), _kept(x, where)
+    m = _max(x, kept, -1)
+    with np.errstate(all="ignore"):
+        return m, _sum(np.exp(x - np.where(m == -np.inf, 0, m)), kept, -1)
+
+
+def softmax_grad(y, dy, where=None):
+    """The backward along the last axis by y as it was stored, rounded: 0 where masked."""
+    y, kept = _wide(y), _kept(y, where)
+    with np.errstate(all="ignore"):
+        return np.where(kept, y * (_wide(dy) - _sum(y * _wide(dy), kept, -1)), 0)
+
+
+def log_softmax_grad(y, dy, where=None):
+    """As softmax_grad; y is -inf where masked."""
+    y, kept = _wide(y), _kept(y, where)
+    with np.errstate(all="ignore"):
+        return np.where(kept, _wide(dy) - np.exp(y) * _sum(_wide(dy), kept, -1), 0)
 
 
 def order_key(x):
@@ -157,6 +181,29 @@ def logsumexp_unit(x, axis=None, where=None):
     return 1 + np.abs(logsumexp(x, axis, where))
 
 
+def normalizer_unit(x, where=None):
+    """Of d; m is exact. Each term of d has its own."""
+    x = _wide(x)
+    with np.errstate(all="ignore"):
+        terms = np.exp(x - normalizer(x, where)[0]) * _distance(x, -1, where)
+    return _sum(terms, _kept(x, where), -1)
+
+
+def softmax_grad_unit(y, dy, where=None):
+    """y times what is subtracted from what, in absolute values."""
+    y, dy, kept = np.abs(_wide(y)), np.abs(_wide(dy)), _kept(y, where)
+    with np.errstate(all="ignore"):
+        return y * (dy + _sum(y * dy, kept, -1))
+
+
+def log_softmax_grad_unit(y, dy, where=None):
+    """exp(y) is off by eps |y| of itself, its product with the sum is subtracted from dy."""
+    y, dy, kept = _wide(y), np.abs(_wide(dy)), _kept(y, where)
+    with np.errstate(all="ignore"):
+        p = np.where(y == -np.inf, 0, np.exp(y) * (1 + np.abs(y)))
+        return dy + p * _sum(dy, kept, -1)
+
+
 def softmax_vjp_unit(x, g, axis=-1, where=None):
     unit, kept, g = softmax_unit(x, axis, where), _kept(x, where), np.abs(_wide(g))
     return unit * (g + _sum(g * unit, kept, axis))
@@ -166,6 +213,12 @@ def log_softmax_vjp_unit(x, g, axis=-1, where=None):
     """p comes from log p, so that its relative error is eps * |log p|."""
     p, kept, g = softmax(x, axis, where), _kept(x, where), np.abs(_wide(g))
     return g + p * log_softmax_unit(x, axis, where) * _sum(g, kept, axis)
+
+
+def logsumexp_vjp_unit(x, g, axis=-1, where=None):
+    """By exp(x - m) / d; each term of d has its own unit."""
+    unit, kept = softmax_unit(x, axis, where), _kept(x, where)
+    return np.abs(_wide(g)) * (unit + softmax(x, axis, where) * _sum(unit, kept, axis))
 
 
 def fused_topk_unit(x, k, where=None, temperature=1.0, log=False):
@@ -207,7 +260,12 @@ def slack(dtype):
 
 
 def error_units(got, want, unit, *, slack_times=1.0):
-    """The largest error of `got` in units of eps * unit; infinite where NaN or inf do not agree.
+    """The largest error of `got` in units of eps * unit; infinite where NaN or inf do not agree."""
+    return float(units(got, want, unit, slack_times=slack_times).max(initial=0))
+
+
+def units(got, want, unit, *, slack_times=1.0):
+    """The error of each element of `got`, as for `error_units`.
 
     `want` is rounded to the dtype of `got` before it is asked whether it is infinite.
     """
@@ -221,5 +279,60 @@ def error_units(got, want, unit, *, slack_times=1.0):
         agree = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
         off = np.maximum(np.abs(wide - want) - slack_times * slack(got.dtype), 0)
         units = np.where(off == 0, 0, off / (eps(got.dtype) * unit))
-    units = np.where(special, np.where(agree, 0, np.inf), np.where(np.isfinite(wide), units, np.inf))
-    return float(units.max(initial=0))
+    return np.where(special, np.where(agree, 0, np.inf), np.where(np.isfinite(wide), units, np.inf))
+
+
+# --- What the kernels are held to ---------------------------------------------------------------------
+
+# In float32, in units of eps. Half a unit each for x - m, its product with log2(e), the sum's reciprocal and
+# the product with it, one or two for exp; the sum's chains are short (a lane adds V / 512) and its terms
+# positive, so a relative error there stays of the order of a unit.
+UNITS = 4.0
+
+FORWARD = ("softmax", "log_softmax", "logsumexp")
+BACKWARD = ("softmax_grad", "log_softmax_grad")
+OPERATIONS = FORWARD + BACKWARD
+
+
+def expected(name, arrays, where=None):
+    """The result of a kernel on rows, along the last axis; its unit; and how many slacks flushing may cost."""
+    x = arrays[-1]
+    if name == "logsumexp":  # the relative error of d is an absolute one of its logarithm
+        with np.errstate(all="ignore"):
+            of_d = np.nan_to_num(normalizer_unit(x, where) / normalizer(x, where)[1])
+        return logsumexp(x, -1, where, True), 1 + np.abs(logsumexp(x, -1, where, True)) + of_d, 1.0
+    value, unit = {
+        "softmax": (softmax, softmax_unit),
+        "log_softmax": (log_softmax, log_softmax_unit),
+        "softmax_grad": (softmax_grad, softmax_grad_unit),
+        "log_softmax_grad": (log_softmax_grad, log_softmax_grad_unit),
+    }[name]
+    slack_times = 1.0
+    if name in BACKWARD:
+        y, x = arrays = arrays[0], np.where(_kept(x, where), x, np.zeros_like(x))
+        if x.dtype != np.float16:  # whose denormals are none in float32
+            # a denormal y, or exp(y), may be flushed before it is scaled
+            with np.errstate(invalid="ignore"):
+                terms = np.abs(_wide(x) if name == "log_softmax_grad" else _wide(y) * _wide(x))
+            slack_times = np.nan_to_num(1 + np.abs(_wide(x)) + np.sum(terms, -1, keepdims=True), nan=1)
+    return value(*arrays, where=where), unit(*arrays, where=where), slack_times
+
+
+def assert_close(got, want, unit, names, slack=1.0):
+    """Within UNITS in float32; a 16-bit result is that, rounded once. `slack` scales what flushing may cost."""
+    got = np.asarray(got)
+    limit = UNITS
+    if got.dtype.itemsize == 2:
+        unit, limit = stored_unit(want, unit, got.dtype), 1.0
+    worst = units(got, want, unit, slack_times=slack).max(-1, initial=0).ravel()
+    assert len(worst) == len(names)
+    wrong = [f"{name}: {error} units" for name, error in zip(names, worst) if not error <= limit]
+    assert not wrong, "; ".join(wrong)
+
+
+def assert_operation(name, got, arrays, names, where=None):
+    """The kernel's result is that of the oracle on the same rows; `names` are the rows'."""
+    got = np.asarray(got)
+    assert got.dtype == arrays[-1].dtype
+    want, unit, slack_times = expected(name, arrays, where)
+    assert_close(got, want, unit, names, slack_times)

@@ -6,6 +6,8 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import oracle
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,15 +17,18 @@ import pallas_softmax as ps
 from pallas_softmax import dispatch
 from pallas_softmax.dispatch import Call, Choice
 from pallas_softmax.mosaic_gpu import launch, pieces
+from pallas_softmax.mosaic_gpu.launch import Tile
 
 FREE = settings(max_examples=200, deadline=None, derandomize=True)
-X = jax.ShapeDtypeStruct((128, 4096), jnp.float32)
+X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
 HOPPER = (9, 0)
-OPS = {"softmax": None, "softmax_grad": None, "topk": 5}
+CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
+OPS = (*oracle.OPERATIONS, "topk")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def call(op="softmax", dtype="float32", rows=128, vocab=4096, **kwargs):
-    return Call(op, dtype, rows, vocab, **({"k": OPS.get(op)} | kwargs))
+def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
+    return Call(op, dtype, rows, vocab, **({"k": 5 if op == "topk" else None} | kwargs))
 
 
 def named(f, name):
@@ -44,23 +49,30 @@ def device(kind):
 
 # (what is changed in a supported call, compute capability, the reason)
 UNSUPPORTED = {
-    "op": (dict(op="log_softmax"), HOPPER, "no kernel for log_softmax"),
     "A100": (dict(), (8, 0), "compute capability 9.0 or newer, not 8.0"),
     "L4": (dict(), (8, 9), "not 8.9"),
     "float64": (dict(dtype="float64"), HOPPER, "no kernel for float64, only float32, bfloat16, float16"),
     "int32": (dict(op="topk", dtype="int32"), HOPPER, "no kernel for int32"),
     "float8": (dict(dtype="float8_e4m3fn"), HOPPER, "no kernel for float8_e4m3fn"),
-    "masked": (dict(masked=True), HOPPER, "where"),
     "no rows": (dict(rows=0), HOPPER, "empty"),
     "no columns": (dict(vocab=0), HOPPER, "empty"),
-    "axis": (dict(trailing=False), HOPPER, "not contiguous"),
-    "alignment": (dict(vocab=50257), HOPPER, "rows of 50257 float32 .* 16 bytes"),
-    "alignment of 16 bits": (dict(vocab=4, dtype="bfloat16"), HOPPER, "rows of 4 bfloat16 .* 16 bytes"),
-    "long row": (dict(vocab=128256), HOPPER, r"needs \d+ bytes of shared memory, a CTA has 232448"),
-    "long row backward": (dict(op="softmax_grad", vocab=40000), HOPPER, "shared memory"),
-    "small shared memory": (dict(vocab=30000), (12, 0), "a CTA has 101376"),
+    "2^31 elements": (
+        dict(rows=50001, vocab=50257),
+        HOPPER,
+        "neither V nor number is a multiple of 4, 50001 x 50257",
+    ),
     "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 128"),
     "k=129": (dict(op="topk", k=129), HOPPER, "k=129 is not from 1 to 128"),
+    "masked top-k": (dict(op="topk", masked=True), HOPPER, "where"),
+    "axis of top-k": (dict(op="topk", trailing=False), HOPPER, "not contiguous"),
+    "alignment": (dict(op="topk", vocab=50257), HOPPER, "rows of 50257 float32 .* 16 bytes"),
+    "of 16 bits": (dict(op="topk", vocab=4, dtype="bfloat16"), HOPPER, "rows of 4 bfloat16 .* 16 bytes"),
+    "long row": (
+        dict(op="topk", vocab=128256),
+        HOPPER,
+        r"needs \d+ bytes of shared memory, a CTA has 232448",
+    ),
+    "small shared memory": (dict(op="topk", vocab=30000), (12, 0), "a CTA has 101376"),
 }
 
 
@@ -68,28 +80,41 @@ UNSUPPORTED = {
 def test_the_reason_names_what_is_unsupported(case):
     changes, capability, reason = UNSUPPORTED[case]
     given = call(**changes)
-    assert launch.unsupported(call(op=given.op if given.op in OPS else "softmax"), HOPPER) is None
+    assert launch.unsupported(call(op=given.op), HOPPER) is None
     got = launch.unsupported(given, capability)
     assert got is not None
     assert re.search(reason, got), got
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3), (12, 0)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_supported(op, dtype, capability):
     for rows, vocab in [(1, 8), (128, 4096), (2**31, 1000)]:
         assert launch.unsupported(call(op, dtype, rows, vocab), capability) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", oracle.OPERATIONS)
+def test_softmax_is_supported_at_every_length_and_alignment(op, dtype):
+    for rows, vocab in [(1, 1), (7, 127), (1, 50257), (3, 1000003), (50000, 50257), (2**20, 262144)]:
+        for more in (dict(), dict(masked=True), dict(trailing=False)):
+            assert launch.unsupported(call(op, dtype, rows, vocab, **more), HOPPER) is None
+
+
 def test_slower():
-    """Supported, but left to XLA unless the kernel is named. Top-k is never slower."""
-    assert launch.slower(call()) is None
-    assert launch.slower(call(dtype="bfloat16")) is None
-    assert "128 rows" in launch.slower(call(rows=127))
-    assert "8 KB" in launch.slower(call(vocab=2044))
-    assert "8 KB" in launch.slower(call(dtype="bfloat16", vocab=4088))
-    assert launch.slower(call("topk", rows=1, vocab=128)) is None
+    """Supported, but left to XLA unless the kernel is named."""
+    assert "transposed" in launch.slower(call(trailing=False))
+    assert "float32 rows" in launch.slower(call(vocab=4096))
+    for kernel in (
+        call(),
+        call(vocab=4095),
+        call(vocab=4096, masked=True),
+        call(vocab=4096, dtype="bfloat16"),
+        call("log_softmax", vocab=4096),
+        call("topk", rows=1, vocab=128),
+    ):
+        assert launch.slower(kernel) is None
 
 
 # --- choose -------------------------------------------------------------------------------------------
@@ -98,10 +123,10 @@ def test_slower():
 def test_the_first_that_supports_the_call_is_chosen():
     choice = dispatch.choose(call(), None)
     assert choice == Choice(call(), "mosaic_gpu", "xla")
-    assert str(choice) == "softmax float32[128, 4096]: mosaic_gpu on cuda, xla elsewhere"
+    assert str(choice) == "softmax float32[128, 16384]: mosaic_gpu on cuda, xla elsewhere"
 
 
-@pytest.mark.parametrize("changes", [dict(rows=127), dict(vocab=2044)], ids=str)
+@pytest.mark.parametrize("changes", [dict(trailing=False), dict(vocab=4096)], ids=str)
 def test_what_is_slower_must_be_named(changes):
     slow = call(**changes)
     choice = dispatch.choose(slow, None)
@@ -111,19 +136,19 @@ def test_what_is_slower_must_be_named(changes):
 
 
 def test_all_reasons_are_kept_in_the_order_of_preference():
-    choice = dispatch.choose(call(masked=True), None)
+    choice = dispatch.choose(call(trailing=False), None)
     assert [name for name, _ in choice.reasons] == ["mosaic_gpu", "triton"]
-    assert str(choice).startswith("softmax float32[128, 4096]: xla (mosaic_gpu: ")
+    assert str(choice).startswith("softmax float32[128, 16384]: xla (mosaic_gpu: ")
     assert "; triton: " in str(choice)
 
 
 def test_str_of_a_named_choice():
     assert str(dispatch.choose(call("topk"), "mosaic_gpu")) == (
-        "topk float32[128, 4096], k=5: mosaic_gpu on cuda only"
+        "topk float32[128, 16384], k=5: mosaic_gpu on cuda only"
     )
-    assert str(dispatch.choose(call(), "xla")) == "softmax float32[128, 4096]: xla"
+    assert str(dispatch.choose(call(), "xla")) == "softmax float32[128, 16384]: xla"
     nothing = dispatch.choose(call(dtype="float64"), "mosaic_gpu")
-    assert str(nothing).startswith("softmax float64[128, 4096]: nothing (mosaic_gpu: no kernel for float64")
+    assert str(nothing).startswith("softmax float64[128, 16384]: nothing (mosaic_gpu: no kernel for float64")
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "XLA", "mosaic"])
@@ -143,24 +168,39 @@ def test_calls_and_choices_are_values():
 
 # --- A named implementation runs or raises ------------------------------------------------------------
 
-REFUSED = {
+both = pytest.mark.parametrize("function", [ps.softmax, topk], ids=["softmax", "topk"])
+REFUSED = {  # (the call, the reason)
     "dtype": (lambda f: f(jnp.ones((2, 8), "float8_e4m3fn")), "no kernel for float8_e4m3fn"),
+    "empty": (lambda f: f(jnp.ones((0, 8))), "empty"),
+}
+REFUSED_BY_TOPK = {
     "where": (lambda f: f(jnp.ones((2, 8)), where=jnp.ones((2, 8), bool)), "where"),
     "axis": (lambda f: f(jnp.ones((8, 2)), axis=0), "not contiguous"),
     "alignment": (lambda f: f(jnp.ones((2, 7))), "rows of 7 float32"),
-    "empty": (lambda f: f(jnp.ones((0, 8))), "empty"),
     "length": (lambda f: f(jax.ShapeDtypeStruct((2, 128256), "float32")), "shared memory"),
 }
 
 
+def traced(function):
+    """Only traced, with the kernel named."""
+    f = named(function, "mosaic_gpu")
+    return lambda x, **kwargs: jax.eval_shape(lambda x: f(x, **kwargs), x)
+
+
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("function", [ps.softmax, topk], ids=["softmax", "topk"])
+@both
 def test_unsupported_raises_at_trace(function, case):
     run, reason = REFUSED[case]
-    f = named(function, "mosaic_gpu")
-    with pytest.raises(NotImplementedError, match=reason) as error:
-        run(lambda x, **kwargs: jax.eval_shape(lambda x: f(x, **kwargs), x))
-    assert "implementation='mosaic_gpu' cannot run" in str(error.value)
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run.*{reason}"):
+        run(traced(function))
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_TOPK)
+def test_what_only_topk_refuses(case):
+    run, reason = REFUSED_BY_TOPK[case]
+    run(traced(ps.softmax))
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run.*{reason}"):
+        run(traced(topk))
 
 
 @pytest.mark.parametrize("k", [0, 129])
@@ -169,7 +209,7 @@ def test_unsupported_k_raises_at_trace(k):
         jax.eval_shape(lambda x: ps.fused_topk(x, k, implementation="mosaic_gpu"), X)
 
 
-@pytest.mark.parametrize("function", [ps.softmax, topk], ids=["softmax", "topk"])
+@both
 def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
     """The same trace may be lowered for CUDA."""
     traced = jax.jit(named(function, "mosaic_gpu")).trace(X)
@@ -178,14 +218,6 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU.*lowered for cpu"):
         named(function, "mosaic_gpu")(jnp.ones((2, 8)))
-
-
-def test_a_forward_that_fits_runs_though_its_backward_does_not():
-    x = jax.ShapeDtypeStruct((128, 50000), "float32")
-    f = named(ps.softmax, "mosaic_gpu")
-    jax.eval_shape(f, x)
-    with pytest.raises(NotImplementedError, match="softmax_grad.*shared memory"):
-        jax.eval_shape(jax.grad(lambda x: f(x).sum()), x)
 
 
 # --- The device ---------------------------------------------------------------------------------------
@@ -223,7 +255,7 @@ def test_a_named_kernel_refuses_the_abstract_device():
 def test_hopper_where_no_gpu_is_visible():
     if any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("a GPU is visible")
-    assert dispatch._capability() == HOPPER
+    assert dispatch.capability() == HOPPER
 
 
 # --- explain ------------------------------------------------------------------------------------------
@@ -244,9 +276,14 @@ def test_explain_of_a_call():
 def test_explain_of_a_gradient():
     got = ops(ps.explain(jax.grad(lambda x: ps.softmax(x).sum()), X))
     assert got == [("softmax", "mosaic_gpu"), ("softmax_grad", "mosaic_gpu")]
-    long = jax.ShapeDtypeStruct((128, 50000), "float32")
-    got = ops(ps.explain(jax.grad(lambda x: ps.softmax(x).sum()), long))
-    assert got == [("softmax", "mosaic_gpu"), ("softmax_grad", "xla")]
+    short = jax.ShapeDtypeStruct((128, 4096), "float32")
+    got = ops(ps.explain(jax.grad(lambda x: ps.softmax(x).sum()), short))
+    assert got == [("softmax", "xla"), ("softmax_grad", "mosaic_gpu")]
+
+
+def test_explain_of_logsumexp_is_one_line():
+    """Its backward is always plain, elementwise."""
+    assert ops(ps.explain(jax.grad(lambda x: ps.logsumexp(x, -1).sum()), X)) == [("logsumexp", "mosaic_gpu")]
 
 
 def test_explain_of_a_function_of_ones_own():
@@ -254,16 +291,16 @@ def test_explain_of_a_function_of_ones_own():
         p = ps.softmax(x[:, :-1] @ weights["w"])
         return ps.fused_topk(p, 3), ps.logsumexp(x)
 
-    weights = {"w": jax.ShapeDtypeStruct((4095, 2048), "float32")}
+    weights = {"w": jax.ShapeDtypeStruct((16383, 16000), "float32")}
     got = [choice for choice in ps.explain(f, X, weights) if not choice.call.op.endswith("_grad")]
-    assert ops(got) == [("softmax", "mosaic_gpu"), ("topk", "mosaic_gpu"), ("logsumexp", "xla")]
-    assert got[0].call.vocab == 2048
+    assert ops(got) == [("softmax", "mosaic_gpu"), ("topk", "mosaic_gpu"), ("logsumexp", "mosaic_gpu")]
+    assert got[0].call.vocab == 16000
 
 
 def test_explain_of_what_cannot_run_gives_the_reason():
-    choice = ps.explain(named(ps.softmax, "mosaic_gpu"), jax.ShapeDtypeStruct((2, 7), "float32"))[-1]
+    choice = ps.explain(named(ps.softmax, "mosaic_gpu"), jax.ShapeDtypeStruct((2, 0), "float32"))[-1]
     assert choice.cuda is None
-    assert "rows of 7 float32" in str(choice)
+    assert "empty" in str(choice)
 
 
 def test_explain_passes_other_errors_on():
@@ -285,50 +322,153 @@ def test_explain_computes_nothing():
         jax.debug.callback(lambda: ran.append(None))
         return ps.softmax(x)
 
-    assert ps.explain(f, jax.ShapeDtypeStruct((2**40, 4096), "float32"))[0].cuda == "mosaic_gpu"
-    ps.explain(f, jnp.ones((128, 4096)))
+    assert ps.explain(f, jax.ShapeDtypeStruct((2**40, 16384), "float32"))[0].cuda == "mosaic_gpu"
+    ps.explain(f, jnp.ones((128, 16384)))
     jax.effects_barrier()
     assert ran == []
 
 
-# --- launch.walk --------------------------------------------------------------------------------------
+# --- Launch choices -----------------------------------------------------------------------------------
 
-rows_of_16_bytes = st.integers(1, 16 * 1024)  # up to 256 KB: beyond shared memory
+# The documented shapes on Hopper: CTAs of a row ("tile": its rows in registers), one launch or two.
+PLANS = {
+    ("softmax", 1, 1, "float32"): "tile",
+    ("softmax", 4000, 1000, "float32"): "tile",
+    ("softmax_grad", 4000, 5000, "bfloat16"): "tile",
+    ("softmax", 4096, 10000, "bfloat16"): "tile",
+    ("softmax", 4000, 25000, "float32"): (1, 1),
+    ("softmax", 4096, 50257, "bfloat16"): (4, 1),
+    ("softmax", 1, 50257, "float32"): (8, 1),
+    ("softmax", 512, 128256, "bfloat16"): (8, 1),
+    ("log_softmax", 512, 151936, "bfloat16"): (8, 1),
+    ("logsumexp", 4096, 262144, "bfloat16"): (16, 1),
+    ("softmax_grad", 1024, 262144, "float32"): (16, 1),
+    ("softmax", 1, 1000003, "float32"): (256, 2),
+}
+
+
+@pytest.mark.parametrize("shape", PLANS, ids=str)
+def test_plan(shape):
+    plan = launch.plan(*shape, HOPPER)
+    got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
+    assert got == PLANS[shape]
+
+
+lengths = st.one_of(st.integers(1, 20_000), st.integers(1, 3_000_000))
+
+
+@settings(FREE, max_examples=1000)
+@given(
+    st.sampled_from(oracle.OPERATIONS),
+    st.integers(1, 5000),
+    lengths,
+    st.sampled_from(DTYPES),
+    st.sampled_from(CAPABILITIES),
+)
+@example("softmax", 16, 5121, "bfloat16", HOPPER)  # the shortest parts
+@example("log_softmax_grad", 1, 2561, "float32", HOPPER)
+@example("softmax_grad", 3, 262143, "float32", (12, 0))
+def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
+    plan = launch.plan(op, rows, vocab, dtype, capability)
+    if isinstance(plan, Tile):
+        check_tile(plan, vocab)
+    else:
+        check_parts(plan, rows, vocab, jnp.dtype(dtype).itemsize)
+        arrays = 2 if op in oracle.BACKWARD else 1
+        smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
+        assert (
+            arrays * plan.walk.padded * jnp.dtype(dtype).itemsize + 2048 <= smem
+        )  # barriers, and what is sent
+
+
+def check_tile(tile, vocab):
+    """Vectors are whole; a thread holds no more than its registers do, and none only padding in every step."""
+    columns = tile.lanes * tile.vec * tile.steps
+    assert vocab % tile.vec == 0
+    assert columns - tile.lanes * tile.vec < vocab <= columns
+    assert tile.lanes in (2, 4, 8, 16, 32, launch.WARPGROUP)
+    assert tile.rows % (launch.WARPGROUP // tile.lanes) == 0
+    assert tile.rows * columns <= 12288
+
+
+def check_parts(plan, rows, vocab, itemsize):
+    """What the parts own is the row; what they hold lies in it; what is copied in bulk, on 16 bytes."""
+    starts = np.asarray(plan.start(np.arange(plan.count + 1)))
+    owned = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == vocab
+    assert (0 < owned).all() and (owned <= plan.length).all() and (plan.length - owned <= plan.unit).all()
+    assert (starts[:-1] + plan.length <= vocab).all()
+    assert plan.count <= 16 or not plan.cluster
+    assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
+    assert plan.walk.steps <= 32  # unrolled
+    together = launch.aligned_view(rows, vocab, plan.vec)[-1] // vocab
+    firsts = np.add.outer(np.arange(min(together, plan.vec)) * vocab, starts[:-1])
+    if not plan.edges:
+        assert (owned == plan.length).all() and plan.body == plan.length
+        assert (firsts % plan.vec == 0).all()
+        return
+    inner = launch.EDGE - firsts % plan.vec  # where the body of a part starts: in reach of its first elements
+    assert ((firsts + inner) % plan.vec == 0).all()
+    assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
+    assert (inner + plan.body >= plan.length - launch.EDGE).all() and plan.length >= launch.EDGE
 
 
 @FREE
-@given(rows_of_16_bytes, st.sampled_from(["float32", "bfloat16", "float16"]), st.sampled_from(list(OPS)))
-@example(1, "float32", "softmax")
-@example(216 * 64, "bfloat16", "topk")
-def test_walk(accesses, dtype, op):
-    """The steps hold each element once; what is supported fits the barriers and the shared memory."""
-    itemsize = jnp.dtype(dtype).itemsize
-    vocab = accesses * 16 // itemsize
-    walk = launch.walk(vocab, dtype, op)
+@given(st.integers(1, 100), st.integers(1, 10**6), st.sampled_from([4, 8]))
+def test_aligned_view(rows, vocab, vec):
+    """All elements; every row of the view starts on 16 bytes and holds whole rows, as few as can be."""
+    view = launch.aligned_view(rows, vocab, vec)
+    assert math.prod(view) == rows * vocab
+    assert view[-1] % vocab == 0
+    if len(view) == 2:
+        assert view[-1] % vec == 0
+        assert view[-1] // vocab == min(n for n in (1, 2, 4, 8) if n * vocab % vec == 0)
+    else:
+        assert not any(rows % n == 0 and n * vocab % vec == 0 for n in (1, 2, 4, 8))
+
+
+@FREE
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=5))
+def test_mask_rows_are_those_of_broadcasting(dimensions):
+    batch = tuple(n for n, _ in dimensions)
+    mask = tuple(1 if broadcast else n for n, broadcast in dimensions)
+    of_mask = np.arange(math.prod(mask)).reshape(mask)
+    rows = np.arange(math.prod(batch))
+    want = np.broadcast_to(of_mask, batch).ravel()
+    np.testing.assert_array_equal(launch.mask_rows(mask, batch)(rows), want)
+
+
+@FREE
+@given(st.integers(1, 16 * 1024), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4, 8]))
+@example(1, 4, 8)
+@example(216 * 64, 8, 4)
+def test_walk(accesses, vec, group):
+    """The steps hold each element once."""
+    walk = launch.Walk(accesses * vec, vec, group)
     sizes = [walk.step] * walk.full + [walk.left] * (walk.left > 0)
     assert len(sizes) == walk.steps >= 1
-    assert sum(sizes) == vocab
+    assert sum(sizes) == walk.vocab
     row, end = pieces.Row(walk, interpret=True), 0
     for i, size in enumerate(sizes):
         assert i * walk.step == end
-        assert size * itemsize % 16 == 0  # a bulk copy
+        assert size % vec == 0  # a bulk copy
         for at, held in row.blocks(i, size):
             assert at.start == end
             assert 0 < held <= at.size == walk.block
             assert end + walk.block <= walk.padded
             end += held
-    assert end == vocab
-    assert walk.padded - vocab < walk.block
-    if launch.unsupported(call(op, dtype, vocab=vocab), HOPPER) is None:
-        assert walk.steps <= 32
-        held = 2 if op == "softmax_grad" else 1
-        assert held * walk.padded * itemsize < 227 * 1024
+    assert end == walk.vocab
+    assert walk.padded - walk.vocab < walk.block
 
 
 @FREE
-@given(st.integers(1, 2**20), st.sampled_from(["float32", "bfloat16", "float16"]), st.sampled_from(list(OPS)))
-def test_a_longer_row_is_supported_only_if_a_shorter_one_is(vocab, dtype, op):
-    vec = 16 // jnp.dtype(dtype).itemsize
-    vocab = math.ceil(vocab / vec) * vec
-    if launch.unsupported(call(op, dtype, vocab=vocab + vec), HOPPER) is None:
-        assert launch.unsupported(call(op, dtype, vocab=vocab), HOPPER) is None
+@given(st.integers(1, 2**17), st.sampled_from(DTYPES), st.sampled_from([1, 5, 128]))
+def test_topk_takes_what_fits_and_every_shorter_row(accesses, dtype, k):
+    itemsize = jnp.dtype(dtype).itemsize
+    vec = 16 // itemsize
+    fits = launch.unsupported(call("topk", dtype, vocab=accesses * vec, k=k), HOPPER) is None
+    walk = launch.walk(accesses * vec, dtype, "topk")
+    if fits:
+        assert walk.steps <= 32 and walk.padded * itemsize < 227 * 1024
+    if launch.unsupported(call("topk", dtype, vocab=accesses * vec + vec, k=k), HOPPER) is None:
+        assert fits

@@ -3,6 +3,8 @@
 What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX itself (test_gpu.py).
 """
 
+import dataclasses
+
 import cases
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ import oracle
 import pytest
 from cases import BF16, F16, F32
 
-from pallas_softmax.mosaic_gpu import candidates, softmax_kernel, topk_kernel
+from pallas_softmax.mosaic_gpu import candidates, launch, softmax_kernel, topk_kernel
+from pallas_softmax.mosaic_gpu.launch import Parts, Tile
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -20,44 +23,6 @@ except ImportError:  # jax 0.10
 INTERPRET = InterpretGPUParams()
 ALL = [*cases.FINITE, *cases.SPECIAL]  # 31 rows, a prime
 FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
-
-# In float32, in units of eps (see oracle.py). Half a unit each for x - m, its product with log2(e), the sum's
-# reciprocal and the product with it, one or two for exp; the sum's chains are short (a lane adds V / 512) and
-# its terms positive, so a relative error there stays of the order of a unit.
-UNITS = 4.0
-
-
-def assert_close(got, want, unit, names, slack=1.0):
-    """Within UNITS in float32; a 16-bit result is that, rounded once. `slack` scales what flushing may cost."""
-    got = np.asarray(got)
-    limit = UNITS
-    if got.dtype in (BF16, F16):
-        unit, limit = oracle.stored_unit(want, unit, got.dtype), 1.0
-    slack = np.broadcast_to(slack, got.shape)
-    for i, name in enumerate(names):
-        error = oracle.error_units(got[i], want[i], unit[i], slack_times=slack[i])
-        assert error <= limit, f"{name}: {error} units"
-
-
-def assert_softmax(got, x, names):
-    assert got.dtype == x.dtype
-    assert_close(got, oracle.softmax(x), oracle.softmax_unit(x), names)
-
-
-def assert_softmax_grad(got, y, dy, names):
-    """Against the formula on y itself, as the kernel gets it: already rounded."""
-    assert got.dtype == y.dtype
-    y, dy = y.astype(np.float64), dy.astype(np.float64)
-    with np.errstate(all="ignore"):
-        want = y * (dy - np.sum(y * dy, -1, keepdims=True))
-        scale = np.abs(dy) + np.sum(np.abs(y * dy), -1, keepdims=True)
-    # a denormal y may be flushed before it is scaled; those of float16 are no denormals in float32
-    assert_close(got, want, np.abs(y) * scale, names, slack=1 if got.dtype == F16 else 1 + scale)
-
-
-def probabilities(names, v, dtype):
-    with np.errstate(all="ignore"):
-        return oracle.softmax(cases.rows(names, v, dtype)).astype(dtype)
 
 
 def assert_topk(x, temperature, k, names):
@@ -75,7 +40,7 @@ def assert_topk(x, temperature, k, names):
         p = np.exp((logits - np.asarray(m)) / t) / np.asarray(d)
     # 1 / temperature is rounded once, and multiplied: one more unit each way
     unit = 1.5 * oracle.fused_topk_unit(x, k, temperature=_scalar(temperature))
-    assert_close(p.astype(F32), want, unit, names)
+    oracle.assert_close(p.astype(F32), want, unit, names)
 
 
 def _scalar(temperature):
@@ -85,46 +50,143 @@ def _scalar(temperature):
 ONE = np.ones(1, F32)
 
 
-# --- softmax ------------------------------------------------------------------------------------------
+# --- softmax, log_softmax, logsumexp and their backwards ----------------------------------------------
 
-# From less than one access of every thread over exact blocks to several steps; all aligned to 16 bytes only.
-SOFTMAX = [
-    (4, F32, ALL),
-    (128, F32, FEW),
+each = pytest.mark.parametrize("name", oracle.OPERATIONS)
+
+
+def run(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
+    """The kernel's result, in the dtype in which the public functions return it."""
+    axes = tuple(a % arrays[0].ndim for a in axes)
+    arrays = [jnp.asarray(a) for a in arrays]
+    where = None if where is None else jnp.asarray(where)
+    out = softmax_kernel.rows(name, arrays, where, axes, plan=plan, interpret=interpret)[0]
+    return np.asarray(out.astype(arrays[-1].dtype))
+
+
+def check(name, x, names, where=None, plan=None, interpret=INTERPRET):
+    arrays = cases.operands(name, x, where)
+    if where is not None:
+        arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
+    got = run(name, arrays, where, plan=plan, interpret=interpret)
+    oracle.assert_operation(name, got, arrays, names, where)
+
+
+# Rows over 2 to 128 lanes, and several of them in a CTA; whole vectors and not; several vectors a lane.
+TILES = [
+    (1, F32, FEW),
+    (2, BF16, FEW),
+    (7, F16, FEW),
+    (127, F32, FEW),
+    (128, BF16, FEW),
+    (129, F16, FEW),
     (1000, F32, ALL),
-    (4096 + 8, F32, FEW[:4]),
-    (10000, F32, FEW[:4]),
-    (8, BF16, FEW),
     (1000, BF16, ALL),
-    (10000, BF16, FEW[:4]),
-    (8, F16, FEW),
-    (4096 + 8, F16, FEW),
+    (1003, F16, FEW),
+    (5000, F32, FEW[:3]),
+    (129, F32, FEW[:1]),
 ]
-softmax_cases = pytest.mark.parametrize(
-    ("v", "dtype", "names"), SOFTMAX, ids=[f"{v}-{d}" for v, d, _ in SOFTMAX]
-)
 
 
-@softmax_cases
-def test_softmax(v, dtype, names):
-    x = cases.rows(names, v, dtype)
-    assert_softmax(softmax_kernel.softmax_rows(x, interpret=INTERPRET), x, names)
+@pytest.mark.parametrize(("v", "dtype", "names"), TILES, ids=[f"{len(n)}x{v}-{d}" for v, d, n in TILES])
+@each
+def test_short_rows(name, v, dtype, names):
+    plan = launch.plan(name, len(names), v, dtype, (9, 0))
+    assert isinstance(plan, Tile)
+    if name == "logsumexp" and dtype != F32:  # XLA for CPUs loses the NaN in max(x.astype("float32"), 1)
+        names = [n for n in names if n not in ("nan_and_inf", "everything")]
+    few = dataclasses.replace(plan, rows=min(plan.rows, 4))  # the interpreter is slow at many, one by one
+    check(name, cases.rows(names, v, dtype), names, plan=few)
 
 
-@softmax_cases
-def test_softmax_grad(v, dtype, names):
-    """dy has outliers; the rows of y that are NaN make the gradient NaN."""
-    y = probabilities(names, v, dtype)
-    dy = np.resize(cases.rows(["peaked", "normal", "integers"], v, dtype), y.shape)
-    assert_softmax_grad(softmax_kernel.softmax_grad_rows(y, dy, interpret=INTERPRET), y, dy, names)
+# One CTA a row: exact blocks; several steps, the last short. Rows and parts off 16 bytes; parts that overlap,
+# or are all alike; the rows alone, or as many as together are a multiple of 16 bytes.
+PARTS = [
+    (Parts(1024, 4, 2, 1, True), F32, ALL),
+    (Parts(5000, 8, 2, 1, True), BF16, FEW),
+    (Parts(1003, 4, 2, 1, True), F32, ALL),
+    (Parts(1003, 8, 1, 2, False), BF16, FEW),
+    (Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]),
+    (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
+    (Parts(1000, 4, 2, 3, False), F32, FEW),
+    (Parts(1024, 8, 1, 2, False), BF16, FEW),
+]
+parts = pytest.mark.parametrize(("plan", "dtype", "names"), PARTS, ids=str)
 
 
-def test_softmax_grad_of_special_cotangents():
-    dy = cases.rows(ALL, 128)
-    y = probabilities(["normal"], 128, F32).repeat(len(ALL), 0)
-    finite = [i for i, name in enumerate(ALL) if name != "huge"]  # its sum may overflow in float32
-    got = np.asarray(softmax_kernel.softmax_grad_rows(y, dy, interpret=INTERPRET))
-    assert_softmax_grad(got[finite], y[finite], dy[finite], [ALL[i] for i in finite])
+@parts
+@each
+def test_long_rows(name, plan, dtype, names):
+    check(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
+
+
+def test_parts_are_of_every_kind():
+    """Aligned to 16 bytes or not; views of one dimension and of two; parts that overlap."""
+    views = [launch.aligned_view(len(names), plan.vocab, plan.vec) for plan, _, names in PARTS]
+    assert {(len(view), plan.edges) for view, (plan, *_) in zip(views, PARTS)} == {
+        (2, False),
+        (2, True),
+        (1, True),
+    }
+    assert any(plan.length * plan.count > plan.vocab for plan, *_ in PARTS)
+
+
+# Every broadcast for short rows; for long ones those that differ along the row.
+MASKED = [(None, pattern) for pattern in cases.BROADCASTS] + [
+    (Parts(1003, 4, 2, 1, True), "bhqv"),
+    (Parts(1003, 4, 2, 2, False), "b11v"),
+    (Parts(1003, 4, 2, 2, False), "bhq1"),
+    (Parts(1024, 4, 2, 1, True), "1hqv"),
+    (Parts(1024, 4, 2, 1, True), "1h11"),
+]
+
+
+@pytest.mark.parametrize(("plan", "pattern"), MASKED, ids=str)
+@each
+def test_where(name, plan, pattern):
+    """NaN and infinities where it masks; the first row of the mask keeps nothing; of one row it keeps -inf."""
+    shape = (*cases.BATCH, plan.vocab if plan else 100)
+    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
+    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
+    check(name, x, names, cases.broadcast_mask(pattern, shape), plan)
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 1), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["logsumexp", "softmax_grad"])
+def test_axes(name, axes):
+    """Any: bit for bit as where they are moved to the end, with a mask that one of the axes may lack."""
+    rng = np.random.default_rng(4)
+    arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 40, 3, 50)).astype(F32)
+    where = rng.random((1, 3, 50)) < 0.7
+
+    def folded(a):
+        moved = np.moveaxis(a, axes, range(-len(axes), 0))
+        return moved.reshape(*moved.shape[: -len(axes)], -1)
+
+    got = run(name, arrays, where, axes)
+    rows = [folded(a) for a in arrays]
+    want = run(name, rows, folded(np.broadcast_to(where, arrays[0].shape)))
+    np.testing.assert_array_equal(folded(got), want)
+
+
+@pytest.mark.parametrize("plan", [None, Parts(1003, 4, 2, 1, True), Parts(1003, 4, 2, 2, False)], ids=str)
+def test_normalizer_of_logsumexp(plan):
+    """Its backward needs it; m is exact."""
+    x = cases.rows(ALL, 1003)
+    _, m, d = softmax_kernel.rows("logsumexp", (jnp.asarray(x),), None, (1,), plan=plan, interpret=INTERPRET)
+    want_m, want_d = oracle.normalizer(x)
+    oracle.assert_close(m, want_m, np.zeros_like(want_m), ALL)
+    oracle.assert_close(d, want_d, oracle.normalizer_unit(x), ALL)
+
+
+@pytest.mark.parametrize("plan", [None, Parts(128 * 3, 4, 2, 1, True)], ids=str)
+@pytest.mark.parametrize("name", oracle.BACKWARD)
+def test_special_cotangents(name, plan):
+    v = plan.vocab if plan else 128
+    names = [n for n in ALL if n != "huge"]  # its sum may overflow in float32
+    y, _ = cases.operands(name, cases.rows(["normal"], v).repeat(len(names), 0))
+    arrays = y, cases.rows(names, v)
+    oracle.assert_operation(name, run(name, arrays, plan=plan), arrays, names)
 
 
 # --- top-k --------------------------------------------------------------------------------------------
@@ -166,8 +228,6 @@ def test_topk_with_a_temperature_for_all_rows():
 def test_one_row(k):
     x = cases.rows(["peaked"], 128)
     assert_topk(x, ONE, k, ["peaked"])
-    if k == 1:
-        assert_softmax(softmax_kernel.softmax_rows(x, interpret=INTERPRET), x, ["peaked"])
 
 
 def crowded(v, k, dtype):

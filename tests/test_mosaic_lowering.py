@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import oracle
 import pytest
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -17,7 +18,7 @@ import pallas_softmax as ps
 from pallas_softmax.dispatch import Call
 from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel
 
-ROWS, V, K = 128, 4096, 5  # enough of both for the automatic choice of a kernel, in every dtype
+ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in every dtype
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -38,10 +39,16 @@ def kernels(text):
     return [re.findall(r"tensor<([^>]*)>", signature) for signature in signatures]
 
 
-def largest(op, dtype, k=None):
-    """The longest row that the kernel takes on Hopper."""
+def names(text):
+    """The names under which the kernels of a lowered computation show in a profile."""
+    calls = re.findall(r"custom_call @mosaic_gpu.*", text)
+    return [re.findall(r"\\00([a-z]\w*)_mosaic_gpu\\00", call)[-1] for call in calls]
+
+
+def largest(dtype, k):
+    """The longest row whose top-k the kernel finds on Hopper."""
     lengths = range(128 * 1024, 0, -8)
-    return next(v for v in lengths if launch.unsupported(Call(op, dtype, ROWS, v, k=k), (9, 0)) is None)
+    return next(v for v in lengths if launch.unsupported(Call("topk", dtype, ROWS, v, k=k), (9, 0)) is None)
 
 
 def topk(x, **kwargs):
@@ -67,26 +74,83 @@ each = pytest.mark.parametrize("name", FUNCTIONS)
 # --- Every kernel -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("v", [8, 1000, "largest"])
-def test_softmax_kernel(v, dtype):
-    v = largest("softmax", dtype) if v == "largest" else v
-    assert len(kernels(lowered(softmax_kernel.softmax_rows, array(3, v, dtype=dtype)))) == 1
+def lowered_rows(name, rows, v, dtype, plan=None, mask=None):
+    """The kernel of softmax_kernel on `rows` rows, with a mask of this shape."""
+    arrays = [array(rows, v, dtype=dtype)] * (2 if name in oracle.BACKWARD else 1)
+    where = None if mask is None else array(*mask, dtype="bool")
+    return lowered(lambda *args: softmax_kernel.rows(name, args[0], args[1], (1,), plan=plan), arrays, where)
+
+
+def names_of(name, plan=None):
+    """The kernels that an operation runs as."""
+    kernel = name if name in oracle.BACKWARD else f"{name}_forward"
+    if not isinstance(plan, launch.Parts) or plan.cluster:
+        return [kernel]
+    return [f"{kernel}_reduce"] if name == "logsumexp" else [f"{kernel}_reduce", kernel]
+
+
+each_operation = pytest.mark.parametrize("op", oracle.OPERATIONS)
+MASKS = {"full": lambda v: (5, v), "along rows": lambda v: (1, v), "per row": lambda v: (5, 1)}
+SHORT = (1, 2, 3, 7, 8, 15, 31, 127, 512, 1000, 1003, 5000)
+
+
+def test_short_rows_are_over_every_number_of_lanes():
+    assert {launch.plan("softmax", 5, v, "float32", (9, 0)).lanes for v in SHORT} == {2, 4, 8, 16, 32, 128}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("v", [8, 1000, "largest"])
-def test_softmax_grad_kernel(v, dtype):
-    x = array(3, largest("softmax_grad", dtype) if v == "largest" else v, dtype=dtype)
-    assert len(kernels(lowered(softmax_kernel.softmax_grad_rows, x, x))) == 1
+@pytest.mark.parametrize("v", SHORT)
+@each_operation
+def test_short_rows(op, v, dtype):
+    assert names(lowered_rows(op, 5, v, dtype)) == names_of(op)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("v", "dtype"), [(15, "float16"), (512, "bfloat16"), (1003, "float32")])
+@each_operation
+def test_short_rows_with_masks(op, v, dtype, mask):
+    assert names(lowered_rows(op, 5, v, dtype, mask=MASKS[mask](v))) == names_of(op)
+
+
+# (V, the CTAs of a row, whether they are a cluster)
+LONG = {
+    "one CTA": (8192, 1, True),
+    "one CTA, unaligned": (10003, 1, True),
+    "cluster": (65536, 4, True),
+    "cluster of unequal parts": (20008, 2, True),
+    "cluster, unaligned": (50257, 8, True),
+    "largest cluster": (151935, 16, True),
+    "two launches": (1048576, 256, False),
+    "two launches, unaligned": (1000003, 256, False),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", LONG)
+@each_operation
+def test_long_rows(op, kind, dtype, rows):
+    v, count, cluster = LONG[kind]
+    plan = launch.Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster)
+    assert names(lowered_rows(op, rows, v, dtype, plan)) == names_of(op, plan)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["one CTA", "cluster, unaligned", "two launches, unaligned"])
+@each_operation
+def test_long_rows_with_masks(op, kind, mask):
+    v, count, cluster = LONG[kind]
+    plan = launch.Parts(v, 8, 4, count, cluster)
+    text = lowered_rows(op, 5, v, "float16", plan, MASKS[mask](v))
+    assert names(text) == names_of(op, plan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("v", "k", "temperatures"), [(8, 8, 1), (1000, 1, 3), ("largest", 128, 3)])
 def test_topk_kernel(v, k, temperatures, dtype):
-    v = largest("topk", dtype, k) if v == "largest" else v
+    v = largest(dtype, k) if v == "largest" else v
     f = functools.partial(topk_kernel.topk_rows, k=k)
-    assert len(kernels(lowered(f, array(3, v, dtype=dtype), array(temperatures)))) == 1
+    assert names(lowered(f, array(3, v, dtype=dtype), array(temperatures))) == ["softmax_topk"]
 
 
 # --- Which path ran -----------------------------------------------------------------------------------
@@ -103,35 +167,24 @@ def test_what_explain_says_is_what_is_lowered(name, dtype):
     assert kernels(lowered(f, x, platform="cpu")) == []
 
 
+# (what calls the function, and the functions that then have no kernel)
 NOT_TAKEN = {
-    "implementation": lambda x, f: f(x, implementation="xla"),
-    "where": lambda x, f: f(x, where=x > 0),
-    "axis": lambda x, f: f(x, axis=0),
-    "alignment": lambda x, f: f(x[:, :-1]),
-    "length": lambda x, f: f(x.reshape(1, -1)),
-    "float64": lambda x, f: f(x.astype("float64")),
+    "implementation": (lambda x, f: f(x, implementation="xla"), list(FUNCTIONS)),
+    "axis": (lambda x, f: f(x, axis=0), list(FUNCTIONS)),
+    "float64": (lambda x, f: f(x.astype("float64")), list(FUNCTIONS)),
+    "where": (lambda x, f: f(x, where=x > 0), ["topk"]),
+    "alignment": (lambda x, f: f(x[:, :-1]), ["topk"]),
+    "length": (lambda x, f: f(x.reshape(1, -1)), ["topk"]),
 }
 
 
 @pytest.mark.parametrize("case", NOT_TAKEN)
 @each
 def test_no_kernel_where_explain_says_xla(name, case, x64):
-    f = functools.partial(NOT_TAKEN[case], f=FUNCTIONS[name][0])
-    assert ps.explain(f, X)[0].cuda == "xla"
-    assert kernels(lowered(f, X)) == []
-
-
-@pytest.mark.parametrize("name", ["log_softmax", "logsumexp"])
-def test_no_kernel_yet(name):
-    f = getattr(ps, name)
-    assert kernels(lowered(f, X)) == []
-    assert "no kernel" in dict(ps.explain(f, X)[0].reasons)["mosaic_gpu"]
-
-
-@pytest.mark.parametrize("shape", [(127, V), (ROWS, 1000)], ids=str)
-def test_no_softmax_kernel_where_xla_is_faster(shape):
-    assert ps.explain(ps.softmax, array(*shape))[0].cuda == "xla"
-    assert kernels(lowered(ps.softmax, array(*shape))) == []
+    call, without = NOT_TAKEN[case]
+    f = functools.partial(call, f=FUNCTIONS[name][0])
+    assert ps.explain(f, X)[0].cuda == ("xla" if name in without else "mosaic_gpu")
+    assert (kernels(lowered(f, X)) == []) == (name in without)
 
 
 def test_no_topk_kernel_for_integers():
@@ -140,10 +193,41 @@ def test_no_topk_kernel_for_integers():
     assert kernels(lowered(topk, x)) == []
 
 
-@each
-def test_a_named_kernel_is_lowered_where_the_automatic_choice_is_slower(name):
-    f = functools.partial(FUNCTIONS[name][0], implementation="mosaic_gpu")
-    assert len(kernels(lowered(f, array(3, 128)))) == 1
+@pytest.mark.parametrize("f", [ps.softmax, lambda x, **kwargs: ps.softmax(x, 0, **kwargs)])
+def test_a_named_kernel_is_lowered_where_the_automatic_choice_is_xla(f):
+    x = array(ROWS, 4096)
+    assert ps.explain(f, x)[0].cuda == "xla"
+    assert kernels(lowered(f, x)) == []
+    assert names(lowered(functools.partial(f, implementation="mosaic_gpu"), x)) == ["softmax_forward"]
+
+
+# What is made of a function of (5, 3, V).
+CALLS = {
+    "call": lambda f: f,
+    "where": lambda f: lambda x: f(x, where=x[:1] > 0),
+    "axis": lambda f: lambda x: f(x, axis=0),
+    "axes": lambda f: lambda x: f(x, axis=(0, 2)),
+    "vmap": jax.vmap,
+    "vmap with one mask": lambda f: lambda x: jax.vmap(lambda x, w: f(x, where=w), (0, None))(x, x[0] > 0),
+    "grad": lambda f: jax.grad(square_sum(f)),
+    "grad with where": lambda f: jax.grad(square_sum(lambda x: f(x, where=x > 0))),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(square_sum(f))),
+}
+
+
+@pytest.mark.parametrize("v", [100, 20011])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("op", oracle.FORWARD)
+def test_public_functions(op, call, v):
+    """Each runs its kernel, and the backward its own; that of logsumexp is plain."""
+
+    def f(x, axis=-1, where=None):
+        return getattr(ps, op)(x, axis, where=where, implementation="mosaic_gpu")
+
+    forward, backward = [f"{op}_forward"], [f"{op}_grad"]
+    want = forward + backward if "grad" in call and op != "logsumexp" else forward
+    text = lowered(CALLS[call](f), array(5, 3, v))
+    assert [name for name in names(text) if not name.endswith("_reduce")] == want
 
 
 def test_integers_and_leading_axes_are_folded():
@@ -190,11 +274,8 @@ def test_nested_vmap_is_one_call_over_all_rows(name):
     assert kernels(lowered(jax.vmap(jax.vmap(f)), array(2, 3, ROWS, V))) == [results(6 * ROWS)]
 
 
-def test_vmap_over_single_rows_chooses_for_all_of_them():
-    """One row alone would go to xla."""
-    assert ps.explain(ps.softmax, array(V))[0].cuda == "xla"
+def test_vmap_over_single_rows_is_one_call_over_all_of_them():
     assert kernels(lowered(jax.vmap(ps.softmax), X)) == kernels(lowered(ps.softmax, X))
-    assert kernels(lowered(jax.vmap(ps.softmax), array(ROWS - 1, V))) == []
 
 
 def test_vmap_of_grad_is_two_calls_over_all_rows():

@@ -169,15 +169,23 @@ def plan(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> 
     if vocab * arrays <= (5_120 if vocab % vec else 10_240 if few else _TILE_ELEMENTS):
         return _tile(vocab, itemsize)
     most = 6_400 if few else 19_000 if itemsize == 2 else 13_000 if rows < 2_000 else 26_000
-    count = 1
-    while count < _CLUSTER[capability[0]] and vocab > count * most:
-        count *= 2
-    parts = Parts(vocab, vec, 4, count, cluster=True)
     smem = _SMEM_BYTES[capability[0]] - _RESERVED_BYTES
-    while parts.walk.padded * itemsize * arrays > smem or (few and parts.length > 26_000):
-        count = _SPLIT if parts.cluster else count + _SPLIT
-        parts = dataclasses.replace(parts, count=count, cluster=False)
-    return parts
+
+    def parts(count, cluster=True):
+        return Parts(vocab, vec, 4, count, cluster)
+
+    def fits(choice):
+        return choice.walk.padded * itemsize * arrays <= smem
+
+    count = 1
+    while count < _CLUSTER[capability[0]] and (vocab > count * most or not fits(parts(count))):
+        count *= 2
+    if fits(parts(count)) and not (few and parts(count).length > 26_000):
+        return parts(count)
+    count = _SPLIT
+    while not fits(parts(count, cluster=False)):
+        count += _SPLIT
+    return parts(count, cluster=False)
 
 
 def _tile(vocab: int, itemsize: int) -> Tile:
@@ -246,12 +254,12 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     if call.op == "topk":
         return _topk_unsupported(call, _SMEM_BYTES[capability[0]])
     vec = _ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
-    flat = len(aligned_view(call.rows, call.vocab, vec)) == 1
-    if flat and call.rows * call.vocab >= 2**31:
-        return (
-            f"{call.rows} rows of {call.vocab} {call.dtype} are 2^31 elements or more, and neither V nor"
-            f" the number of rows is a multiple of {vec}"
+    view = aligned_view(call.rows, call.vocab, vec)
+    if view[-1] >= 2**31:
+        what = (
+            "a row" if call.vocab >= 2**31 else f"rows of which neither V nor number is a multiple of {vec}"
         )
+        return f"{what}, {call.rows} x {call.vocab} {call.dtype}, of 2^31 elements or more"
     return None
 
 
