@@ -75,9 +75,14 @@ class Tile:
     steps: int
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows, and elements of a row, with those that stand for nothing."""
-        return self.rows, self.lanes * self.vec * self.steps
+    def columns(self) -> int:
+        """Elements of a row, with those that stand for nothing."""
+        return self.lanes * self.vec * self.steps
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns; of a row over all threads, of which there is one, only the columns."""
+        return (self.columns,) if self.lanes == WARPGROUP else (self.rows, self.columns)
 
 
 @dataclasses.dataclass(frozen=True)

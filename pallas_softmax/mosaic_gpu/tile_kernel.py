@@ -19,8 +19,10 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
         out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
     fill = op.reduction.neutral
 
+    axis = None if len(plan.shape) == 1 else 1  # of the row in the tile
+
     def spread(per_row):
-        return lax.broadcast_in_dim(per_row, plan.shape, (0,))
+        return lax.broadcast_in_dim(per_row, plan.shape, () if axis is None else (0,))
 
     def body(*refs):
         x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
@@ -32,7 +34,7 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
                 refs[len(arrays)], plan, row, (rows, vocab), mask.row, interpret=interpret
             )
             term = jnp.where(keep, term, fill)
-        total = op.reduction.across(op.reduction.lift(term), 1, spread)
+        total = op.reduction.across(op.reduction.lift(term), axis, spread)
         constants = [spread(constant) for constant in op.constants(total)]
         if op.value is None:
             out = constants
