@@ -151,9 +151,9 @@ def store(ref, tile: Tile, row, value, *, interpret):
     store(ref, row, value)
 
 
-def cluster_arrive():
-    """Says that this CTA has come so far, to the others of its cluster; with all its threads."""
-    _cluster("barrier.cluster.arrive.release.aligned;")
+def cluster_arrive(*, release: bool):
+    """Says that this CTA, all its threads, has come so far, to its cluster; and what it wrote, with `release`."""
+    _cluster(f"barrier.cluster.arrive.{'release' if release else 'relaxed'}.aligned;")
 
 
 def cluster_wait():

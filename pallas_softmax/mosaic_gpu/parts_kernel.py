@@ -163,7 +163,7 @@ def _launch(
             """⊕ over the cluster, in the same order in every CTA."""
             for ref, leaf in zip(sent, jax.tree.leaves(total), strict=True):
                 ref[...] = part.edge.full(leaf)
-            direct.cluster_arrive()
+            direct.cluster_arrive(release=True)
             direct.cluster_wait()
             peers = [
                 [
@@ -174,7 +174,7 @@ def _launch(
             ]
             total = pieces.tree(op.reduction.merge, [jax.tree.unflatten(structure, peer) for peer in peers])
             total = jax.tree.map(jnp.max, total)  # every lane has the same
-            direct.cluster_arrive()
+            direct.cluster_arrive(release=False)
             return total
 
         def write(total, masked):

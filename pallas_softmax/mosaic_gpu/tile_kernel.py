@@ -35,7 +35,12 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
             )
             term = jnp.where(keep, term, fill)
         total = op.reduction.across(op.reduction.lift(term), axis, spread)
-        constants = [spread(constant) for constant in op.constants(total)]
+        constants = op.constants(total)
+        if op.value is None and axis is None:  # numbers, which no tile is made of
+            for gmem, constant in zip(out_gmem, constants, strict=True):
+                gmem[row, 0] = constant
+            return
+        constants = [spread(constant) for constant in constants]
         if op.value is None:
             out = constants
         else:
