@@ -106,8 +106,11 @@ def test_slower():
     """Supported, but left to XLA unless the kernel is named."""
     assert "transposed" in launch.slower(call(trailing=False))
     assert "float32 rows" in launch.slower(call(vocab=4096))
+    assert "single row" in launch.slower(call("softmax_grad", rows=1, vocab=128256))
     for kernel in (
         call(),
+        call("softmax_grad", rows=2, vocab=128256),
+        call("softmax_grad", rows=1, vocab=65536),
         call(vocab=4095),
         call(vocab=4096, masked=True),
         call(vocab=4096, dtype="bfloat16"),

@@ -35,10 +35,10 @@ class Mask(NamedTuple):
 
 
 def tile_layout(tile: Tile) -> Any:
-    """The layout of a tile in registers: its rows over warps and groups of lanes, or one over the CTA."""
+    """The layout of a tile in registers: its rows over warps and groups of lanes, or each over the CTA."""
     group, vec = tile.lanes, tile.vec
-    if len(tile.shape) == 1:
-        tiling, warps, lanes = ((group * vec,), (32 * vec,), (vec,)), (-3,), (-2,)
+    if group > 32:
+        tiling, warps, lanes = ((1, group * vec), (32 * vec,), (vec,)), (-3,), (-2,)
     else:
         rows = 32 // group
         tiling, warps, lanes = ((4 * rows, group * vec), (rows, group * vec), (1, vec)), (-6,), (-4, -3)
@@ -56,8 +56,7 @@ def load(ref, tile: Tile, row, fill, *, interpret):
     if interpret:
         i, j = _window(tile, row)
         inside = (i < rows) & (j < vocab)
-        x = jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
-        return x.reshape(tile.shape)
+        return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
 
     @_inline(
         arg_types=(_REF, _SCALAR),
@@ -85,8 +84,7 @@ def load_mask(ref, tile: Tile, row, shape, mask_row, *, interpret):
     if interpret:
         i, j = _window(tile, row)
         inside = (i < rows) & (j < vocab)
-        keep = ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
-        return keep.reshape(tile.shape)
+        return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
 
     @_inline(
         arg_types=(_REF, _SCALAR),
@@ -134,11 +132,11 @@ def store(ref, tile: Tile, row, value, *, interpret):
     rows, vocab = ref.shape
     value = value.astype(ref.dtype)
     if interpret:
-        for i, values in enumerate(value.reshape(tile.rows, -1)):
+        for i in range(tile.shape[0]):
 
             @pl.when(row + i < rows)
-            def _(i=i, values=values):
-                ref[row + i] = values[:vocab]
+            def _(i=i):
+                ref[row + i] = value[i, :vocab]
 
         return
 
@@ -151,27 +149,10 @@ def store(ref, tile: Tile, row, value, *, interpret):
     store(ref, row, value)
 
 
-def cluster_arrive(*, release: bool):
-    """Says that this CTA, all its threads, has come so far, to its cluster; and what it wrote, with `release`."""
-    _cluster(f"barrier.cluster.arrive.{'release' if release else 'relaxed'}.aligned;")
-
-
-def cluster_wait():
-    """Waits until all CTAs of the cluster have arrived, and sees what they wrote before."""
-    _cluster("barrier.cluster.wait.acquire.aligned;")
-
-
-def _cluster(code: str):
-    @_inline(arg_types=())
-    def barrier(_):
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], code, "~{memory}", has_side_effects=True)
-
-    barrier()
-
-
 def _window(tile: Tile, row):
     """The rows and columns that a tile covers."""
-    return row + jnp.arange(tile.rows)[:, None], jnp.arange(tile.columns)[None, :]
+    rows, columns = tile.shape
+    return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
 
 
 # ---- on the GPU
@@ -220,10 +201,11 @@ def _array(layout, shape, registers: list[ir.Value]):
 def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Row and first column of each register of this thread."""
     thread, group = _thread(), tile.lanes
+    rows, columns = tile.shape
     row = arith.addi(row, arith.divui(thread, _i32(group)))
     col = arith.muli(arith.remui(thread, _i32(group)), _i32(tile.vec))
-    for i in range(0, tile.rows, WARPGROUP // group):
-        for j in range(0, tile.columns, group * tile.vec):
+    for i in range(0, rows, WARPGROUP // group):
+        for j in range(0, columns, group * tile.vec):
             yield arith.addi(row, _i32(i)), arith.addi(col, _i32(j))
 
 

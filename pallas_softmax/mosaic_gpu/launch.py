@@ -75,14 +75,9 @@ class Tile:
     steps: int
 
     @property
-    def columns(self) -> int:
-        """Elements of a row, with those that stand for nothing."""
-        return self.lanes * self.vec * self.steps
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows and columns; of a row over all threads, of which there is one, only the columns."""
-        return (self.columns,) if self.lanes == WARPGROUP else (self.rows, self.columns)
+    def shape(self) -> tuple[int, int]:
+        """Rows, and elements of a row, with those that stand for nothing."""
+        return self.rows, self.lanes * self.vec * self.steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +204,7 @@ def _tile(vocab: int, itemsize: int) -> Tile:
 # Arrays of rows that an operation reads.
 _ARRAYS = {"softmax": 1, "log_softmax": 1, "logsumexp": 1, "softmax_grad": 2, "log_softmax_grad": 2}
 _TILE_ELEMENTS = 12_288  # of a row's arrays: what the registers of a CTA hold in float32
+_LONE_ROW = 65_536
 _FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip
 _SPLIT = 256  # parts of a row beyond any cluster, or a multiple of it
 _RESERVED_BYTES = 4 * 1024  # barriers, reduction scratch
@@ -236,12 +232,14 @@ def approximate(dtype, op: str = "softmax") -> bool:
 def slower(call: Call) -> str | None:
     """Why XLA is faster than the kernels at a call that they support; None if it is not.
 
-    Alone, the kernels are at least as fast at every shape measured but a float32 softmax of short, aligned rows,
-    where they are ahead by 3% at most. In a program XLA fuses such a softmax with what makes its logits, which
-    a kernel cannot (benchmarks/results/programs).
+    Alone, the kernels are at least as fast at every shape measured (benchmarks/results/launch) but for the
+    backward of one very long row, and a float32 softmax of short, aligned rows, where they are ahead by 3% at
+    most. In a program XLA fuses such a softmax with what makes its logits, which a kernel cannot.
     """
     if not call.trailing:
         return "slower than xla where the row is not the last axes: it is transposed, twice"
+    if call.op.endswith("_grad") and call.rows == 1 and call.vocab > _LONE_ROW:
+        return f"slower than xla for the backward of a single row of more than {_LONE_ROW}"
     if call.op == "softmax" and call.dtype == "float32" and not call.masked and call.vocab % 4 == 0:
         if call.vocab <= _FUSED_ROW:
             return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"

@@ -118,8 +118,9 @@ def _launch(
     }
     if clustered:
         scratch["sent"] = [plgpu.SMEM((EDGE,), jnp.float32)] * structure.num_leaves
+        scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-    def body(*refs, smem, landed, sent: Any = None):
+    def body(*refs, smem, landed, sent: Any = None, met: Any = None):
         x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
         mask_gmem = None if mask is None else refs[len(arrays)]
         totals_gmem = refs[len(inputs) - len(totals) : len(inputs)]
@@ -163,8 +164,9 @@ def _launch(
             """⊕ over the cluster, in the same order in every CTA."""
             for ref, leaf in zip(sent, jax.tree.leaves(total), strict=True):
                 ref[...] = part.edge.full(leaf)
-            direct.cluster_arrive(release=True)
-            direct.cluster_wait()
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
             peers = [
                 [
                     pieces.load(plgpu.cluster_ref(ref, {"part": jnp.int32(j)}), part.edge.layout)
@@ -173,8 +175,8 @@ def _launch(
                 for j in range(count)
             ]
             total = pieces.tree(op.reduction.merge, [jax.tree.unflatten(structure, peer) for peer in peers])
-            total = jax.tree.map(jnp.max, total)  # every lane has the same
-            direct.cluster_arrive(release=False)
+            total = jax.tree.map(jnp.max, total)  # every lane has the same; all threads have read now
+            plgpu.barrier_arrive(met)
             return total
 
         def write(total, masked):
@@ -218,7 +220,7 @@ def _launch(
             finite = functools.reduce(jnp.logical_and, (jnp.abs(x) < jnp.inf for x in jax.tree.leaves(total)))
             lax.cond(finite, lambda: write(total, masked=False), lambda: write(total, masked=True))
         if clustered:
-            direct.cluster_wait()  # nobody leaves while a peer reads its shared memory
+            plgpu.barrier_wait(met)  # nobody leaves while a peer reads its shared memory
 
     body.__name__ = name
     return pieces.kernel(

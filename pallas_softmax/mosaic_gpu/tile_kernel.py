@@ -19,10 +19,8 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
         out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
     fill = op.reduction.neutral
 
-    axis = None if len(plan.shape) == 1 else 1  # of the row in the tile
-
     def spread(per_row):
-        return lax.broadcast_in_dim(per_row, plan.shape, () if axis is None else (0,))
+        return lax.broadcast_in_dim(per_row, plan.shape, (0,))
 
     def body(*refs):
         x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
@@ -34,13 +32,8 @@ def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, 
                 refs[len(arrays)], plan, row, (rows, vocab), mask.row, interpret=interpret
             )
             term = jnp.where(keep, term, fill)
-        total = op.reduction.across(op.reduction.lift(term), axis, spread)
-        constants = op.constants(total)
-        if op.value is None and axis is None:  # numbers, which no tile is made of
-            for gmem, constant in zip(out_gmem, constants, strict=True):
-                gmem[row, 0] = constant
-            return
-        constants = [spread(constant) for constant in constants]
+        total = op.reduction.across(op.reduction.lift(term), 1, spread)
+        constants = [spread(constant) for constant in op.constants(total)]
         if op.value is None:
             out = constants
         else:
