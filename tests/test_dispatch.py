@@ -470,7 +470,7 @@ def test_topk_takes_what_fits_and_every_shorter_row(accesses, dtype, k):
     itemsize = jnp.dtype(dtype).itemsize
     vec = 16 // itemsize
     fits = launch.unsupported(call("topk", dtype, vocab=accesses * vec, k=k), HOPPER) is None
-    walk = launch.walk(accesses * vec, dtype, "topk")
+    walk = launch.topk_walk(accesses * vec, dtype)
     if fits:
         assert walk.steps <= 32 and walk.padded * itemsize < 227 * 1024
     if launch.unsupported(call("topk", dtype, vocab=accesses * vec + vec, k=k), HOPPER) is None:

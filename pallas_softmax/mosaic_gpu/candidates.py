@@ -8,7 +8,6 @@ and of equal keys the lower position is larger. An empty slot is 0.
 
 import contextlib
 import functools
-from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -19,13 +18,11 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
+from pallas_softmax.mosaic_gpu.direct import REF, SCALAR, i32, inline, scalar, thread
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP
 
 CAPACITY = 512  # slots; more survivors than this take the exact path
 _LANES = 256  # maxima among which the threshold is found: 8 a thread, every warp for itself
-_SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
-_REF = plgpu.RefType()
-_inline: Any = plgpu.inline_mgpu  # called without its first parameter, the context
 _SIGN = np.int32(-(2**31))
 
 # slots, their count, lanes
@@ -93,10 +90,6 @@ def rank(slots, n, row, values, indices, r, k, *, interpret):
 # ---- on the GPU
 
 
-def _i32(value: int) -> ir.Value:
-    return utils.c(value, ir.IntegerType.get_signless(32))
-
-
 def _elements(block: mgpu.FragmentedArray) -> list[ir.Value]:
     """This thread's elements of a block, in the order of their positions."""
     (register,) = block.registers.flat
@@ -106,17 +99,9 @@ def _elements(block: mgpu.FragmentedArray) -> list[ir.Value]:
     ]
 
 
-def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
-    return x.registers.item()
-
-
 def _ptx(code: str, constraints: str, *operands: ir.Value, result: ir.Type | None = None):
     result = ir.Type.parse("!llvm.void") if result is None else result
     return llvm.inline_asm(result, list(operands), "{" + code + " }", constraints, has_side_effects=True)
-
-
-def _thread() -> ir.Value:
-    return arith.remui(utils.thread_idx(), _i32(WARPGROUP))
 
 
 @contextlib.contextmanager
@@ -128,7 +113,7 @@ def _when(condition: ir.Value):
 
 
 def _clear(slots, count):
-    @_inline(arg_types=(_REF, _REF))
+    @inline(arg_types=(REF, REF))
     def clear(_, slots, count):
         utils.warpgroup_barrier()  # the last readers are done
         _ptx(
@@ -141,7 +126,7 @@ def _clear(slots, count):
             @p st.shared.b32 [$2], 0;""",
             "r,r,r",
             utils.memref_ptr(slots),
-            _thread(),
+            thread(),
             utils.memref_ptr(count),
         )
         utils.warpgroup_barrier()
@@ -152,9 +137,7 @@ def _clear(slots, count):
 def _threshold(lanes, keys, k, layout):
     """Bisection, by every warp for itself: no barrier in the loop."""
 
-    @_inline(
-        arg_types=(_REF, layout), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=_SCALAR)
-    )
+    @inline(arg_types=(REF, layout), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
     def threshold(_, lanes, keys):
         mine = _elements(keys)
         for i in range(_LANES // WARPGROUP):
@@ -166,7 +149,7 @@ def _threshold(lanes, keys, k, layout):
                 st.shared.b32 [a+{4 * WARPGROUP * i}], $2;""",
                 "r,r,r",
                 utils.memref_ptr(lanes),
-                _thread(),
+                thread(),
                 best,
             )
         utils.warpgroup_barrier()
@@ -213,7 +196,7 @@ def _threshold(lanes, keys, k, layout):
             mov.b32 $0, lo;""",
             "=r,r,r",
             utils.memref_ptr(lanes),
-            _thread(),
+            thread(),
             result=i32,
         )
         return mgpu.FragmentedArray.splat(bound, (), is_signed=True)
@@ -222,13 +205,13 @@ def _threshold(lanes, keys, k, layout):
 
 
 def _append(slots, count, blocks, start, bound, end, layout):
-    @_inline(arg_types=(_REF, _REF, [layout] * len(blocks), _SCALAR, _SCALAR, _SCALAR))
+    @inline(arg_types=(REF, REF, [layout] * len(blocks), SCALAR, SCALAR, SCALAR))
     def append(_, slots, count, blocks, start, bound, end):
-        start, bound, end = _scalar(start), _scalar(bound), _scalar(end)
+        start, bound, end = scalar(start), scalar(bound), scalar(end)
         slots, count = utils.memref_ptr(slots), utils.memref_ptr(count)
         blocks = [_elements(block) for block in blocks]
         vec = len(blocks[0])
-        first = arith.addi(start, arith.muli(_thread(), _i32(vec)))
+        first = arith.addi(start, arith.muli(thread(), i32(vec)))
         best = [functools.reduce(arith.maxsi, keys) for keys in blocks]
 
         def reaches(key):
@@ -260,7 +243,7 @@ def _append(slots, count, blocks, start, bound, end, layout):
             for b, keys in enumerate(blocks):
                 with _when(reaches(best[b])):
                     for i, key in enumerate(keys):
-                        push(key, arith.addi(first, _i32(b * WARPGROUP * vec + i)))
+                        push(key, arith.addi(first, i32(b * WARPGROUP * vec + i)))
 
     append(slots, count, blocks, start, bound, end)
 
@@ -268,7 +251,7 @@ def _append(slots, count, blocks, start, bound, end, layout):
 def _rank(slots, n, row, values, indices, r, k):
     """A slot's rank is the number of better ones."""
 
-    @_inline(arg_types=(_REF, _SCALAR, _REF, _REF, _REF, _SCALAR))
+    @inline(arg_types=(REF, SCALAR, REF, REF, REF, SCALAR))
     def rank(_, slots, n, row, values, indices, r):
         bits = 8 * utils.bytewidth(ir.MemRefType(row.type).element_type)
         value = {32: "b32", 16: "b16"}[bits]
@@ -313,12 +296,12 @@ def _rank(slots, n, row, values, indices, r, k):
             end:""",
             "r,r,r,r,l,l,r",
             utils.memref_ptr(slots),
-            _thread(),
-            _scalar(n),
+            thread(),
+            scalar(n),
             utils.memref_ptr(row),
             utils.memref_ptr(values),
             utils.memref_ptr(indices),
-            _scalar(r),
+            scalar(r),
         )
 
     rank(slots, n, row, values, indices, r)

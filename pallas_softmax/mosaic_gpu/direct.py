@@ -17,9 +17,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP, MaskRows, Tile
 
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
-_inline: Any = plgpu.inline_mgpu  # called without its first parameter, the context
+REF = plgpu.RefType()
+SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
+inline: Any = plgpu.inline_mgpu  # called without its first parameter, the context
 
 
 class Mask(NamedTuple):
@@ -58,8 +58,8 @@ def load(ref, tile: Tile, row, fill, *, interpret):
         inside = (i < rows) & (j < vocab)
         return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
 
-    @_inline(
-        arg_types=(_REF, _SCALAR),
+    @inline(
+        arg_types=(REF, SCALAR),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, ref.dtype, layout=tile_layout(tile)),
     )
     def load(_, ref, row):
@@ -71,7 +71,7 @@ def load(ref, tile: Tile, row, fill, *, interpret):
                 _load(
                     pointer, element, tile.vec, _offset(at, vocab, col), _inside(at, rows, col, vocab), fill
                 )
-                for at, col in _places(tile, _scalar(row))
+                for at, col in _places(tile, scalar(row))
             ],
         )
 
@@ -86,14 +86,14 @@ def load_mask(ref, tile: Tile, row, shape, mask_row, *, interpret):
         inside = (i < rows) & (j < vocab)
         return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
 
-    @_inline(
-        arg_types=(_REF, _SCALAR),
+    @inline(
+        arg_types=(REF, SCALAR),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, np.dtype("int8"), layout=tile_layout(tile)),
     )
     def load(_, ref, row):
         pointer = utils.memref_ptr(ref)
         registers = []
-        for at, col in _places(tile, _scalar(row)):
+        for at, col in _places(tile, scalar(row)):
             inside = _inside(at, rows, col, vocab)
             registers.append(_load_bytes(pointer, tile.vec, mask_row(_Index(at)).value, col, columns, inside))
         return _array(tile_layout(tile).to_mgpu(), tile.shape, registers)
@@ -110,15 +110,15 @@ def load_mask_block(ref, row, start, held, vec, *, interpret):
         return (ref[row][at] & inside).astype(jnp.int8)
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=vec)
 
-    @_inline(
-        arg_types=(_REF, _SCALAR, _SCALAR, _SCALAR),
+    @inline(
+        arg_types=(REF, SCALAR, SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((block,), np.dtype("int8"), layout=layout),
     )
     def load(_, ref, row, start, held):
-        position = arith.muli(_thread(), _i32(vec))
-        inside = arith.cmpi(arith.CmpIPredicate.slt, position, _scalar(held))
-        col = arith.addi(_scalar(start), position)
-        register = _load_bytes(utils.memref_ptr(ref), vec, _scalar(row), col, columns, inside)
+        position = arith.muli(thread(), i32(vec))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
+        col = arith.addi(scalar(start), position)
+        register = _load_bytes(utils.memref_ptr(ref), vec, scalar(row), col, columns, inside)
         return _array(layout.to_mgpu(), (block,), [register])
 
     return load(ref, row, start, jnp.int32(held))
@@ -140,10 +140,10 @@ def store(ref, tile: Tile, row, value, *, interpret):
 
         return
 
-    @_inline(arg_types=(_REF, _SCALAR, tile_layout(tile)))
+    @inline(arg_types=(REF, SCALAR, tile_layout(tile)))
     def store(_, ref, row, value):
         pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
-        for (at, col), register in zip(_places(tile, _scalar(row)), value.registers.flat, strict=True):
+        for (at, col), register in zip(_places(tile, scalar(row)), value.registers.flat, strict=True):
             _store(pointer, register, vec, _offset(at, vocab, col), _inside(at, rows, col, vocab))
 
     store(ref, row, value)
@@ -165,30 +165,33 @@ class _Index:
         self.value = value
 
     def __floordiv__(self, other: int):
-        return _Index(arith.divui(self.value, _i32(other)))
+        return _Index(arith.divui(self.value, i32(other)))
 
     def __mod__(self, other: int):
-        return _Index(arith.remui(self.value, _i32(other)))
+        return _Index(arith.remui(self.value, i32(other)))
 
     def __mul__(self, other: int):
-        return _Index(arith.muli(self.value, _i32(other)))
+        return _Index(arith.muli(self.value, i32(other)))
 
     def __add__(self, other):
-        return _Index(arith.addi(self.value, other.value if isinstance(other, _Index) else _i32(other)))
+        return _Index(arith.addi(self.value, other.value if isinstance(other, _Index) else i32(other)))
 
     __radd__ = __add__
 
 
-def _i32(value: int) -> ir.Value:
+def i32(value: int) -> ir.Value:
+    """A constant."""
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def _scalar(x) -> ir.Value:
+def scalar(x) -> ir.Value:
+    """The value of a scalar argument of inline code."""
     return x.registers.item()
 
 
-def _thread() -> ir.Value:
-    return arith.remui(utils.thread_idx(), _i32(WARPGROUP))
+def thread() -> ir.Value:
+    """The number of this thread in its warpgroup."""
+    return arith.remui(utils.thread_idx(), i32(WARPGROUP))
 
 
 def _array(layout, shape, registers: list[ir.Value]):
@@ -200,18 +203,18 @@ def _array(layout, shape, registers: list[ir.Value]):
 
 def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Row and first column of each register of this thread."""
-    thread, group = _thread(), tile.lanes
+    own, group = thread(), tile.lanes
     rows, columns = tile.shape
-    row = arith.addi(row, arith.divui(thread, _i32(group)))
-    col = arith.muli(arith.remui(thread, _i32(group)), _i32(tile.vec))
+    row = arith.addi(row, arith.divui(own, i32(group)))
+    col = arith.muli(arith.remui(own, i32(group)), i32(tile.vec))
     for i in range(0, rows, WARPGROUP // group):
         for j in range(0, columns, group * tile.vec):
-            yield arith.addi(row, _i32(i)), arith.addi(col, _i32(j))
+            yield arith.addi(row, i32(i)), arith.addi(col, i32(j))
 
 
 def _inside(row: ir.Value, rows: int, col: ir.Value, columns: int) -> ir.Value:
     less = arith.CmpIPredicate.ult
-    return arith.andi(arith.cmpi(less, row, _i32(rows)), arith.cmpi(less, col, _i32(columns)))
+    return arith.andi(arith.cmpi(less, row, i32(rows)), arith.cmpi(less, col, i32(columns)))
 
 
 def _offset(row: ir.Value, columns: int, col: ir.Value) -> ir.Value:
@@ -278,7 +281,7 @@ def _load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
     """`vec` bytes of a mask, 0 unless `inside`."""
     i8 = ir.IntegerType.get_signless(8)
     if columns == 1:
-        (byte,) = _elements(_load(pointer, i8, 1, _offset(row, 1, _i32(0)), inside))
+        (byte,) = _elements(_load(pointer, i8, 1, _offset(row, 1, i32(0)), inside))
         return _vector([byte] * vec)
     offset = _offset(row, columns, col)
     if columns % vec == 0:  # every row and column is aligned

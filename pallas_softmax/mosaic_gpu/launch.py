@@ -210,14 +210,14 @@ _SPLIT = 256  # parts of a row beyond any cluster, or a multiple of it
 _RESERVED_BYTES = 4 * 1024  # barriers, reduction scratch
 
 
-def walk(vocab: int, dtype, op: str = "softmax") -> Walk:
-    """The walk of `op` over a row of `vocab` elements of `dtype`.
+def topk_walk(vocab: int, dtype) -> Walk:
+    """The walk of top-k over a row of `vocab` elements of `dtype`.
 
-    Eight blocks a step: one rescaling of d serves as many exponentials, and a step is a copy of 16 KB. top-k
-    of 16-bit rows holds keys besides, and is a quarter faster with four (H100, 4000 x 25000 bfloat16).
+    Eight blocks a step: one rescaling of d serves as many exponentials, and a step is a copy of 16 KB. 16-bit
+    rows are a quarter faster with four (H100, 4000 x 25000 bfloat16): their keys take registers, too.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    return Walk(vocab, _ACCESS_BYTES // itemsize, 4 if op == "topk" and itemsize == 2 else 8)
+    return Walk(vocab, _ACCESS_BYTES // itemsize, 4 if itemsize == 2 else 8)
 
 
 def approximate(dtype, op: str = "softmax") -> bool:
@@ -274,7 +274,7 @@ def _topk_unsupported(call: Call, smem: int) -> str | None:
     itemsize = jnp.dtype(call.dtype).itemsize
     if call.vocab * itemsize % _ACCESS_BYTES:
         return f"rows of {call.vocab} {call.dtype} do not all start at a multiple of {_ACCESS_BYTES} bytes"
-    need = walk(call.vocab, call.dtype, "topk").padded * itemsize + _TOPK_BYTES
+    need = topk_walk(call.vocab, call.dtype).padded * itemsize + _TOPK_BYTES
     if need > smem:
         return f"the row needs {need} bytes of shared memory, a CTA has {smem}"
     if call.k is None or not 1 <= call.k <= MAX_K:

@@ -24,7 +24,7 @@ def topk_rows(x, temperature, k, *, interpret=None):
       k: from 1 to `launch.MAX_K`.
     """
     rows, vocab = x.shape
-    walk = launch.walk(vocab, x.dtype, "topk")
+    walk = launch.topk_walk(vocab, x.dtype)
     per_row = temperature.size > 1
 
     def softmax_topk(
