@@ -113,29 +113,33 @@ def _open(path: str) -> np.ndarray:
 
 
 def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list[Case]:
-    """The product of the lists; a file has its own V, and no more rows than it holds."""
+    """The product of the lists; a file has its own V, and no more rows than it holds.
+
+    A shape's own k stands in for `ks`, but where these are no numbers.
+    """
     cases = []
     for logits in settings.logits:
-        shapes = list(settings.shapes or itertools.product(settings.batch, settings.vocab))
+        shapes = [
+            (batch, vocab, (own or ks) if ks != (None,) else ks)
+            for batch, vocab, *own in settings.shapes or itertools.product(settings.batch, settings.vocab)
+        ]
         if logits not in LOGITS:
             rows, vocab = _open(logits).shape
-            shapes = list(dict.fromkeys((min(batch, rows), vocab) for batch, _ in shapes))
-        for (_, vocab), k in itertools.product(shapes, ks):
-            if k is not None and k > vocab:
-                raise ValueError(f"--k={k} is more than the row length V={vocab} ({logits} logits)")
+            shapes = [(min(batch, rows), vocab, ks) for batch, _, ks in shapes]
         cases += [
-            Case(*shape, dtype, function, where, axis, k, direction, logits, settings.seed)
-            for shape, dtype, function, where, axis, k, direction in itertools.product(
-                shapes,
-                settings.dtype,
-                settings.function,
-                settings.where,
-                settings.axis,
-                ks,
-                settings.direction,
+            Case(batch, vocab, dtype, function, where, axis, k, direction, logits, settings.seed)
+            for (batch, vocab, ks), dtype, function, where, axis in itertools.product(
+                shapes, settings.dtype, settings.function, settings.where, settings.axis
             )
+            for k, direction in itertools.product(ks, settings.direction)
         ]
-    return cases
+    for case in cases:
+        if case.k is not None and case.k > case.vocab:
+            raise ValueError(
+                f"k={case.k}, from --k or --shapes, is more than the row length V={case.vocab}"
+                f" ({case.logits} logits)"
+            )
+    return list(dict.fromkeys(cases))
 
 
 def _key(case: Case, purpose: str) -> jax.Array:
@@ -171,11 +175,35 @@ def mask(case: Case) -> jax.Array | None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once for all cases of a shape
 def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
-    normal_key, outlier_key = jax.random.split(key)
-    x = jax.random.normal(normal_key, shape, jnp.float32)
-    if kind == "peaked":
-        x = jnp.where(jax.random.bernoulli(outlier_key, 1e-3, shape), 20 * x, x)
-    elif kind == "ties":
-        x = jnp.round(x)
-        x = jnp.where(x == 0, 0.0, x)  # no -0.0: it ranks below 0.0, but softmax makes them equal
+    normal_key, other_key = jax.random.split(key)
+    x = jax.random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
+    x = x.astype(jnp.float32)
+    i = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    vocab = shape[-1]
+    match kind:
+        case "peaked":
+            x = jnp.where(jax.random.bernoulli(other_key, 1e-3, shape), 20 * x, x)
+        case "ties":
+            x = jnp.round(x)
+            x = jnp.where(x == 0, 0.0, x)  # no -0.0: it ranks below 0.0, but softmax makes them equal
+        case "constant":
+            x = jnp.ones(shape)
+        case "two_values":
+            x = jax.random.bernoulli(other_key, 0.5, shape)
+        case "ascending":
+            x = 8 * i / vocab - 4
+        case "descending":
+            x = 4 - 8 * i / vocab
+        case "close":
+            x = 1 + jax.random.randint(other_key, shape, 0, 2**12) * jnp.finfo(jnp.float32).eps
+        case "blocked":
+            x = jnp.where(jnp.abs(i + 0.5 - vocab // 2) < 128, x + 10, x)
+        case "one_lane":  # of vectors of four or more, dealt to up to 256 threads in turn
+            x = jnp.where(i % 1024 < 4, x + 10, x)
+        case "neg_inf":
+            x = jnp.full(shape, -jnp.inf)
+        case "one_finite":
+            x = jnp.where(i == jax.random.randint(other_key, (shape[0], 1), 0, vocab), 1.0, -jnp.inf)
+        case "nan":
+            x = jnp.where(jax.random.bernoulli(other_key, 1 / 3, shape), jnp.nan, x)
     return (x.T if axis == 0 else x).astype(dtype)

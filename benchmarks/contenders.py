@@ -28,6 +28,7 @@ class Call:
     fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # of one result what is at indices of an axis
     ran: str  # the implementation found in the lowered program; of a peer its library
     first_result_s: float | None = None  # to trace, lower and compile it, and run it once
+    extra_mb: float | None = None  # device memory that the program needs beyond its arguments
     indices: Any = None  # the winners that a backward call starts from
 
 
@@ -60,23 +61,31 @@ def fetch_jax(array: jax.Array, indices: np.ndarray, axis: int) -> np.ndarray:
     return np.asarray(array.take(indices, axis))
 
 
-def jax_call(function: Callable[..., Any], *args: Any, ran: str = "") -> Call:
-    """The call of a JAX function, compiled, and how long a newcomer to it waits for its first result.
+def jax_call(
+    function: Callable[..., Any], *args: Any, ran: str = "", options: dict[str, bool] | None = None
+) -> Call:
+    """The call of a JAX function, compiled with XLA's `options`, and what it costs a newcomer to it.
 
-    In that time is what Python and JAX do once a process, if it is the first call; other programs that
-    JAX has traced are not forgotten, nothing is read from a cache on the disk.
+    In the time to its first result is what Python and JAX do once a process, if it is the first call; other
+    programs that JAX has traced are not forgotten, nothing is read from a cache on the disk. The memory is
+    what XLA has planned: it does not know what a library like RAFT allocates by itself.
     """
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*args)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=options)
     jax.block_until_ready(compiled(*args))
     first_result_s = time.perf_counter() - start
+    extra_mb = None
+    if memory := compiled.memory_analysis():
+        extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        extra_mb = extra / 1e6
     return Call(
         run=lambda: compiled(*args),
         wait=jax.block_until_ready,
         fetch=fetch_jax,
         ran=ran or _lowered_to(lowered.as_text()),
         first_result_s=first_result_s,
+        extra_mb=extra_mb,
     )
 
 
@@ -85,7 +94,13 @@ def _lowered_to(text: str) -> str:
     return "+".join(found) or "xla"
 
 
-def prepare_jax(contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array) -> Call:
+def prepare_jax(
+    contender: Contender,
+    direction: str,
+    arrays: tuple[jax.Array, ...],
+    g: jax.Array,
+    options: dict[str, bool] | None = None,
+) -> Call:
     """The call of a JAX function, with everything it needs on the device."""
     function = contender.function
 
@@ -104,13 +119,13 @@ def prepare_jax(contender: Contender, direction: str, arrays: tuple[jax.Array, .
     def backward(pull: Any, g: jax.Array) -> dict[str, Any]:
         return {"dx": pull(g)[0]}
 
-    ran = "" if contender.ours else "jax"
+    call = functools.partial(jax_call, ran="" if contender.ours else "jax", options=options)
     if direction == "forward":
-        return jax_call(forward, *arrays, ran=ran)
+        return call(forward, *arrays)
     if direction == "both":
-        return jax_call(both, g, *arrays, ran=ran)
+        return call(both, g, *arrays)
     pull, indices = jax.jit(lambda *arrays: pullback(*arrays)[1:])(*arrays)
-    return dataclasses.replace(jax_call(backward, pull, g, ran=ran), indices=indices)
+    return dataclasses.replace(call(backward, pull, g), indices=indices)
 
 
 def prepare_torch(contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array) -> Call:

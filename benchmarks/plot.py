@@ -1,4 +1,4 @@
-"""The picture of a run: every contender's bandwidth on every case, as a share of a plain copy's."""
+"""The picture of a run: every contender's bandwidth on every case, as a share of a plain copy's or read's."""
 
 import logging
 from pathlib import Path
@@ -10,8 +10,8 @@ _INCHES_OF_BAR = 0.1
 _INCHES_OF_GAP = 0.12  # between shapes
 
 
-def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, str]) -> None:
-    """Writes the PNG: a panel for each function (and k, direction, ...) and dtype, in it a group of bars a shape."""
+def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
+    """Writes the PNG: a panel for each function (direction, ...) and dtype, in it a group of bars a shape and k."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +28,8 @@ def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, 
     colors = {name: next(ours if is_ours[name] else peers) for name in names}
     panels: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
-        panel = panels.setdefault((row.case.what, row.case.short_dtype), {})
+        what = row.case.what.removeprefix(f"k={row.case.k} ")
+        panel = panels.setdefault((what, row.case.short_dtype), {})
         panel.setdefault(_shape(row), []).append(row)
 
     columns = min(2, len(panels))
@@ -67,9 +68,10 @@ def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, 
         axis.tick_params(labelsize=8, labelbottom=True)
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right"]].set_visible(False)
-    scale, unit = bandwidth_unit(copy_bytes_per_s)
+    *_, (floor, bytes_per_s) = bandwidths.items()
+    scale, unit = bandwidth_unit(bytes_per_s)
     handles: list[Any] = [Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
-    labels = [*names, f"copy, {number(copy_bytes_per_s / scale)} {unit}"]
+    labels = [*names, f"{floor}, {number(bytes_per_s / scale)} {unit}"]
     handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1))
     if any(row.status == "differs" for row in rows):
         handles.append(Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="black", linewidth=0.8))
@@ -79,7 +81,7 @@ def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, 
         handles.append(Line2D([], [], linestyle=""))
         labels.append(f"* fits {cached.pop()}")
     figure.suptitle(
-        f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}: share of a copy's bandwidth",
+        f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}: share of a {floor}'s bandwidth",
         fontsize=10,
     )
     figure.legend(
@@ -90,13 +92,14 @@ def draw(path: Path, rows: list[Row], copy_bytes_per_s: float, where: dict[str, 
 
 
 def _shape(row: Row) -> str:
-    return f"{row.case.batch} × {row.case.vocab}{' *' if row.fits_cache else ''}"
+    k = "" if row.case.k is None else f", k={row.case.k}"
+    return f"{row.case.batch} × {row.case.vocab}{k}{' *' if row.fits_cache else ''}"
 
 
 def _bar(axis, row: Row, position: float, color: str) -> None:
     """One row: its bar, hollow where the result differs, or why there is none."""
-    if row.share_of_copy is None:
+    if row.share is None:
         axis.text(0.01, position, row.status, va="center", fontsize=6, color=color)
         return
     fill = "white" if row.status == "differs" else color
-    axis.barh(position, row.share_of_copy, height=0.8, facecolor=fill, edgecolor=color, linewidth=0.8)
+    axis.barh(position, row.share, height=0.8, facecolor=fill, edgecolor=color, linewidth=0.8)

@@ -41,10 +41,18 @@ class Row:
     bytes: int = 0  # the fewest a call must move
     tb_per_s: float | None = None  # bytes / p50
     share_of_copy: float | None = None
+    share_of_read: float | None = None  # of top-k, which writes next to nothing
+    slowdown: float | None = None  # by p50, over normal logits with the same contender
     speedup: float | None = None  # over the JAX peer, by p50
     first_result_s: float | None = None  # of a JAX function: to trace, lower, compile and run it once
+    extra_mb: float | None = None  # of a JAX function: device memory beyond its arguments
     fits_cache: str = ""  # the cache that holds it all: repeated calls may never read the memory
     explain: str = ""  # of ours: what pallas_softmax.explain says
+
+    @property
+    def share(self) -> float | None:
+        """Of the floor that fits the benchmark: of one read where that was measured, else of a copy."""
+        return self.share_of_copy if self.share_of_read is None else self.share_of_read
 
     @property
     def fails(self) -> bool:
@@ -128,9 +136,9 @@ def write(
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def bandwidth_unit(copy_bytes_per_s: float) -> tuple[float, str]:
+def bandwidth_unit(bytes_per_s: float) -> tuple[float, str]:
     """The unit that suits the device: (bytes per second, its name)."""
-    return (1e12, "TB/s") if copy_bytes_per_s > 1e12 else (1e9, "GB/s")
+    return (1e12, "TB/s") if bytes_per_s > 1e12 else (1e9, "GB/s")
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -173,20 +181,28 @@ def _check_cell(row: Row) -> str:
     return f"{row.status}: {row.reason}"
 
 
-def table(rows: list[Row], copy_bytes_per_s: float) -> str:
-    """The rows as aligned text; why something did not run stands below, once each."""
-    scale, unit = bandwidth_unit(copy_bytes_per_s)
-    lines = [["case", "contender", "ran", "check", "p50 us", unit, "of copy", "speed-up", "first s", ""]]
+def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
+    """The rows as aligned text; why something did not run stands below, once each.
+
+    The last bandwidth is the one that the rows are held against.
+    """
+    *_, floor = bandwidths
+    scale, unit = bandwidth_unit(bandwidths[floor])
+    slowdown = any(row.slowdown for row in rows)
+    head = ["case", "contender", "ran", "check", "p50 us", unit, f"of {floor}", "speed-up"]
+    lines = [head + ["slowdown"] * slowdown + ["first s", ""]]
     notes = Notes()
     last = None
     for row in rows:
         line = [row.case.label if row.case != last else "", row.contender, row.ran, _check_cell(row)]
         last = row.case
-        if row.p50_us is None or row.tb_per_s is None or row.share_of_copy is None:
+        if row.p50_us is None or row.tb_per_s is None or row.share is None:
             line += [""] * 4
         else:
-            line += [number(row.p50_us), number(row.tb_per_s * 1e12 / scale), f"{row.share_of_copy:.0%}"]
+            line += [number(row.p50_us), number(row.tb_per_s * 1e12 / scale), f"{row.share:.0%}"]
             line += ["" if row.speedup is None else f"{row.speedup:.2f}x"]
+        if slowdown:
+            line.append("" if row.slowdown is None else f"{row.slowdown:.2f}x")
         line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
         if row.status in ("not run", "error"):
             line.append(notes.mark(row.reason))
@@ -196,4 +212,7 @@ def table(rows: list[Row], copy_bytes_per_s: float) -> str:
     text = columns(lines, left=4) + str(notes)
     if any(row.status == "differs" for row in rows):
         text += "\ndiffers: a peer's rounding (in 16 bits between its steps) or order; it fails nothing"
-    return f"{text}\ncopy: {number(copy_bytes_per_s / scale)} {unit}, read plus written"
+    for name, bandwidth in bandwidths.items():
+        what = {"copy": ", read plus written", "read": " in a sum, without writing"}[name]
+        text += f"\n{name}: {number(bandwidth / scale)} {unit}{what}"
+    return text

@@ -81,7 +81,7 @@ def _cannot_run(error: Exception) -> bool:
     if isinstance(error, NotImplementedError | ImportError | MemoryError):
         return True
     if isinstance(error, jax.errors.JaxRuntimeError):
-        return "RESOURCE_EXHAUSTED" in str(error)
+        return any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "No such compile option"))
     return type(error).__name__ == "OutOfMemoryError"  # torch's
 
 
@@ -111,7 +111,7 @@ def _require_memory(case: Case) -> None:
 
 
 def _run_case(
-    benchmark: Benchmark, case: Case, chosen: settings.Settings, copy_bytes_per_s: float
+    benchmark: Benchmark, case: Case, chosen: settings.Settings, bandwidths: dict[str, float]
 ) -> list[Row]:
     contenders = benchmark.contenders(chosen, case)
     cache, cache_bytes = timing.cache()
@@ -140,7 +140,7 @@ def _run_case(
         try:
             # before explain, which would do a part of the tracing that first_result_s is to include
             call = contender.prepare(contender, case.direction, arrays, g)
-            row.ran, row.first_result_s = call.ran, call.first_result_s
+            row.ran, row.first_result_s, row.extra_mb = call.ran, call.first_result_s, call.extra_mb
             if contender.ours:
                 choices = pallas_softmax.explain(contender.function, *arrays)
                 row.explain = "; ".join(map(str, choices))
@@ -166,11 +166,22 @@ def _run_case(
         row = rows[name]
         row.samples = len(seconds)
         row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
-        row.tb_per_s = row.bytes / medians[name] / 1e12
-        row.share_of_copy = row.bytes / medians[name] / copy_bytes_per_s
+        rate = row.bytes / medians[name]
+        row.tb_per_s, row.share_of_copy = rate / 1e12, rate / bandwidths["copy"]
+        if "read" in bandwidths:
+            row.share_of_read = rate / bandwidths["read"]
         if benchmark.baseline in medians:
             row.speedup = medians[benchmark.baseline] / medians[name]
     return list(rows.values())
+
+
+def _compare_logits(rows: list[Row]) -> None:
+    """Writes into the rows of other logits how much longer they took than normal ones."""
+    normal = {(row.case, row.contender): row.p50_us for row in rows if row.case.logits == "normal"}
+    for row in rows:
+        base = normal.get((dataclasses.replace(row.case, logits="normal"), row.contender))
+        if row.case.logits != "normal" and row.p50_us and base:
+            row.slowdown = row.p50_us / base
 
 
 def progress(todo: list[Any], name: str) -> Iterator[Any]:
@@ -204,20 +215,24 @@ def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
         raise SystemExit(str(error)) from None
     where = report.environment(chosen.commit)
     try:
-        copy_bytes_per_s = timing.copy_bandwidth()
+        bandwidths = {"copy": timing.copy_bandwidth()}
+        if benchmark.name == "topk":
+            bandwidths["read"] = timing.read_bandwidth()
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     rows: list[Row] = []
     for case in progress(todo, benchmark.name):
-        rows += _run_case(benchmark, case, chosen, copy_bytes_per_s)
+        rows += _run_case(benchmark, case, chosen, bandwidths)
+    _compare_logits(rows)
 
     directory = Path(chosen.output_dir)
     records = [row.record() for row in rows]
-    report.write(directory, benchmark.name, records, chosen, where, copy_tb_per_s=copy_bytes_per_s / 1e12)
-    plot.draw(directory / f"{benchmark.name}.png", rows, copy_bytes_per_s, where)
+    also = {f"{name}_tb_per_s": bandwidth / 1e12 for name, bandwidth in bandwidths.items()}
+    report.write(directory, benchmark.name, records, chosen, where, **also)
+    plot.draw(directory / f"{benchmark.name}.png", rows, bandwidths, where)
     kind = "device time" if timing.on_gpu() else "wall time"
     print(f"\n{benchmark.name} on {where['device']}, jax {where['jax']}; {kind}")
-    print(report.table(rows, copy_bytes_per_s))
+    print(report.table(rows, bandwidths))
     print(f"files: {directory}/{benchmark.name}.csv, .json, .png")
     failed = sum(row.fails for row in rows)
     if failed:

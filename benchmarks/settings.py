@@ -16,8 +16,23 @@ WHERES = ("none", "full", "vocab", "rows")
 AXES = ("-1", "0")
 DIRECTIONS = ("forward", "backward", "both")
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
-PEERS = ("jax", "jax_stable", "jax_unstable", "torch")
-LOGITS = ("normal", "peaked", "ties")
+PEERS = ("jax", "jax_stable", "jax_unstable", "jax_raft", "torch")
+LOGITS = {
+    "normal": "",
+    "peaked": "normal, one in 1000 times 20",
+    "ties": "normal, rounded to integers",
+    "quantized": "normal, drawn in bfloat16",
+    "constant": "all 1",
+    "two_values": "0 or 1",
+    "ascending": "from -4 to 4",
+    "descending": "from 4 to -4",
+    "close": "1 and less than 2^-11 more: alike in their upper bits",
+    "blocked": "normal, 256 in the middle 10 higher",
+    "one_lane": "normal, four in 1024 10 higher: one thread's",
+    "neg_inf": "all -inf",
+    "one_finite": "all -inf but one",
+    "nan": "normal, a third of it NaN",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +41,7 @@ class Settings:
 
     batch: tuple[int, ...] = (1024,)
     vocab: tuple[int, ...] = (4096, 32000)
-    shapes: tuple[tuple[int, int], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()  # (batch, V) or (batch, V, k)
     dtype: tuple[str, ...] = ("float32",)
     function: tuple[str, ...] = ("softmax",)
     where: tuple[str, ...] = ("none",)
@@ -43,6 +58,7 @@ class Settings:
     tokens: int = 4096
     heads: int = 8
     width: int = 1024
+    training_steps: int = 400
     output_dir: str = "benchmarks/results/local"
     commit: str = ""
 
@@ -76,7 +92,7 @@ def _names(name: str, default: tuple, names: tuple[str, ...], text: str) -> None
 
 
 def _is_shape(item: str) -> bool:
-    return re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", item, re.ASCII) is not None
+    return re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*){1,2}", item, re.ASCII) is not None
 
 
 def _is_logits(item: str) -> bool:
@@ -91,9 +107,9 @@ def define() -> None:
     _list(
         "shapes",
         default.shapes,
-        "BATCHxV, such as 4000x1000, separated by commas",
+        "BATCHxV or BATCHxVxK, such as 4000x1000, separated by commas",
         _is_shape,
-        "Pairs in place of every --batch with every --vocab.",
+        "Pairs in place of every --batch with every --vocab; a K in place of --k.",
     )
     _names("dtype", default.dtype, DTYPES, "Element types of the logits.")
     _names("function", default.function, FUNCTIONS, "What to compute (not in the topk benchmark).")
@@ -110,7 +126,7 @@ def define() -> None:
         AXES,
         "The axis of V; with 0 the logits are the array (V, batch). Not in the topk benchmark.",
     )
-    _positive_ints("k", default.k, "How many winners a row has (only in the topk benchmark).")
+    _positive_ints("k", default.k, "How many winners a row has (topk), beams a prompt (beam_search).")
     _names(
         "direction",
         default.direction,
@@ -129,17 +145,17 @@ def define() -> None:
         default.peers,
         PEERS,
         "What to compare with. softmax: jax (that of jax.nn) and torch. topk: jax_stable"
-        " (jax.nn.softmax, then lax.top_k), jax_unstable (the same with is_stable=False) and"
-        " torch. A benchmark passes over the peers of the other one.",
+        " (jax.nn.softmax, then lax.top_k), jax_unstable (the same with is_stable=False), jax_raft"
+        " (jax_stable, for which XLA may take the kernels of RAFT) and torch. A benchmark passes over the"
+        " peers of the other one.",
     )
     _list(
         "logits",
         default.logits,
         f"any of {', '.join(LOGITS)} and paths of existing .npy files, separated by commas",
         _is_logits,
-        "The input: normal; peaked (normal, one in 1000 times 20); ties (normal, rounded to"
-        " integers); or your own file, which is memory-mapped and gives its own V (the last axis;"
-        " the others are rows).",
+        f"The input: {'; '.join(f'{name} ({text})' if text else name for name, text in LOGITS.items())}; or"
+        " your own file, which is memory-mapped and gives its own V (the last axis; the others are rows).",
     )
     flags.DEFINE_integer("seed", default.seed, "Seed of the random logits and gradients.", 0)
     flags.DEFINE_integer(
@@ -151,23 +167,31 @@ def define() -> None:
         "Time budget of one case, all contenders together; three samples each are taken anyway.",
         0.0,
     )
-    _positive_ints("sequence", default.sequence, "Lengths of the transformer block's sequences (programs).")
+    _positive_ints(
+        "sequence",
+        default.sequence,
+        "Lengths of the transformer block's sequences (programs), of the hypotheses (beam_search).",
+    )
     flags.DEFINE_integer(
         "tokens",
         default.tokens,
         "Tokens of a program's batch: rows of the classifier's logits; the block has as many sequences as"
-        " hold so many, at least one.",
+        " hold so many, at least one. In beam_search those of a step of training.",
         1,
     )
     flags.DEFINE_integer("heads", default.heads, "Attention heads of the transformer block (programs).", 1)
-    flags.DEFINE_integer("width", default.width, "Size of the hidden state of a token (programs).", 1)
+    flags.DEFINE_integer(
+        "width", default.width, "Size of the hidden state of a token (programs, beam_search).", 1
+    )
+    flags.DEFINE_integer(
+        "training_steps", default.training_steps, "Steps that the language model is trained (beam_search).", 1
+    )
     flags.DEFINE_string("output_dir", default.output_dir, "Where the table, CSV, JSON and PNG are written.")
     flags.DEFINE_string("commit", default.commit, "Commit to record, for a copy that is no git checkout.")
 
 
-def _shape(item: str) -> tuple[int, int]:
-    batch, vocab = item.split("x")
-    return int(batch), int(vocab)
+def _shape(item: str) -> tuple[int, ...]:
+    return tuple(map(int, item.split("x")))
 
 
 # What the items of a list are, if not words.

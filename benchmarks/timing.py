@@ -80,12 +80,17 @@ def interleave(
     return times, raised
 
 
+def _gigabyte() -> jax.Array:
+    """1 GB of float32 (on a CPU 256 MB)."""
+    return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
+
+
 @functools.cache  # once a run, for both benchmarks
 def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of a jitted x + 1.0 over 1 GB (on a CPU 256 MB)."""
+    """Bytes per second, read plus written, of a jitted x + 1.0 over a gigabyte."""
     # On a CPU in place: else the time would be that of the page faults of fresh memory.
     add = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0)
-    x = jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
+    x = _gigabyte()
     bytes_moved = 2 * x.nbytes
 
     def run() -> dict[str, jax.Array]:
@@ -93,15 +98,26 @@ def copy_bandwidth() -> float:
         x = add(x)
         return {"y": x}
 
+    return bytes_moved / _median_seconds(run)
+
+
+@functools.cache
+def read_bandwidth() -> float:
+    """Bytes per second of a jitted sum over a gigabyte: the most that one read can reach."""
+    total, x = jax.jit(jnp.sum), _gigabyte()
+    return x.nbytes / _median_seconds(lambda: {"y": total(x)})
+
+
+def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
     run()  # compiles
     call = Call(run, jax.block_until_ready, lambda array, indices, axis: array.take(indices, axis), "jax")
-    times, raised = interleave({"copy": call}, repeats=20, seconds=2.0)
+    times, raised = interleave({"bandwidth": call}, repeats=20, seconds=2.0)
     for error in raised.values():
         raise RuntimeError(
             "timing on a GPU needs CUPTI, through JAX's CUDA plugin (jax[cuda12] or jax[cuda13])"
             " and without another profiler in the process"
         ) from error
-    return bytes_moved / float(np.median(times["copy"]))
+    return float(np.median(times["bandwidth"]))
 
 
 def cache() -> tuple[str, int]:

@@ -9,7 +9,7 @@ from absl import app, flags
 from jax import lax
 
 import pallas_softmax
-from benchmarks import settings
+from benchmarks import settings, timing
 from benchmarks.cases import Case
 from benchmarks.contenders import Contender, ours, prepare_jax, prepare_torch
 from benchmarks.run import Benchmark, run
@@ -32,6 +32,12 @@ def _jax_unstable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values, indices
 
 
+def _jax_raft(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    if not timing.on_gpu():  # elsewhere XLA takes the option, and passes over it
+        raise NotImplementedError("XLA has the kernels of RAFT on GPUs only")
+    return _jax_stable(x, k)
+
+
 def _torch(x: Any, k: int) -> tuple[Any, Any]:
     values, indices = x.softmax(dim=-1).topk(k, dim=-1)
     return values, indices
@@ -41,10 +47,17 @@ def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
     """Our implementations, then the peers, as the flags name them."""
     assert case.k is not None
     k = case.k
+    raft = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
     peers = {
         "jax_stable": Contender("jax_stable", False, functools.partial(_jax_stable, k=k), prepare_jax),
         "jax_unstable": Contender(
             "jax_unstable", False, functools.partial(_jax_unstable, k=k), prepare_jax, stable=False
+        ),
+        "jax_raft": Contender(
+            "jax_raft",
+            False,
+            functools.partial(_jax_raft, k=k),
+            functools.partial(prepare_jax, options=raft),
         ),
         "torch": Contender("torch", False, functools.partial(_torch, k=k), prepare_torch, stable=False),
     }

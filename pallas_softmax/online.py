@@ -134,6 +134,19 @@ def sort_key(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
+def weights(
+    logits: jax.Array, normalizer: Normalizer, temperature: jax.Array, log: bool = False
+) -> jax.Array:
+    """The softmax of some logits of a row, or its log; d is the sum of exp((x - m) / temperature)."""
+    scaled = (logits - normalizer.m) / temperature
+    return scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+
+
+def take(where: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
+    """The mask, which broadcasts to `x`, at indices of the last axis."""
+    return jnp.take_along_axis(jnp.broadcast_to(where, x.shape), indices, -1)
+
+
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
     """The k best of two candidate lists along the last axis: total order, then the lowest index."""
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))

@@ -79,8 +79,8 @@ def fused_topk(
 
     choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k), implementation)
     x, mask, t = dispatch.vary_together(jnp.moveaxis(x, axis, -1), mask, t)
-    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), choice)
-    return TopK(jnp.moveaxis(values, -1, axis).astype(dtype), jnp.moveaxis(indices, -1, axis))
+    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
+    return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
 def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
@@ -97,53 +97,69 @@ def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
     return jnp.where(t > 0, t, jnp.nan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _topk(logits, where, temperature, k, log, choice):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _topk(logits, where, temperature, k, log, dtype, choice):
     """TopK of the last axis, and the normalizer of the logits."""
-    winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k)
-    scaled = (winners.values - normalizer.m) / temperature
-    values = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
-    if where is not None:
-        values = jnp.where(_at(where, logits, winners.indices), values, -jnp.inf if log else 0)
-    return TopK(values, winners.indices), normalizer
+    winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k, log=log, dtype=dtype)
+    return TopK(*winners), normalizer
 
 
-def _topk_fwd(logits, where, temperature, k, log, choice):
-    out: Any = _topk(logits, where, temperature, k, log, choice)
+def _topk_fwd(logits, where, temperature, k, log, dtype, choice):
+    out: Any = _topk(logits, where, temperature, k, log, dtype, choice)
     (_, indices), (m, d) = out
     # p does not depend on m, which is a constant here and in d
     return out, (logits, where, temperature, jax.lax.stop_gradient(m), d, indices)
 
 
-def _topk_bwd(k, log, choice, saved, cotangents):
+def _topk_bwd(k, log, dtype, choice, saved, cotangents):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 
-    The second derivative asks for that of d, too.
+    Elementwise but for the winners, which are put in place afterwards: one read and one write. The second
+    derivative asks for that of d, too.
     """
     logits, where, temperature, m, d, indices = saved
     (g, _), (_, g_d) = cotangents
     x = online.widen(online.to_float(logits, (-1,), where))
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
-        g = jnp.where(_at(where, logits, indices), g, 0)
-    scaled = (x - m) / temperature
-    p = jnp.exp(scaled) / d
-    direct = g if log else g * jnp.take_along_axis(p, indices, -1)  # what reaches the winners themselves
-    (scattered,) = jax.linear_transpose(lambda x: jnp.take_along_axis(x, indices, -1), p)(direct)
-    ds = scattered + p * (g_d * d - jnp.sum(direct, -1, keepdims=True))
+        g = jnp.where(online.take(where, logits, indices), g, 0)
+
+    def weigh(x):
+        scaled = (x - m) / temperature
+        return scaled, jnp.exp(scaled) / d
+
+    scaled, p = weigh(x)
+    scaled_won, p_won = weigh(jnp.take_along_axis(x, indices, -1))
+    direct = online.widen(g) if log else g * p_won  # what reaches the winners themselves
+    rest = g_d * d - jnp.sum(direct, -1, keepdims=True)  # times p, what reaches every logit
+
+    dlogits = None
+    if jnp.issubdtype(logits.dtype, jnp.floating):
+        everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
+        if where is not None:  # of a fully masked row p is NaN
+            everywhere = jnp.where(where, everywhere, 0)
+            won = jnp.where(online.take(where, logits, indices), won, 0)
+        dlogits = _put(everywhere.astype(logits.dtype), indices, won.astype(logits.dtype))
+
+    def slope(weight, scaled):  # 0 at x = -inf, too
+        return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
+
     if where is not None:
-        ds = jnp.where(where, ds, 0)
-    dlogits = (ds / temperature).astype(logits.dtype) if jnp.issubdtype(logits.dtype, jnp.floating) else None
+        p, direct = jnp.where(where, p, 0), jnp.where(p_won == 0, 0, direct)
+    dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-    slope = jnp.where(ds == 0, 0, ds * scaled)  # 0 at x = -inf, too
-    dt = -jnp.sum(slope / temperature, shared, keepdims=True)
-    return dlogits, None, dt
+    return dlogits, None, jnp.sum(dt, shared, keepdims=True)
 
 
-def _at(where, logits, indices):
-    """The mask at the winners."""
-    return jnp.take_along_axis(jnp.broadcast_to(where, logits.shape), indices, -1)
+def _put(x, indices, values):
+    """x with the values at the indices of its last axis, which differ."""
+
+    def put(x, indices, values):
+        return x.at[indices].set(values, unique_indices=True)
+
+    rows = [a.reshape(-1, a.shape[-1]) for a in (x, indices, values)]
+    return jax.vmap(put)(*rows).reshape(x.shape)
 
 
 _topk.defvjp(_topk_fwd, _topk_bwd)
-_jitted_topk = jax.jit(_topk, static_argnums=(3, 4, 5))
+_jitted_topk = jax.jit(_topk, static_argnums=(3, 4, 5, 6))

@@ -52,8 +52,8 @@ def logsumexp_grad(residuals, where, cotangents, *, axes):
     return _masked(dx, where, 0).astype(x.dtype)
 
 
-def topk(logits, where, temperature, *, k):
-    """Winners of the last axis with their logits, and the normalizer of logits / temperature.
+def topk(logits, where, temperature, *, k, log, dtype):
+    """The winners of the last axis, values and indices, and the normalizer of logits / temperature.
 
     m is the first winner (a -NaN, which wins last, still makes d NaN); it is not divided by the temperature,
     for (x - m) / temperature neither overflows nor rounds x first.
@@ -63,7 +63,10 @@ def topk(logits, where, temperature, *, k):
     winners = jnp.take_along_axis(x, indices, -1)
     m = winners[..., :1] if k else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
-    return Candidates(winners, indices), Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+    normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
+    kept = None if where is None else online.take(where, logits, indices)
+    values = _masked(online.weights(winners, normalizer, temperature, log), kept, -jnp.inf if log else 0)
+    return Candidates(values.astype(dtype), indices), normalizer
 
 
 def _masked(x, where, value):

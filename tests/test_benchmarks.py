@@ -16,20 +16,24 @@ from absl.testing import flagsaver
 from jax import lax
 
 import pallas_softmax
-from benchmarks import accuracy, cases, oracle, programs, run, settings, softmax, timing, topk
+from benchmarks import accuracy, cases, oracle, plot, programs, run, settings, softmax, timing, topk
+from benchmarks.contenders import jax_call
+from benchmarks.report import Row
 from benchmarks.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = """benchmark batch vocab dtype function where axis k direction logits seed contender ours ran
     status reason rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us bytes tb_per_s
-    share_of_copy speedup first_result_s fits_cache explain copy_tb_per_s device driver jax jaxlib numpy python
-    commit date command""".split()
+    share_of_copy share_of_read slowdown speedup first_result_s extra_mb fits_cache explain copy_tb_per_s device
+    driver jax jaxlib numpy python commit date command""".split()
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Settings of a quick run in this process, without the copy measurement."""
+    """Settings of a quick run in this process, without measuring the bandwidths and without a picture."""
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
+    monkeypatch.setattr(plot, "draw", lambda *args: None)
 
     def make(**changed):
         quick = {"batch": (6,), "vocab": (40,), "repeats": 3, "seconds": 0.0, "output_dir": str(tmp_path)}
@@ -62,7 +66,8 @@ def test_smoke_flags_end_to_end(tmp_path):
         assert f"{name} on " in done.stdout
         with open(tmp_path / f"{name}.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        assert list(rows[0]) == COLUMNS
+        assert [name for name in rows[0] if name != "read_tb_per_s"] == COLUMNS
+        assert ("read_tb_per_s" in rows[0]) == (name == "topk")
         ours = [row for row in rows if row["ours"] == "True"]
         assert ours and all(row["status"] == "ok" and row["ran"] == "xla" for row in ours)
         assert all(row["explain"] for row in ours)
@@ -72,6 +77,9 @@ def test_smoke_flags_end_to_end(tmp_path):
             assert int(row["samples"]) >= 3 and int(row["rows_checked"]) == 64
             rate = int(row["bytes"]) / float(row["p50_us"]) / 1e6
             np.testing.assert_allclose(float(row["tb_per_s"]), rate)
+            if name == "topk":
+                share = float(row["tb_per_s"]) / float(row["read_tb_per_s"])
+                np.testing.assert_allclose(float(row["share_of_read"]), share)
         document = json.loads((tmp_path / f"{name}.json").read_text())
         assert document["flags"]["batch"] == [64]
         assert {"device", "jax", "commit", "date", "command"} <= set(document["environment"])
@@ -168,6 +176,44 @@ def test_what_cannot_run_is_a_row_that_says_so(small, monkeypatch):
         assert rows["torch"]["status"] == "not run" and "torch" in rows["torch"]["reason"]
 
 
+def test_an_option_that_xla_does_not_know_is_a_row_that_says_so(small):
+    chosen = small(peers=("jax_stable", "jax_raft"))
+    assert run.run(topk.BENCHMARK, chosen) == 0
+    row = rows_of(chosen, "topk")["jax_raft"]
+    assert row["status"] == "not run" and "GPU" in row["reason"]
+    with pytest.raises(jax.errors.JaxRuntimeError) as unknown:
+        jax_call(jnp.sin, jnp.ones(3), options={"xla_no_such_option": True})
+    found = Row("topk", case_of(k=5), "jax_raft", ours=False)
+    run.note(found, unknown.value)
+    assert found.status == "not run" and "xla_no_such_option" in found.reason
+
+
+def test_memory_beyond_the_arguments():
+    call = jax_call(lambda x: jnp.broadcast_to(x, (1000, 250)) + 1.0, jnp.ones(250))
+    assert call.extra_mb is not None and 1.0 <= call.extra_mb < 1.1
+
+
+def test_bad_logits_are_checked_and_held_against_normal_ones(small, capsys):
+    chosen = small(logits=("normal", "nan", "neg_inf"), k=(30,), peers=())
+    assert run.run(topk.BENCHMARK, chosen) == 0
+    normal, *bad = json.loads((Path(chosen.output_dir) / "topk.json").read_text())["rows"]
+    assert normal["slowdown"] is None and "slowdown" in capsys.readouterr().out
+    for row in bad:
+        np.testing.assert_allclose(row["slowdown"], row["p50_us"] / normal["p50_us"])
+    assert run.run(topk.BENCHMARK, small(logits=("nan",))) == 0
+    assert "slowdown" not in capsys.readouterr().out
+
+
+def test_the_picture_has_every_row(tmp_path):
+    rows = [
+        Row("topk", case_of(k=k), name, ours=name == "auto", status=status, share_of_copy=share)
+        for k in (5, 64)
+        for name, status, share in (("auto", "ok", 0.9), ("torch", "differs", 0.1), ("jax", "not run", None))
+    ]
+    plot.draw(tmp_path / "topk.png", rows, {"copy": 3e12, "read": 3.2e12}, {"device": "a GPU", "jax": "1"})
+    assert (tmp_path / "topk.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_too_little_memory_is_a_row_that_says_so(small, monkeypatch):
     monkeypatch.setattr(run, "_memory", lambda: 100)
     chosen = small()
@@ -210,8 +256,10 @@ def test_unusable_files_are_refused(small, tmp_path, array):
 
 
 def test_k_beyond_the_row_is_refused(small):
-    with pytest.raises(SystemExit, match="--k=41 is more than the row length V=40"):
+    with pytest.raises(SystemExit, match="k=41, from --k or --shapes, is more than the row length V=40"):
         run.run(topk.BENCHMARK, small(k=(5, 41)))
+    with pytest.raises(SystemExit, match="k=41"):
+        run.run(topk.BENCHMARK, small(shapes=((6, 40), (6, 40, 41))))
 
 
 @pytest.fixture
@@ -242,6 +290,28 @@ def test_targets_flags_are_the_table_of_targets(parse):
     found = {(case.batch, case.vocab, case.dtype, case.direction) for case in cases.make_cases(chosen)}
     assert len(found) == 7 * 2 * 2
     assert {(4000, 50257, "bfloat16", "backward"), (1024, 262144, "float32", "forward")} <= found
+
+
+def test_a_shape_may_have_its_own_k(parse):
+    chosen = parse("--shapes=4x10,2x30x20,2x30x7", "--k=3,5", "--dtype=float32,float16")
+    found = [(case.batch, case.k, case.short_dtype) for case in cases.make_cases(chosen, chosen.k)]
+    assert found == [
+        *[(4, 3, "f32"), (4, 5, "f32"), (4, 3, "f16"), (4, 5, "f16")],
+        *[(2, 20, "f32"), (2, 20, "f16"), (2, 7, "f32"), (2, 7, "f16")],
+    ]
+    assert [case.batch for case in cases.make_cases(chosen)] == [4, 4, 2, 2]
+
+
+def test_topk_flags_are_the_table_of_targets(parse):
+    def found(name):
+        chosen = parse(f"--flagfile={ROOT}/configs/{name}.flags")
+        return {(case.batch, case.vocab, case.dtype, case.k) for case in cases.make_cases(chosen, chosen.k)}
+
+    targets = found("topk_targets")
+    assert len(targets) == 12 * 2 and (1, 128256, "bfloat16", 64) in targets
+    assert {k for *_, k in found("topk_sweep")} >= {1, 64, 1024, 2048}
+    assert {(100000, 8, "float32", 2), (4000, 50257, "bfloat16", 64)} <= found("topk_shapes")
+    assert parse(f"--flagfile={ROOT}/configs/topk_worst.flags").logits == tuple(settings.LOGITS)
 
 
 def test_shapes_replace_batch_and_vocab(parse):
@@ -310,10 +380,12 @@ def test_masks_have_their_shapes_and_share():
         ("--axis=1", "-1, 0"),
         ("--shapes=10x20,10x", "BATCHxV"),
         ("--shapes=0x20", "BATCHxV"),
+        ("--shapes=10x20x0", "BATCHxVxK"),
+        ("--shapes=10x20x5x1", "BATCHxVxK"),
         ("--sequence=0", "positive integers"),
         ("--implementations=cuda", "auto, mosaic_gpu, triton, xla"),
-        ("--peers=numpy", "jax, jax_stable, jax_unstable, torch"),
-        ("--logits=missing.npy", "normal, peaked, ties and paths of existing .npy files"),
+        ("--peers=numpy", "jax, jax_stable, jax_unstable, jax_raft, torch"),
+        ("--logits=missing.npy", "one_finite, nan and paths of existing .npy files"),
         ("--repeats=0", "positive"),
         ("--dtype=", "float32, bfloat16, float16"),
     ],
@@ -342,7 +414,7 @@ def test_the_oracle_agrees_with_jax(logits):
     _, pull = jax.vjp(lambda x: jnp.take_along_axis(jax.nn.softmax(x), answer.indices, -1), x)
     dx = np.asarray(pull(g)[0])
     assert answer.check_gradient(dx).ok
-    assert not answer.check_gradient(1.001 * dx).ok
+    assert answer.check_gradient(1.001 * dx).ok == (logits in ("neg_inf", "nan", "one_finite"))  # NaN or 0
 
 
 @pytest.mark.parametrize("where", ["none", "full"])
@@ -483,5 +555,10 @@ def test_logits_have_the_promised_distributions():
 
     assert 40 < np.abs(draw("peaked", "float32")).max() < 120
     assert len(np.unique(draw("ties", "float32"))) < 15
+    assert len(np.unique(draw("close", "float32"))) > 4000 and (draw("close", "bfloat16") == 1).all()
+    assert len(np.unique(draw("quantized", "float32"))) < 2000
+    assert (np.isfinite(draw("one_finite", "float32")).sum(axis=1) == 1).all()
+    ascending = draw("ascending", "float32")
+    assert (np.diff(ascending) > 0).all() and -4 <= ascending.min() and ascending.max() < 4
     # the same numbers in 16 bits, rounded: not another, coarser draw
     np.testing.assert_allclose(draw("normal", "bfloat16"), draw("normal", "float32"), rtol=2**-8)

@@ -6,6 +6,7 @@ The functions take what those of `xla` take, for calls that `unsupported` has no
 import jax
 import jax.numpy as jnp
 
+from pallas_softmax.mosaic_gpu import direct, launch
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
 from pallas_softmax.mosaic_gpu.softmax_kernel import rows
 from pallas_softmax.mosaic_gpu.topk_kernel import topk_rows
@@ -48,10 +49,17 @@ def log_softmax_grad(residuals, where, dy, *, axes):
     return y
 
 
-def topk(logits, where, temperature, *, k):
-    del where
+def topk(logits, where, temperature, *, k, log, dtype):
     *batch, vocab = logits.shape
     if temperature.size > 1:
         temperature = jnp.broadcast_to(temperature, (*batch, 1))
-    out = topk_rows(logits.reshape(-1, vocab), temperature.reshape(-1), k)
+    mask = None
+    if where is not None:
+        where = jnp.broadcast_to(where, (*where.shape[:-1], vocab if where.shape[-1] > 1 else 1))
+        mask = direct.Mask(
+            where.reshape(-1, where.shape[-1]), launch.mask_rows(where.shape[:-1], tuple(batch))
+        )
+    out = topk_rows(
+        logits.reshape(-1, vocab), mask, temperature.reshape(-1), k, log=log, dtype=dtype
+    )
     return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), out)

@@ -3,6 +3,7 @@
 Pallas has no loads under a predicate; so they are inline PTX, each with a plain twin for the interpreter.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def load(ref, tile: Tile, row, fill, *, interpret):
             tile_layout(tile).to_mgpu(),
             tile.shape,
             [
-                _load(
+                load_vector(
                     pointer, element, tile.vec, _offset(at, vocab, col), _inside(at, rows, col, vocab), fill
                 )
                 for at, col in _places(tile, scalar(row))
@@ -95,33 +96,37 @@ def load_mask(ref, tile: Tile, row, shape, mask_row, *, interpret):
         registers = []
         for at, col in _places(tile, scalar(row)):
             inside = _inside(at, rows, col, vocab)
-            registers.append(_load_bytes(pointer, tile.vec, mask_row(_Index(at)).value, col, columns, inside))
+            registers.append(load_bytes(pointer, tile.vec, mask_row(_Index(at)).value, col, columns, inside))
         return _array(tile_layout(tile).to_mgpu(), tile.shape, registers)
 
     return load(ref, row) != 0
 
 
-def load_mask_block(ref, row, start, held, vec, *, interpret):
-    """The mask of `held` positions from `start` on in the mask's row `row`, as a block of 128 * vec int8."""
+def load_mask_block(ref, row, start, held, vec, *, skip=0, interpret):
+    """The mask of `held` positions from `start` on in the mask's row `row`, as a block of 128 * vec int8.
+
+    It is 0 at the first `skip` positions, too (a multiple of vec), which need not be in the row.
+    """
     columns, block = ref.shape[1], WARPGROUP * vec
     if interpret:
-        inside = jnp.arange(block) < held
+        inside = (jnp.arange(block) >= skip) & (jnp.arange(block) < held)
         at = jnp.where(inside & (columns > 1), start + jnp.arange(block), 0)
         return (ref[row][at] & inside).astype(jnp.int8)
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=vec)
 
     @inline(
-        arg_types=(REF, SCALAR, SCALAR, SCALAR),
+        arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((block,), np.dtype("int8"), layout=layout),
     )
-    def load(_, ref, row, start, held):
+    def load(_, ref, row, start, held, skip):
         position = arith.muli(thread(), i32(vec))
         inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
+        inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
         col = arith.addi(scalar(start), position)
-        register = _load_bytes(utils.memref_ptr(ref), vec, scalar(row), col, columns, inside)
+        register = load_bytes(utils.memref_ptr(ref), vec, scalar(row), col, columns, inside)
         return _array(layout.to_mgpu(), (block,), [register])
 
-    return load(ref, row, start, jnp.int32(held))
+    return load(ref, row, start, jnp.int32(held), jnp.int32(skip))
 
 
 def store(ref, tile: Tile, row, value, *, interpret):
@@ -147,6 +152,47 @@ def store(ref, tile: Tile, row, value, *, interpret):
             _store(pointer, register, vec, _offset(at, vocab, col), _inside(at, rows, col, vocab))
 
     store(ref, row, value)
+
+
+def load_block(ref, *, row, start, held, fill, interpret):
+    """The first `held` elements of the row from `start` on, as a block of 128; then `fill` (0 or -inf)."""
+    columns = ref.shape[1]
+    if interpret:
+        inside = jnp.arange(WARPGROUP) < held
+        return jnp.where(inside, ref[row][jnp.where(inside, start + jnp.arange(WARPGROUP), 0)], fill)
+    layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+
+    @inline(
+        arg_types=(REF, SCALAR, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), ref.dtype, layout=layout),
+    )
+    def load(_, ref, row, start, held):
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
+        offset = _offset(scalar(row), columns, arith.addi(scalar(start), thread()))
+        element = ir.MemRefType(ref.type).element_type
+        register = load_vector(utils.memref_ptr(ref), element, 1, offset, inside, fill)
+        return _array(layout.to_mgpu(), (WARPGROUP,), [register])
+
+    return load(ref, row, start, held)
+
+
+def store_block(ref, *, row, start, block, held, interpret):
+    """Writes the first `held` (static) elements of a block of 128 to the row from `start` on."""
+    columns = ref.shape[1]
+    block = block.astype(ref.dtype)
+    if interpret:
+        ref[row, pl.ds(start, held)] = block[:held]
+        return
+    layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+
+    @inline(arg_types=(REF, SCALAR, layout))
+    def store(_, ref, row, block):
+        (register,) = block.registers.flat
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), i32(held))
+        offset = _offset(scalar(row), columns, arith.addi(thread(), i32(start)))
+        _store(utils.memref_ptr(ref), register, 1, offset, inside)
+
+    store(ref, row, block)
 
 
 def _window(tile: Tile, row):
@@ -232,74 +278,92 @@ def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
 _NEG_INF = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
 
 
-def _words(size: int) -> tuple[int, str, str, str]:
-    """How many PTX registers hold `size` bytes; the access, the constraint and the type of each."""
+def _words(size: int) -> tuple[int, str, str]:
+    """How many PTX registers hold `size` bytes; the access, and the type of each."""
     if size >= 4:
-        return size // 4, {4: "b32", 8: "v2.b32", 16: "v4.b32"}[size], "r", "i32"
-    return 1, {2: "b16", 1: "u8"}[size], "h", "i16"
+        return size // 4, {4: "b32", 8: "v2.b32", 16: "v4.b32"}[size], "i32"
+    return 1, {2: "b16", 1: "u8"}[size], "i16"
 
 
-def _load(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
+def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
     """`vec` elements as a vector, `fill` (0 or -inf) unless `inside`. They must be aligned to their size."""
     itemsize = utils.bytewidth(element)
-    count, access, constraint, word = _words(vec * itemsize)
+    count, access, word = _words(vec * itemsize)
     bits = 0 if fill == 0 else _NEG_INF[str(element)]
     if itemsize == 2 and word == "i32":
         bits |= bits << 16
-    names = ", ".join(f"${i}" for i in range(count))
-    code = (
-        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0;"
-        + "".join(f" mov.b{word[1:]} ${i}, {bits};" for i in range(count))
-        + f" @p ld.global.{access} {f'{{{names}}}' if count > 1 else names}, [${count}]; }}"
+    names = [f"x{i}" for i in range(count)]
+    parts = asm(
+        ".reg .pred p; setp.ne.b32 p, <inside>, 0;"
+        + "".join(f" mov.b{word[1:]} <{name}>, {bits};" for name in names)
+        + f" @p ld.global.{access} {_braced(names)}, [<at>];",
+        {"at": _address(pointer, offset, itemsize), "inside": _flag(inside)},
+        dict.fromkeys(names, word),
     )
-    parts = _asm(code, constraint, count, [_address(pointer, offset, itemsize), _flag(inside)], ["l", "r"])
     if vec * itemsize == 1:
         parts = [arith.trunci(ir.IntegerType.get_signless(8), parts[0])]
-    packed = _vector(parts)
-    return vector.bitcast(ir.VectorType.get((vec,), element), packed)
+    return vector.bitcast(ir.VectorType.get((vec,), element), _vector(parts))
 
 
-def _asm(code: str, constraint: str, count: int, operands: list, constraints: list[str]) -> list[Any]:
-    """`count` results of one type, of code that writes them before it has read all operands."""
-    word = ir.Type.parse({"r": "i32", "h": "i16"}[constraint])
-    results = word if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * count)})>")
+def asm(
+    code: str, operands: dict[str, ir.Value], results: dict[str, str] | None = None
+) -> list[Any]:
+    """Inline PTX, in which <name> stands for an operand or a result; the results, whose types are given.
+
+    An operand in memory is its address. A result may be written before all operands are read.
+    """
+    results = results or {}
+    values = [utils.memref_ptr(v) if isinstance(v.type, ir.MemRefType) else v for v in operands.values()]
+    numbers = {name: f"${i}" for i, name in enumerate([*results, *operands])}
+    code = re.sub(r"<([a-z]\w*)>", lambda match: numbers[match[1]], code)
+    letters = {"i32": "r", "f32": "f", "i64": "l", "i16": "h", "!llvm.ptr<3>": "r", "!llvm.ptr": "l"}
+    letters |= {"!llvm.ptr<1>": "l"}
+    words = [ir.Type.parse(word) for word in results.values()]
+    if not words:
+        result: Any = ir.Type.parse("!llvm.void")
+    else:
+        result = words[0] if len(words) == 1 else llvm.StructType.get_literal(words)
     out = llvm.inline_asm(
-        results,
-        operands,
-        code,
-        ",".join([f"=&{constraint}"] * count + constraints),
+        result,
+        values,
+        f"{{ {code} }}",
+        ",".join([f"=&{letters[str(w)]}" for w in words] + [letters[str(v.type)] for v in values]),
         has_side_effects=True,
     )
-    return [out] if count == 1 else [llvm.extractvalue(word, out, [i]) for i in range(count)]
+    return [out] if len(words) == 1 else [llvm.extractvalue(w, out, [i]) for i, w in enumerate(words)]
+
+
+def _braced(names: list[str]) -> str:
+    """A PTX register or vector of registers, of operands."""
+    return f"<{names[0]}>" if len(names) == 1 else f"{{{', '.join(f'<{name}>' for name in names)}}}"
 
 
 def _flag(condition: ir.Value) -> ir.Value:
     return arith.extui(ir.IntegerType.get_signless(32), condition)
 
 
-def _load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
+def load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
     """`vec` bytes of a mask, 0 unless `inside`."""
     i8 = ir.IntegerType.get_signless(8)
     if columns == 1:
-        (byte,) = _elements(_load(pointer, i8, 1, _offset(row, 1, i32(0)), inside))
+        (byte,) = _elements(load_vector(pointer, i8, 1, _offset(row, 1, i32(0)), inside))
         return _vector([byte] * vec)
     offset = _offset(row, columns, col)
     if columns % vec == 0:  # every row and column is aligned
-        return _load(pointer, i8, vec, offset, inside)
+        return load_vector(pointer, i8, vec, offset, inside)
     # the aligned words around them, shifted; a buffer ends at a multiple of four bytes or later
     count = vec // 4
     words = [f"w{i}" for i in range(count + 1)]
-    code = (
-        "{ .reg .pred p, q; .reg .b64 a; .reg .b32 s, "
-        + ", ".join(words)
-        + f"; setp.ne.b32 p, ${count + 1}, 0; and.b64 a, ${count}, -4; cvt.u32.u64 s, ${count};"
-        + " and.b32 s, s, 3; shl.b32 s, s, 3; setp.ne.and.b32 q, s, 0, p;"
+    registers = asm(
+        f".reg .pred p, q; .reg .b64 a; .reg .b32 s, {', '.join(words)};"
+        " setp.ne.b32 p, <inside>, 0; and.b64 a, <at>, -4; cvt.u32.u64 s, <at>;"
+        " and.b32 s, s, 3; shl.b32 s, s, 3; setp.ne.and.b32 q, s, 0, p;"
         + "".join(f" mov.b32 {w}, 0;" for w in words)
         + "".join(f" @{'pq'[i == count]} ld.global.b32 {w}, [a+{4 * i}];" for i, w in enumerate(words))
-        + "".join(f" shf.r.wrap.b32 ${i}, w{i}, w{i + 1}, s;" for i in range(count))
-        + " }"
+        + "".join(f" shf.r.wrap.b32 <x{i}>, w{i}, w{i + 1}, s;" for i in range(count)),
+        {"at": _address(pointer, offset, 1), "inside": _flag(inside)},
+        {f"x{i}": "i32" for i in range(count)},
     )
-    registers = _asm(code, "r", count, [_address(pointer, offset, 1), _flag(inside)], ["l", "r"])
     return vector.bitcast(ir.VectorType.get((vec,), i8), _vector(registers))
 
 
@@ -318,18 +382,15 @@ def _store(pointer, register: ir.Value, vec: int, offset, inside) -> None:
     """The first `vec` elements of the register, if `inside`."""
     element = ir.VectorType(register.type).element_type
     itemsize = utils.bytewidth(element)
-    count, access, constraint, word = _words(vec * itemsize)
+    count, access, word = _words(vec * itemsize)
     packed = _vector(_elements(register)[:vec])
     words = _elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(word)), packed))
-    names = ", ".join(f"${i + 2}" for i in range(count))
-    code = (
-        "{ .reg .pred p; setp.ne.b32 p, $1, 0;"
-        f" @p st.global.{access} [$0], {f'{{{names}}}' if count > 1 else names}; }}"
-    )
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [_address(pointer, offset, itemsize), _flag(inside), *words],
-        code,
-        ",".join(["l", "r"] + [constraint] * count),
-        has_side_effects=True,
+    names = [f"x{i}" for i in range(count)]
+    asm(
+        f".reg .pred p; setp.ne.b32 p, <inside>, 0; @p st.global.{access} [<at>], {_braced(names)};",
+        {
+            "at": _address(pointer, offset, itemsize),
+            "inside": _flag(inside),
+            **dict(zip(names, words)),
+        },
     )

@@ -72,7 +72,7 @@ class Operation(NamedTuple):
     per_row: int = 0
 
 
-def _log(d):
+def log(d):
     """log(d), accurate near 1, too, where the approximate one is not: d - 1 is what other logits add."""
     u = d - 1
     return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
@@ -80,7 +80,7 @@ def _log(d):
 
 def _logsumexp(total: Normalizer) -> tuple:
     m, d = total
-    return jnp.where(m == jnp.inf, m, m + _log(d)), m, d  # +inf among numbers: the sum is +inf, not NaN
+    return jnp.where(m == jnp.inf, m, m + log(d)), m, d  # +inf among numbers: the sum is +inf, not NaN
 
 
 softmax = Operation(
@@ -92,7 +92,7 @@ softmax = Operation(
 log_softmax = Operation(
     ONLINE,
     term=lambda x: x,
-    constants=lambda total: (total.m, _log(total.d)),
+    constants=lambda total: (total.m, log(total.d)),
     value=lambda x, m, log_d: x - m - log_d,
     masked=-jnp.inf,
 )

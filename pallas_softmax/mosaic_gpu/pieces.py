@@ -6,6 +6,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_softmax.mosaic_gpu.launch import Walk
@@ -137,15 +138,6 @@ class Row:
             x = load(smem.at[at], self.layout).astype(jnp.float32)
             yield x if held == self.walk.block else jnp.where(self.positions() < held, x, fill)
 
-    def keys(self, smem, i, size):
-        """The blocks of step i as int32 keys, ordered as lax.top_k orders; the lowest after the row's end."""
-        for at, held in self.blocks(i, size):
-            x = load(smem.at[at], self.layout)
-            lowest = lowest_key(x.dtype)
-            bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}")).astype(jnp.int32)
-            key = bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & ~jnp.int32(lowest))
-            yield key if held == self.walk.block else jnp.where(self.positions() < held, key, lowest)
-
     def _size(self, i):
         return self.walk.step if i < self.walk.full else self.walk.left
 
@@ -153,6 +145,36 @@ class Row:
 def lowest_key(dtype) -> int:
     """The least key of the floats of this size: that of the -NaN whose bits are all ones."""
     return -(2 ** (8 * jnp.dtype(dtype).itemsize - 1))
+
+
+def lowest(dtype) -> float:
+    """The float of the lowest key."""
+    return np.array(-1, f"int{8 * jnp.dtype(dtype).itemsize}").view(dtype)[()]
+
+
+def key_of(value: float, dtype) -> int:
+    """The key of a number."""
+    bits = int(np.array(value, dtype).view(f"int{8 * jnp.dtype(dtype).itemsize}")[()])
+    return bits if bits >= 0 else bits ^ ~lowest_key(dtype)
+
+
+def key(x):
+    """Integers in lax.top_k's order of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}")).astype(jnp.int32)
+    return _flipped(bits, x.dtype)
+
+
+def of_key(key, dtype):
+    """The floats of these keys, as float32."""
+    bits = _flipped(key, dtype)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return lax.bitcast_convert_type(bits << 16, jnp.float32)
+    bits = bits.astype(f"int{8 * jnp.dtype(dtype).itemsize}")
+    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
+
+
+def _flipped(bits, dtype):
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & ~jnp.int32(lowest_key(dtype)))
 
 
 def absorb(normalizer: Normalizer, blocks, scale=None) -> Normalizer:

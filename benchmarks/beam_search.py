@@ -1,0 +1,478 @@
+"""Beam search, for real: python -m benchmarks.beam_search --flagfile=configs/beam_search.flags
+
+A small language model (a GRU) is trained for --training_steps on the text beside this file, then decodes:
+--batch prompts, --k beams each, hypotheses of --sequence tokens, every step with real logits of shape
+(batch, beams, V). The text has but some 3,500 different tokens (words, marks, line ends); the output layer
+has all of --vocab, and learns by the full cross entropy that the rest is improbable. The length is fixed: no
+token ends a hypothesis, so that every choice of every step counts. Each search, from the prompts to the
+traced hypotheses, is one jitted program; they differ in the selection:
+
+jax        log_softmax, then lax.top_k over the beams * V scores of a prompt
+jax_rows   log_softmax, lax.top_k of every row, then the best of the beams * beams that are left
+ours       fused_topk of every row in place of the first two
+
+They are to return the same hypotheses. Rounding may turn a near tie, and what follows from it, so every
+search is also replayed: the model takes each step as the search did, and the scores of all candidates, from
+jax.nn, must be as claimed and none better than those chosen, within a worst case of rounding. What fails is
+not timed; `same` counts the hypotheses that are jax's, token for token, and `gap` is the largest tie.
+
+Tokens per second are of wall time: --batch times --sequence over a call. The text is the first 100 kB of
+Romeo and Juliet, in the public domain, out of github.com/karpathy/char-rnn, data/tinyshakespeare.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax import lax
+
+import pallas_softmax
+from benchmarks import report, settings, timing
+from benchmarks.contenders import Call, jax_call
+from benchmarks.run import note, progress, require_extra
+
+TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
+UNKNOWN = 0
+PROMPT = 8  # tokens of a speech that the search goes on from: who speaks, and a few words
+_TRAINED = 32  # length of the sequences in training
+_LEAST_SAMPLES = 3
+_SHOWN = 4  # hypotheses that are printed
+
+# (scores, logits) -> (scores, parents, tokens), of shape (batch, beams), but for the logits (batch, beams, V)
+Select = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """One search: so many beams for each prompt, over a vocabulary."""
+
+    batch: int
+    beams: int
+    vocab: int
+    dtype: str  # of the output layer and the logits
+    sequence: int
+
+    @property
+    def label(self) -> str:
+        """The search in few words."""
+        return f"{self.batch}x{self.beams} beams V={self.vocab} {self.dtype}, {self.sequence} tokens"
+
+
+@dataclasses.dataclass
+class Row:
+    """One contender in one search: the columns of the CSV. Empty means: not measured."""
+
+    search: Search
+    contender: str  # jax, jax_rows, or one of our implementations
+    ours: bool
+    ran: str = ""  # the implementation found in the lowered program
+    status: str = "ok"  # ok, FAILED, not run, error
+    reason: str = ""  # of any status but ok
+    training_loss: float | None = None
+    hypotheses: int = 0
+    same: int | None = None  # of these, token for token as jax
+    score_error: float | None = None  # claimed scores against the replay
+    gap: float | None = None  # what a choice lacks to the best, in the replay: of near ties
+    samples: int = 0
+    p20_us: float | None = None  # wall time of a search
+    p50_us: float | None = None
+    p80_us: float | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None  # over jax, by p50
+    device_us_per_step: float | None = None  # of all kernels in a step of the search; on a GPU
+    first_result_s: float | None = None
+    explain: str = ""  # of ours: what pallas_softmax.explain says
+
+    @property
+    def fails(self) -> bool:
+        """Whether this row makes the run fail."""
+        return self.status in ("FAILED", "error")
+
+
+@functools.cache
+def text_tokens() -> tuple[list[str], list[str]]:
+    """The text as tokens, and the different ones: one for the unknown, then the frequent first."""
+    text = re.findall(r"\n\n|\n|--|[\w']+(?:-[\w']+)*|[^\w\s]", TEXT.read_text())
+    return text, ["<unknown>", *(word for word, _ in collections.Counter(text).most_common())]
+
+
+def token_ids(vocab: int) -> np.ndarray:
+    """The text as ids below vocab."""
+    text, words = text_tokens()
+    known = {word: i for i, word in enumerate(words[:vocab])}
+    return np.array([known.get(word, UNKNOWN) for word in text], np.int32)
+
+
+def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
+    """The first tokens of speeches, spread over the text."""
+    text, _ = text_tokens()
+    ends = np.flatnonzero([word == "\n\n" for word in text])
+    starts = ends[:-1][np.diff(ends) > PROMPT] + 1
+    chosen = starts[np.arange(batch) * len(starts) // batch]
+    return ids[chosen[:, None] + np.arange(PROMPT)]
+
+
+def as_text(ids: np.ndarray) -> str:
+    """A line of text, in which / is the end of a line and // that of a speech."""
+    _, words = text_tokens()
+    line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
+    return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
+
+
+def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> jax.Array:
+    x = weights["embed"][token].astype(jnp.float32) @ weights["input"] + weights["bias"]
+    h = hidden @ weights["hidden"]
+    x_update, x_reset, x_new = jnp.split(x, 3, -1)
+    h_update, h_reset, h_new = jnp.split(h, 3, -1)
+    update = jax.nn.sigmoid(x_update + h_update)
+    new = jnp.tanh(x_new + jax.nn.sigmoid(x_reset + h_reset) * h_new)
+    return update * hidden + (1 - update) * new
+
+
+def _model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The next hidden state and the logits, in the dtype of the output layer (which embeds, too).
+
+    The barriers keep the compiler from mixing the model with a selection, or from leaving out the rounding
+    to 16 bits, so that all programs have the same logits.
+    """
+    hidden, token = lax.optimization_barrier((hidden, token))
+    hidden = _gru(weights, hidden, token)
+    embed = weights["embed"]
+    return lax.optimization_barrier((hidden, hidden.astype(embed.dtype) @ embed.T))
+
+
+def train(vocab: int, chosen: settings.Settings) -> tuple[dict[str, jax.Array], float]:
+    """The weights after --training_steps of Adam, and the last losses' mean."""
+    width, steps = chosen.width, chosen.training_steps
+    ids = jnp.asarray(token_ids(vocab))
+    keys = iter(jax.random.split(jax.random.key(chosen.seed), 4))
+    weights = {
+        "embed": width**-0.5 * jax.random.normal(next(keys), (vocab, width)),
+        "input": width**-0.5 * jax.random.normal(next(keys), (width, 3 * width)),
+        "hidden": width**-0.5 * jax.random.normal(next(keys), (width, 3 * width)),
+        "bias": jnp.zeros(3 * width),
+    }
+    starts = jax.random.randint(
+        next(keys), (steps, max(1, chosen.tokens // _TRAINED)), 0, len(ids) - _TRAINED
+    )
+
+    def loss(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
+        text = ids[start + jnp.arange(_TRAINED + 1)[:, None]]
+
+        def step(hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+            hidden = _gru(weights, hidden, token)
+            return hidden, hidden
+
+        _, hidden = lax.scan(step, jnp.zeros((len(start), width)), text[:-1])
+        logits = hidden @ weights["embed"].T
+        at_label = jnp.take_along_axis(logits, text[1:, :, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - at_label)
+
+    def adam(state: Any, now: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        weights, mean, square = state
+        i, start = now
+        value, grads = jax.value_and_grad(loss)(weights, start)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
+        rate = 5e-3 * (1 - i / steps) * jnp.sqrt(1 - 0.99 ** (i + 1)) / (1 - 0.9 ** (i + 1))
+        weights = jax.tree.map(lambda w, m, s: w - rate * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
+        return (weights, mean, square), value
+
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    state = (weights, zeros, zeros)
+    (weights, _, _), losses = jax.jit(lambda *args: lax.scan(adam, *args))(state, (jnp.arange(steps), starts))
+    return weights, float(jnp.mean(losses[-20:]))
+
+
+def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
+    """Those of the candidates, (batch, beams, V)."""
+    return scores[..., None] + jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
+def select_at_once(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The best of all beams * V candidates of a prompt."""
+    batch, beams, vocab = logits.shape
+    scores, best = lax.top_k(all_scores(scores, logits).reshape(batch, -1), beams)
+    return scores, best // vocab, best % vocab
+
+
+def select_by_rows(winners: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]) -> Select:
+    """The best of the beams * beams that `winners` leaves: log p in float32 and tokens of every row."""
+
+    def select(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        batch, beams, _ = logits.shape
+        log_p, tokens = winners(logits, beams)
+        scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
+        return scores, best // beams, jnp.take_along_axis(tokens.reshape(batch, -1), best, -1)
+
+    return select
+
+
+def _jax_rows(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    log_p, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
+    return log_p, tokens
+
+
+def _ours(logits: jax.Array, k: int, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    log_p, tokens = pallas_softmax.fused_topk(
+        logits, k, log=True, dtype=jnp.float32, implementation=implementation
+    )
+    return log_p, tokens
+
+
+def selection(contender: str) -> Select:
+    """That of jax, of jax_rows, or of one of our implementations."""
+    if contender == "jax":
+        return select_at_once
+    if contender == "jax_rows":
+        return select_by_rows(_jax_rows)
+    return select_by_rows(functools.partial(_ours, implementation=None if contender == "auto" else contender))
+
+
+def _start(
+    weights: dict[str, jax.Array], prompts: jax.Array, beams: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hidden state, last token and score of every beam; all but a prompt's first are out of the race."""
+    batch = len(prompts)
+    hidden = jnp.zeros((batch, weights["hidden"].shape[0]))
+    hidden, _ = lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)
+    scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
+    return (
+        jnp.broadcast_to(hidden[:, None], (batch, beams, hidden.shape[-1])),
+        jnp.broadcast_to(prompts[:, -1:], (batch, beams)),
+        jnp.broadcast_to(scores, (batch, beams)),
+    )
+
+
+def decode(
+    select: Select, search: Search, weights: dict[str, jax.Array], prompts: jax.Array
+) -> dict[str, jax.Array]:
+    """The search: (sequence, batch, beams) each the hypotheses, best first, and the choices of every step."""
+
+    def step(carry: Any, _: None) -> tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]:
+        hidden, token, scores = carry
+        hidden, logits = _model(weights, hidden, token)
+        scores, parents, token = select(scores, logits)
+        return (_of(hidden, parents), token, scores), (token, parents, scores)
+
+    start = _start(weights, prompts, search.beams)
+    _, (tokens, parents, scores) = lax.scan(step, start, length=search.sequence)
+
+    def trace(beam: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        token, parent = chosen
+        return _of(parent, beam), _of(token, beam)
+
+    last = jnp.broadcast_to(jnp.arange(search.beams), (search.batch, search.beams))
+    _, hypotheses = lax.scan(trace, last, (tokens, parents), reverse=True)
+    return {"hypotheses": hypotheses, "tokens": tokens, "parents": parents, "scores": scores}
+
+
+def _of(state: jax.Array, beams: jax.Array) -> jax.Array:
+    """What these beams have of (batch, beams, ...)."""
+    return jax.vmap(lambda state, beams: state[beams])(state, beams)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def replay(
+    search: Search,
+    weights: dict[str, jax.Array],
+    prompts: jax.Array,
+    tokens: jax.Array,
+    parents: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores by jax.nn, (sequence, batch, beams): of what was chosen in a step, and the best there were."""
+
+    def step(carry: Any, chosen: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        hidden, token, scores = carry
+        hidden, logits = _model(weights, hidden, token)
+        scores = all_scores(scores, logits).reshape(search.batch, -1)
+        token, parents = chosen
+        best, _ = lax.top_k(scores, search.beams)
+        scores = jnp.take_along_axis(scores, parents * search.vocab + token, -1)
+        return (_of(hidden, parents), token, scores), (scores, best)
+
+    _, (scores, best) = lax.scan(step, _start(weights, prompts, search.beams), (tokens, parents))
+    return scores, best
+
+
+def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> tuple[float, float, str]:
+    """Holds a search against its replay: largest error of a score, largest near tie, and what is wrong if any.
+
+    A step adds to the error of a score its own rounding, and a few of log p: of eps times the largest logits,
+    their exponentials' sum and its logarithm, 32 in all.
+    """
+    tokens, parents, claimed = (np.asarray(found[name]) for name in ("tokens", "parents", "scores"))
+    for name, ids, end in (("token", tokens, search.vocab), ("parent", parents, search.beams)):
+        if not (0 <= ids.min() and ids.max() < end):
+            return np.nan, np.nan, f"a {name} is not from 0 to {end - 1}"
+    scores, best = np.asarray(scores), np.asarray(best)
+    steps = np.arange(1, search.sequence + 1)[:, None, None]
+    bound = steps * np.finfo(np.float32).eps * (32 + np.abs(best))
+    with np.errstate(invalid="ignore"):
+        errors, gaps = np.abs(claimed - scores), np.abs(best - scores)
+    largest = float(errors.max()), float(gaps.max())
+    for what, off in (("score off by", errors), ("choice short of the best by", gaps)):
+        wrong = np.argwhere(~(off <= bound))  # a NaN, too
+        if len(wrong):
+            step, prompt, beam = wrong[0]
+            return *largest, (
+                f"{what} {off[step, prompt, beam]:.3g}, more than {bound[step, prompt, beam]:.3g}, at step"
+                f" {step}, prompt {prompt}, beam {beam}; so are {len(wrong)} of {off.size}"
+            )
+    return *largest, ""
+
+
+def make_searches(chosen: settings.Settings) -> list[Search]:
+    """Every combination of the flags."""
+    if max(chosen.k) > min(chosen.vocab):
+        raise SystemExit(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
+    return [
+        Search(batch, beams, vocab, dtype, sequence)
+        for vocab in chosen.vocab
+        for dtype in chosen.dtype
+        for batch in chosen.batch
+        for beams in chosen.k
+        for sequence in chosen.sequence
+    ]
+
+
+def wall_times(calls: dict[str, Call], repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of every call in turn, until all are started and finished; as long as timing.interleave."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    deadline = time.monotonic() + seconds
+    for sample in range(repeats):
+        if sample >= _LEAST_SAMPLES and time.monotonic() > deadline:
+            break
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call.wait(call.run())
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def run_search(
+    search: Search, chosen: settings.Settings, weights: dict[str, jax.Array]
+) -> tuple[list[Row], np.ndarray | None]:
+    """Every contender in one search, checked, then timed together; and jax's best hypotheses."""
+    names = ["jax", "jax_rows", *chosen.implementations]
+    rows = {name: Row(search, name, ours=name in chosen.implementations) for name in names}
+    weights = weights | {"embed": weights["embed"].astype(search.dtype)}
+    starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
+    logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
+    calls: dict[str, Call] = {}
+    expected: np.ndarray | None = None
+    for name, row in rows.items():
+        try:
+            program = functools.partial(decode, selection(name), search)
+            call = jax_call(program, weights, starts, ran="" if row.ours else "jax")
+            row.ran, row.first_result_s = call.ran, call.first_result_s
+            if row.ours:
+                flag = None if name == "auto" else name
+                choices = pallas_softmax.explain(_ours, logits, search.beams, flag)
+                row.explain = "; ".join(map(str, choices))
+                if name not in ("auto", call.ran):
+                    raise AssertionError(f"asked for {name}, lowered to {call.ran}")
+            found = call.run()
+            hypotheses = np.asarray(found["hypotheses"])
+            if name == "jax":
+                expected = hypotheses
+            row.hypotheses = search.batch * search.beams
+            if expected is not None:
+                row.same = int(np.sum(np.all(hypotheses == expected, axis=0)))
+            replayed = replay(search, weights, starts, found["tokens"], found["parents"])
+            row.score_error, row.gap, row.reason = check(search, found, *replayed)
+        except Exception as error:
+            note(row, error)
+            continue
+        if row.reason:
+            row.status = "FAILED"
+        else:
+            calls[name] = call
+    times = wall_times(calls, chosen.repeats, chosen.seconds)
+    for name, seconds in times.items():
+        row = rows[name]
+        row.samples = len(seconds)
+        row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+        row.tokens_per_s = search.batch * search.sequence / float(np.median(seconds))
+        if "jax" in times:
+            row.speedup = float(np.median(times["jax"]) / np.median(seconds))
+    if timing.on_gpu():
+        kernels, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
+        for name, error in raised.items():
+            note(rows[name], error)
+        for name, seconds in kernels.items():
+            rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / search.sequence
+    return list(rows.values()), None if expected is None else expected[:, :, 0].T
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    head = ["search", "contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
+    lines = [[*head, "device us/step", "first s", ""]]
+    notes = report.Notes()
+    last = None
+    for row in rows:
+        line = [row.search.label if row.search != last else "", row.contender, row.ran, row.status]
+        last = row.search
+        line.append("" if row.same is None else f"{row.same}/{row.hypotheses}")
+        for value in (row.score_error, row.gap):
+            line.append("" if value is None else f"{value:.1e}" if value else "0")
+        line.append("" if row.tokens_per_s is None else report.number(row.tokens_per_s))
+        line.append("" if row.speedup is None else f"{row.speedup:.2f}x")
+        line.append("" if row.device_us_per_step is None else report.number(row.device_us_per_step))
+        line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
+        lines.append([*line, notes.mark(row.reason) if row.reason else ""])
+    return report.columns(lines, left=4) + str(notes)
+
+
+def examples(search: Search, hypotheses: np.ndarray) -> str:
+    """The first prompts, each with its best hypothesis."""
+    starts = choose_prompts(token_ids(search.vocab), search.batch)
+    pairs = zip(starts[:_SHOWN], hypotheses[:_SHOWN], strict=True)
+    return "\n".join(f"  {as_text(start)} ... {as_text(ids)}" for start, ids in pairs)
+
+
+def main(argv: list[str]) -> int:
+    chosen = settings.from_flags(argv)
+    require_extra()
+    trained = functools.cache(lambda vocab: train(vocab, chosen))
+    rows: list[Row] = []
+    texts: dict[int, str] = {}  # one search of every vocabulary
+    for search in progress(make_searches(chosen), "beam_search"):
+        weights, training_loss = trained(search.vocab)
+        found, hypotheses = run_search(search, chosen, weights)
+        rows += [dataclasses.replace(row, training_loss=training_loss) for row in found]
+        if hypotheses is not None and search.vocab not in texts:
+            title = f"{search.label} (training loss {training_loss:.2f}), best hypotheses by jax:"
+            texts[search.vocab] = f"{title}\n{examples(search, hypotheses)}"
+    where = report.environment(chosen.commit)
+    records = []
+    for row in rows:
+        record = dataclasses.asdict(row)
+        records.append(record.pop("search") | record)
+    report.write(Path(chosen.output_dir), "beam_search", records, chosen, where)
+    print("", *texts.values(), sep="\n")
+    print(f"\nbeam_search on {where['device']}, jax {where['jax']}; wall time of a whole search")
+    print(table(rows))
+    print(*dict.fromkeys(row.explain for row in rows if row.explain), sep="\n")
+    print(f"files: {chosen.output_dir}/beam_search.csv, .json")
+    failed = sum(row.fails for row in rows)
+    if failed:
+        print(f"beam_search: {failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    settings.define()
+    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    app.run(main)
