@@ -77,7 +77,7 @@ class Row:
     ours: bool
     ran: str = ""  # the implementation found in the lowered program
     status: str = "ok"  # ok, FAILED, not run, error
-    reason: str = ""  # of any status but ok
+    reason: str = ""  # of any status but ok, or why there is no device time
     training_loss: float | None = None
     hypotheses: int = 0
     same: int | None = None  # of these, token for token as jax
@@ -380,8 +380,9 @@ def run_search(
                 flag = None if name == "auto" else name
                 choices = pallas_softmax.explain(_ours, logits, search.beams, flag)
                 row.explain = "; ".join(map(str, choices))
-                if name not in ("auto", call.ran):
-                    raise AssertionError(f"asked for {name}, lowered to {call.ran}")
+                said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
+                if said != {call.ran} or name not in ("auto", call.ran):
+                    raise AssertionError(f"asked for {name}, explained as {said}, lowered to {call.ran}")
             found = call.run()
             hypotheses = np.asarray(found["hypotheses"])
             if name == "jax":
@@ -390,7 +391,9 @@ def run_search(
             if expected is not None:
                 row.same = int(np.sum(np.all(hypotheses == expected, axis=0)))
             replayed = replay(search, weights, starts, found["tokens"], found["parents"])
-            row.score_error, row.gap, row.reason = check(search, found, *replayed)
+            error, gap, row.reason = check(search, found, *replayed)
+            if np.isfinite(error) and np.isfinite(gap):
+                row.score_error, row.gap = error, gap
         except Exception as error:
             note(row, error)
             continue
@@ -409,7 +412,7 @@ def run_search(
     if timing.on_gpu():
         kernels, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
         for name, error in raised.items():
-            note(rows[name], error)
+            rows[name].reason = f"no device time: {error}"
         for name, seconds in kernels.items():
             rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / search.sequence
     return list(rows.values()), None if expected is None else expected[:, :, 0].T

@@ -184,10 +184,16 @@ def log_p(weights: dict[str, jax.Array], text: list[int], token: int) -> float:
 
 
 def test_training_teaches_which_tokens_there_are(small):
-    chosen = dataclasses.replace(small, training_steps=60)
-    weights, loss = beam_search.train(500, chosen)
-    assert loss < 5 < np.log(500)
-    assert set(weights) == {"embed", "input", "hidden", "bias"}
+    vocab, words = 5000, beam_search.text_tokens()[1]
+    chosen = dataclasses.replace(small, width=32, tokens=256, training_steps=60)
+    weights, loss = beam_search.train(vocab, chosen)
+    assert loss < 7 < np.log(vocab)
+    hidden = jnp.zeros((3, 32))
+    for token in beam_search.choose_prompts(beam_search.token_ids(vocab), 3).T:
+        hidden, logits = beam_search._model(weights, hidden, jnp.asarray(token))
+    padding = np.arange(vocab) >= len(words)
+    assert np.mean(padding) > 0.3
+    assert (np.sum(jax.nn.softmax(logits)[:, padding], axis=-1) < 0.1).all()
 
 
 def test_the_text_is_read_whole():

@@ -6,6 +6,7 @@ The functions take what those of `xla` take, for calls that `unsupported` has no
 import jax
 import jax.numpy as jnp
 
+from pallas_softmax import dispatch
 from pallas_softmax.mosaic_gpu import direct, launch
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
 from pallas_softmax.mosaic_gpu.softmax_kernel import rows
@@ -59,7 +60,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
         mask = direct.Mask(
             where.reshape(-1, where.shape[-1]), launch.mask_rows(where.shape[:-1], tuple(batch))
         )
-    out = topk_rows(
-        logits.reshape(-1, vocab), mask, temperature.reshape(-1), k, log=log, dtype=dtype
-    )
+    x = logits.reshape(-1, vocab)
+    plan = launch.topk_plan(len(x), vocab, k, x.dtype, dispatch.capability())
+    out = topk_rows(x, mask, temperature.reshape(-1), k, plan, log=log, dtype=dtype)
     return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), out)

@@ -154,12 +154,12 @@ def store(ref, tile: Tile, row, value, *, interpret):
     store(ref, row, value)
 
 
-def load_block(ref, *, row, start, held, fill, interpret):
-    """The first `held` elements of the row from `start` on, as a block of 128; then `fill` (0 or -inf)."""
+def load_block(ref, *, row, start, held, fill, stride=1, interpret):
+    """`held` elements of the row, `stride` apart from `start` on, as a block of 128; then `fill` (0 or -inf)."""
     columns = ref.shape[1]
     if interpret:
         inside = jnp.arange(WARPGROUP) < held
-        return jnp.where(inside, ref[row][jnp.where(inside, start + jnp.arange(WARPGROUP), 0)], fill)
+        return jnp.where(inside, ref[row][jnp.where(inside, start + stride * jnp.arange(WARPGROUP), 0)], fill)
     layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 
     @inline(
@@ -168,9 +168,10 @@ def load_block(ref, *, row, start, held, fill, interpret):
     )
     def load(_, ref, row, start, held):
         inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
-        offset = _offset(scalar(row), columns, arith.addi(scalar(start), thread()))
+        column = arith.addi(scalar(start), arith.muli(thread(), i32(stride)))
         element = ir.MemRefType(ref.type).element_type
-        register = load_vector(utils.memref_ptr(ref), element, 1, offset, inside, fill)
+        pointer = utils.memref_ptr(ref)
+        register = load_vector(pointer, element, 1, _offset(scalar(row), columns, column), inside, fill)
         return _array(layout.to_mgpu(), (WARPGROUP,), [register])
 
     return load(ref, row, start, held)

@@ -133,7 +133,7 @@ def _start(part, vocab: int, unit: int, count: int):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows of top-k in shared memory: each over `count` CTAs, a cluster of them or independent ones.
+    """Rows of top-k in shared memory: each in `count` parts, a CTA each.
 
     A part lies in `blocks` blocks, taken in steps of `group`. What can be copied in bulk, `body` elements,
     lies after the first `head` positions, at a multiple of 16 bytes of device memory as of shared memory;
@@ -146,17 +146,11 @@ class Window:
     group: int
     pool: int
     count: int = 1
-    cluster: bool = True
 
     @property
     def block(self) -> int:
         """Elements of a block, a vector a thread."""
         return WARPGROUP * self.vec
-
-    @property
-    def clustered(self) -> bool:
-        """Whether the parts of a row are a cluster's."""
-        return self.cluster and self.count > 1
 
     @property
     def unit(self) -> int:
@@ -357,24 +351,23 @@ MAX_K = 2048
 
 
 def topk_plan(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Window:
-    """How the rows of top-k lie over the GPU."""
+    """How the rows of top-k lie over the GPU. Rests on benchmarks/results/topk_launch."""
     itemsize = jnp.dtype(dtype).itemsize
     vec = _ACCESS_BYTES // itemsize
     smem = _SMEM_BYTES[capability[0]] - _RESERVED_BYTES
 
-    def window(count, cluster=True):
+    def window(count):
         pool = group = 32 // vec
-        plan = Window(vocab, vec, group, pool, count, cluster)
-        while pool > 1 and plan.pools * WARPGROUP < 3 * -(-k // count):
+        plan = Window(vocab, vec, group, pool, count)
+        while pool > 1 and plan.pools * WARPGROUP < 3 * k:
             pool //= 2
-            plan = Window(vocab, vec, group, pool, count, cluster)
+            plan = Window(vocab, vec, group, pool, count)
         return plan
 
-    for count in (1, 2, 4, 8, 16):
-        plan = window(count)
-        if plan.size * itemsize + selection_bytes(plan, k) <= smem // 2 and count <= _CLUSTER[capability[0]]:
-            return plan
-    return window(-(-vocab // 16_384), cluster=False)
+    count = 1
+    while (plan := window(count)).size * itemsize + selection_bytes(plan, k) > smem // 2:
+        count += 1
+    return plan
 
 
 def power_of_two(least: int, start: int) -> int:
@@ -473,7 +466,7 @@ def _start(part, vocab: int, unit: int, count: int):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows of top-k in shared memory: each over `count` CTAs, a cluster of them or independent ones.
+    """Rows of top-k in shared memory: each in `count` parts, a CTA each.
 
     A part lies in `blocks` blocks, taken in steps of `group`. What can be copied in bulk, `body` elements,
     lies after the first `head` positions, at a multiple of 16 bytes of device memory as of shared memory;
@@ -486,17 +479,11 @@ class Window:
     group: int
     pool: int
     count: int = 1
-    cluster: bool = True
 
     @property
     def block(self) -> int:
         """Elements of a block, a vector a thread."""
         return WARPGROUP * self.vec
-
-    @property
-    def clustered(self) -> bool:
-        """Whether the parts of a row are a cluster's."""
-        return self.cluster and self.count > 1
 
     @property
     def unit(self) -> int:

@@ -73,7 +73,7 @@ def mark(window: Window, smem, step, blocks, *, interpret):
 def absorb(window: Window, smem, groups, step, blocks: int, lane: Normalizer, scale, *, marked, interpret):
     """Each thread's normalizer with its elements of a step added: ⊕ with one rescaling of d for all.
 
-    The largest number of each group, -inf if there is none, goes to `groups` as a key.
+    The largest element of each group goes to `groups` as a key, the highest key if there is a NaN.
 
     Args:
       scale: d is the sum of 2^((x - m) scale).
@@ -84,16 +84,17 @@ def absorb(window: Window, smem, groups, step, blocks: int, lane: Normalizer, sc
             *selection_ptx.absorb(window, smem, groups, step, blocks, lane.m, lane.d, scale, marked)
         )
     x = smem[pl.ds(step * window.group * window.block, blocks * window.block)]
-    masked = pieces.key(x) == pieces.lowest_key(x.dtype)
-    x = x.astype(jnp.float32).reshape(blocks, WARPGROUP, window.vec)
+    x = x.reshape(blocks, WARPGROUP, window.vec)
+    key, lowest = pieces.key(x), pieces.lowest_key(x.dtype)
     if marked:
-        x = jnp.where(masked.reshape(x.shape), -jnp.inf, x)
-    numbers = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    m = jnp.maximum(lane.m, jnp.max(numbers, (0, 2)))
+        x = jnp.where(key == lowest, -jnp.inf, x)
+        key = jnp.where(key == lowest, pieces.key_of(-np.inf, x.dtype), key)
+    key = jnp.where(jnp.isnan(x), ~lowest, key)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
     for i in range(0, blocks, window.pool):
-        best = jnp.max(numbers[i : i + window.pool], (0, 2)).astype(smem.dtype)
         at = (step * (window.group // window.pool) + i // window.pool) * WARPGROUP
-        groups[pl.ds(at, WARPGROUP)] = pieces.key(best)
+        groups[pl.ds(at, WARPGROUP)] = jnp.max(key[i : i + window.pool], (0, 2))
     s = shift(m)
     terms = jnp.exp2((x - s[:, None]) * scale)
     return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
@@ -112,7 +113,7 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
     Args:
       hits: scratch, for the groups that reach the bound.
       counts: of candidates, and of groups.
-      all_groups: look at all elements, whatever `groups` holds.
+      all_groups: whether `hits` may be too short for the groups; slower.
     """
     if not interpret:
         return selection_ptx.collect(
@@ -123,39 +124,37 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
     counts[0] = counts[0] + jnp.sum(chosen, dtype=jnp.int32)
 
 
-def number(window: Window, counts):
-    """Of the candidates; the list is the first CTA's of a cluster. All threads have read it then."""
-    return selection_ptx.number(counts) if window.clustered else counts[0]
-
-
-def reaching(window: Window, smem, bound, *, interpret):
-    """The number of positions whose key reaches the bound, and of those that exceed it."""
+def reaching(window: Window, smem, groups, bound, *, interpret):
+    """How many positions hold a key that reaches the bound, and that exceeds it; of groups that reach it."""
     if not interpret:
-        least, more = selection_ptx.reaching(window, smem, bound)
+        least, more = selection_ptx.reaching(window, smem, groups, bound)
     else:
         key = pieces.key(smem[: window.size])
         least, more = (key >= bound).astype(jnp.int32), (key > bound).astype(jnp.int32)
     return jnp.sum(least), jnp.sum(more)
 
 
-def ties(window: Window, smem, hits, slots, counts, bound, extent, first, k: int, *, interpret):
+def ties(window: Window, smem, hits, slots, bound, extent, first, k: int, *, interpret):
     """Writes the elements with this key to the slots from `first` to k - 1, those of lowest index first."""
     if not interpret:
-        return selection_ptx.ties(window, smem, hits, slots, counts, bound, extent, first, k)
+        return selection_ptx.ties(window, smem, hits, slots, bound, extent, first, k)
     tied = _inside(window, extent) & (pieces.key(smem[: window.size]) == bound)
     slot = first + jnp.cumsum(tied) - 1
     _append(slots, slot, tied & (slot < k), smem, window, extent)
 
 
-def enlist(slots, keys, indices, row, first, n, *, interpret):
-    """Writes n keys and indices, from `first` on in a row of device memory, to the first slots."""
+def enlist(slots, counts, keys, indices, row, first, n, bound, *, interpret):
+    """Appends those of n keys, from `first` on in a row of device memory, that reach the bound."""
     if not interpret:
-        return selection_ptx.enlist(slots, keys, indices, row, first, n)
+        return selection_ptx.enlist(slots, counts, keys, indices, row, first, n, bound)
     capacity = slots.size // 2
     inside = jnp.arange(capacity) < n
     at = jnp.where(inside, first + jnp.arange(capacity), 0)
+    chosen = inside & (keys[row][at] >= bound)
     pairs = jnp.stack([~indices[row][at], keys[row][at] ^ _SIGN], axis=1)
-    slots[...] = jnp.where(inside[:, None], pairs, 0).reshape(-1)
+    slot = jnp.where(chosen, jnp.cumsum(chosen) - 1, capacity)
+    slots[...] = slots[...].reshape(capacity, 2).at[slot].set(pairs, mode="drop").reshape(-1)
+    counts[0] = jnp.sum(chosen, dtype=jnp.int32)
 
 
 def rank(slots, n, best, k: int, *, interpret):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
@@ -136,26 +135,25 @@ class _Elements:
             code += f"shr.s32 {t}, {b}, 31; and.b32 {t}, {t}, {0x7FFF if self.halves else 0x7FFFFFFF}; xor.b32 {b}, {b}, {t};"
         return bits
 
-    def best(self, code: _Code, words: list[str]) -> tuple[str, str]:
-        """The largest number among the elements, -inf if there is none, as a float and as a key."""
+    def best(self, code: _Code, words: list[str], floats: list[str] | None) -> tuple[str, str]:
+        """The largest element as a float and as a key, a NaN of the highest key if there is any NaN.
+
+        It is taken from the floats if they are given, for they may differ from the words.
+        """
         (value,) = code.new("f32")
         (key,) = code.new("b32")
-        if self.halves:
-            h = code.new("b16", 2)
-            packed = code.tree(f"max.{self.name}x2", "b32", words)
-            code += f"mov.b32 {{{h[0]}, {h[1]}}}, {packed}; max.{self.name} {h[0]}, {h[0]}, {h[1]};"
-            code += f"mov.b16 {h[1]}, {self.neg_inf}; max.{self.name} {h[0]}, {h[0]}, {h[1]};"
+        h = code.new("b16", 2)
+        if self.halves and floats is None:
+            packed = code.tree(f"max.NaN.{self.name}x2", "b32", words)
+            code += f"mov.b32 {{{h[0]}, {h[1]}}}, {packed}; max.NaN.{self.name} {h[0]}, {h[0]}, {h[1]};"
             code += f"cvt.s32.s16 {key}, {h[0]};"
-            if self.name == "bf16":
-                code += f"mov.b32 {value}, {{z16, {h[0]}}};"
-            else:
-                code += f"cvt.f32.f16 {value}, {h[0]};"
+            code += f"mov.b32 {value}, {{z16, {h[0]}}};" if self.name == "bf16" else f"cvt.f32.f16 {value}, {h[0]};"
         else:
-            floats = code.new("f32", len(words))
-            for word, x in zip(words, floats):
-                code += f"mov.b32 {x}, {word};"
-            code += f"max.f32 {value}, {code.tree('max.f32', 'f32', floats)}, {_NEG_INF};"
-            code += f"mov.b32 {key}, {value};"
+            code += f"mov.f32 {value}, {code.tree('max.NaN.f32', 'f32', floats or self.floats(code, words, False))};"
+            if self.halves:
+                code += f"cvt.rn.{self.name}.f32 {h[0]}, {value}; cvt.s32.s16 {key}, {h[0]};"
+            else:
+                code += f"mov.b32 {key}, {value};"
         return value, self.keys(code, [key])[0]
 
 
@@ -193,16 +191,19 @@ def absorb(window: Window, smem, groups, step, blocks: int, m, d, scale, marked:
         code += f"mad.lo.u32 a, <step>, {window.group * block_bytes}, <smem>; mad.lo.u32 a, <thread>, 16, a;"
         code += f"mad.lo.u32 g, <step>, {pools * 4 * WARPGROUP}, <groups>; mad.lo.u32 g, <thread>, 4, g;"
         vectors = elements.vectors(code, "a", [b * block_bytes for b in range(blocks)])
+        floats = [elements.floats(code, words, True) for words in vectors] if marked else None
         best = []
         for i in range(0, blocks, window.pool):
-            value, key = elements.best(code, sum(vectors[i : i + window.pool], []))
+            pool = slice(i, i + window.pool)
+            value, key = elements.best(code, sum(vectors[pool], []), sum(floats[pool], []) if floats else None)
             code += f"st.shared.b32 [g+{i // window.pool * 4 * WARPGROUP}], {key};"
             best.append(value)
+        # a NaN is left out, for d is NaN then
         code += f"max.f32 <new_m>, <m>, {code.tree('max.f32', 'f32', best)};"
         code += f"setp.eq.f32 p, <new_m>, {_NEG_INF}; selp.f32 s, 0f00000000, <new_m>, p;"
         terms = []
-        for words in vectors:
-            for x in elements.floats(code, words, marked):
+        for b, words in enumerate(vectors):
+            for x in floats[b] if floats else elements.floats(code, words, False):
                 code += f"sub.f32 {x}, {x}, s; mul.f32 {x}, {x}, <scale>; ex2.approx.ftz.f32 {x}, {x};"
                 terms.append(x)
         code += "sub.f32 e, <m>, s; mul.f32 e, e, <scale>; ex2.approx.ftz.f32 e, e;"
@@ -273,32 +274,15 @@ def threshold(groups, size: int, k: int):
     return threshold(groups)
 
 
-class _Slots:
-    """The list of candidates, in the shared memory of the first CTA of a cluster."""
-
-    def __init__(self, cluster: bool, size: int):
-        self.space = "shared::cluster" if cluster else "shared::cta"
-        self.scope = "cluster" if cluster else "cta"
-        self.cluster, self.size = cluster, size
-
-    def locate(self, code: _Code) -> None:
-        """Their address and that of their number, as `list` and `number`."""
-        code += ".reg .b32 list, number;"
-        if self.cluster:
-            code += "mapa.shared::cluster.u32 list, <slots>, 0; mapa.shared::cluster.u32 number, <counts>, 0;"
-        else:
-            code += "mov.b32 list, <slots>; mov.b32 number, <counts>;"
-
-    def store(self, at: str, key: str, position: str) -> str:
-        """A candidate: its position's complement below, its key as an unsigned number above."""
-        return f"""{{ .reg .b32 to, low, high; .reg .b64 both;
-            mad.lo.u32 to, {at}, 8, list; xor.b32 high, {key}, 0x80000000; not.b32 low, {position};
-            mov.b64 both, {{low, high}}; st.{self.space}.b64 [to], both; }}"""
+def _store_candidate(at: str, key: str, position: str) -> str:
+    """To a slot: the position's complement below, the key as an unsigned number above."""
+    return f"""{{ .reg .b32 to, low, high; .reg .b64 both;
+        mad.lo.u32 to, {at}, 8, <slots>; xor.b32 high, {key}, 0x80000000; not.b32 low, {position};
+        mov.b64 both, {{low, high}}; st.shared.b64 [to], both; }}"""
 
 
 def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *, all_groups: bool):
-    elements = _Elements(smem.dtype)
-    shared = _Slots(window.clustered, slots.size // 2)
+    elements, capacity = _Elements(smem.dtype), slots.size // 2
 
     @inline(arg_types=(REF,) * 5 + (SCALAR,) * 4)
     def collect(_, smem, groups, hits, slots, counts, bound, low, high, origin):
@@ -307,7 +291,6 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
         (most,) = ir.MemRefType(hits.type).shape
         code = _Code()
         code += ".reg .pred p, q; .reg .b32 a, b, c, i, n, w, id, first, key, left, mask, own;"
-        shared.locate(code)
         code += "mad.lo.u32 own, <thread>, 4, <groups>;"
         if all_groups:
             code += f"mov.b32 n, {total};"
@@ -328,13 +311,14 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
                 code += f"add.u32 id, <thread>, {WARPGROUP * i}; @q st.shared.b32 [a], id; @p add.u32 n, n, 1;"
             code += f"listed: {_BARRIER} ld.shared.b32 n, [<counts>+4]; setp.le.u32 p, n, {most}; @p bra fits;"
             code += "setp.ne.u32 p, <thread>, 0; @p bra end;"
-            code += f"atom.relaxed.{shared.scope}.{shared.space}.add.u32 c, [number], {shared.size + 1}; bra end;"
+            code += f"st.shared.b32 [<counts>], {capacity + 1}; bra end;"
             code += "fits:"
         # a thread takes a group: its elements that reach the bound, as bits
         code += "mov.b32 i, <thread>;"
         code += "group: setp.ge.u32 p, i, n; @p bra end;"
         if all_groups:
-            code += "mov.b32 id, i;"
+            code += f"mad.lo.u32 a, i, 4, <groups>; ld.shared.b32 id, [a]; setp.lt.s32 p, id, <bound>;"
+            code += f"@p add.u32 i, i, {WARPGROUP}; @p bra group; mov.b32 id, i;"
         else:
             code += "mad.lo.u32 a, i, 4, <hits>; ld.shared.b32 id, [a];"
         code += f"shr.u32 b, id, {WARPGROUP.bit_length() - 1}; mul.lo.u32 b, b, {window.pool};"  # its first block
@@ -367,9 +351,9 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
         else:
             code += "ld.shared.b32 key, [c];"
         elements.keys(code, ["key"])
-        code += f"add.u32 w, w, <origin>; atom.relaxed.{shared.scope}.{shared.space}.add.u32 c, [number], 1;"
-        code += f"setp.ge.u32 p, c, {shared.size}; @p bra end;"  # too many: enough is known
-        code += shared.store("c", "key", "w")
+        code += f"add.u32 w, w, <origin>; atom.relaxed.cta.shared::cta.add.u32 c, [<counts>], 1;"
+        code += f"setp.ge.u32 p, c, {capacity}; @p bra end;"  # too many: enough is known
+        code += _store_candidate("c", "key", "w")
         code += f"bra next; end: {_BARRIER}"
         _run(
             code,
@@ -397,92 +381,43 @@ def _copy(code: _Code, words: list[str]) -> list[str]:
     return out
 
 
-def number(counts):
-    """Of the candidates, from the first CTA of the cluster."""
-
-    @inline(arg_types=(REF,), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
-    def number(_, counts):
-        code = _Code()
-        code += ".reg .b32 a; mapa.shared::cluster.u32 a, <counts>, 0; ld.shared::cluster.b32 <n>, [a];"
-        (n,) = _run(code, {"counts": counts}, {"n": "i32"})
-        return fragmented_array.FragmentedArray.splat(n, (), is_signed=True)
-
-    return number(counts)
-
-
-def meet(arrive=True, wait=True):
-    """All threads of the cluster's CTAs: what they wrote before is seen after. One that has exited has arrived."""
-
-    @inline(arg_types=())
-    def meet(_):
-        code = _Code()
-        code += "barrier.cluster.arrive.release.aligned;" if arrive else ""
-        code += "barrier.cluster.wait.acquire.aligned;" if wait else ""
-        _run(code, {})
-
-    meet()
-
-
-def exchange(sent, values, neutrals, count: int):
-    """Blocks of the CTAs' values: thread t has those of CTA t; the `neutrals` where there is none."""
-    kinds = [jnp.asarray(value).dtype.name for value in values]
-    words = [{"float32": "f32", "int32": "i32"}[kind] for kind in kinds]
-
-    @inline(arg_types=(REF, [SCALAR] * len(values)), return_type=tuple(map(_per_thread, kinds)))
-    def exchange(_, sent, values):
-        code = _Code()
-        bits = [f"x{i}" for i in range(len(values))]
-        code += ".reg .pred p; .reg .b32 a; setp.eq.u32 p, <thread>, 0;"
-        for i, name in enumerate(bits):
-            code += f"@p st.shared.b32 [<sent>+{4 * i}], <{name}>;"
-        code += "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-        code += f"setp.lt.u32 p, <thread>, {count};"
-        code += "@p mapa.shared::cluster.u32 a, <sent>, <thread>;"
-        for i, neutral in enumerate(neutrals):
-            number = int(np.array(neutral, kinds[i]).view(np.uint32))
-            code += f"mov.b32 <y{i}>, {number}; @p ld.shared::cluster.b32 <y{i}>, [a+{4 * i}];"
-        operands = {"sent": sent, "thread": thread(), **dict(zip(bits, map(scalar, values)))}
-        got = _run(code, operands, {f"y{i}": word for i, word in enumerate(words)})
-        return tuple(_block(y, True if word == "i32" else None) for y, word in zip(got, words))
-
-    return exchange(sent, list(values))
-
-
-def reaching(window: Window, smem, bound):
+def reaching(window: Window, smem, groups, bound):
     elements = _Elements(smem.dtype)
 
-    @inline(arg_types=(REF, SCALAR), return_type=(_per_thread("int32"), _per_thread("int32")))
-    def reaching(_, smem, bound):
+    @inline(arg_types=(REF, REF, SCALAR), return_type=(_per_thread("int32"), _per_thread("int32")))
+    def reaching(_, smem, groups, bound):
         code = _Code()
-        code += ".reg .pred p; .reg .b32 a, i;"
-        code += "mov.b32 <least>, 0; mov.b32 <more>, 0; mad.lo.u32 a, <thread>, 16, <smem>; mov.b32 i, 0;"
-        code += "again:"
+        code += ".reg .pred p; .reg .b32 a, g, i, n, best;"
+        code += "mov.b32 <least>, 0; mov.b32 <more>, 0; mad.lo.u32 a, <thread>, 16, <smem>;"
+        code += f"mad.lo.u32 g, <thread>, 4, <groups>; mov.b32 i, {window.blocks};"
+        code += f"pool: ld.shared.b32 best, [g]; min.u32 n, i, {window.pool}; sub.u32 i, i, n;"
+        code += "setp.ge.s32 p, best, <bound>; @p bra again;"
+        code += f"mad.lo.u32 a, n, {window.block * elements.itemsize}, a; bra next; again:"
         (words,) = elements.vectors(code, "a", [0])
         for key in elements.keys(code, elements.bits(code, words)):
             code += f"setp.ge.s32 p, {key}, <bound>; @p add.u32 <least>, <least>, 1;"
             code += f"setp.gt.s32 p, {key}, <bound>; @p add.u32 <more>, <more>, 1;"
-        code += f"add.u32 a, a, {window.block * elements.itemsize}; add.u32 i, i, 1;"
-        code += f"setp.lt.u32 p, i, {window.blocks}; @p bra again;"
+        code += f"add.u32 a, a, {window.block * elements.itemsize}; sub.u32 n, n, 1;"
+        code += f"setp.ne.u32 p, n, 0; @p bra again; next: add.u32 g, g, {4 * WARPGROUP};"
+        code += "setp.ne.u32 p, i, 0; @p bra pool;"
         least, more = _run(
             code,
-            {"smem": smem, "thread": thread(), "bound": scalar(bound)},
+            {"smem": smem, "groups": groups, "thread": thread(), "bound": scalar(bound)},
             {"least": "i32", "more": "i32"},
         )
         return _block(least, True), _block(more, True)
 
-    return reaching(smem, bound)
+    return reaching(smem, groups, bound)
 
 
-def ties(window: Window, smem, hits, slots, counts, bound, extent, first, k: int):
+def ties(window: Window, smem, hits, slots, bound, extent, first, k: int):
     """Block by block: a ballot for each element of a vector, a prefix over the warps through `hits`."""
     elements = _Elements(smem.dtype)
-    shared = _Slots(window.clustered, slots.size // 2)
 
-    @inline(arg_types=(REF,) * 4 + (SCALAR,) * 5)
-    def ties(_, smem, hits, slots, counts, bound, low, high, origin, first):
+    @inline(arg_types=(REF,) * 3 + (SCALAR,) * 5)
+    def ties(_, smem, hits, slots, bound, low, high, origin, first):
         code = _Code()
         code += ".reg .pred p, q; .reg .b32 a, i, w, n, c, at, base, warp, below, t, parity;"
-        shared.locate(code)
         code += "mov.b32 base, <first>; mov.b32 parity, 0; mov.u32 below, %lanemask_lt;"
         code += f"shr.u32 warp, <thread>, 5; mul.lo.u32 w, <thread>, {window.vec};"
         code += "mad.lo.u32 a, <thread>, 16, <smem>; mov.b32 i, 0;"
@@ -507,7 +442,7 @@ def ties(window: Window, smem, hits, slots, counts, bound, extent, first, k: int
         for j, p in enumerate(tied):
             code += f"setp.lt.and.s32 q, {before}, {k}, {p}; @!q bra skip{j};"
             code += f"add.s32 c, w, {j}; add.s32 c, c, <origin>;"
-            code += shared.store(before, "<bound>", "c")
+            code += _store_candidate(before, "<bound>", "c")
             code += f"skip{j}: @{p} add.u32 {before}, {before}, 1;"
         code += f"add.u32 a, a, {window.block * elements.itemsize}; add.u32 w, w, {window.block};"
         code += f"add.u32 i, i, 1; xor.b32 parity, parity, 1; bra again; end: {_BARRIER}"
@@ -517,7 +452,6 @@ def ties(window: Window, smem, hits, slots, counts, bound, extent, first, k: int
                 "smem": smem,
                 "hits": hits,
                 "slots": slots,
-                "counts": counts,
                 "thread": thread(),
                 "bound": scalar(bound),
                 "low": scalar(low),
@@ -527,29 +461,30 @@ def ties(window: Window, smem, hits, slots, counts, bound, extent, first, k: int
             },
         )
 
-    ties(smem, hits, slots, counts, bound, *extent, first)
+    ties(smem, hits, slots, bound, *extent, first)
 
 
-def enlist(slots, keys, indices, row, first, n):
+def enlist(slots, counts, keys, indices, row, first, n, bound):
     """The list must be empty, and its barrier past."""
 
-    @inline(arg_types=(REF,) * 3 + (SCALAR,) * 3)
-    def enlist(_, slots, keys, indices, row, first, n):
+    @inline(arg_types=(REF,) * 4 + (SCALAR,) * 4)
+    def enlist(_, slots, counts, keys, indices, row, first, n, bound):
         (columns,) = ir.MemRefType(keys.type).shape[1:]
-        shared = _Slots(cluster=False, size=0)
         code = _Code()
-        code += ".reg .pred p; .reg .b32 i, list, key, index; .reg .b64 at, a;"
-        code += f"mov.b32 list, <slots>; mul.wide.u32 at, <row>, {columns}; cvt.u64.u32 a, <first>;"
+        code += ".reg .pred p; .reg .b32 i, key, index, slot; .reg .b64 at, a;"
+        code += f"mul.wide.u32 at, <row>, {columns}; cvt.u64.u32 a, <first>;"
         code += "add.u64 at, at, a; cvt.u64.u32 a, <thread>; add.u64 at, at, a; shl.b64 at, at, 2;"
         code += "mov.b32 i, <thread>;"
         code += "again: setp.ge.u32 p, i, <n>; @p bra end; add.u64 a, at, <keys>; ld.global.b32 key, [a];"
-        code += "add.u64 a, at, <indices>; ld.global.b32 index, [a];"
-        code += shared.store("i", "key", "index")
-        code += f"add.u32 i, i, {WARPGROUP}; add.u64 at, at, {4 * WARPGROUP}; bra again; end: {_BARRIER}"
-        operands = {"slots": slots, "keys": keys, "indices": indices, "thread": thread()}
-        _run(code, operands | {"row": scalar(row), "first": scalar(first), "n": scalar(n)})
+        code += "setp.lt.s32 p, key, <bound>; @p bra next; add.u64 a, at, <indices>; ld.global.b32 index, [a];"
+        code += "atom.relaxed.cta.shared::cta.add.u32 slot, [<counts>], 1;"
+        code += _store_candidate("slot", "key", "index")
+        code += f"next: add.u32 i, i, {WARPGROUP}; add.u64 at, at, {4 * WARPGROUP}; bra again; end: {_BARRIER}"
+        operands = {"slots": slots, "counts": counts, "keys": keys, "indices": indices, "thread": thread()}
+        operands |= {"row": scalar(row), "first": scalar(first), "n": scalar(n), "bound": scalar(bound)}
+        _run(code, operands)
 
-    enlist(slots, keys, indices, row, first, n)
+    enlist(slots, counts, keys, indices, row, first, n, bound)
 
 
 _COUNTED = 128  # up to so many candidates, one a thread, counting is faster than sorting
@@ -601,9 +536,9 @@ def _sort(code: _Code, size: int) -> list[str]:
     values = code.new("b64", each)
     (other,) = code.new("b64")
     code += f".reg .b32 base, size, stride, part, low, high; .reg .b64 flip; .reg .pred q, upper;"
-    code += f"mad.lo.u32 base, <thread>, {8 * each}, <slots>;"
-    for i in range(0, each, 2):
-        code += f"ld.shared.v2.b64 {{{values[i]}, {values[i + 1]}}}, [base+{8 * i}];"
+    code += "mad.lo.u32 base, <thread>, 8, <slots>;"
+    for i, v in enumerate(values):  # in any order, without bank conflicts
+        code += f"ld.shared.b64 {v}, [base+{8 * WARPGROUP * i}];"
 
     def order(a, b):
         """The larger in a."""
@@ -650,11 +585,11 @@ def _sort(code: _Code, size: int) -> list[str]:
         code += f"shfl.sync.bfly.b32 high, high, stride, 31, 0xffffffff; mov.b64 {other}, {{low, high}};"
         code += keep(v)
     code += f"bra stepped; far: {_BARRIER}"
-    for i in range(0, each, 2):
-        code += f"st.shared.v2.b64 [base+{8 * i}], {{{values[i]}, {values[i + 1]}}};"
-    code += f"{_BARRIER} xor.b32 part, <thread>, stride; mad.lo.u32 a, part, {8 * each}, <slots>;"
     for i, v in enumerate(values):
-        code += f"ld.shared.b64 {other}, [a+{8 * i}]; {keep(v)}"
+        code += f"st.shared.b64 [base+{8 * WARPGROUP * i}], {v};"
+    code += f"{_BARRIER} xor.b32 part, <thread>, stride; mad.lo.u32 a, part, 8, <slots>;"
+    for i, v in enumerate(values):
+        code += f"ld.shared.b64 {other}, [a+{8 * WARPGROUP * i}]; {keep(v)}"
     code += "stepped: shr.u32 stride, stride, 1; setp.ne.u32 p, stride, 0; @p bra step;"
     code += f"{merge(each)} {flip(odd)} setp.lt.u32 p, size, {WARPGROUP}; @p bra grow;"
     return values

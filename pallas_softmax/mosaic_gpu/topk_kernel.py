@@ -1,9 +1,11 @@
-"""Softmax fused with top-k, of rows in shared memory: each over one CTA or a cluster. The logits are read once.
+"""Softmax fused with top-k: each row, or each part of a longer one, in the shared memory of a CTA.
 
 While the row arrives, each thread keeps its normalizer and the largest of each small group of its elements.
 The k-th largest of these bounds the k-th best element from below, and only a few more than k elements reach
 it: they are collected, and put in order. When too many reach it (ties), the bound is made exact by bisection
 over the keys, and the ties at it are taken in order of their indices.
+
+The winners and the normalizers of the parts of a row are merged by a second launch.
 """
 
 import functools
@@ -16,166 +18,132 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_softmax import dispatch, online
-from pallas_softmax.mosaic_gpu import direct, launch, operations, pieces, selection, selection_ptx
+from pallas_softmax.mosaic_gpu import direct, launch, operations, pieces, selection
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Window
 from pallas_softmax.online import Candidates, Normalizer
 
 _LOG2_E = float(1 / np.log(2))
 
 
-def topk_rows(x, mask, temperature, k: int, *, log, dtype, plan=None, interpret=None):
+def topk_rows(x, mask: direct.Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None):
     """The winners (rows, k) of the rows of x (rows, vocab), values and indices, and the normalizers (rows, 1).
 
     Args:
-      mask: direct.Mask of the elements, or None.
+      mask: of the elements, or None.
       temperature: float32, (1,) or (rows,).
       log, dtype: of the values.
-      plan: what `launch.topk_plan` chooses otherwise.
     """
-    rows, vocab = x.shape
-    plan = plan or launch.topk_plan(rows, vocab, k, x.dtype, dispatch.capability())
-    settings: dict[str, Any] = {"log": log, "dtype": dtype, "interpret": interpret}
-    values, indices, m, d = _launch(x, mask, temperature, k, plan, **settings)
-    if plan.clustered or plan.count == 1:
-        return Candidates(values, indices), Normalizer(m[:, None], d[:, None])
-    lists = plan.count
-    while lists > 1:
-        group = min(lists, launch.merged(k))
-        values, indices, m, d = _merge(
-            values, indices, m, d, mask is not None, temperature, k, lists, group, x.dtype, **settings
-        )
-        lists = -(-lists // group)
+    out = _Output(k, x.dtype, mask is not None, log, dtype, interpret)
+    scale = 1 / temperature
+    lists = _select(x, mask, scale, plan, out)
+    count = plan.count
+    while count > 1:
+        group = min(count, launch.merged(k))
+        lists = _merge(lists, scale, count, group, out)
+        count = -(-count // group)
+    values, indices, m, d = lists
     return Candidates(values, indices), Normalizer(m[:, None], d[:, None])
 
 
-def _merge(keys, indices, m, d, masked, temperature, k, lists: int, group: int, x_dtype, *, log, dtype, interpret):
-    """The best k of each `group` of a row's lists, as `_launch` returns them."""
-    rows, groups = len(m) // lists, -(-lists // group)
-    whole = groups == 1
-    slots = launch.power_of_two(group * k, WARPGROUP)
-    settings = {"interpret": interpret}
+class _Output:
+    """What becomes of winners, k from each list of candidates.
 
-    def topk_merge(keys_gmem, indices_gmem, m_gmem, d_gmem, scale_gmem, *out, slots, counts, best):
-        r = lax.axis_index("row")
-        first = lax.axis_index("group") * group if groups > 1 else jnp.int32(0)
-        held = jnp.minimum(group, lists - first)
-        scale = scale_gmem[r if temperature.size > 1 else 0]
-        selection.clear(slots, counts, **settings)
-        selection.enlist(slots, keys_gmem, indices_gmem, r, first * k, held * k, **settings)
-        state = [
-            direct.load_block(ref, row=r, start=first, held=held, fill=fill, **settings)
-            for ref, fill in ((m_gmem, -jnp.inf), (d_gmem, 0.0))
-        ]
-        total = pieces.across(Normalizer(*state), scale=scale)
-        selection.rank(slots, held * k, best, k, **settings)
-        _write(out, r * groups + first // group, best, k, total, scale if whole else None, log, x_dtype, masked, interpret)
-
-    return pieces.kernel(
-        topk_merge,
-        grid={"row": rows, "group": groups} if groups > 1 else {"row": rows},
-        out_type=_results(rows * groups, k, dtype if whole else jnp.int32),
-        scratch_types={
-            "slots": plgpu.SMEM((2 * slots,), jnp.int32),
-            "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
-            "best": plgpu.SMEM((2 * launch.padded(k),), jnp.int32),
-        },
-        approximate=launch.approximate(x_dtype, "topk"),
-        interpret=interpret,
-    )(*(a.reshape(rows, -1) for a in (keys, indices, m, d)), 1 / temperature)
-
-
-def _results(rows, k, dtype):
-    """Values, indices, m and d."""
-    shapes = ((rows, k), dtype), ((rows, k), jnp.int32), ((rows,), jnp.float32), ((rows,), jnp.float32)
-    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-
-
-def _write(out, row, best, k, total, scale, log, x_dtype, masked, interpret):
-    """The winners and the normalizer to a row of the results; without a scale, keys for values."""
-    m, d = total
-    layout = None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-    for at in range(0, k, WARPGROUP):
-        key, index = (pieces.load(best.at[pl.ds(i, WARPGROUP)], layout) for i in (at, launch.padded(k) + at))
-        value = key
-        if scale is not None:
-            value = (pieces.of_key(key, x_dtype) - m) * scale
-            value = value - operations.log(d) if log else jnp.exp(value) / d
-            if masked:
-                value = jnp.where(key == pieces.lowest_key(x_dtype), -jnp.inf if log else 0.0, value)
-        for ref, block in zip(out, (value, index)):
-            direct.store_block(
-                ref, row=row, start=at, block=block, held=min(WARPGROUP, k - at), interpret=interpret
-            )
-    out[2][row], out[3][row] = m, d
-
-
-def _launch(x, mask: direct.Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret):
-    """Values and indices (rows, k), and m and d (rows,), of the rows of x, or of all parts of each row.
-
-    The values of the parts are keys.
+    A list is four arrays, with a row for each list: keys, or when all is merged the values in their place;
+    indices; m; and d.
     """
+
+    def __init__(self, k, logits_dtype, masked, log, dtype, interpret):
+        self.k, self.logits_dtype, self.masked = k, logits_dtype, masked
+        self.log, self.dtype, self.interpret = log, dtype, interpret
+
+    def types(self, rows, final):
+        """Of the lists."""
+        wide, one = (rows, self.k), (rows,)
+        value = self.dtype if final else jnp.int32
+        shapes = (wide, value), (wide, jnp.int32), (one, jnp.float32), (one, jnp.float32)
+        return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+    def write(self, refs, row, slots, n, best, total: Normalizer, scale, final):
+        """The k best of the first n slots, in order, and the normalizer, to a row of the lists."""
+        k, interpret = self.k, self.interpret
+        selection.rank(slots, n, best, k, interpret=interpret)
+        m, d = total
+        lowest = pieces.lowest_key(self.logits_dtype)
+        for at in range(0, k, WARPGROUP):
+            key, index = (
+                pieces.load(best.at[pl.ds(start, WARPGROUP)], _per_thread(interpret))
+                for start in (at, launch.padded(k) + at)
+            )
+            value = key
+            if final:
+                value = (pieces.of_key(key, self.logits_dtype) - m) * scale
+                value = value - operations.log(d) if self.log else jnp.exp(value) / d
+                if self.masked:
+                    value = jnp.where(key == lowest, -jnp.inf if self.log else 0.0, value)
+            for ref, block in zip(refs, (value, index)):
+                held = min(WARPGROUP, k - at)
+                direct.store_block(ref, row=row, start=at, block=block, held=held, interpret=interpret)
+        refs[2][row], refs[3][row] = m, d
+
+    def kernel(self, body, grid, rows, final, scratch_types):
+        """`pieces.kernel` with lists for results."""
+        return pieces.kernel(
+            body,
+            grid={name: size for name, size in grid.items() if size > 1 or name == "row"},
+            out_type=self.types(rows, final),
+            scratch_types=scratch_types,
+            approximate=launch.approximate(self.logits_dtype, "topk"),
+            interpret=self.interpret,
+        )
+
+
+def _per_thread(interpret) -> Any:
+    """The layout of a block with an element for each thread."""
+    return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+
+
+def _laid_out(block, interpret):
+    return block if interpret else plgpu.layout_cast(block, _per_thread(interpret))
+
+
+def _select(x, mask, scale, plan: Window, out: _Output):
+    """The lists of the parts of the rows of x."""
     rows, vocab = x.shape
+    k, capacity, final = out.k, launch.capacity(out.k), plan.count == 1
     view = launch.aligned_view(rows, vocab, plan.vec)
-    whole = plan.count == 1 or plan.clustered
-    results = rows if whole else rows * plan.count
-    inputs = [x.reshape(view), 1 / temperature] + ([] if mask is None else [mask.array])
-    scratch: dict[str, Any] = {
+
+    def softmax_topk(x_gmem, scale_gmem, *refs, slots, **scratch):
+        mask_gmem, refs = (None, refs) if mask is None else (refs[0], refs[1:])
+        part = _Part(plan, x_gmem, view, mask, mask_gmem, slots, interpret=out.interpret, **scratch)
+        r_scale = scale_gmem[part.r if scale.size > 1 else 0]
+        total = part.arrive(r_scale)
+        bound = part.threshold(k)
+        part.collect(bound)
+        n = part.counts[0]
+        n = lax.cond((n < k) | (n > capacity), lambda: part.exact(bound, k, capacity), lambda: n)
+        out.write(refs, part.r * plan.count + part.index, slots, n, part.groups, total, r_scale, final)
+
+    scratch = {
         "smem": plgpu.SMEM((plan.size,), x.dtype),
         "landed": plgpu.Barrier(num_barriers=max(1, len(plan.copies()))),
         "groups": plgpu.SMEM((launch.group_words(plan, k),), jnp.int32),
-        "hits": plgpu.SMEM((launch.capacity(k),), jnp.int32),
-        "slots": plgpu.SMEM((2 * launch.capacity(k),), jnp.int32),
+        "hits": plgpu.SMEM((capacity,), jnp.int32),
+        "slots": plgpu.SMEM((2 * capacity,), jnp.int32),
         "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
     }
-
-    def softmax_topk(x_gmem, scale_gmem, *refs, **scratch):
-        mask_gmem, out = (None, refs) if mask is None else (refs[0], refs[1:])
-        part = _Part(plan, k, rows, view, x_gmem, mask, mask_gmem, scratch, interpret)
-        scale = scale_gmem[part.r if temperature.size > 1 else 0]
-        lane = part.arrive(scale)
-        total, bound = part.agree(lane, scale)
-        part.collect(bound, all_groups=False)
-        part.meet()
-        n = part.number()
-        n = lax.cond((n < k) | (n > launch.capacity(k)), lambda: part.exact(bound), lambda: n)
-
-        def write():
-            selection.rank(part.slots, n, part.groups, k, interpret=interpret)
-            row = part.r if whole else part.r * plan.count + part.index
-            _write(out, row, part.groups, k, total, scale if whole else None, log, x.dtype, mask is not None, interpret)
-
-        def stay():
-            selection_ptx.meet(wait=False)
-            write()
-            selection_ptx.meet(arrive=False)
-
-        if plan.clustered:  # the first CTA, which stays until all have read its number
-            lax.cond(part.index == 0, stay, lambda: None)
-        else:
-            write()
-
-    return pieces.kernel(
-        softmax_topk,
-        grid={"row": rows, "part": plan.count} if plan.count > 1 else {"row": rows},
-        cluster=plan.count if plan.clustered else 1,
-        out_type=_results(results, k, dtype if whole else jnp.int32),
-        scratch_types=scratch,
-        approximate=launch.approximate(x.dtype, "topk"),
-        interpret=interpret,
-    )(*inputs)
+    inputs = [x.reshape(view), scale] + ([] if mask is None else [mask.array])
+    grid = {"row": rows, "part": plan.count}
+    return out.kernel(softmax_topk, grid, rows * plan.count, final, scratch)(*inputs)
 
 
 class _Part:
     """The part of a row that this CTA holds, and the search in it."""
 
-    def __init__(self, plan: Window, k, rows, view, x_gmem, mask, mask_gmem, scratch, interpret):
-        self.plan, self.k, self.interpret = plan, k, interpret
-        self.smem, self.landed, self.groups, self.hits, self.slots, self.counts = (
-            scratch[name] for name in ("smem", "landed", "groups", "hits", "slots", "counts")
-        )
-        self.layout = None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-        self.lowest = pieces.lowest_key(self.smem.dtype)
+    def __init__(
+        self, plan, x_gmem, view, mask, mask_gmem, slots, *, smem, landed, groups, hits, counts, interpret
+    ):
+        self.plan, self.smem, self.landed, self.groups = plan, smem, landed, groups
+        self.hits, self.slots, self.counts, self.interpret = hits, slots, counts, interpret
         self.r = lax.axis_index("row")
         self.index = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
         start = plan.start(self.index)
@@ -188,15 +156,9 @@ class _Part:
         self.extent = selection.Extent(*(jnp.int32(i) for i in (low, low + self.owned, start - low)))
         self.mask = None if mask is None else (mask_gmem, mask.row(self.r))
 
-    def _block(self, value, dtype=jnp.float32):
-        return self._laid_out(jnp.full((WARPGROUP,), value, dtype))
-
-    def _laid_out(self, block):
-        return block if self.layout is None else plgpu.layout_cast(block, self.layout)
-
     def arrive(self, scale) -> Normalizer:
-        """The part comes to shared memory; each thread's normalizer, and the best of its groups."""
-        plan, smem = self.plan, self.smem
+        """The part comes to shared memory; its normalizer, and the best of its groups."""
+        plan, smem, interpret = self.plan, self.smem, self.interpret
         for i, (at, size) in enumerate(plan.copies()):
             plgpu.copy_gmem_to_smem(
                 self.gmem.at[pl.ds(self.first + self.inner + (at - plan.head), size)],
@@ -204,8 +166,8 @@ class _Part:
                 self.landed.at[i],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
-        selection.fill(plan, self.gmem, self.first, smem, self.extent, self.mask, interpret=self.interpret)
-        selection.clear(self.slots, self.counts, interpret=self.interpret)
+        selection.fill(plan, self.gmem, self.first, smem, self.extent, self.mask, interpret=interpret)
+        selection.clear(self.slots, self.counts, interpret=interpret)
 
         def absorb(i, blocks, copied, carry):
             lane, keep = carry
@@ -213,28 +175,29 @@ class _Part:
             if copied:
                 plgpu.barrier_wait(self.landed.at[i])
             if self.mask is not None:
-                selection.mark(plan, smem, i, [*keep[:blocks]], interpret=self.interpret)
+                selection.mark(plan, smem, i, [*keep[:blocks]], interpret=interpret)
             lane = selection.absorb(
                 plan, smem, self.groups, i, blocks, lane, scale * _LOG2_E,
-                marked=self.mask is not None, interpret=self.interpret,
+                marked=self.mask is not None, interpret=interpret,
             )  # fmt: skip
             return lane, following
 
-        carry = Normalizer(self._block(-jnp.inf), self._block(0.0)), self._mask_blocks(0)
+        empty = [_laid_out(jnp.full((WARPGROUP,), x, jnp.float32), interpret) for x in (-jnp.inf, 0)]
+        carry = Normalizer(*empty), self._mask_blocks(0)
         if plan.full:
             step = functools.partial(absorb, blocks=plan.group, copied=True)
             carry = lax.fori_loop(0, plan.full, lambda i, carry: step(i, carry=carry), carry)
         if plan.rest:
             carry = absorb(jnp.int32(plan.full), plan.rest, len(plan.copies()) > plan.full, carry)
-        return carry[0]
+        return pieces.across(carry[0], scale=scale)
 
     def _mask_blocks(self, i):
-        """The mask of step i, as blocks of int8; past the body it is 0."""
+        """The mask of step i, as blocks of int8; beside the body it is 0."""
         if self.mask is None:
             return ()
         plan = self.plan
-        starts = [(i * plan.group + b) * plan.block for b in range(max(plan.group, plan.rest))]
         load = functools.partial(direct.load_mask_block, *self.mask, vec=plan.vec, interpret=self.interpret)
+        starts = [(i * plan.group + b) * plan.block for b in range(max(plan.group, plan.rest))]
         return tuple(
             load(
                 start=at + self.extent.origin,
@@ -244,80 +207,55 @@ class _Part:
             for at in starts
         )
 
-    def agree(self, lane: Normalizer, scale):
-        """The row's normalizer, and a key that at least k of its elements reach."""
-        plan, size = self.plan, self.plan.pools * WARPGROUP
-        total = pieces.across(lane, scale=scale)
+    def threshold(self, k):
+        """A key that at least k elements reach, unless there is a NaN."""
+        size = self.plan.pools * WARPGROUP
+        if size < k:
+            return jnp.int32(pieces.lowest_key(self.smem.dtype))
+        return selection.threshold(self.groups, size, k, interpret=self.interpret)
 
-        def bound(k):
-            enough = size >= k
-            return (
-                selection.threshold(self.groups, size, k, interpret=self.interpret)
-                if enough
-                else jnp.int32(self.lowest)
-            )
-
-        if not plan.clustered:
-            return total, bound(self.k)
-        # each part has its share at the one bound, and some part has all at the other
-        values = (*total, bound(-(-self.k // plan.count)), bound(self.k))
-        m, d, share, whole = self._exchange(values, (-np.inf, 0, ~self.lowest, self.lowest))
-        total = pieces.across(Normalizer(m, d), scale=scale)
-        return total, jnp.maximum(jnp.min(share), jnp.max(whole))
-
-    def _exchange(self, values, neutrals):
-        """The values of each CTA of the cluster, as blocks with an element for each."""
-        return selection_ptx.exchange(self.hits, values, neutrals, self.plan.count)
-
-    def meet(self):
-        """All CTAs of the cluster have come so far."""
-        if self.plan.clustered:
-            selection_ptx.meet()
-
-    def collect(self, bound, *, all_groups):
+    def collect(self, bound, *, all_groups=False):
         """Candidates: all elements that reach the bound, if there is room for them."""
         selection.collect(
             self.plan, self.smem, self.groups, self.hits, self.slots, self.counts, bound, self.extent,
             all_groups=all_groups, interpret=self.interpret,
         )  # fmt: skip
 
-    def number(self):
-        """Of the candidates of the row, more than there is room for if there are too many."""
-        return selection.number(self.plan, self.counts)
+    def _best(self):
+        """A key that no element exceeds."""
 
-    def exact(self, guess):
-        """Collects again, neither too few nor too many: the number of candidates."""
-        k, capacity, dtype = self.k, launch.capacity(self.k), self.smem.dtype
+        def load(i):
+            return pieces.load(self.groups.at[pl.ds(i * WARPGROUP, WARPGROUP)], _per_thread(self.interpret))
 
-        def here(q):
-            """How many elements of this part reach the key q, and exceed it."""
-            least, more = selection.reaching(self.plan, self.smem, q, interpret=self.interpret)
+        best = lax.fori_loop(1, self.plan.pools, lambda i, best: jnp.maximum(best, load(i)), load(0))
+        return jnp.max(best)
+
+    def exact(self, guess, k, capacity):
+        """Collects again, neither too few nor too many; the number of candidates."""
+        dtype = self.smem.dtype
+        lowest = pieces.lowest_key(dtype)
+
+        def reaching(q):
+            """How many elements reach the key q, and exceed it."""
+            least, more = selection.reaching(
+                self.plan, self.smem, self.groups, q, interpret=self.interpret
+            )
             around = self.plan.size - self.owned  # positions, which hold -inf
             neg_inf = pieces.key_of(-np.inf, dtype)
             return least - jnp.where(neg_inf >= q, around, 0), more - jnp.where(neg_inf > q, around, 0)
-
-        def everywhere(q):
-            """The same of the whole row, and the keys q in earlier parts."""
-            least, more = here(q)
-            if not self.plan.clustered:
-                return least, more, 0
-            least, more = self._exchange((least, more), (0, 0))
-            earlier = (lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0) < self.index).astype(jnp.int32)
-            out = jnp.sum(least), jnp.sum(more), jnp.sum((least - more) * self._laid_out(earlier))
-            self.meet()
-            return out
 
         def open_(state):
             low, high, least, more, _ = state
             return (least > capacity) & (more >= k) & (low != high)
 
         def halve(state):
+            """low is reached by `least` >= k elements and exceeded by `more`, high + 1 reached by fewer than k."""
             low, high, least, more, i = state
             gap = high - low  # as unsigned: it may exceed 2^31
             middle = low + lax.shift_right_logical(gap, jnp.int32(1)) + (gap & 1)
             for j, likely in enumerate((guess, pieces.key_of(np.nan, dtype), pieces.key_of(-np.nan, dtype))):
                 middle = jnp.where((i == j) & (likely > low) & (likely <= high), likely, middle)
-            at_least, above, _ = everywhere(middle)
+            at_least, above = reaching(middle)
             enough = at_least >= k
             return (
                 jnp.where(enough, middle, low),
@@ -327,13 +265,11 @@ class _Part:
                 i + 1,
             )
 
-        vocab = jnp.int32(self.plan.vocab if self.plan.clustered else self.owned)
-        state = jnp.int32(self.lowest), jnp.int32(~self.lowest), vocab, vocab, jnp.int32(0)
+        state = jnp.int32(lowest), self._best(), self.owned, self.owned, jnp.int32(0)
         bound, _, least, *_ = lax.while_loop(open_, halve, state)
         few = least <= capacity
-        _, more, earlier = everywhere(bound)
+        _, more = reaching(bound)
         selection.clear(self.slots, self.counts, interpret=self.interpret)
-        self.meet()
         lax.cond(
             few | (more > 0),
             lambda: self.collect(jnp.where(few, bound, bound + 1), all_groups=True),
@@ -342,10 +278,47 @@ class _Part:
 
         def ties():
             selection.ties(
-                self.plan, self.smem, self.hits, self.slots, self.counts, bound, self.extent, more + earlier, k,
+                self.plan, self.smem, self.hits, self.slots, bound, self.extent, more, k,
                 interpret=self.interpret,
             )  # fmt: skip
 
         lax.cond(few, lambda: None, ties)
-        self.meet()
         return jnp.where(few, least, k)
+
+
+def _merge(lists, scale, count: int, group: int, out: _Output):
+    """The lists of each `group` of a row's `count` lists."""
+    k, interpret = out.k, out.interpret
+    rows, groups = len(lists[2]) // count, -(-count // group)
+    slots = launch.power_of_two(group * k, WARPGROUP)
+
+    def topk_merge(keys_gmem, indices_gmem, m_gmem, d_gmem, scale_gmem, *refs, slots, counts, best):
+        r = lax.axis_index("row")
+        g = lax.axis_index("group") if groups > 1 else jnp.int32(0)
+        first = g * group
+        held = jnp.minimum(group, count - first)
+        r_scale = scale_gmem[r if scale.size > 1 else 0]
+        load = functools.partial(direct.load_block, row=r, held=held, interpret=interpret)
+        selection.clear(slots, counts, interpret=interpret)
+        # each list has its share at the one bound, and some list has all at the other
+        share = load(keys_gmem, start=first * k + (k + held - 1) // held - 1, stride=k, fill=0)
+        whole = load(keys_gmem, start=first * k + k - 1, stride=k, fill=0)
+        listed = _laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), interpret) < held
+        bound = jnp.maximum(
+            jnp.min(jnp.where(listed, share, 2**31 - 1)), jnp.max(jnp.where(listed, whole, -(2**31)))
+        )
+        selection.enlist(
+            slots, counts, keys_gmem, indices_gmem, r, first * k, held * k, bound, interpret=interpret
+        )
+        lane = Normalizer(load(m_gmem, start=first, fill=-jnp.inf), load(d_gmem, start=first, fill=0.0))
+        total = pieces.across(lane, scale=r_scale)
+        out.write(refs, r * groups + g, slots, counts[0], best, total, r_scale, groups == 1)
+
+    scratch = {
+        "slots": plgpu.SMEM((2 * slots,), jnp.int32),
+        "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
+        "best": plgpu.SMEM((2 * launch.padded(k),), jnp.int32),
+    }
+    inputs = [a.reshape(rows, -1) for a in lists]
+    grid = {"row": rows, "group": groups}
+    return out.kernel(topk_merge, grid, rows * groups, groups == 1, scratch)(*inputs, scale)
