@@ -65,7 +65,7 @@ def load(ref, tile: Tile, row, fill, *, interpret):
     )
     def load(_, ref, row):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-        return _array(
+        return array(
             tile_layout(tile).to_mgpu(),
             tile.shape,
             [
@@ -75,6 +75,29 @@ def load(ref, tile: Tile, row, fill, *, interpret):
                 for at, col in _places(tile, scalar(row))
             ],
         )
+
+    return load(ref, row)
+
+
+def load_per_row(ref, tile: Tile, row, *, interpret):
+    """The numbers (rows,) of the tile's rows from `row` on, spread over them."""
+    (rows,) = ref.shape
+    if interpret:
+        i, _ = _window(tile, row)
+        return jnp.broadcast_to(ref[...][jnp.where(i < rows, i, 0)], tile.shape)
+
+    @inline(
+        arg_types=(REF, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, ref.dtype, layout=tile_layout(tile)),
+    )
+    def load(_, ref, row):
+        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        registers = []
+        for at, _ in _places(tile, scalar(row)):
+            inside = _inside(at, rows, i32(0), 1)
+            (one,) = elements(load_vector(pointer, element, 1, _offset(at, 1, i32(0)), inside))
+            registers.append(pack([one] * tile.vec))
+        return array(tile_layout(tile).to_mgpu(), tile.shape, registers)
 
     return load(ref, row)
 
@@ -97,7 +120,7 @@ def load_mask(ref, tile: Tile, row, shape, mask_row, *, interpret):
         for at, col in _places(tile, scalar(row)):
             inside = _inside(at, rows, col, vocab)
             registers.append(load_bytes(pointer, tile.vec, mask_row(_Index(at)).value, col, columns, inside))
-        return _array(tile_layout(tile).to_mgpu(), tile.shape, registers)
+        return array(tile_layout(tile).to_mgpu(), tile.shape, registers)
 
     return load(ref, row) != 0
 
@@ -124,7 +147,7 @@ def load_mask_block(ref, row, start, held, vec, *, skip=0, interpret):
         inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
         col = arith.addi(scalar(start), position)
         register = load_bytes(utils.memref_ptr(ref), vec, scalar(row), col, columns, inside)
-        return _array(layout.to_mgpu(), (block,), [register])
+        return array(layout.to_mgpu(), (block,), [register])
 
     return load(ref, row, start, jnp.int32(held), jnp.int32(skip))
 
@@ -172,7 +195,7 @@ def load_block(ref, *, row, start, held, fill, stride=1, interpret):
         element = ir.MemRefType(ref.type).element_type
         pointer = utils.memref_ptr(ref)
         register = load_vector(pointer, element, 1, _offset(scalar(row), columns, column), inside, fill)
-        return _array(layout.to_mgpu(), (WARPGROUP,), [register])
+        return array(layout.to_mgpu(), (WARPGROUP,), [register])
 
     return load(ref, row, start, held)
 
@@ -241,7 +264,7 @@ def thread() -> ir.Value:
     return arith.remui(utils.thread_idx(), i32(WARPGROUP))
 
 
-def _array(layout, shape, registers: list[ir.Value]):
+def array(layout, shape, registers: list[ir.Value]):
     """The registers of this thread, in the order of `_places`, as an array."""
     out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
     signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
@@ -303,7 +326,7 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     )
     if vec * itemsize == 1:
         parts = [arith.trunci(ir.IntegerType.get_signless(8), parts[0])]
-    return vector.bitcast(ir.VectorType.get((vec,), element), _vector(parts))
+    return vector.bitcast(ir.VectorType.get((vec,), element), pack(parts))
 
 
 def asm(
@@ -347,8 +370,8 @@ def load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
     """`vec` bytes of a mask, 0 unless `inside`."""
     i8 = ir.IntegerType.get_signless(8)
     if columns == 1:
-        (byte,) = _elements(load_vector(pointer, i8, 1, _offset(row, 1, i32(0)), inside))
-        return _vector([byte] * vec)
+        (byte,) = elements(load_vector(pointer, i8, 1, _offset(row, 1, i32(0)), inside))
+        return pack([byte] * vec)
     offset = _offset(row, columns, col)
     if columns % vec == 0:  # every row and column is aligned
         return load_vector(pointer, i8, vec, offset, inside)
@@ -365,14 +388,16 @@ def load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
         {"at": _address(pointer, offset, 1), "inside": _flag(inside)},
         {f"x{i}": "i32" for i in range(count)},
     )
-    return vector.bitcast(ir.VectorType.get((vec,), i8), _vector(registers))
+    return vector.bitcast(ir.VectorType.get((vec,), i8), pack(registers))
 
 
-def _vector(parts: list[Any]) -> ir.Value:
+def pack(parts: list[Any]) -> ir.Value:
+    """A register of these elements."""
     return vector.from_elements(ir.VectorType.get((len(parts),), parts[0].type), parts)
 
 
-def _elements(register: ir.Value) -> list[ir.Value]:
+def elements(register: ir.Value) -> list[ir.Value]:
+    """Of a register."""
     return [
         vector.extract(register, dynamic_position=[], static_position=[i])
         for i in range(ir.VectorType(register.type).shape[0])
@@ -384,8 +409,8 @@ def _store(pointer, register: ir.Value, vec: int, offset, inside) -> None:
     element = ir.VectorType(register.type).element_type
     itemsize = utils.bytewidth(element)
     count, access, word = _words(vec * itemsize)
-    packed = _vector(_elements(register)[:vec])
-    words = _elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(word)), packed))
+    packed = pack(elements(register)[:vec])
+    words = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(word)), packed))
     names = [f"x{i}" for i in range(count)]
     asm(
         f".reg .pred p; setp.ne.b32 p, <inside>, 0; @p st.global.{access} [<at>], {_braced(names)};",

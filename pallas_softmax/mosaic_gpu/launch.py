@@ -370,6 +370,11 @@ def topk_plan(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     return plan
 
 
+def winners(tile: Tile, k: int) -> Tile:
+    """The tile of the k best of each row of a tile, over the same lanes."""
+    return Tile(tile.rows, tile.lanes, 1, -(-k // tile.lanes))
+
+
 def power_of_two(least: int, start: int) -> int:
     """The first of start, 2 start, 4 start, ... that is not below `least`."""
     while start < least:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_softmax.mosaic_gpu import launch, pieces, selection_ptx
-from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Window
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Tile, Window
 from pallas_softmax.online import Normalizer, shift
 
 _SIGN = np.int32(-(2**31))
@@ -180,3 +180,18 @@ def _append(slots, slot, chosen, smem, window, extent):
     capacity = slots.size // 2
     slot = jnp.where(chosen, slot, capacity)
     slots[...] = slots[...].reshape(capacity, 2).at[slot].set(pairs, mode="drop").reshape(-1)
+
+
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow, interpret):
+    """The k best of each row of a tile of keys, as tiles `launch.winners`: keys and indices; and `per_row`.
+
+    Args:
+      per_row: tiles, each of one number a row.
+      narrow: the keys are those of 16 bits.
+    """
+    if not interpret:
+        return selection_ptx.take(tile, vocab, k, key, per_row, narrow)
+    out = launch.winners(tile, k)
+    _, best = lax.sort((~key[:, :vocab], lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)), num_keys=2)
+    best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
+    return (jnp.take_along_axis(key, best, 1), best), [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]

@@ -8,18 +8,21 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_softmax.mosaic_gpu import direct, launch
 from pallas_softmax.mosaic_gpu.direct import (
     REF,
     SCALAR,
     asm,
+    elements,
     i32,
     inline,
     load_bytes,
     load_vector,
+    pack,
     scalar,
     thread,
 )
-from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Window
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Tile, Window
 
 _LANES = 32
 _NEG_INF = "0fFF800000"
@@ -466,20 +469,30 @@ def ties(window: Window, smem, hits, slots, bound, extent, first, k: int):
 
 def enlist(slots, counts, keys, indices, row, first, n, bound):
     """The list must be empty, and its barrier past."""
+    capacity = slots.size // 2
 
     @inline(arg_types=(REF,) * 4 + (SCALAR,) * 4)
     def enlist(_, slots, counts, keys, indices, row, first, n, bound):
         (columns,) = ir.MemRefType(keys.type).shape[1:]
         code = _Code()
-        code += ".reg .pred p; .reg .b32 i, key, index, slot; .reg .b64 at, a;"
+        code += ".reg .pred p; .reg .b32 i, slot; .reg .b64 at, a;"
         code += f"mul.wide.u32 at, <row>, {columns}; cvt.u64.u32 a, <first>;"
         code += "add.u64 at, at, a; cvt.u64.u32 a, <thread>; add.u64 at, at, a; shl.b64 at, at, 2;"
-        code += "mov.b32 i, <thread>;"
-        code += "again: setp.ge.u32 p, i, <n>; @p bra end; add.u64 a, at, <keys>; ld.global.b32 key, [a];"
-        code += "setp.lt.s32 p, key, <bound>; @p bra next; add.u64 a, at, <indices>; ld.global.b32 index, [a];"
-        code += "atom.relaxed.cta.shared::cta.add.u32 slot, [<counts>], 1;"
-        code += _store_candidate("slot", "key", "index")
-        code += f"next: add.u32 i, i, {WARPGROUP}; add.u64 at, at, {4 * WARPGROUP}; bra again; end: {_BARRIER}"
+        each = capacity // WARPGROUP
+        found, position = code.new("b32", min(each, 8)), code.new("b32", min(each, 8))
+        for start in range(0, each, 8):  # the loads of a batch first
+            batch = list(enumerate(range(start, min(start + 8, each))))
+            for j, i in batch:
+                code += f"add.u32 i, <thread>, {i * WARPGROUP}; setp.lt.u32 p, i, <n>;"
+                code += f"mov.b32 {found[j]}, 0x80000000; mov.b32 {position[j]}, 0; add.u64 a, at, <keys>;"
+                code += f"@p ld.global.b32 {found[j]}, [a+{4 * WARPGROUP * i}]; add.u64 a, at, <indices>;"
+                code += f"@p ld.global.b32 {position[j]}, [a+{4 * WARPGROUP * i}];"
+            for j, i in batch:
+                code += f"add.u32 i, <thread>, {i * WARPGROUP}; setp.lt.u32 p, i, <n>;"
+                code += f"setp.ge.and.s32 p, {found[j]}, <bound>, p; @!p bra next{i};"
+                code += "atom.relaxed.cta.shared::cta.add.u32 slot, [<counts>], 1;"
+                code += _store_candidate("slot", found[j], position[j]) + f"next{i}:"
+        code += _BARRIER
         operands = {"slots": slots, "counts": counts, "keys": keys, "indices": indices, "thread": thread()}
         operands |= {"row": scalar(row), "first": scalar(first), "n": scalar(n), "bound": scalar(bound)}
         _run(code, operands)
@@ -680,3 +693,86 @@ def mark(window: Window, smem, step, blocks):
         _run(code, operands)
 
     mark(smem, step, blocks)
+
+
+def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
+    """Rounds: the largest key of the row, by shuffles; of those that have it the first; which is taken out.
+
+    Narrow keys are taken together with the complement of their column, so all differ.
+    """
+    out = launch.winners(tile, k)
+    layout, out_layout = direct.tile_layout(tile), direct.tile_layout(out)
+    kinds = ["int32", "int32"] + ["float32"] * len(per_row)
+    result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(kind), layout=out_layout) for kind in kinds)
+    slots = tile.rows // (WARPGROUP // tile.lanes)  # rows of a thread
+    gone, most = "0x80000000", "0x7fffffff"
+
+    @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
+    def take(_, key, per_row):
+        code = _Code()
+        code += ".reg .pred p; .reg .b32 lane, at, round, t;"
+        code += f"and.b32 lane, <thread>, {tile.lanes - 1}; mul.lo.u32 at, lane, {tile.vec};"
+        operands, results = {"thread": thread()}, {}
+        each = tile.steps * tile.vec
+        keys, columns = [code.new("b32", each) for _ in range(slots)], [code.new("b32", each) for _ in range(slots)]
+        starts = [s * tile.lanes * tile.vec + j for s in range(tile.steps) for j in range(tile.vec)]
+        registers = list(key.registers.flat)
+        for row in range(slots):
+            held = sum((elements(r) for r in registers[row * tile.steps : (row + 1) * tile.steps]), [])
+            for i, (x, start) in enumerate(zip(held, starts)):
+                operands[f"x{row}_{i}"] = x
+                code += f"mov.b32 {keys[row][i]}, <x{row}_{i}>; add.u32 {columns[row][i]}, at, {start};"
+                if narrow:
+                    code += f"shl.b32 {keys[row][i]}, {keys[row][i]}, 16; sub.u32 t, 0xffff, {columns[row][i]};"
+                    code += f"or.b32 {keys[row][i]}, {keys[row][i]}, t;"
+                if tile.shape[1] > vocab:
+                    code += f"setp.ge.u32 p, {columns[row][i]}, {vocab};"
+                    code += f"@p mov.b32 {keys[row][i]}, {gone}; @p mov.b32 {columns[row][i]}, {most};"
+            for j in range(out.steps):
+                results |= {f"key{row}_{j}": "i32", f"index{row}_{j}": "i32"}
+
+        def across(op, values):
+            """Text: over the lanes of each row, of one value a row."""
+            text, others = "", code.new("b32", len(values))
+            for offset in (1 << i for i in range(tile.lanes.bit_length() - 1)):
+                for x, other in zip(values, others):
+                    text += f"shfl.sync.bfly.b32 {other}, {x}, {offset}, 31, 0xffffffff;"
+                for x, other in zip(values, others):
+                    text += f"{op} {x}, {x}, {other};"
+            return text
+
+        best, first = code.new("b32", slots), code.new("b32", slots)
+        code += "mov.b32 round, 0; next:"
+        for row in range(slots):
+            code += f"mov.b32 {best[row]}, {code.tree('max.s32', 'b32', list(keys[row]))};"
+        code += across("max.s32", best)
+        if narrow:
+            for row in range(slots):
+                code += f"not.b32 {first[row]}, {best[row]}; and.b32 {first[row]}, {first[row]}, 0xffff;"
+                for x in keys[row]:
+                    code += f"setp.eq.s32 p, {x}, {best[row]}; @p mov.b32 {x}, {gone};"
+                code += f"shr.s32 {best[row]}, {best[row]}, 16;"
+        else:
+            for row in range(slots):
+                code += f"mov.b32 {first[row]}, {most};"
+                for x, column in zip(keys[row], columns[row]):
+                    code += f"setp.eq.s32 p, {x}, {best[row]}; @p min.s32 {first[row]}, {first[row]}, {column};"
+            code += across("min.s32", first)
+            for row in range(slots):
+                for x, column in zip(keys[row], columns[row]):
+                    code += f"setp.eq.s32 p, {column}, {first[row]};"
+                    code += f"@p mov.b32 {x}, {gone}; @p mov.b32 {column}, {most};"
+        for j in range(out.steps):
+            code += f"sub.u32 t, round, {j * tile.lanes}; setp.eq.u32 p, t, lane;"
+            for row in range(slots):
+                code += f"@p mov.b32 <key{row}_{j}>, {best[row]}; @p mov.b32 <index{row}_{j}>, {first[row]};"
+        code += f"add.u32 round, round, 1; setp.lt.u32 p, round, {k}; @p bra next;"
+        got = _run(code, operands, results)
+        outputs = [[pack([x]) for x in got[i::2]] for i in (0, 1)]
+        for a in per_row:
+            firsts = [elements(r)[0] for r in list(a.registers.flat)[:: tile.steps]]
+            outputs.append([pack([x]) for x in firsts for _ in range(out.steps)])
+        return tuple(direct.array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
+
+    key, index, *per_row = take(key, list(per_row))
+    return (key, index), per_row
