@@ -1,6 +1,7 @@
 """fused_topk: softmax over the whole row and its k largest entries."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -71,8 +72,8 @@ def fused_topk(
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"{name}: k must be from 0 to the row's length {x.shape[axis]}, got {k}")
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
-    t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :])
     floating = jax.eval_shape(jnp.exp, x).dtype
+    t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :], floating)
     dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
@@ -83,7 +84,7 @@ def fused_topk(
     return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
-def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
+def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.Array:
     """To divide the rows by, (1, ..., 1) or batch + (1,): NaN where a traced temperature is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
@@ -92,7 +93,7 @@ def _temperature(name: str, temperature, batch: tuple[int, ...]) -> jax.Array:
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if t.shape not in ((), batch):
         raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
-    t = online.widen(t.astype(jax.eval_shape(jnp.exp, t).dtype))
+    t = t.astype(jnp.promote_types(dtype, jnp.float32))
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
     return jnp.where(t > 0, t, jnp.nan)
 
@@ -130,22 +131,20 @@ def _topk_bwd(k, log, dtype, choice, saved, cotangents):
 
     scaled, p = weigh(x)
     scaled_won, p_won = weigh(jnp.take_along_axis(x, indices, -1))
+    if where is not None:  # of a fully masked row p is NaN
+        p = jnp.where(where, p, 0)
+        p_won = jnp.where(online.take(where, logits, indices), p_won, 0)
     direct = online.widen(g) if log else g * p_won  # what reaches the winners themselves
     rest = g_d * d - jnp.sum(direct, -1, keepdims=True)  # times p, what reaches every logit
 
     dlogits = None
     if jnp.issubdtype(logits.dtype, jnp.floating):
         everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
-        if where is not None:  # of a fully masked row p is NaN
-            everywhere = jnp.where(where, everywhere, 0)
-            won = jnp.where(online.take(where, logits, indices), won, 0)
         dlogits = _put(everywhere.astype(logits.dtype), indices, won.astype(logits.dtype))
 
     def slope(weight, scaled):  # 0 at x = -inf, too
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
-    if where is not None:
-        p, direct = jnp.where(where, p, 0), jnp.where(p_won == 0, 0, direct)
     dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
     return dlogits, None, jnp.sum(dt, shared, keepdims=True)
@@ -157,7 +156,7 @@ def _put(x, indices, values):
     def put(x, indices, values):
         return x.at[indices].set(values, unique_indices=True)
 
-    rows = [a.reshape(-1, a.shape[-1]) for a in (x, indices, values)]
+    rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in (x, indices, values)]
     return jax.vmap(put)(*rows).reshape(x.shape)
 
 

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_softmax import dispatch
-from pallas_softmax.mosaic_gpu import direct, launch
+from pallas_softmax.mosaic_gpu import direct, launch, topk_kernel, topk_tile_kernel
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
 from pallas_softmax.mosaic_gpu.softmax_kernel import rows
-from pallas_softmax.mosaic_gpu.topk_kernel import topk_rows
 from pallas_softmax.online import Normalizer
 
 __all__ = [
@@ -62,5 +61,6 @@ def topk(logits, where, temperature, *, k, log, dtype):
         )
     x = logits.reshape(-1, vocab)
     plan = launch.topk_plan(len(x), vocab, k, x.dtype, dispatch.capability())
-    out = topk_rows(x, mask, temperature.reshape(-1), k, plan, log=log, dtype=dtype)
+    kernel = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel
+    out = kernel.topk_rows(x, mask, temperature.reshape(-1), k, plan, log=log, dtype=dtype)
     return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), out)

@@ -350,24 +350,38 @@ def _topk_unsupported(call: Call) -> str | None:
 MAX_K = 2048
 
 
-def topk_plan(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Window:
-    """How the rows of top-k lie over the GPU. Rests on benchmarks/results/topk_launch."""
+def topk_plan(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
+    """How the rows of top-k lie over the GPU. Rests on measurements of an H100."""
     itemsize = jnp.dtype(dtype).itemsize
     vec = _ACCESS_BYTES // itemsize
     smem = _SMEM_BYTES[capability[0]] - _RESERVED_BYTES
+    if vocab * itemsize <= 2_048:
+        tile = _tile(vocab, itemsize)
+        if k * tile.steps * tile.vec * itemsize <= 1_024:  # its time is that product
+            return tile
 
     def window(count):
+        """With at least twice as many groups as winners, if there are so many elements."""
         pool = group = 32 // vec
         plan = Window(vocab, vec, group, pool, count)
-        while pool > 1 and plan.pools * WARPGROUP < 3 * k:
+        while pool > 1 and plan.pools * WARPGROUP < 2 * k:
             pool //= 2
             plan = Window(vocab, vec, group, pool, count)
         return plan
 
+    def fits(plan, ctas):
+        """As many CTAs in a multiprocessor."""
+        return plan.size * itemsize + selection_bytes(plan, k) <= smem // ctas
+
+    whole, part = (66_000, 66_000) if itemsize == 2 else (108_000, 88_000)  # bytes
     count = 1
-    while (plan := window(count)).size * itemsize + selection_bytes(plan, k) > smem // 2:
+    if rows <= 128 and vocab > 24_000:  # merging takes longer, the more winners there are
+        count = min(-(-vocab // 8_192), max(8, 512 // k), 16)
+    elif k <= 256 and vocab * itemsize > whole:
+        count = -(-vocab * itemsize // part)
+    while not fits(window(count), 1 if k > 256 else 2):
         count += 1
-    return plan
+    return window(count)
 
 
 def winners(tile: Tile, k: int) -> Tile:

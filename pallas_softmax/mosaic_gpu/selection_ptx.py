@@ -337,27 +337,40 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
                 vectors += elements.vectors(code, at, [0])
             else:
                 vectors += elements.vectors(code, "a", [j * block_bytes])
-        number = 0
-        for words in vectors:
-            for key in elements.keys(code, elements.bits(code, _copy(code, words))):
-                code += f"setp.ge.s32 p, {key}, <bound>; @p or.b32 mask, mask, {1 << number};"
-                number += 1
-        assert number == per_pool <= 32
-        code += f"next: setp.eq.u32 p, mask, 0; @p add.u32 i, i, {WARPGROUP}; @p bra group;"
-        code += "brev.b32 c, mask; clz.b32 c, c; sub.u32 left, mask, 1; and.b32 mask, mask, left;"
-        code += f"shr.u32 w, c, {window.vec.bit_length() - 1}; and.b32 c, c, {window.vec - 1};"
-        code += f"mad.lo.u32 w, w, {window.block}, c; add.u32 w, w, first;"
-        code += "setp.lt.s32 p, w, <low>; @p bra next; setp.ge.s32 p, w, <high>; @p bra next;"
-        code += f"mad.lo.u32 c, w, {elements.itemsize}, <smem>;"
-        if elements.halves:
-            code += ".reg .b16 half; ld.shared.b16 half, [c]; cvt.s32.s16 key, half;"
+        keys = [elements.keys(code, elements.bits(code, _copy(code, words))) for words in vectors]
+        keys = sum(keys, [])
+        assert len(keys) == per_pool <= 32
+        starts = [b * window.block + j for b in range(window.pool) for j in range(window.vec)]
+        if per_pool <= 8:  # all at once, for many groups
+            code += "mov.b32 c, 0;"
+            chosen = code.new("pred", per_pool)
+            for key, start, p in zip(keys, starts, chosen):
+                code += f"add.s32 w, first, {start}; setp.ge.s32 p, w, <low>; setp.lt.and.s32 p, w, <high>, p;"
+                code += f"setp.ge.and.s32 {p}, {key}, <bound>, p; @{p} add.u32 c, c, 1;"
+            code += f"setp.eq.u32 p, c, 0; @p bra next; atom.relaxed.cta.shared::cta.add.u32 a, [<counts>], c;"
+            code += f"add.u32 c, c, a; setp.gt.u32 p, c, {capacity}; @p bra end; add.s32 first, first, <origin>;"
+            for i, (key, start, p) in enumerate(zip(keys, starts, chosen)):
+                code += f"@!{p} bra skip{i}; add.s32 w, first, {start};"
+                code += _store_candidate("a", key, "w") + f"add.u32 a, a, 1; skip{i}:"
+            code += f"next: add.u32 i, i, {WARPGROUP}; bra group;"
         else:
-            code += "ld.shared.b32 key, [c];"
-        elements.keys(code, ["key"])
-        code += f"add.u32 w, w, <origin>; atom.relaxed.cta.shared::cta.add.u32 c, [<counts>], 1;"
-        code += f"setp.ge.u32 p, c, {capacity}; @p bra end;"  # too many: enough is known
-        code += _store_candidate("c", "key", "w")
-        code += f"bra next; end: {_BARRIER}"
+            for i, key in enumerate(keys):
+                code += f"setp.ge.s32 p, {key}, <bound>; @p or.b32 mask, mask, {1 << i};"
+            code += f"next: setp.eq.u32 p, mask, 0; @p add.u32 i, i, {WARPGROUP}; @p bra group;"
+            code += "brev.b32 c, mask; clz.b32 c, c; sub.u32 left, mask, 1; and.b32 mask, mask, left;"
+            code += f"shr.u32 w, c, {window.vec.bit_length() - 1}; and.b32 c, c, {window.vec - 1};"
+            code += f"mad.lo.u32 w, w, {window.block}, c; add.u32 w, w, first;"
+            code += "setp.lt.s32 p, w, <low>; @p bra next; setp.ge.s32 p, w, <high>; @p bra next;"
+            code += f"mad.lo.u32 c, w, {elements.itemsize}, <smem>;"
+            if elements.halves:
+                code += ".reg .b16 half; ld.shared.b16 half, [c]; cvt.s32.s16 key, half;"
+            else:
+                code += "ld.shared.b32 key, [c];"
+            elements.keys(code, ["key"])
+            code += "add.u32 w, w, <origin>; atom.relaxed.cta.shared::cta.add.u32 c, [<counts>], 1;"
+            code += f"setp.ge.u32 p, c, {capacity}; @p bra end;"  # too many: enough is known
+            code += _store_candidate("c", "key", "w") + "bra next;"
+        code += f"end: {_BARRIER}"
         _run(
             code,
             {
@@ -500,7 +513,7 @@ def enlist(slots, counts, keys, indices, row, first, n, bound):
     enlist(slots, counts, keys, indices, row, first, n, bound)
 
 
-_COUNTED = 128  # up to so many candidates, one a thread, counting is faster than sorting
+_COUNTED = 256  # up to so many candidates counting is faster than sorting
 
 
 def rank(slots, n, best, k: int, padded: int):
@@ -510,18 +523,18 @@ def rank(slots, n, best, k: int, padded: int):
     def rank(_, slots, n, best):
         (words,) = ir.MemRefType(slots.type).shape
         code = _Code()
-        code += """.reg .pred p; .reg .b32 at, to, rank, a, key, position; .reg .b64 w, x<4>;"""
+        code += ".reg .pred p; .reg .b32 own, at, to, rank, a, key, position; .reg .b64 w, x<4>;"
         if words // 2 > _COUNTED:
             code += f"setp.gt.u32 p, <n>, {_COUNTED}; @p bra sort;"
-        code += """setp.ge.u32 p, <thread>, <n>; @p bra end;
-            mad.lo.u32 a, <thread>, 8, <slots>; ld.shared.b64 w, [a]; mov.b32 rank, 0; mov.b32 at, <slots>;
-            mad.lo.u32 to, <n>, 8, <slots>;
+        code += """mov.b32 own, <thread>; mad.lo.u32 to, <n>, 8, <slots>; next: setp.ge.u32 p, own, <n>; @p bra end;
+            mad.lo.u32 a, own, 8, <slots>; ld.shared.b64 w, [a]; mov.b32 rank, 0; mov.b32 at, <slots>;
             count: ld.shared.v2.b64 {x0, x1}, [at]; ld.shared.v2.b64 {x2, x3}, [at+16];"""
         code += "".join(f"setp.gt.u64 p, x{j}, w; @p add.u32 rank, rank, 1; " for j in range(4))
         code += "add.u32 at, at, 32; setp.lt.u32 p, at, to; @p bra count;"
         _write(code, ["w"], "rank", k, padded)
+        code += f"add.u32 own, own, {WARPGROUP}; bra next;"
         if words // 2 > _COUNTED:
-            code += "bra end; sort:"
+            code += "sort:"
             values = _sort(code, words // 2)
             code += f"mul.lo.u32 rank, <thread>, {len(values)};"
             _write(code, values, "rank", k, padded)
@@ -733,6 +746,8 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
 
         def across(op, values):
             """Text: over the lanes of each row, of one value a row."""
+            if tile.lanes == _LANES:
+                return "".join(f"redux.sync.{op} {x}, {x}, 0xffffffff;" for x in values)
             text, others = "", code.new("b32", len(values))
             for offset in (1 << i for i in range(tile.lanes.bit_length() - 1)):
                 for x, other in zip(values, others):
