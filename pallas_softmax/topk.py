@@ -93,7 +93,7 @@ def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.A
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if t.shape not in ((), batch):
         raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
-    t = t.astype(jnp.promote_types(dtype, jnp.float32))
+    t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
     return jnp.where(t > 0, t, jnp.nan)
 

@@ -12,8 +12,8 @@ import oracle
 import pytest
 from cases import BF16, F16, F32
 
-from pallas_softmax.mosaic_gpu import candidates, launch, softmax_kernel, topk_kernel
-from pallas_softmax.mosaic_gpu.launch import Parts, Tile
+from pallas_softmax.mosaic_gpu import direct, launch, softmax_kernel, topk_kernel, topk_tile_kernel
+from pallas_softmax.mosaic_gpu.launch import Parts, Tile, Window
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -23,31 +23,6 @@ except ImportError:  # jax 0.10
 INTERPRET = InterpretGPUParams()
 ALL = [*cases.FINITE, *cases.SPECIAL]  # 31 rows, a prime
 FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
-
-
-def assert_topk(x, temperature, k, names):
-    """Indices exactly, logits bit for bit, and by the normalizer the probabilities of the winners."""
-    winners, (m, d) = topk_kernel.topk_rows(x, jnp.asarray(temperature), k, interpret=INTERPRET)
-    want, indices = oracle.fused_topk(x, k, temperature=_scalar(temperature))
-    assert winners.indices.dtype == jnp.int32
-    for i, name in enumerate(names):
-        np.testing.assert_array_equal(winners.indices[i], indices[i], err_msg=name)
-    logits = np.take_along_axis(x, indices, -1).astype(F32)
-    np.testing.assert_array_equal(np.asarray(winners.values).view(np.int32), logits.view(np.int32))
-    assert m.shape == d.shape == (len(x), 1)
-    t = np.reshape(temperature, (-1, 1))
-    with np.errstate(all="ignore"):
-        p = np.exp((logits - np.asarray(m)) / t) / np.asarray(d)
-    # 1 / temperature is rounded once, and multiplied: one more unit each way
-    unit = 1.5 * oracle.fused_topk_unit(x, k, temperature=_scalar(temperature))
-    oracle.assert_close(p.astype(F32), want, unit, names)
-
-
-def _scalar(temperature):
-    return temperature[0] if temperature.size == 1 else temperature
-
-
-ONE = np.ones(1, F32)
 
 
 # --- softmax, log_softmax, logsumexp and their backwards ----------------------------------------------
@@ -191,43 +166,181 @@ def test_special_cotangents(name, plan):
 
 # --- top-k --------------------------------------------------------------------------------------------
 
-TOPK = [
-    (4, F32, 1, FEW),
-    (4, F32, 4, ALL),
-    (128, F32, 5, ALL),
-    (128, F32, 128, FEW),
-    (1000, F32, 64, ALL),
-    (4096 + 8, F32, 5, FEW),
-    (10000, F32, 128, FEW),
+ONE = np.ones(1, F32)
+
+
+def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET):
+    """The kernel's winners and normalizers of the last axis of x, all other axes in one."""
+    *batch, v = x.shape
+    mask = None
+    if where is not None:
+        rows = launch.mask_rows(where.shape[:-1], tuple(batch))
+        mask = direct.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
+    kernel = topk_tile_kernel if isinstance(plan, Tile) else topk_kernel
+    x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
+    return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
+
+
+def assert_topk(
+    x, k, names, plan=None, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET
+):
+    """Indices exactly; values and d within the units of float32, m exactly."""
+    plan = plan or launch.topk_plan(len(names), x.shape[-1], k, x.dtype, (9, 0))
+    got = topk_rows(x, k, plan, where, temperature, log, dtype, interpret)
+    judge_topk(got, x, k, names, where, temperature, log, dtype)
+
+
+def judge_topk(got, x, k, names, where, temperature, log, dtype):
+    winners, (m, d) = got
+    if where is not None:
+        where = np.broadcast_to(where, x.shape).reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    t = temperature[0] if len(temperature) == 1 else temperature
+    want, indices = oracle.fused_topk(x, k, where, t, log)
+    assert winners.indices.dtype == jnp.int32 and winners.values.dtype == dtype
+    assert winners.indices.shape == winners.values.shape == (len(x), k)
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(winners.indices[i], indices[i], err_msg=name)
+    # 1 / temperature is rounded once, and multiplied: one more unit each way
+    oracle.assert_close(winners.values, want, 1.5 * oracle.fused_topk_unit(x, k, where, t, log), names)
+    assert m.shape == d.shape == (len(x), 1)
+    want_m = oracle.normalizer(x, where)[0]
+    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN, whatever they are
+    np.testing.assert_allclose(np.asarray(m)[ordinary], want_m[ordinary], rtol=0, atol=oracle.slack(F32))
+    assert np.isfinite(np.asarray(d)[ordinary]).all()
+
+
+def short(rows, v, k, dtype):
+    """The tile of the choice, with fewer rows: the interpreter is slow at many, one by one."""
+    plan = launch.topk_plan(rows, v, k, dtype, (9, 0))
+    assert isinstance(plan, Tile)
+    return dataclasses.replace(plan, rows=min(plan.rows, 4))
+
+
+TOPK_SHORT = [
+    (1, F32, 1, FEW),
+    (2, BF16, 1, FEW),
+    (2, F16, 2, FEW),
+    (7, F32, 7, ALL),
     (8, BF16, 5, ALL),
-    (1000, BF16, 1, FEW),
-    (1000, BF16, 128, ALL),
-    (10000, BF16, 5, FEW),
     (8, F16, 8, FEW),
-    (1000, F16, 5, FEW),
-    (4096 + 8, F16, 64, FEW),
+    (100, F32, 64, FEW),
+    (128, F32, 5, ALL),
+    (128, BF16, 64, FEW),
+    (129, F16, 33, FEW),
+    (512, F32, 1, FEW),
+    (512, BF16, 8, FEW),
 ]
 
 
-@pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK, ids=[f"{v}-{d}-{k}" for v, d, k, _ in TOPK])
-def test_topk(v, dtype, k, names):
-    assert_topk(cases.rows(names, v, dtype), ONE, k, names)
+@pytest.mark.parametrize(
+    ("v", "dtype", "k", "names"), TOPK_SHORT, ids=lambda a: str(a) if a != ALL else "all"
+)
+def test_topk_of_short_rows(v, dtype, k, names):
+    assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_topk_with_a_temperature_per_row(dtype):
-    names = list(cases.FINITE)
-    assert_topk(cases.rows(names, 1000, dtype), np.geomspace(0.1, 10, len(names)).astype(F32), 5, names)
+# One part: whole blocks; several steps; a short rest; a thread's groups smaller than a step; rows off 16 bytes,
+# alone and several in a row of the view. Then parts, merged: by one launch, and by two (1400 winners).
+WINDOWS = [
+    (Window(1024, 4, 2, 2), F32, 64, FEW),
+    (Window(2048, 8, 1, 1), BF16, 5, FEW),
+    (Window(2007, 4, 1, 1), F32, 5, FEW),
+    (Window(2007, 8, 2, 1), BF16, 300, FEW),
+    (Window(1021, 4, 2, 1), F32, 128, ALL),
+    (Window(1002, 4, 8, 8), F32, 1, FEW[:4]),
+    (Window(1000, 8, 4, 2), F16, 33, [*FEW, "constant"]),
+    (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
+    (Window(1003, 4, 1, 1, 2), F32, 5, ALL),
+    (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
+    (Window(2007, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
+    (Window(2048, 4, 1, 1, 2), F32, 300, FEW),
+    (Window(2504, 8, 1, 1, 3), BF16, 5, FEW[:3]),
+    (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
+]
 
 
-def test_topk_with_a_temperature_for_all_rows():
-    assert_topk(cases.rows(FEW, 128), np.full(1, 0.7, F32), 5, FEW)
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), WINDOWS, ids=str)
+def test_topk_of_long_rows(plan, dtype, k, names):
+    assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)
 
 
-@pytest.mark.parametrize("k", [1, 5])
-def test_one_row(k):
-    x = cases.rows(["peaked"], 128)
-    assert_topk(x, ONE, k, ["peaked"])
+def test_topk_windows_are_of_every_kind():
+    """Full steps and none; rests of a step and more; views of one dimension and two; merges of merges."""
+    plans = [plan for plan, *_ in WINDOWS]
+    assert {plan.full > 1 for plan in plans} == {plan.full > 0 for plan in plans} == {True, False}
+    assert {plan.rest > 0 for plan in plans} == {True, False}
+    assert any(plan.rest > plan.group for plan in plans)
+    views = {len(launch.aligned_view(len(names), plan.vocab, plan.vec)) for plan, *_, names in WINDOWS}
+    assert views == {1, 2}
+    assert any(plan.count > launch.merged(k) for plan, _, k, _ in WINDOWS)
+
+
+KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def length(kind):
+    return KINDS[kind].vocab if KINDS[kind] else 100
+
+
+@pytest.mark.parametrize("log", [False, True])
+@each_kind
+def test_topk_with_a_temperature_per_row(kind, log):
+    names = FEW if log else list(cases.FINITE)
+    t = np.geomspace(0.1, 10, len(names)).astype(F32)
+    x = cases.rows(names, length(kind))
+    assert_topk(x, 5, names, KINDS[kind] or short(len(names), 100, 5, F32), None, t, log)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@each_kind
+def test_topk_values_of_another_dtype(kind, dtype):
+    """And one temperature for all rows."""
+    x = cases.rows(FEW[:3], length(kind))
+    plan = KINDS[kind] or short(3, 100, 5, F32)
+    assert_topk(x, 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
+
+
+TOPK_MASKED = [
+    *(("tile", pattern, F32) for pattern in cases.BROADCASTS),
+    ("window", "bhqv", F32),
+    ("window", "1hqv", F32),
+    ("window", "b1q1", F32),
+    ("parts", "b11v", F32),
+    ("parts", "bhq1", F32),
+]
+
+
+@pytest.mark.parametrize(("kind", "pattern", "dtype"), TOPK_MASKED, ids=str)
+def test_topk_where(kind, pattern, dtype):
+    """NaN and infinities where it masks; the first row of the mask keeps nothing: 0, 1, 2, ... with p = 0."""
+    shape = (*cases.BATCH, length(kind))
+    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
+    where = cases.broadcast_mask(pattern, shape)
+    x = cases.spoilt(x, where).astype(dtype)
+    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
+    plan = KINDS[kind] or short(len(names), shape[-1], 5, dtype)
+    got = topk_rows(x, 5, plan, where)
+    judge_topk(got, x, 5, names, where, ONE, False, F32)
+    np.testing.assert_array_equal(got[0].indices[0], range(5))
+    np.testing.assert_array_equal(got[0].values[0], 0)
+    assert (float(got[1].m[0, 0]), float(got[1].d[0, 0])) == (-np.inf, 0)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@each_kind
+def test_topk_of_fewer_unmasked_than_winners(kind, log):
+    """Then -NaN is before what is masked, which comes in order of its indices, with p = 0 also beside NaN."""
+    names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
+    v, k, dtype = length(kind), 20, BF16 if kind == "window" else F32
+    plan = (
+        dataclasses.replace(KINDS[kind], vec=8) if kind == "window" else KINDS[kind] or short(4, v, k, dtype)
+    )
+    x = cases.rows(names, v, dtype)
+    where = np.zeros((4, v), bool)
+    where[:, 2:40:3] = where[:, -1] = True
+    assert_topk(x, k, names, plan, where, log=log)
 
 
 def crowded(v, k, dtype):
@@ -235,40 +348,56 @@ def crowded(v, k, dtype):
     at = np.arange(v)
     middle = (at > v // 3) & (at < v - 8)
     few = np.where(middle, 1.0, 0.0)
-    few[-(k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the very end, the last among the ties
-    late = np.where(at >= v - candidates.CAPACITY - 1, 3.0, 0.0)
-    nans = np.where(at % 2, cases.NEG_NAN, np.nan)
+    few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the very end, the last among the ties
+    late = np.where(at >= v - launch.capacity(k) - 1, 3.0, 0.0)
+    lane = at // 4 % 128
     return {
-        "constant": np.full(v, 1.5),  # bisection over positions only
-        "all_neg_nan": np.full(v, cases.NEG_NAN),  # the lowest key: nothing is below the bound
+        "constant": np.full(v, 1.5),
+        "all_neg_nan": np.full(v, cases.NEG_NAN),  # the lowest key but that of what is masked
         "k-1 winners after the ties": few,
         "one tie more than slots, at the end": late,
         "two values": np.where(at % 2, 1.0, -1.0),
-        "half NaN, half -NaN": nans,
+        "a third NaN": np.where(at % 3, 1.0, np.nan),
+        "half NaN, half -NaN": np.where(at % 2, cases.NEG_NAN, np.nan),
         "+0 and -0": np.where(at % 3, -0.0, 0.0),
         "-inf after one number": np.where(at == v - 1, 0.0, -np.inf),
         "k - 1 numbers, the rest -NaN": np.where(at < k - 1, 1.0, cases.NEG_NAN),
     }, {
-        # distinct, but the best of them are in few lanes: bisection over keys
-        "sorted by lane": -(at % 512) * 64.0 - at // 512,
-        "sorted by lane, rising": (at % 512) * 64.0 + at // 512,
+        # distinct, but the best of them are in few groups: bisection over keys
+        "sorted by lane": -lane * 64.0 - at // 512,
+        "sorted by lane, rising": lane * 64.0 + at // 512,
         "ascending": at - v / 2,
         "descending": v / 2 - at,
     }
 
 
-@pytest.mark.parametrize(("dtype", "k"), [(F32, 5), (F32, 128), (BF16, 5), (F16, 64)], ids=str)
-def test_more_candidates_than_slots(dtype, k):
-    v = 4096 + 8
-    tied, distinct = crowded(v, k, dtype)
+CROWDED = [
+    (Window(1203, 4, 8, 8), F32, 5),
+    (Window(1203, 4, 2, 2), F32, 128),
+    (Window(1003, 8, 4, 4), BF16, 5),
+    (Window(1008, 8, 1, 1), F16, 64),
+    (Window(2007, 4, 8, 4, 2), F32, 64),
+]
+
+
+@pytest.mark.parametrize(("plan", "dtype", "k"), CROWDED, ids=str)
+def test_topk_of_more_candidates_than_slots(plan, dtype, k):
+    tied, distinct = crowded(plan.vocab, k, dtype)
     x = np.stack([*tied.values(), *distinct.values()]).astype(dtype)
     keys = oracle.order_key(x[: len(tied)])
     bound = np.take_along_axis(keys, oracle.topk_indices(x[: len(tied)], k)[:, -1:], -1)
-    assert (np.sum(keys >= bound, -1) > candidates.CAPACITY).all()
-    assert_topk(x, ONE, k, [*tied, *distinct])
+    assert (np.sum(keys >= bound, -1) > launch.capacity(k)).all()
+    assert_topk(x, k, [*tied, *distinct], plan)
 
 
-def test_normal_logits_in_16_bits_tie():
+def test_topk_takes_nans_in_order():
+    x = np.where(np.arange(1203) % 3, np.random.default_rng(0).standard_normal((2, 1203)), np.nan).astype(F32)
+    for plan, k in ((Window(1203, 4, 8, 8), 300), (Window(1203, 4, 2, 2, 2), 128)):
+        got = topk_rows(x, k, plan)[0].indices
+        np.testing.assert_array_equal(got, np.broadcast_to(3 * np.arange(k), got.shape))
+
+
+def test_topk_of_normal_logits_in_16_bits_ties():
     """As language models give them: hundreds of equal values, at a length that a user has."""
-    x = np.random.default_rng(0).standard_normal((2, 25000)).astype(BF16)
-    assert_topk(x, ONE, 5, ["0", "1"])
+    x = np.random.default_rng(0).standard_normal((1, 25000)).astype(BF16)
+    assert_topk(x, 5, ["0"])

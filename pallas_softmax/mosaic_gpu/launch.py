@@ -375,7 +375,7 @@ def topk_plan(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
 
     whole, part = (66_000, 66_000) if itemsize == 2 else (108_000, 88_000)  # bytes
     count = 1
-    if rows <= 128 and vocab > 24_000:  # merging takes longer, the more winners there are
+    if rows <= 128 and vocab > 24_000 and k <= 256:  # merging takes longer, the more winners there are
         count = min(-(-vocab // 8_192), max(8, 512 // k), 16)
     elif k <= 256 and vocab * itemsize > whole:
         count = -(-vocab * itemsize // part)

@@ -100,10 +100,10 @@ def absorb(window: Window, smem, groups, step, blocks: int, lane: Normalizer, sc
     return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
 
 
-def threshold(groups, size: int, k: int, *, interpret):
+def threshold(groups, scratch, size: int, k: int, *, interpret):
     """A key that at least k of the first `size` groups reach, and not many more."""
     if not interpret:
-        return selection_ptx.threshold(groups, size, k)
+        return selection_ptx.threshold(groups, scratch, size, k)
     return lax.sort(groups[:size])[size - k]
 
 

@@ -229,33 +229,39 @@ def absorb(window: Window, smem, groups, step, blocks: int, m, d, scale, marked:
     return absorb(smem, groups, step, m, d, scale)
 
 
-def threshold(groups, size: int, k: int):
-    """Bisection over the keys, by every warp for itself: no barrier in the loop."""
+def threshold(groups, scratch, size: int, k: int):
+    """Bisection over the keys: few of them by every warp for itself, without a barrier; many by all together."""
+    together = size > _LANES * _IN_REGISTERS
+    among = WARPGROUP if together else _LANES
+    each = size // among
 
-    @inline(arg_types=(REF,), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
-    def threshold(_, groups):
-        per_lane = size // _LANES
-        held = per_lane <= _IN_REGISTERS
+    @inline(arg_types=(REF, REF), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
+    def threshold(_, groups, scratch):
         code = _Code()
-        code += f".reg .pred p, q; .reg .b32 a, n, v, lo, hi, mid, gap; {_BARRIER}"
-        code += f"and.b32 a, <thread>, {_LANES - 1}; mad.lo.u32 a, a, 16, <groups>;"
+        code += f".reg .pred p, q; .reg .b32 a, n, v, lo, hi, mid, gap, parity; mov.b32 parity, 0; {_BARRIER}"
+        code += f"and.b32 a, <thread>, {among - 1}; mad.lo.u32 a, a, 4, <groups>;"
+        keys = code.new("b32", each)
+        for i, key in enumerate(keys):
+            code += f"ld.shared.b32 {key}, [a+{4 * among * i}];"
 
-        def keys(code):
-            names = code.new("b32", per_lane) if held else code.new("b32", 4) * (per_lane // 4)
-            for i in range(0, per_lane, 4):
-                code += f"ld.shared.v4.b32 {{{', '.join(names[i : i + 4])}}}, [a+{4 * _LANES * i}];"
-                yield from names[i : i + 4]
+        def across(op, value):
+            """Over all lanes that hold keys."""
+            text = f"redux.sync.{op} {value}, {value}, 0xffffffff;"
+            if together:  # in turns in two places: no thread is more than one turn behind
+                others = code.new("b32", 4)
+                text += f"""shr.u32 a, <thread>, 5; mad.lo.u32 a, parity, 4, a; mad.lo.u32 a, a, 4, <scratch>;
+                    and.b32 gap, <thread>, {_LANES - 1}; setp.eq.u32 q, gap, 0; @q st.shared.b32 [a], {value};
+                    {_BARRIER} mad.lo.u32 a, parity, 16, <scratch>; xor.b32 parity, parity, 1;
+                    ld.shared.v4.b32 {{{", ".join(others)}}}, [a]; mov.b32 {value}, {others[0]};"""
+                text += "".join(f"{op} {value}, {value}, {other};" for other in others[1:])
+            return text
 
-        # `parts` sets of each lane's groups: the least of their maxima has enough groups above it
-        parts = -(-k // _LANES) if 2 * k <= size else per_lane
-        low = code.new("b32", parts)
-        code += "".join(f"mov.b32 {x}, 0x80000000; " for x in low) + "mov.b32 hi, 0x80000000;"
-        names = list(keys(code)) if held else keys(code)
-        for i, x in enumerate(names):
-            code += f"max.s32 {low[i % parts]}, {low[i % parts]}, {x};"
-        code += f"mov.b32 hi, {code.tree('max.s32', 'b32', list(low))};"
-        code += f"mov.b32 lo, {code.tree('min.s32', 'b32', list(low))};"
-        code += "redux.sync.min.s32 lo, lo, 0xffffffff; redux.sync.max.s32 hi, hi, 0xffffffff;"
+        # `parts` sets of each lane's keys: the least of their maxima has enough keys above it
+        parts = -(-k // among) if 2 * k <= size else each
+        code += f"mov.b32 hi, {code.tree('max.s32', 'b32', list(keys))};"
+        low = [code.tree("max.s32", "b32", keys[i::parts]) for i in range(parts)]
+        code += f"mov.b32 lo, {code.tree('min.s32', 'b32', low)};"
+        code += across("min.s32", "lo") + across("max.s32", "hi")
         # lo is reached by n >= k groups, hi + 1 by fewer than k
         code += f"mov.b32 n, {size};"
         code += "again: setp.lt.s32 p, lo, hi;"
@@ -264,17 +270,16 @@ def threshold(groups, size: int, k: int):
         code += "add.u32 mid, mid, gap; add.u32 mid, mid, lo;"
         counts = code.new("b32", 4)
         code += "".join(f"mov.b32 {c}, 0; " for c in counts)
-        for i, x in enumerate(names if held else keys(code)):
-            c = counts[i % 4]
-            code += f"setp.ge.s32 q, {x}, mid; @q add.u32 {c}, {c}, 1;"
-        code += f"mov.b32 v, {code.tree('add.u32', 'b32', list(counts))};"
-        code += "redux.sync.add.u32 v, v, 0xffffffff;"
+        for i, key in enumerate(keys):
+            code += f"setp.ge.s32 q, {key}, mid; @q add.u32 {counts[i % 4]}, {counts[i % 4]}, 1;"
+        code += f"mov.b32 v, {code.tree('add.u32', 'b32', list(counts))};" + across("add.u32", "v")
         code += f"setp.ge.s32 q, v, {k}; @q mov.b32 lo, mid; @q mov.b32 n, v; @!q sub.u32 hi, mid, 1;"
-        code += "bra again; done: mov.b32 <bound>, lo;"
-        (bound,) = _run(code, {"groups": groups, "thread": thread()}, {"bound": "i32"})
+        code += "bra again; done: mov.b32 <bound>, lo;" + (_BARRIER if together else "")  # scratch is free
+        operands = {"groups": groups, "scratch": scratch, "thread": thread()}
+        (bound,) = _run(code, operands, {"bound": "i32"})
         return fragmented_array.FragmentedArray.splat(bound, (), is_signed=True)
 
-    return threshold(groups)
+    return threshold(groups, scratch)
 
 
 def _store_candidate(at: str, key: str, position: str) -> str:

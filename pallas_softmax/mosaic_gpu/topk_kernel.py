@@ -212,7 +212,7 @@ class _Part:
         size = self.plan.pools * WARPGROUP
         if size < k:
             return jnp.int32(pieces.lowest_key(self.smem.dtype))
-        return selection.threshold(self.groups, size, k, interpret=self.interpret)
+        return selection.threshold(self.groups, self.hits, size, k, interpret=self.interpret)
 
     def collect(self, bound, *, all_groups=False):
         """Candidates: all elements that reach the bound, if there is room for them."""
