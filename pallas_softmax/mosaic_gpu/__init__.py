@@ -3,6 +3,8 @@
 The functions take what those of `xla` take, for calls that `unsupported` has no objection to.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -61,6 +63,6 @@ def topk(logits, where, temperature, *, k, log, dtype):
         )
     x = logits.reshape(-1, vocab)
     plan = launch.topk_plan(len(x), vocab, k, x.dtype, dispatch.capability())
-    kernel = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel
+    kernel: Any = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel
     out = kernel.topk_rows(x, mask, temperature.reshape(-1), k, plan, log=log, dtype=dtype)
     return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), out)

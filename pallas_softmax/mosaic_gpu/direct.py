@@ -3,7 +3,6 @@
 Pallas has no loads under a predicate; so they are inline PTX, each with a plain twin for the interpreter.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,10 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP, MaskRows, Tile
-
-REF = plgpu.RefType()
-SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)  # any layout stands for a scalar argument
-inline: Any = plgpu.inline_mgpu  # called without its first parameter, the context
+from pallas_softmax.mosaic_gpu.ptx import REF, SCALAR, array, asm, elements, i32, inline, pack, scalar, thread
 
 
 class Mask(NamedTuple):
@@ -249,28 +245,6 @@ class _Index:
     __radd__ = __add__
 
 
-def i32(value: int) -> ir.Value:
-    """A constant."""
-    return utils.c(value, ir.IntegerType.get_signless(32))
-
-
-def scalar(x) -> ir.Value:
-    """The value of a scalar argument of inline code."""
-    return x.registers.item()
-
-
-def thread() -> ir.Value:
-    """The number of this thread in its warpgroup."""
-    return arith.remui(utils.thread_idx(), i32(WARPGROUP))
-
-
-def array(layout, shape, registers: list[ir.Value]):
-    """The registers of this thread, in the order of `_places`, as an array."""
-    out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
-    signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
-    return fragmented_array.FragmentedArray(_registers=out, _layout=layout, _is_signed=signed)
-
-
 def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Row and first column of each register of this thread."""
     own, group = thread(), tile.lanes
@@ -329,34 +303,6 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     return vector.bitcast(ir.VectorType.get((vec,), element), pack(parts))
 
 
-def asm(
-    code: str, operands: dict[str, ir.Value], results: dict[str, str] | None = None
-) -> list[Any]:
-    """Inline PTX, in which <name> stands for an operand or a result; the results, whose types are given.
-
-    An operand in memory is its address. A result may be written before all operands are read.
-    """
-    results = results or {}
-    values = [utils.memref_ptr(v) if isinstance(v.type, ir.MemRefType) else v for v in operands.values()]
-    numbers = {name: f"${i}" for i, name in enumerate([*results, *operands])}
-    code = re.sub(r"<([a-z]\w*)>", lambda match: numbers[match[1]], code)
-    letters = {"i32": "r", "f32": "f", "i64": "l", "i16": "h", "!llvm.ptr<3>": "r", "!llvm.ptr": "l"}
-    letters |= {"!llvm.ptr<1>": "l"}
-    words = [ir.Type.parse(word) for word in results.values()]
-    if not words:
-        result: Any = ir.Type.parse("!llvm.void")
-    else:
-        result = words[0] if len(words) == 1 else llvm.StructType.get_literal(words)
-    out = llvm.inline_asm(
-        result,
-        values,
-        f"{{ {code} }}",
-        ",".join([f"=&{letters[str(w)]}" for w in words] + [letters[str(v.type)] for v in values]),
-        has_side_effects=True,
-    )
-    return [out] if len(words) == 1 else [llvm.extractvalue(w, out, [i]) for i, w in enumerate(words)]
-
-
 def _braced(names: list[str]) -> str:
     """A PTX register or vector of registers, of operands."""
     return f"<{names[0]}>" if len(names) == 1 else f"{{{', '.join(f'<{name}>' for name in names)}}}"
@@ -389,19 +335,6 @@ def load_bytes(pointer, vec: int, row, col, columns: int, inside) -> ir.Value:
         {f"x{i}": "i32" for i in range(count)},
     )
     return vector.bitcast(ir.VectorType.get((vec,), i8), pack(registers))
-
-
-def pack(parts: list[Any]) -> ir.Value:
-    """A register of these elements."""
-    return vector.from_elements(ir.VectorType.get((len(parts),), parts[0].type), parts)
-
-
-def elements(register: ir.Value) -> list[ir.Value]:
-    """Of a register."""
-    return [
-        vector.extract(register, dynamic_position=[], static_position=[i])
-        for i in range(ir.VectorType(register.type).shape[0])
-    ]
 
 
 def _store(pointer, register: ir.Value, vec: int, offset, inside) -> None:

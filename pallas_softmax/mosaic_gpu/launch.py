@@ -304,11 +304,14 @@ def slower(call: Call) -> str | None:
     """Why XLA is faster than the kernels at a call that they support; None if it is not.
 
     Alone, the kernels are at least as fast at every shape measured (benchmarks/results/launch) but for the
-    backward of one very long row, and a float32 softmax of short, aligned rows, where they are ahead by 3% at
-    most. In a program XLA fuses such a softmax with what makes its logits, which a kernel cannot.
+    backward and thousands of winners of one very long row, and a float32 softmax of short, aligned rows,
+    where they are ahead by 3% at most. In a program XLA fuses such a softmax with what makes its logits,
+    which a kernel cannot.
     """
     if not call.trailing:
         return "slower than xla where the row is not the last axes: it is transposed, twice"
+    if call.op == "topk" and call.rows == 1 and call.vocab > _LONE_ROW and (call.k or 0) > 1_024:
+        return f"slower than xla for more than 1024 of a single row of more than {_LONE_ROW}"
     if call.op.endswith("_grad") and call.rows == 1 and call.vocab > _LONE_ROW:
         return f"slower than xla for the backward of a single row of more than {_LONE_ROW}"
     if call.op == "softmax" and call.dtype == "float32" and not call.masked and call.vocab % 4 == 0:

@@ -1,6 +1,7 @@
 """What the kernels share: compiler settings, and the walk over a row in shared memory."""
 
 import operator
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -147,7 +148,7 @@ def lowest_key(dtype) -> int:
     return -(2 ** (8 * jnp.dtype(dtype).itemsize - 1))
 
 
-def lowest(dtype) -> float:
+def lowest(dtype) -> Any:
     """The float of the lowest key."""
     return np.array(-1, f"int{8 * jnp.dtype(dtype).itemsize}").view(dtype)[()]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_softmax.mosaic_gpu import launch, pieces, selection_ptx
+from pallas_softmax.mosaic_gpu import launch, pieces, ranking_ptx, selection_ptx
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Tile, Window
 from pallas_softmax.online import Normalizer, shift
 
@@ -146,7 +146,7 @@ def ties(window: Window, smem, hits, slots, bound, extent, first, k: int, *, int
 def enlist(slots, counts, keys, indices, row, first, n, bound, *, interpret):
     """Appends those of n keys, from `first` on in a row of device memory, that reach the bound."""
     if not interpret:
-        return selection_ptx.enlist(slots, counts, keys, indices, row, first, n, bound)
+        return ranking_ptx.enlist(slots, counts, keys, indices, row, first, n, bound)
     capacity = slots.size // 2
     inside = jnp.arange(capacity) < n
     at = jnp.where(inside, first + jnp.arange(capacity), 0)
@@ -161,7 +161,7 @@ def rank(slots, n, best, k: int, *, interpret):
     """The k best of the first n slots, best first: their keys, then from `launch.padded(k)` on their indices."""
     padded = launch.padded(k)
     if not interpret:
-        return selection_ptx.rank(slots, n, best, k, padded)
+        return ranking_ptx.rank(slots, n, best, k, padded)
     index, key = slots[...].reshape(-1, 2).T
     empty = jnp.arange(index.size) >= n
     _, key, index = lax.sort((empty, ~(key ^ _SIGN), ~index), num_keys=3)
@@ -190,7 +190,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow, interpret):
       narrow: the keys are those of 16 bits.
     """
     if not interpret:
-        return selection_ptx.take(tile, vocab, k, key, per_row, narrow)
+        return ranking_ptx.take(tile, vocab, k, key, per_row, narrow)
     out = launch.winners(tile, k)
     _, best = lax.sort((~key[:, :vocab], lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))

@@ -237,9 +237,7 @@ class _Part:
 
         def reaching(q):
             """How many elements reach the key q, and exceed it."""
-            least, more = selection.reaching(
-                self.plan, self.smem, self.groups, q, interpret=self.interpret
-            )
+            least, more = selection.reaching(self.plan, self.smem, self.groups, q, interpret=self.interpret)
             around = self.plan.size - self.owned  # positions, which hold -inf
             neg_inf = pieces.key_of(-np.inf, dtype)
             return least - jnp.where(neg_inf >= q, around, 0), more - jnp.where(neg_inf > q, around, 0)
