@@ -251,7 +251,7 @@ class _Part:
             low, high, least, more, i = state
             gap = high - low  # as unsigned: it may exceed 2^31
             middle = low + lax.shift_right_logical(gap, jnp.int32(1)) + (gap & 1)
-            for j, likely in enumerate((guess, pieces.key_of(np.nan, dtype), pieces.key_of(-np.nan, dtype))):
+            for j, likely in enumerate(guesses):
                 middle = jnp.where((i == j) & (likely > low) & (likely <= high), likely, middle)
             at_least, above = reaching(middle)
             enough = at_least >= k
@@ -263,6 +263,8 @@ class _Part:
                 i + 1,
             )
 
+        # what fails first: ties at the bound, fewer than k that are not masked, NaNs
+        guesses = guess, lowest + 1, pieces.key_of(np.nan, dtype), pieces.key_of(-np.nan, dtype)
         state = jnp.int32(lowest), self._best(), self.owned, self.owned, jnp.int32(0)
         bound, _, least, *_ = lax.while_loop(open_, halve, state)
         few = least <= capacity
