@@ -9,9 +9,10 @@ import cases
 import jax
 import numpy as np
 import oracle
+from test_mosaic_interpret import topk_rows
 
-from pallas_softmax.mosaic_gpu import softmax_kernel, topk_kernel
-from pallas_softmax.mosaic_gpu.launch import Parts
+from pallas_softmax.mosaic_gpu import launch, softmax_kernel
+from pallas_softmax.mosaic_gpu.launch import Parts, Window
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
 # (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
@@ -24,8 +25,16 @@ SHAPES = [
     (2, 2048, "bfloat16", Parts(2048, 8, 1, 4, True), False, TWO),
     (2, 1003, "float32", Parts(1003, 4, 1, 2, False), False, TWO),
 ]
-# Less than an access of every thread; a step that is not full; several steps.
-TOPK = [(3, 8, "float32"), (2, 1000, "float32"), (2, 10000, "bfloat16")]
+# (rows, V, dtype, plan, masked, k). In registers; in one CTA, off 16 bytes; parts that are merged. Each finds its
+# winners in registers, or sorts them in shared memory.
+TOPK = [
+    (3, 100, "float32", None, False, (1, 5)),
+    (3, 127, "bfloat16", None, True, (5,)),
+    (2, 1003, "float32", Window(1003, 4, 2, 1), True, (1, 5, 300)),
+    (2, 2048, "bfloat16", Window(2048, 8, 1, 1), False, (5, 300)),
+    (2, 1003, "bfloat16", Window(1003, 8, 1, 1, 3), False, (1, 5, 300)),
+    (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
+]
 
 
 def main():
@@ -38,13 +47,17 @@ def main():
             got = np.asarray(kernel(arrays, where)[0]).astype("float32")
             want, *_ = oracle.expected(name, arrays, where)
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
-    for rows, v, dtype in TOPK:
+    for rows, v, dtype, plan, masked, ks in TOPK:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         x[0] = 1  # all tied: the exact path
-        for k in (1, min(v, 128)):
-            topk = jax.jit(functools.partial(topk_kernel.topk_rows, k=k))
-            indices = np.asarray(topk(x, np.ones(1, "float32"))[0].indices)
-            np.testing.assert_array_equal(indices, np.argsort(-x.astype("float32"), kind="stable")[:, :k])
+        where = np.arange(v)[None] % 3 > 0 if masked else None
+        for k in ks:
+            choice = plan or launch.topk_plan(rows, v, k, dtype, (9, 0))
+            kernel = jax.jit(functools.partial(topk_rows, k=k, plan=choice, interpret=None))
+            values, indices = map(np.asarray, kernel(x, where=where)[0])
+            want, best = oracle.fused_topk(x, k, where)
+            np.testing.assert_array_equal(indices, best)
+            np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
     print("swept", SHAPES, TOPK)
 
 

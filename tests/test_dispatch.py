@@ -61,18 +61,14 @@ UNSUPPORTED = {
         HOPPER,
         "neither V nor number is a multiple of 4, 50001 x 50257",
     ),
-    "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 128"),
-    "k=129": (dict(op="topk", k=129), HOPPER, "k=129 is not from 1 to 128"),
-    "masked top-k": (dict(op="topk", masked=True), HOPPER, "where"),
+    "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 2048"),
+    "k=2049": (dict(op="topk", k=2049), HOPPER, "k=2049 is not from 1 to 2048"),
     "axis of top-k": (dict(op="topk", trailing=False), HOPPER, "not contiguous"),
-    "alignment": (dict(op="topk", vocab=50257), HOPPER, "rows of 50257 float32 .* 16 bytes"),
-    "of 16 bits": (dict(op="topk", vocab=4, dtype="bfloat16"), HOPPER, "rows of 4 bfloat16 .* 16 bytes"),
-    "long row": (
-        dict(op="topk", vocab=128256),
+    "top-k of 2^31 elements": (
+        dict(op="topk", rows=50001, vocab=50257, dtype="bfloat16"),
         HOPPER,
-        r"needs \d+ bytes of shared memory, a CTA has 232448",
+        "neither V nor number is a multiple of 8, 50001 x 50257",
     ),
-    "small shared memory": (dict(op="topk", vocab=30000), (12, 0), "a CTA has 101376"),
 }
 
 
@@ -95,10 +91,14 @@ def test_supported(op, dtype, capability):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", oracle.OPERATIONS)
-def test_softmax_is_supported_at_every_length_and_alignment(op, dtype):
+@pytest.mark.parametrize("op", OPS)
+def test_every_length_and_alignment_is_supported(op, dtype):
     for rows, vocab in [(1, 1), (7, 127), (1, 50257), (3, 1000003), (50000, 50257), (2**20, 262144)]:
-        for more in (dict(), dict(masked=True), dict(trailing=False)):
+        for more in (
+            dict(),
+            dict(masked=True),
+            dict(k=min(vocab, 2048)) if op == "topk" else dict(trailing=False),
+        ):
             assert launch.unsupported(call(op, dtype, rows, vocab, **more), HOPPER) is None
 
 
@@ -107,6 +107,7 @@ def test_slower():
     assert "transposed" in launch.slower(call(trailing=False))
     assert "float32 rows" in launch.slower(call(vocab=4096))
     assert "single row" in launch.slower(call("softmax_grad", rows=1, vocab=128256))
+    assert "single row" in launch.slower(call("topk", rows=1, vocab=128256, k=1025))
     for kernel in (
         call(),
         call("softmax_grad", rows=2, vocab=128256),
@@ -116,6 +117,8 @@ def test_slower():
         call(vocab=4096, dtype="bfloat16"),
         call("log_softmax", vocab=4096),
         call("topk", rows=1, vocab=128),
+        call("topk", rows=1, vocab=128256, k=1024),
+        call("topk", rows=2, vocab=128256, k=2048),
     ):
         assert launch.slower(kernel) is None
 
@@ -176,12 +179,6 @@ REFUSED = {  # (the call, the reason)
     "dtype": (lambda f: f(jnp.ones((2, 8), "float8_e4m3fn")), "no kernel for float8_e4m3fn"),
     "empty": (lambda f: f(jnp.ones((0, 8))), "empty"),
 }
-REFUSED_BY_TOPK = {
-    "where": (lambda f: f(jnp.ones((2, 8)), where=jnp.ones((2, 8), bool)), "where"),
-    "axis": (lambda f: f(jnp.ones((8, 2)), axis=0), "not contiguous"),
-    "alignment": (lambda f: f(jnp.ones((2, 7))), "rows of 7 float32"),
-    "length": (lambda f: f(jax.ShapeDtypeStruct((2, 128256), "float32")), "shared memory"),
-}
 
 
 def traced(function):
@@ -198,18 +195,29 @@ def test_unsupported_raises_at_trace(function, case):
         run(traced(function))
 
 
-@pytest.mark.parametrize("case", REFUSED_BY_TOPK)
-def test_what_only_topk_refuses(case):
-    run, reason = REFUSED_BY_TOPK[case]
-    run(traced(ps.softmax))
-    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run.*{reason}"):
-        run(traced(topk))
+def test_what_only_topk_refuses():
+    traced(ps.softmax)(jnp.ones((8, 2)), axis=0)
+    with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' cannot run.*not contiguous"):
+        traced(topk)(jnp.ones((8, 2)), axis=0)
 
 
-@pytest.mark.parametrize("k", [0, 129])
+@pytest.mark.parametrize("k", [0, 2049])
 def test_unsupported_k_raises_at_trace(k):
-    with pytest.raises(NotImplementedError, match=f"k={k} is not from 1 to 128"):
+    with pytest.raises(NotImplementedError, match=f"k={k} is not from 1 to 2048"):
         jax.eval_shape(lambda x: ps.fused_topk(x, k, implementation="mosaic_gpu"), X)
+
+
+@pytest.mark.parametrize("rows", [2, 300])
+@pytest.mark.parametrize(("v", "k"), [(7, 7), (50257, 2048), (128256, 128), (1000003, 1)])
+def test_topk_takes_any_row_and_mask(rows, v, k):
+    """Traced, with the kernel named."""
+    x, where = jax.ShapeDtypeStruct((rows, v), "float32"), jax.ShapeDtypeStruct((rows, v), "bool")
+
+    def f(x, where=None):
+        return ps.fused_topk(x, k, where=where, implementation="mosaic_gpu")
+
+    for got in (jax.eval_shape(f, x), jax.eval_shape(f, x, where)):
+        assert got.values.shape == got.indices.shape == (rows, k)
 
 
 @both
@@ -272,8 +280,10 @@ def test_explain_of_a_call():
     assert ops(ps.explain(ps.softmax, X))[0] == ("softmax", "mosaic_gpu")
     (choice,) = ps.explain(ps.fused_topk, X, 5, log=True)
     assert choice == Choice(call("topk"), "mosaic_gpu", "xla")
-    (choice,) = ps.explain(ps.fused_topk, X, k=200)
-    assert "k=200 is not from 1 to 128" in str(choice)
+    (choice,) = ps.explain(ps.fused_topk, X, k=2048, where=jnp.ones((128, 1), bool))
+    assert (choice.cuda, choice.call.masked) == ("mosaic_gpu", True)
+    (choice,) = ps.explain(ps.fused_topk, X, k=2049)
+    assert "k=2049 is not from 1 to 2048" in str(choice)
 
 
 def test_explain_of_a_gradient():
@@ -464,14 +474,98 @@ def test_walk(accesses, vec, group):
     assert walk.padded - walk.vocab < walk.block
 
 
+# --- Launch choices of top-k --------------------------------------------------------------------------
+
+# (rows, V, k, dtype): parts of a row; "tile": its rows in registers.
+TOPK_PLANS = {
+    (1, 1, 1, "float32"): "tile",
+    (4096, 100, 5, "float32"): "tile",
+    (4096, 512, 1, "float32"): "tile",
+    (4096, 1024, 8, "bfloat16"): "tile",
+    (4096, 512, 64, "float32"): 1,  # too many winners to take one by one
+    (4096, 513, 1, "float32"): 1,
+    (4000, 25000, 5, "float32"): 1,
+    (4000, 25000, 128, "bfloat16"): 1,
+    (129, 25000, 5, "float32"): 1,
+    (128, 25000, 5, "float32"): 4,
+    (1, 20000, 5, "float32"): 1,
+    (1, 50257, 5, "bfloat16"): 7,
+    (1, 262144, 5, "float32"): 16,
+    (4096, 50257, 64, "bfloat16"): 2,
+    (4096, 50257, 64, "float32"): 3,
+    (4096, 128256, 64, "float32"): 6,
+}
+
+
+@pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
+def test_topk_plan(shape):
+    """Few rows are split, and rows of which two would not lie in a multiprocessor."""
+    plan = launch.topk_plan(*shape, HOPPER)
+    assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
+
+
+@settings(FREE, max_examples=1000)
+@given(
+    st.one_of(st.integers(1, 200), st.integers(1, 5000)),
+    lengths,
+    st.one_of(st.integers(1, 128), st.integers(1, launch.MAX_K)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(CAPABILITIES),
+)
+@example(1, 24001, 2048, "float32", (12, 0))
+@example(1, 2048, 2048, "bfloat16", HOPPER)
+@example(5000, 65, 65, "float32", HOPPER)  # the shortest windows
+@example(129, 3_000_000, 2048, "float32", (12, 0))
+def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
+    k = min(k, vocab)
+    plan = launch.topk_plan(rows, vocab, k, dtype, capability)
+    if isinstance(plan, Tile):
+        assert vocab * jnp.dtype(dtype).itemsize <= 2048 and plan.lanes <= 32  # a row is a warp's
+        check_tile(plan, vocab)
+        winners = launch.winners(plan, k)
+        assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
+    else:
+        check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
+        smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
+        used = plan.size * jnp.dtype(dtype).itemsize + launch.selection_bytes(plan, k)
+        assert used + 2048 <= smem  # barriers, and scratch of the reductions
+        assert launch.capacity(k) >= 2 * k
+
+
+def check_window(plan, rows, k, itemsize):
+    """The parts are the row, each with k elements at least; copies are of whole 16 bytes, inside each part."""
+    starts = np.asarray(plan.start(np.arange(plan.count + 1)))
+    owned = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == plan.vocab
+    assert owned.min() >= k and owned.max() == plan.longest
+    together = launch.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
+    firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
+    before = -firsts % plan.vec  # elements of a part before its body, which are filled in one by one
+    assert (before <= plan.head).all()
+    assert (before + plan.body <= owned).all()
+    assert (owned - plan.body <= 2 * plan.vec + plan.unit).all()
+    assert (plan.head - before + owned <= plan.size).all()
+    copies = plan.copies()
+    assert plan.vec * itemsize == 16 and 1 <= len(copies) <= 32  # unrolled
+    assert all(at % plan.vec == size % plan.vec == 0 < size for at, size in copies)
+    ends = [at + size for at, size in copies]
+    assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
+    # steps: those before the last that its copy fills; groups: whole in a step, which is whole in the window
+    assert plan.full in (len(copies), len(copies) - 1)
+    assert all(end == (i + 1) * plan.group * plan.block for i, end in enumerate(ends[: plan.full]))
+    assert 0 <= plan.rest <= plan.group + 1
+    assert plan.group % plan.pool == 0
+    assert plan.pools * plan.pool >= plan.blocks == plan.full * plan.group + plan.rest
+
+
 @FREE
-@given(st.integers(1, 2**17), st.sampled_from(DTYPES), st.sampled_from([1, 5, 128]))
-def test_topk_takes_what_fits_and_every_shorter_row(accesses, dtype, k):
-    itemsize = jnp.dtype(dtype).itemsize
-    vec = 16 // itemsize
-    fits = launch.unsupported(call("topk", dtype, vocab=accesses * vec, k=k), HOPPER) is None
-    walk = launch.topk_walk(accesses * vec, dtype)
-    if fits:
-        assert walk.steps <= 32 and walk.padded * itemsize < 227 * 1024
-    if launch.unsupported(call("topk", dtype, vocab=accesses * vec + vec, k=k), HOPPER) is None:
-        assert fits
+@given(st.integers(1, launch.MAX_K), st.integers(1, 1000))
+def test_merges_come_to_an_end(k, count):
+    """In a few launches, each of which has room for the lists that it merges."""
+    group, launches = launch.merged(k), 0
+    assert 2 <= group <= launch.WARPGROUP
+    slots = launch.power_of_two(group * k, launch.WARPGROUP)
+    assert 8 * slots + 8 * launch.padded(k) <= 95 * 1024
+    while count > 1:
+        count, launches = -(-count // group), launches + 1
+    assert launches <= 10

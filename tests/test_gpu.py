@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cases
@@ -16,11 +17,11 @@ import oracle
 import pytest
 from cases import BF16, F16, F32
 from oracle import UNITS
-from test_mosaic_interpret import ALL, FEW, PARTS, check, crowded
-from test_mosaic_lowering import largest
+from test_mosaic_interpret import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS, check, crowded, topk_rows
 
 import pallas_softmax as ps
-from pallas_softmax.mosaic_gpu.launch import Parts
+from pallas_softmax.mosaic_gpu import launch
+from pallas_softmax.mosaic_gpu.launch import Parts, Window
 
 pytestmark = pytest.mark.gpu
 
@@ -71,22 +72,29 @@ def assert_forward_and_grad(op, x, names, where=None, dy=None):
         oracle.assert_operation(f"{op}_grad", dx, (y, dy), names, where)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "log"))
-def topk(x, k, temperature=1.0, log=False):
-    return ps.fused_topk(x, k, temperature=temperature, log=log, implementation="mosaic_gpu")
+@functools.partial(jax.jit, static_argnames=("k", "log", "dtype"))
+def topk(x, k, temperature=1.0, where=None, log=False, dtype=None):
+    return ps.fused_topk(
+        x, k, where=where, temperature=temperature, log=log, dtype=dtype, implementation=IMPLEMENTATION
+    )
 
 
-def assert_topk(got, x, k, names, temperature=1.0):
-    """Indices exactly. The exponential is approximate: x - m costs eps |x - m| in each term of d."""
-    want, indices = oracle.fused_topk(x, k, temperature=temperature)
+def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
+    """Indices exactly. The exponential is approximate: x - m costs eps |x - m| in each term of d.
+
+    `got` may be of the rows of x again and again.
+    """
+    values, indices = map(np.asarray, got)
+    want, best = oracle.fused_topk(x, k, where, temperature, log)
     for i, name in enumerate(names):
-        np.testing.assert_array_equal(got.indices[i], indices[i], err_msg=name)
+        alike = np.broadcast_to(best[i], indices[i :: len(x)].shape)
+        np.testing.assert_array_equal(indices[i :: len(x)], alike, err_msg=name)
     t = np.reshape(np.asarray(temperature, F32), (-1, 1))
     with np.errstate(all="ignore"):
-        terms = np.nansum(oracle.softmax_unit(x.astype(F32) / t), -1, keepdims=True)
-        unit = oracle.fused_topk_unit(x, k, temperature=temperature) + want * terms
-    assert got.values.dtype == x.dtype
-    oracle.assert_close(got.values, want, unit, names)
+        terms = np.nansum(oracle.softmax_unit(x.astype(F32) / t, where=where), -1, keepdims=True)
+        unit = oracle.fused_topk_unit(x, k, where, temperature, log) + terms * (1 if log else want)
+    repeats = len(values) // len(x)
+    oracle.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
 
 
 def on_the_cpu(f, *args):
@@ -164,48 +172,158 @@ def test_every_plan(name, plan, dtype, names, masked):
     check(name, x, names, cases.broadcast_mask("bv", x.shape) if masked else None, plan, interpret=None)
 
 
+# --- Top-k --------------------------------------------------------------------------------------------
+
+TOPK = [
+    (1, F32, 1),
+    (8, BF16, 2),
+    (127, F16, 16),
+    (128, BF16, 64),
+    (512, F32, 5),
+    (1000, F32, 128),
+    (1000, F32, 1000),
+    (4096 + 8, F16, 64),
+    (10000, BF16, 5),
+    (25000, F32, 1),
+    (25000, F32, 5),
+    (25000, F32, 64),
+    (25000, F32, 128),
+    (25000, F32, 300),
+    (25000, F32, 1024),
+    (50257, F32, 5),
+    (50257, BF16, 64),
+    (50257, F16, 2048),
+    (128256, F32, 5),
+    (151936, BF16, 64),
+    (262144, F32, 2048),
+    (1000003, F32, 5),
+]
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("v", "dtype", "k"), TOPK, ids=str)
+def test_topk(v, dtype, k, many):
+    """Few rows, which are split where they are long; and so many that they are not, or less."""
+    names = VERY_LONG[:2] if v > 300_000 else some(v)
+    x = cases.rows(names, v, dtype)
+    got = topk(jnp.tile(x, (1 + 128 // len(names) if many else 1, 1)), k)
+    assert (len(got.values) > 128) == many
+    assert got.values.dtype == dtype and got.indices.dtype == jnp.int32
+    assert_topk(got, x, k, names)
+    if not many:
+        np.testing.assert_array_equal(got.indices, on_the_cpu(jax.lax.top_k, x, k)[1])
+
+
+TOPK_MASKED = [(100, F32, 5, pattern) for pattern in cases.BROADCASTS]
+TOPK_MASKED += [(20011, F32, 300, pattern) for pattern in ("bhqv", "1hqv", "b1q1")]
+TOPK_MASKED += [(50257, BF16, 64, pattern) for pattern in ("bhqv", "b11v", "1h11")]
+TOPK_MASKED += [(129, F16, 129, "bhqv"), (131072, F32, 2048, "bhqv")]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("v", "dtype", "k", "pattern"), TOPK_MASKED, ids=str)
+def test_topk_where(v, dtype, k, pattern, log):
+    """NaN and infinities where it masks; the first row of the mask keeps nothing; a temperature per row."""
+    shape = (*cases.BATCH, v)
+    where = cases.broadcast_mask(pattern, shape)
+    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
+    x = cases.spoilt(x, where)
+    t = np.resize(np.array([0.5, 1, 3], F32), shape[:-1])
+    got = jax.tree.map(lambda a: np.asarray(a).reshape(-1, k), topk(x, k, t, where, log))
+    np.testing.assert_array_equal(got.indices[0], np.arange(k))
+    np.testing.assert_array_equal(got.values[0].astype(F32), -np.inf if log else 0)
+    rows, where = x.reshape(-1, v), np.broadcast_to(where, shape).reshape(-1, v)
+    assert_topk(got, rows, k, [f"row {at}" for at in np.ndindex(cases.BATCH)], t.ravel(), where, log)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize(("v", "k"), [(100, 5), (20011, 5), (50257, 300)], ids=str)
+@pytest.mark.parametrize("log", [False, True])
+def test_topk_values_of_another_dtype(v, k, log, dtype):
+    """And one temperature for all rows."""
+    x = cases.rows(some(v), v, BF16)
+    got = topk(x, k, 0.7, log=log, dtype=dtype.name)
+    assert got.values.dtype == dtype
+    assert_topk(got, x, k, some(v), np.float32(0.7), log=log)
+
+
+WINDOW_PLANS = [*WINDOWS, *((plan, dtype, k, None) for plan, dtype, k in CROWDED)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), WINDOW_PLANS, ids=str)
+def test_every_window_of_topk(plan, dtype, k, names, masked):
+    if names is None:
+        rows = {name: row for group in crowded(plan.vocab, k, dtype) for name, row in group.items()}
+        names, x = [*rows], np.stack([*rows.values()]).astype(dtype)
+    else:
+        x = cases.rows(names, plan.vocab, dtype)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
+    assert_topk(topk_rows(x, k, plan, where, interpret=None)[0], x, k, names, where=where)
+
+
+@pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK_SHORT, ids=str)
+def test_every_tile_of_topk(v, dtype, k, names):
+    """The last one of them is not full, too."""
+    x = cases.rows(names, v, dtype)
+    for repeats in (1, 37):
+        assert_topk(topk(np.tile(x, (repeats, 1)), k, dtype="float32"), x, k, names)
+
+
+def test_topk_merges_of_merges(monkeypatch):
+    """Two lists at a time: three launches after the first."""
+    monkeypatch.setattr(launch, "merged", lambda k: 2)
+    x = cases.rows(FEW, 2007)
+    assert_topk(topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
+
+
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize(
     ("v", "dtype", "k"),
     [
-        (4, F32, 4),
-        (1000, F32, 5),
-        (1000, F32, 128),
-        (25000, F32, 5),
-        (25000, F32, 64),
-        ("largest", F32, 128),
-        (8, BF16, 1),
-        (10000, BF16, 5),
-        (107520, BF16, 64),
-        ("largest", BF16, 128),
+        (4096 + 8, F32, 5),
+        (4096 + 8, F32, 128),
+        (4096 + 8, BF16, 5),
         (4096 + 8, F16, 64),
+        (25000, F32, 300),
+        (50257, BF16, 5),
+        (50257, F32, 1024),
     ],
+    ids=str,
 )
-def test_topk(v, dtype, k):
-    v = largest(dtype.name, k) if v == "largest" else v
-    x = cases.rows(some(v), v, dtype)
-    got = topk(x, k)
-    assert_topk(got, x, k, some(v))
-    want = on_the_cpu(jax.lax.top_k, x, k)[1]
-    np.testing.assert_array_equal(got.indices, want)
-
-
-@pytest.mark.parametrize(("dtype", "k"), [(F32, 5), (F32, 128), (BF16, 5), (F16, 64)], ids=str)
-def test_more_candidates_than_slots(dtype, k):
-    """The exact path: bisection over the keys, then over the positions."""
-    rows = {name: row for group in crowded(4096 + 8, k, dtype) for name, row in group.items()}
+def test_topk_of_more_candidates_than_slots(v, dtype, k, many):
+    """The exact path: bisection over the keys, and ties in order of their indices."""
+    rows = {name: row for group in crowded(v, k, dtype) for name, row in group.items()}
     x = np.stack([*rows.values()]).astype(dtype)
-    assert_topk(topk(x, k), x, k, list(rows))
+    assert_topk(topk(jnp.tile(x, (10 if many else 1, 1)), k), x, k, list(rows))
 
 
-def test_topk_grad():
-    x = cases.rows(["normal", "peaked", "integers", "one_winner"], 1000)
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("v", [100, 1000, 50257])
+def test_topk_grad(v, masked, log):
+    x = cases.rows(["normal", "peaked", "integers", "one_winner"], v)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
     t, g = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, 5))
-    dx, dt = jax.jit(lambda x, t, g: jax.vjp(lambda x, t: topk(x, 5, t).values, x, t)[1](g))(x, t, g)
-    want_dx, want_dt = oracle.fused_topk_vjp(x, g, 5, temperature=t)
-    unit_dx, unit_dt = oracle.fused_topk_vjp_unit(x, g, 5, temperature=t)
+
+    @jax.jit
+    def grad(x, t, g, where):
+        return jax.vjp(lambda x, t: topk(x, 5, t, where, log).values, x, t)[1](g)
+
+    dx, dt = grad(x, t, g, where)
+    want_dx, want_dt = oracle.fused_topk_vjp(x, g, 5, where, t, log)
+    unit_dx, unit_dt = oracle.fused_topk_vjp_unit(x, g, 5, where, t, log)
     # p is formed again from x, m and d: the units of the forward twice
-    assert oracle.error_units(dx, want_dx, unit_dx) <= 4 * UNITS
+    flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]  # a denormal p, times this
+    assert oracle.error_units(dx, want_dx, unit_dx, slack_times=flushed) <= 4 * UNITS
     assert oracle.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
+    if masked:
+        assert not np.asarray(dx)[~where].any()
+
+
+# --- Random rows --------------------------------------------------------------------------------------
 
 
 def random_logits(rng, rows, v, dtype):
@@ -221,24 +339,82 @@ def random_logits(rng, rows, v, dtype):
 
 
 SEED = 20261121
-TOPK = [
-    (1000, F32, 5),
-    (4096 + 8, F32, 64),
-    (25000, F32, 128),
-    (1000, BF16, 5),
-    (10000, BF16, 64),
-    (1000, F16, 128),
-]
 
 
-def test_random_topk():
-    for case in range(300):
-        rng = np.random.default_rng([SEED, case])
-        v, dtype, k = TOPK[case % len(TOPK)]
-        x = random_logits(rng, 7, v, dtype)
-        t = rng.choice([0.5, 1, 2], 7).astype(F32)
-        names = [f"case {case}, seed {SEED}, {v} {dtype} k={k}, row {i}" for i in range(7)]
-        assert_topk(topk(x, k, t), x, k, names, t)
+def adversarial_logits(rng, rows, v, dtype):
+    """What is hard for top-k: ties, order, the best in few places, and what is not a number."""
+    at = np.arange(v)
+    start, size = rng.integers(v), rng.integers(1, 2 + v // 4)
+    vec = 16 // dtype.itemsize
+    normal = rng.standard_normal(v)
+    kinds = [
+        np.full(v, rng.choice([0.0, -0.0, 1.5, -7.0])),
+        np.linspace(-20, 20, v),
+        np.linspace(20, -20, v),
+        rng.choice([1.0, -1.0], v),
+        np.where((at >= start) & (at < start + size), normal + 30, normal),  # the best side by side
+        np.where(at // vec % 128 == rng.integers(128), normal + 30, normal),  # and of one thread
+        np.where(at % 3 == 0, np.nan, normal),
+        np.where(at % 3 == rng.integers(3), cases.NEG_NAN, normal),
+        rng.choice([np.nan, cases.NEG_NAN, np.inf, -np.inf], v),
+        np.full(v, cases.NEG_NAN),
+        np.full(v, -np.inf),
+        np.where(at == start, 1.0, -np.inf),
+        np.where(at == start, 1.0, cases.NEG_NAN),
+        np.where(at < start, -np.inf, cases.NEG_NAN),
+    ]
+    return np.stack([kinds[i] for i in rng.integers(len(kinds), size=rows)]).astype(dtype)
+
+
+def random_shapes(count):
+    """Of top-k: V and k log-uniform; the rows of a call, and the calls; the mask's pattern, and log."""
+    for shape in range(count):
+        rng = np.random.default_rng([SEED, shape])
+        v = int(np.exp(rng.uniform(0, np.log(300_000))))
+        v += (-v) % int(rng.choice([1, 8]))
+        k = int(np.exp(rng.uniform(0, np.log(min(v, launch.MAX_K) + 1))))
+        dtype, pattern, log = (
+            rng.choice([F32, BF16, F16]),
+            rng.choice([None, None, "bv", "1v", "b1"]),
+            rng.choice(2),
+        )
+        some_calls = [(1, 30), (30, 1), (150, 1)] if v > 30_000 else [(1, 40), (5, 24), (25, 6), (150, 1)]
+        rows, calls = some_calls[rng.integers(len(some_calls))]
+        yield rng, v, k, dtype, pattern, bool(log), rows, calls
+
+
+def test_random_topk(capsys):
+    """More than 5,000 rows, random and adversarial, of 60 shapes."""
+    total = checked = 0
+
+    def check_row(i, values, indices, x, k, name, t, where, log):
+        one = None if where is None else where[i : i + 1]
+        got = ps.TopK(values[i : i + 1], indices[i : i + 1])
+        assert_topk(got, x[i : i + 1], k, [f"{name} row {i}"], t[i : i + 1], one, log)
+
+    with ThreadPoolExecutor() as pool:  # the oracle's time is NumPy's
+        for shape, (rng, v, k, dtype, pattern, log, rows, calls) in enumerate(random_shapes(60)):
+            for call in range(calls):
+                make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
+                x, t = make(rng, rows, v, dtype), rng.choice([0.5, 1, 2], rows).astype(F32)
+                where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
+                x = x if where is None else cases.spoilt(x, where)
+                values, indices = map(np.asarray, topk(x, k, t, where, log))
+                name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} log={log}"
+                full = None if where is None else np.broadcast_to(where, x.shape)
+                tasks = [
+                    pool.submit(check_row, i, values, indices, x, k, name, t, full, log) for i in range(rows)
+                ]
+                if where is None:
+                    want = on_the_cpu(jax.lax.top_k, x.astype(F32), k)[1]
+                    np.testing.assert_array_equal(indices, want, err_msg=name)
+                    checked += rows
+                for task in tasks:
+                    task.result()
+                total += rows
+    with capsys.disabled():
+        print(f"\n{total} random rows of top-k, {checked} of them as lax.top_k's on the CPU, seed {SEED}")
+    assert total >= 5000
 
 
 def test_random_rows(capsys):
@@ -272,10 +448,15 @@ def test_repeated_runs_give_the_same_bits(op, shape):
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_repeated_topk_gives_the_same_bits():
-    x = np.random.default_rng(1).standard_normal((1031, 25000)).astype(F32)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "v", "k"), [(1031, 100, 5), (1031, 25000, 64), (1031, 50257, 5), (3, 262144, 300)], ids=str
+)
+def test_repeated_topk_gives_the_same_bits(rows, v, k, masked):
+    x = np.random.default_rng(1).standard_normal((rows, v)).astype(F32)
     x[::7] = np.round(x[::7])
-    runs = [[np.asarray(a).tobytes() for a in topk(x, 64)] for _ in range(3)]
+    where = x[:1] < 2 if masked else None
+    runs = [[np.asarray(a).tobytes() for a in topk(x, k, where=where)] for _ in range(3)]
     assert runs[0] == runs[1] == runs[2]
 
 
@@ -307,24 +488,37 @@ def test_more_elements_than_32_bits_count(op, rows, v):
     assert alike
 
 
-def test_more_elements_of_topk_than_32_bits_count():
-    """2^31 elements and a few rows: the last ones are right, so offsets have 64 bits."""
-    v, few = 16384, 8
-    last = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
-    x = jnp.concatenate([jnp.zeros((2**31 // v, v), BF16), last])
-    assert x.size > 2**31
-    got, want = topk(x, 5), topk(last, 5)
-    np.testing.assert_array_equal(got.indices[-few:], want.indices)
-    np.testing.assert_array_equal(got.values[-few:].astype(F32), want.values.astype(F32))
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "v"), [(4_194_312, 512), (70000, 30720), (42744, 50257), (8200, 262144)], ids=str
+)
+def test_more_elements_of_topk_than_32_bits_count(rows, v, masked):
+    """As above: rows in registers, of one CTA, of two parts and of more."""
+    few, k = 8, 5
+    x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
+    where = np.random.default_rng(3).random((few, v)) < 0.7 if masked else None
+
+    @jax.jit
+    def run(x, where):
+        repeated = jnp.arange(rows) % few
+        got = topk(x[repeated], k, where=None if where is None else where[repeated])
+        alike = [jnp.all(a == a[:few][repeated]) for a in got]
+        return ps.TopK(*(a[:few] for a in got)), alike
+
+    assert rows * v > 2**31
+    got, alike = run(x, where)
+    assert_topk(got, x, k, [f"row {i}" for i in range(few)], where=where)
+    assert all(alike)
 
 
 # --- Which path ran -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("v", [25000, 50257])
 @pytest.mark.parametrize("chosen", [ps.softmax, lambda x: ps.fused_topk(x, 5)], ids=["softmax", "topk"])
-def test_the_automatic_choice_runs_the_kernel(chosen, dtype):
-    x = jnp.asarray(np.random.default_rng(3).standard_normal((256, 25000)).astype(dtype))
+def test_the_automatic_choice_runs_the_kernel(chosen, v, dtype):
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((256, v)).astype(dtype))
     assert ps.explain(chosen, x)[0].cuda == "mosaic_gpu"
     compiled = jax.jit(chosen).lower(x).compile()
     assert "mosaic_gpu" in compiled.as_text()
@@ -340,6 +534,15 @@ def test_a_computation_on_the_cpu_runs_the_plain_implementation():
 
 
 # --- Memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_topk_needs_little_memory(masked):
+    """Beside the logits and the mask: a hundred times less than the 2 GB of a softmax."""
+    x = jax.ShapeDtypeStruct((4096, 128256), "float32")
+    where = jax.ShapeDtypeStruct((1, 128256), "bool") if masked else None
+    memory = topk.lower(x, 64, where=where).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 64 * 2**20
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])

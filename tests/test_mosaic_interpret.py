@@ -233,9 +233,7 @@ TOPK_SHORT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("v", "dtype", "k", "names"), TOPK_SHORT, ids=lambda a: str(a) if a != ALL else "all"
-)
+@pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK_SHORT, ids=str)
 def test_topk_of_short_rows(v, dtype, k, names):
     assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
 
@@ -244,18 +242,14 @@ def test_topk_of_short_rows(v, dtype, k, names):
 # alone and several in a row of the view. Then parts, merged: by one launch, and by two (1400 winners).
 WINDOWS = [
     (Window(1024, 4, 2, 2), F32, 64, FEW),
-    (Window(2048, 8, 1, 1), BF16, 5, FEW),
     (Window(2007, 4, 1, 1), F32, 5, FEW),
     (Window(2007, 8, 2, 1), BF16, 300, FEW),
     (Window(1021, 4, 2, 1), F32, 128, ALL),
-    (Window(1002, 4, 8, 8), F32, 1, FEW[:4]),
-    (Window(1000, 8, 4, 2), F16, 33, [*FEW, "constant"]),
+    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
     (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
     (Window(1003, 4, 1, 1, 2), F32, 5, ALL),
     (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
-    (Window(2007, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
-    (Window(2048, 4, 1, 1, 2), F32, 300, FEW),
-    (Window(2504, 8, 1, 1, 3), BF16, 5, FEW[:3]),
+    (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
     (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
 ]
 
@@ -277,15 +271,15 @@ def test_topk_windows_are_of_every_kind():
 
 
 KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def length(kind):
     return KINDS[kind].vocab if KINDS[kind] else 100
 
 
-@pytest.mark.parametrize("log", [False, True])
-@each_kind
+@pytest.mark.parametrize(
+    ("kind", "log"), [("tile", False), ("tile", True), ("window", False), ("parts", True)]
+)
 def test_topk_with_a_temperature_per_row(kind, log):
     names = FEW if log else list(cases.FINITE)
     t = np.geomspace(0.1, 10, len(names)).astype(F32)
@@ -293,8 +287,7 @@ def test_topk_with_a_temperature_per_row(kind, log):
     assert_topk(x, 5, names, KINDS[kind] or short(len(names), 100, 5, F32), None, t, log)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@each_kind
+@pytest.mark.parametrize(("kind", "dtype"), [("tile", F16), ("window", BF16)], ids=str)
 def test_topk_values_of_another_dtype(kind, dtype):
     """And one temperature for all rows."""
     x = cases.rows(FEW[:3], length(kind))
@@ -302,13 +295,12 @@ def test_topk_values_of_another_dtype(kind, dtype):
     assert_topk(x, 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
 
 
-TOPK_MASKED = [
-    *(("tile", pattern, F32) for pattern in cases.BROADCASTS),
-    ("window", "bhqv", F32),
+TOPK_MASKED = [("tile", pattern, F32) for pattern in ("111v", "bhq1", "1h11", "1hqv")]
+TOPK_MASKED += [
+    ("tile", "bhqv", BF16),
     ("window", "1hqv", F32),
     ("window", "b1q1", F32),
     ("parts", "b11v", F32),
-    ("parts", "bhq1", F32),
 ]
 
 
@@ -328,12 +320,13 @@ def test_topk_where(kind, pattern, dtype):
     assert (float(got[1].m[0, 0]), float(got[1].d[0, 0])) == (-np.inf, 0)
 
 
-@pytest.mark.parametrize("log", [False, True])
-@each_kind
+@pytest.mark.parametrize(
+    ("kind", "log"), [("tile", False), ("tile", True), ("window", False), ("parts", True)]
+)
 def test_topk_of_fewer_unmasked_than_winners(kind, log):
     """Then -NaN is before what is masked, which comes in order of its indices, with p = 0 also beside NaN."""
     names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
-    v, k, dtype = length(kind), 20, BF16 if kind == "window" else F32
+    v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
     plan = (
         dataclasses.replace(KINDS[kind], vec=8) if kind == "window" else KINDS[kind] or short(4, v, k, dtype)
     )
@@ -372,10 +365,8 @@ def crowded(v, k, dtype):
 
 
 CROWDED = [
-    (Window(1203, 4, 8, 8), F32, 5),
-    (Window(1203, 4, 2, 2), F32, 128),
+    (Window(1203, 4, 8, 8), F32, 128),
     (Window(1003, 8, 4, 4), BF16, 5),
-    (Window(1008, 8, 1, 1), F16, 64),
     (Window(2007, 4, 8, 4, 2), F32, 64),
 ]
 
@@ -388,16 +379,3 @@ def test_topk_of_more_candidates_than_slots(plan, dtype, k):
     bound = np.take_along_axis(keys, oracle.topk_indices(x[: len(tied)], k)[:, -1:], -1)
     assert (np.sum(keys >= bound, -1) > launch.capacity(k)).all()
     assert_topk(x, k, [*tied, *distinct], plan)
-
-
-def test_topk_takes_nans_in_order():
-    x = np.where(np.arange(1203) % 3, np.random.default_rng(0).standard_normal((2, 1203)), np.nan).astype(F32)
-    for plan, k in ((Window(1203, 4, 8, 8), 300), (Window(1203, 4, 2, 2, 2), 128)):
-        got = topk_rows(x, k, plan)[0].indices
-        np.testing.assert_array_equal(got, np.broadcast_to(3 * np.arange(k), got.shape))
-
-
-def test_topk_of_normal_logits_in_16_bits_ties():
-    """As language models give them: hundreds of equal values, at a length that a user has."""
-    x = np.random.default_rng(0).standard_normal((1, 25000)).astype(BF16)
-    assert_topk(x, 5, ["0"])

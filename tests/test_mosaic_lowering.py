@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from pallas_softmax.dispatch import Call
-from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel
+from pallas_softmax.mosaic_gpu import direct, launch, softmax_kernel, topk_kernel, topk_tile_kernel
+from pallas_softmax.mosaic_gpu.launch import Tile, Window
 
 ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in every dtype
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,12 +43,6 @@ def names(text):
     """The names under which the kernels of a lowered computation show in a profile."""
     calls = re.findall(r"custom_call @mosaic_gpu.*", text)
     return [re.findall(r"\\00([a-z]\w*)_mosaic_gpu\\00", call)[-1] for call in calls]
-
-
-def largest(dtype, k):
-    """The longest row whose top-k the kernel finds on Hopper."""
-    lengths = range(128 * 1024, 0, -8)
-    return next(v for v in lengths if launch.unsupported(Call("topk", dtype, ROWS, v, k=k), (9, 0)) is None)
 
 
 def topk(x, **kwargs):
@@ -145,12 +139,95 @@ def test_long_rows_with_masks(op, kind, mask):
     assert names(text) == names_of(op, plan)
 
 
+def lowered_topk(rows, v, k, dtype, plan, mask=None, temperatures=1, log=False):
+    """The kernels of top-k on `rows` rows, with a mask of this shape."""
+    kernel = topk_tile_kernel if isinstance(plan, Tile) else topk_kernel
+
+    def f(x, temperature, where):
+        if where is not None:
+            where = direct.Mask(where, launch.mask_rows(where.shape[:1], (rows,)))
+        return kernel.topk_rows(x, where, temperature, k, plan, log=log, dtype=dtype)
+
+    where = None if mask is None else array(*mask, dtype="bool")
+    return lowered(f, array(rows, v, dtype=dtype), array(temperatures), where)
+
+
+def merges(plan, k):
+    """How often the lists of the parts are merged."""
+    lists, times = plan.count if isinstance(plan, Window) else 1, 0
+    while lists > 1:
+        lists, times = -(-lists // launch.merged(k)), times + 1
+    return ["topk_merge"] * times
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("v", "k", "temperatures"), [(8, 8, 1), (1000, 1, 3), ("largest", 128, 3)])
-def test_topk_kernel(v, k, temperatures, dtype):
-    v = largest(dtype, k) if v == "largest" else v
-    f = functools.partial(topk_kernel.topk_rows, k=k)
-    assert names(lowered(f, array(3, v, dtype=dtype), array(temperatures))) == ["softmax_topk"]
+@pytest.mark.parametrize(
+    ("v", "k"), [(1, 1), (2, 2), (7, 7), (8, 1), (100, 17), (128, 5), (129, 3), (512, 8)]
+)
+def test_topk_of_short_rows(v, k, dtype):
+    plan = launch.topk_plan(5, v, k, dtype, (9, 0))
+    assert isinstance(plan, Tile)
+    assert names(lowered_topk(5, v, k, dtype, plan)) == ["softmax_topk"]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("v", "dtype"), [(15, "float16"), (512, "bfloat16"), (129, "float32")])
+def test_topk_of_short_rows_with_masks(v, dtype, mask, log):
+    plan = launch.topk_plan(5, v, 5, dtype, (9, 0))
+    assert isinstance(plan, Tile)
+    assert names(lowered_topk(5, v, 5, dtype, plan, MASKS[mask](v), 5, log)) == ["softmax_topk"]
+
+
+# (rows, V, k). As planned: one CTA a row; parts of it, merged at once or in several launches; winners that
+# registers sort, and those that shared memory does.
+WINDOWS = {
+    "one CTA": (256, 25000, 5),
+    "one CTA, unaligned": (251, 20011, 128),
+    "most winners of the shortest row": (5, 2048, 2048),
+    "fewer groups than winners": (5, 1003, 1003),
+    "sorted in shared memory": (256, 10000, 300),
+    "parts": (5, 50257, 64),
+    "aligned parts": (8, 131072, 1),
+    "parts merged twice": (5, 262144, 2048),
+    "hundreds of parts": (5, 20_000_003, 5),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_topk_of_long_rows(kind, dtype):
+    rows, v, k = WINDOWS[kind]
+    plan = launch.topk_plan(rows, v, k, dtype, (9, 0))
+    assert isinstance(plan, Window)
+    assert (plan.count > 1) == ("parts" in kind)
+    assert names(lowered_topk(rows, v, k, dtype, plan, temperatures=rows)) == [
+        "softmax_topk",
+        *merges(plan, k),
+    ]
+
+
+def test_topk_merges_in_one_launch_or_in_several():
+    plans = [(launch.topk_plan(rows, v, k, "float32", (9, 0)), k) for rows, v, k in WINDOWS.values()]
+    assert {len(merges(*plan)) for plan in plans} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["one CTA, unaligned", "parts", "aligned parts"])
+def test_topk_of_long_rows_with_masks(kind, mask):
+    _, v, k = WINDOWS[kind]
+    plan = launch.topk_plan(5, v, k, "float16", (9, 0))
+    text = lowered_topk(5, v, k, "float16", plan, MASKS[mask](v), log=True)
+    assert names(text) == ["softmax_topk", *merges(plan, k)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("rows", "v"), [(5, 128), (256, 10003), (5, 30000)])
+def test_topk_under_x64(rows, v, masked, x64):
+    """No number becomes one of 64 bits."""
+    plan = launch.topk_plan(rows, v, 5, "float32", (9, 0))
+    text = lowered_topk(rows, v, 5, "float32", plan, (rows, v) if masked else None)
+    assert names(text) == ["softmax_topk", *merges(plan, 5)]
 
 
 # --- Which path ran -----------------------------------------------------------------------------------
@@ -172,9 +249,9 @@ NOT_TAKEN = {
     "implementation": (lambda x, f: f(x, implementation="xla"), list(FUNCTIONS)),
     "axis": (lambda x, f: f(x, axis=0), list(FUNCTIONS)),
     "float64": (lambda x, f: f(x.astype("float64")), list(FUNCTIONS)),
-    "where": (lambda x, f: f(x, where=x > 0), ["topk"]),
-    "alignment": (lambda x, f: f(x[:, :-1]), ["topk"]),
-    "length": (lambda x, f: f(x.reshape(1, -1)), ["topk"]),
+    "where": (lambda x, f: f(x, where=x > 0), []),
+    "alignment": (lambda x, f: f(x[:, :-1]), []),
+    "length": (lambda x, f: f(x.reshape(1, -1)), []),
 }
 
 
@@ -228,6 +305,18 @@ def test_public_functions(op, call, v):
     want = forward + backward if "grad" in call and op != "logsumexp" else forward
     text = lowered(CALLS[call](f), array(5, 3, v))
     assert [name for name in names(text) if not name.endswith("_reduce")] == want
+
+
+@pytest.mark.parametrize("v", [100, 20011, 30000])
+@pytest.mark.parametrize("call", [name for name in CALLS if not name.startswith("ax")])
+def test_public_topk(call, v):
+    """One kernel, after which the parts of a long row are merged; the backward is plain."""
+
+    def f(x, where=None):
+        return topk(x, where=where, implementation="mosaic_gpu").values
+
+    want = ["softmax_topk"] + ["topk_merge"] * (v == 30000)
+    assert names(lowered(CALLS[call](f), array(5, 3, v))) == want
 
 
 def test_integers_and_leading_axes_are_folded():

@@ -40,6 +40,8 @@ def fill(window: Window, gmem, first, smem, extent: Extent, mask, *, interpret):
     if not interpret:
         return selection_ptx.fill(window, gmem, first, smem, extent, mask)
     for start, end in ((0, window.head), (window.head + window.body, window.size)):
+        if start == end:
+            continue
         at = jnp.arange(start, end)
         inside = (at >= extent.low) & (at < extent.high)
         x = jnp.where(inside, gmem[...][jnp.where(inside, first + at - extent.low, 0)], -jnp.inf)
@@ -131,7 +133,7 @@ def reaching(window: Window, smem, groups, bound, *, interpret):
     else:
         key = pieces.key(smem[: window.size])
         least, more = (key >= bound).astype(jnp.int32), (key > bound).astype(jnp.int32)
-    return jnp.sum(least), jnp.sum(more)
+    return jnp.sum(least, dtype=jnp.int32), jnp.sum(more, dtype=jnp.int32)
 
 
 def ties(window: Window, smem, hits, slots, bound, extent, first, k: int, *, interpret):
