@@ -204,7 +204,7 @@ class Window:
 
     def copies(self):
         """The bulk copies: position and size of each."""
-        step, end = self.block * self.group, self.head + self.body
+        step, end = self.block * self.group, self.head + self.body if self.body else 0
         return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
 
 
