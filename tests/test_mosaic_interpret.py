@@ -117,7 +117,7 @@ MASKED = [(None, pattern) for pattern in cases.BROADCASTS] + [
 
 
 @pytest.mark.parametrize(("plan", "pattern"), MASKED, ids=str)
-@each
+@pytest.mark.parametrize("name", oracle.OPERATIONS[::2])  # softmax, logsumexp, a backward
 def test_where(name, plan, pattern):
     """NaN and infinities where it masks; the first row of the mask keeps nothing; of one row it keeps -inf."""
     shape = (*cases.BATCH, plan.vocab if plan else 100)
@@ -247,7 +247,7 @@ WINDOWS = [
     (Window(1021, 4, 2, 1), F32, 128, ALL),
     (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
     (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
-    (Window(1003, 4, 1, 1, 2), F32, 5, ALL),
+    (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
     (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
     (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
     (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
