@@ -236,97 +236,21 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
 
     @inline(arg_types=(REF,) * 5 + (SCALAR,) * 4)
     def collect(_, smem, groups, hits, slots, counts, bound, low, high, origin):
-        per_pool, block_bytes = window.pool * window.vec, window.block * kind.itemsize
-        total = window.pools * WARPGROUP
-        (most,) = ir.MemRefType(hits.type).shape
         code = Code()
-        code += ".reg .pred p, q; .reg .b32 a, b, c, i, n, w, id, first, key, left, mask, own;"
-        code += "mad.lo.u32 own, <thread>, 4, <groups>;"
+        code += ".reg .pred p, q; .reg .b32 a, b, c, i, n, w, id, first, key, left, mask;"
         if all_groups:
-            code += f"mov.b32 n, {total};"
+            code += f"mov.b32 n, {window.pools * WARPGROUP};"
         else:
-            # the groups that reach the bound, in a list
-            keys = code.new("b32", min(window.pools, 8))
-            code += "mov.b32 c, 0;"
-            for i in range(window.pools):
-                key = keys[i % 8]
-                code += f"ld.shared.b32 {key}, [own+{4 * WARPGROUP * i}]; setp.ge.s32 p, {key}, <bound>;"
-                code += "@p add.u32 c, c, 1;"
-            code += "setp.eq.u32 p, c, 0; @p bra listed;"
-            code += "atom.relaxed.cta.shared::cta.add.u32 n, [<counts>+4], c;"
-            for i in range(window.pools):
-                key = keys[i % 8]
-                code += f"ld.shared.b32 {key}, [own+{4 * WARPGROUP * i}]; setp.ge.s32 p, {key}, <bound>;"
-                code += f"setp.lt.and.u32 q, n, {most}, p; mad.lo.u32 a, n, 4, <hits>;"
-                code += (
-                    f"add.u32 id, <thread>, {WARPGROUP * i}; @q st.shared.b32 [a], id; @p add.u32 n, n, 1;"
-                )
-            code += f"listed: {BARRIER} ld.shared.b32 n, [<counts>+4]; setp.le.u32 p, n, {most}; @p bra fits;"
-            code += "setp.ne.u32 p, <thread>, 0; @p bra end;"
-            code += f"st.shared.b32 [<counts>], {capacity + 1}; bra end;"
-            code += "fits:"
-        # a thread takes a group: its elements that reach the bound, as bits
-        code += "mov.b32 i, <thread>;"
-        code += "group: setp.ge.u32 p, i, n; @p bra end;"
+            (most,) = ir.MemRefType(hits.type).shape
+            _list_groups(code, window, most, capacity)
+        code += "mov.b32 i, <thread>; group: setp.ge.u32 p, i, n; @p bra end;"  # a thread takes a group
         if all_groups:
             code += "mad.lo.u32 a, i, 4, <groups>; ld.shared.b32 id, [a]; setp.lt.s32 p, id, <bound>;"
             code += f"@p add.u32 i, i, {WARPGROUP}; @p bra group; mov.b32 id, i;"
         else:
             code += "mad.lo.u32 a, i, 4, <hits>; ld.shared.b32 id, [a];"
-        code += (
-            f"shr.u32 b, id, {WARPGROUP.bit_length() - 1}; mul.lo.u32 b, b, {window.pool};"  # its first block
-        )
-        code += f"and.b32 first, id, {WARPGROUP - 1}; mul.lo.u32 first, first, {window.vec};"
-        code += f"mad.lo.u32 first, b, {window.block}, first;"
-        code += f"mad.lo.u32 a, first, {kind.itemsize}, <smem>; mov.b32 mask, 0;"
-        vectors = []
-        for j in range(window.pool):  # a pool may end early: its last block stands for those after it
-            if j and window.blocks % window.pool:
-                (at,) = code.new("b32")
-                code += (
-                    f"add.u32 {at}, b, {j}; min.u32 {at}, {at}, {window.blocks - 1}; sub.u32 {at}, {at}, b;"
-                )
-                code += f"mad.lo.u32 {at}, {at}, {block_bytes}, a;"
-                vectors += kind.vectors(code, at, [0])
-            else:
-                vectors += kind.vectors(code, "a", [j * block_bytes])
-        keys = [kind.keys(code, kind.bits(code, _copy(code, words))) for words in vectors]
-        keys = sum(keys, [])
-        assert len(keys) == per_pool <= 32
-        starts = [b * window.block + j for b in range(window.pool) for j in range(window.vec)]
-        if per_pool <= 8:  # all at once, for many groups
-            code += "mov.b32 c, 0;"
-            chosen = code.new("pred", per_pool)
-            for key, start, p in zip(keys, starts, chosen):
-                code += (
-                    f"add.s32 w, first, {start}; setp.ge.s32 p, w, <low>; setp.lt.and.s32 p, w, <high>, p;"
-                )
-                code += f"setp.ge.and.s32 {p}, {key}, <bound>, p; @{p} add.u32 c, c, 1;"
-            code += "setp.eq.u32 p, c, 0; @p bra next; atom.relaxed.cta.shared::cta.add.u32 a, [<counts>], c;"
-            code += (
-                f"add.u32 c, c, a; setp.gt.u32 p, c, {capacity}; @p bra end; add.s32 first, first, <origin>;"
-            )
-            for i, (key, start, p) in enumerate(zip(keys, starts, chosen)):
-                code += f"@!{p} bra skip{i}; add.s32 w, first, {start};"
-                code += store_candidate("a", key, "w") + f"add.u32 a, a, 1; skip{i}:"
-            code += f"next: add.u32 i, i, {WARPGROUP}; bra group;"
-        else:
-            for i, key in enumerate(keys):
-                code += f"setp.ge.s32 p, {key}, <bound>; @p or.b32 mask, mask, {1 << i};"
-            code += f"next: setp.eq.u32 p, mask, 0; @p add.u32 i, i, {WARPGROUP}; @p bra group;"
-            code += "brev.b32 c, mask; clz.b32 c, c; sub.u32 left, mask, 1; and.b32 mask, mask, left;"
-            code += f"shr.u32 w, c, {window.vec.bit_length() - 1}; and.b32 c, c, {window.vec - 1};"
-            code += f"mad.lo.u32 w, w, {window.block}, c; add.u32 w, w, first;"
-            code += "setp.lt.s32 p, w, <low>; @p bra next; setp.ge.s32 p, w, <high>; @p bra next;"
-            code += f"mad.lo.u32 c, w, {kind.itemsize}, <smem>;"
-            if kind.halves:
-                code += ".reg .b16 half; ld.shared.b16 half, [c]; cvt.s32.s16 key, half;"
-            else:
-                code += "ld.shared.b32 key, [c];"
-            kind.keys(code, ["key"])
-            code += "add.u32 w, w, <origin>; atom.relaxed.cta.shared::cta.add.u32 c, [<counts>], 1;"
-            code += f"setp.ge.u32 p, c, {capacity}; @p bra end;"  # too many: enough is known
-            code += store_candidate("c", "key", "w") + "bra next;"
+        append = _append_few if window.pool * window.vec > 8 else _append_many
+        append(code, window, kind, _keys_of_group(code, window, kind), capacity)
         code += f"end: {BARRIER}"
         run(
             code,
@@ -347,11 +271,78 @@ def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *,
     collect(smem, groups, hits, slots, counts, bound, *extent)
 
 
-def _copy(code: Code, words: list[str]) -> list[str]:
-    out = code.new("b32", len(words))
-    for a, b in zip(out, words):
-        code += f"mov.b32 {a}, {b};"
-    return out
+def _list_groups(code: Code, window: Window, most: int, capacity: int) -> None:
+    """The numbers of the n groups that reach the bound, in `hits`; to the end if there is no room for them."""
+    keys = code.new("b32", min(window.pools, 8))
+
+    def load(i):
+        key = keys[i % 8]
+        return f"ld.shared.b32 {key}, [b+{4 * WARPGROUP * i}]; setp.ge.s32 p, {key}, <bound>;"
+
+    code += "mad.lo.u32 b, <thread>, 4, <groups>; mov.b32 c, 0;"
+    for i in range(window.pools):
+        code += load(i) + "@p add.u32 c, c, 1;"
+    code += "setp.eq.u32 p, c, 0; @p bra listed; atom.relaxed.cta.shared::cta.add.u32 n, [<counts>+4], c;"
+    for i in range(window.pools):
+        code += load(i) + f"setp.lt.and.u32 q, n, {most}, p; mad.lo.u32 a, n, 4, <hits>;"
+        code += f"add.u32 id, <thread>, {WARPGROUP * i}; @q st.shared.b32 [a], id; @p add.u32 n, n, 1;"
+    code += f"listed: {BARRIER} ld.shared.b32 n, [<counts>+4]; setp.le.u32 p, n, {most}; @p bra fits;"
+    code += f"setp.eq.u32 p, <thread>, 0; @p st.shared.b32 [<counts>], {capacity + 1}; bra end; fits:"
+
+
+def _keys_of_group(code: Code, window: Window, kind: Elements) -> list[str]:
+    """Of group `id`; `first` is the position of its first element."""
+    block_bytes = window.block * kind.itemsize
+    code += f"shr.u32 b, id, {WARPGROUP.bit_length() - 1}; mul.lo.u32 b, b, {window.pool};"  # its first block
+    code += f"and.b32 first, id, {WARPGROUP - 1}; mul.lo.u32 first, first, {window.vec};"
+    code += f"mad.lo.u32 first, b, {window.block}, first; mad.lo.u32 a, first, {kind.itemsize}, <smem>;"
+    keys = []
+    for j in range(window.pool):
+        if j and window.blocks % window.pool:  # the last block stands for those after it, which are outside
+            code += f"add.u32 c, b, {j}; min.u32 c, c, {window.blocks - 1}; sub.u32 c, c, b;"
+            code += f"mad.lo.u32 c, c, {block_bytes}, a;"
+            (words,) = kind.vectors(code, "c", [0])
+        else:
+            (words,) = kind.vectors(code, "a", [j * block_bytes])
+        keys += kind.keys(code, kind.bits(code, words))
+    return keys
+
+
+def _append_few(code: Code, window: Window, kind: Elements, keys: list[str], capacity: int) -> None:
+    """Those of up to 32 keys that reach the bound, one after another: as a rule there is one."""
+    code += "mov.b32 mask, 0;"
+    for i, key in enumerate(keys):
+        code += f"setp.ge.s32 p, {key}, <bound>; @p or.b32 mask, mask, {1 << i};"
+    code += f"next: setp.eq.u32 p, mask, 0; @p add.u32 i, i, {WARPGROUP}; @p bra group;"
+    code += "brev.b32 c, mask; clz.b32 c, c; sub.u32 left, mask, 1; and.b32 mask, mask, left;"
+    code += f"shr.u32 w, c, {window.vec.bit_length() - 1}; and.b32 c, c, {window.vec - 1};"
+    code += f"mad.lo.u32 w, w, {window.block}, c; add.u32 w, w, first;"
+    code += "setp.lt.s32 p, w, <low>; @p bra next; setp.ge.s32 p, w, <high>; @p bra next;"
+    code += f"mad.lo.u32 c, w, {kind.itemsize}, <smem>;"  # again: registers have no numbers
+    if kind.halves:
+        code += ".reg .b16 half; ld.shared.b16 half, [c]; cvt.s32.s16 key, half;"
+    else:
+        code += "ld.shared.b32 key, [c];"
+    kind.keys(code, ["key"])
+    code += "add.u32 w, w, <origin>; atom.relaxed.cta.shared::cta.add.u32 c, [<counts>], 1;"
+    code += f"setp.ge.u32 p, c, {capacity}; @p bra end;"  # too many: enough is known
+    code += store_candidate("c", "key", "w") + "bra next;"
+
+
+def _append_many(code: Code, window: Window, kind: Elements, keys: list[str], capacity: int) -> None:
+    """The same, all together: for many groups of few keys."""
+    starts = [b * window.block + j for b in range(window.pool) for j in range(window.vec)]
+    chosen = code.new("pred", len(keys))
+    code += "mov.b32 c, 0;"
+    for key, start, p in zip(keys, starts, chosen):
+        code += f"add.s32 w, first, {start}; setp.ge.s32 p, w, <low>; setp.lt.and.s32 p, w, <high>, p;"
+        code += f"setp.ge.and.s32 {p}, {key}, <bound>, p; @{p} add.u32 c, c, 1;"
+    code += "setp.eq.u32 p, c, 0; @p bra next; atom.relaxed.cta.shared::cta.add.u32 a, [<counts>], c;"
+    code += f"add.u32 c, c, a; setp.gt.u32 p, c, {capacity}; @p bra end; add.s32 first, first, <origin>;"
+    for i, (key, start, p) in enumerate(zip(keys, starts, chosen)):
+        code += f"@!{p} bra skip{i}; add.s32 w, first, {start};"
+        code += store_candidate("a", key, "w") + f"add.u32 a, a, 1; skip{i}:"
+    code += f"next: add.u32 i, i, {WARPGROUP}; bra group;"
 
 
 def reaching(window: Window, smem, groups, bound):
