@@ -107,7 +107,7 @@ def test_slower():
     assert "transposed" in launch.slower(call(trailing=False))
     assert "float32 rows" in launch.slower(call(vocab=4096))
     assert "single row" in launch.slower(call("softmax_grad", rows=1, vocab=128256))
-    assert "single row" in launch.slower(call("topk", rows=1, vocab=128256, k=1025))
+    assert "single float32 row" in launch.slower(call("topk", rows=1, vocab=128256, k=1025))
     for kernel in (
         call(),
         call("softmax_grad", rows=2, vocab=128256),
@@ -118,6 +118,7 @@ def test_slower():
         call("log_softmax", vocab=4096),
         call("topk", rows=1, vocab=128),
         call("topk", rows=1, vocab=128256, k=1024),
+        call("topk", "bfloat16", rows=1, vocab=128256, k=2048),
         call("topk", rows=2, vocab=128256, k=2048),
     ):
         assert launch.slower(kernel) is None
