@@ -116,8 +116,8 @@ def _sort(code: Code, size: int) -> list[str]:
 
     def order(a, b):
         """The larger in a."""
-        code_ = f"setp.lt.u64 q, {a}, {b}; selp.b64 {other}, {b}, {a}, q; selp.b64 {b}, {a}, {b}, q;"
-        return code_ + f"mov.b64 {a}, {other};"
+        larger = f"setp.lt.u64 q, {a}, {b}; selp.b64 {other}, {b}, {a}, q;"
+        return larger + f"selp.b64 {b}, {a}, {b}, q; mov.b64 {a}, {other};"
 
     def merge(length):
         """Each bitonic run of `length` registers."""
@@ -136,12 +136,12 @@ def _sort(code: Code, size: int) -> list[str]:
     length = 2
     while length < each:  # within a thread: every other run the other way round
         for start in range(0, each, length):
-            run, half = values[start : start + length], length
+            held, half = values[start : start + length], length
             while half > 1:
                 half //= 2
                 for i in range(length):
                     if not i & half:
-                        pair = (run[i], run[i + half])
+                        pair = (held[i], held[i + half])
                         code += order(*(pair if start // length % 2 == 0 else pair[::-1]))
         length *= 2
     # runs of `size` threads' values: size is in threads
