@@ -55,12 +55,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
     *batch, vocab = logits.shape
     if temperature.size > 1:
         temperature = jnp.broadcast_to(temperature, (*batch, 1))
-    mask = None
-    if where is not None:
-        where = jnp.broadcast_to(where, (*where.shape[:-1], vocab if where.shape[-1] > 1 else 1))
-        mask = direct.Mask(
-            where.reshape(-1, where.shape[-1]), launch.mask_rows(where.shape[:-1], tuple(batch))
-        )
+    mask = direct.fold_mask(where, logits.shape, len(batch))
     x = logits.reshape(-1, vocab)
     plan = launch.topk_plan(len(x), vocab, k, x.dtype, dispatch.capability())
     kernel: Any = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel

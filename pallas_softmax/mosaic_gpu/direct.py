@@ -3,6 +3,7 @@
 Pallas has no loads under a predicate; so they are inline PTX, each with a plain twin for the interpreter.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_softmax.mosaic_gpu.launch import WARPGROUP, MaskRows, Tile
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP, MaskRows, Tile, mask_rows
 from pallas_softmax.mosaic_gpu.ptx import REF, SCALAR, array, asm, elements, i32, inline, pack, scalar, thread
 
 
@@ -29,6 +30,16 @@ class Mask(NamedTuple):
 
     array: jax.Array
     row: MaskRows
+
+
+def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
+    """Of an array of this shape, whose first `batch` dimensions are its rows', and which `where` broadcasts to."""
+    if where is None:
+        return None
+    of_batch, of_row = where.shape[:batch], where.shape[batch:]
+    if any(n > 1 for n in of_row):  # along the row it is whole, or one
+        where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
+    return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
 
 
 def tile_layout(tile: Tile) -> Any:

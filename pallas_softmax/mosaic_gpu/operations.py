@@ -72,15 +72,26 @@ class Operation(NamedTuple):
     per_row: int = 0
 
 
-def log(d):
+def _log(d):
     """log(d), accurate near 1, too, where the approximate one is not: d - 1 is what other logits add."""
     u = d - 1
     return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
 
 
+def weight(key, dtype, total: Normalizer, scale, *, log: bool, masked: bool):
+    """The probability, or its log, of the element of `dtype` with this key; of the lowest key, if `masked`, 0.
+
+    Args:
+      total: m, and d, the sum of exp((x - m) scale).
+    """
+    scaled = (pieces.of_key(key, dtype) - total.m) * scale
+    value = scaled - _log(total.d) if log else jnp.exp(scaled) / total.d
+    return jnp.where(key == pieces.lowest_key(dtype), -jnp.inf if log else 0.0, value) if masked else value
+
+
 def _logsumexp(total: Normalizer) -> tuple:
     m, d = total
-    return jnp.where(m == jnp.inf, m, m + log(d)), m, d  # +inf among numbers: the sum is +inf, not NaN
+    return jnp.where(m == jnp.inf, m, m + _log(d)), m, d  # +inf among numbers: the sum is +inf, not NaN
 
 
 softmax = Operation(
@@ -92,7 +103,7 @@ softmax = Operation(
 log_softmax = Operation(
     ONLINE,
     term=lambda x: x,
-    constants=lambda total: (total.m, log(total.d)),
+    constants=lambda total: (total.m, _log(total.d)),
     value=lambda x, m, log_d: x - m - log_d,
     masked=-jnp.inf,
 )

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
 from pallas_softmax import dispatch
 from pallas_softmax.mosaic_gpu import direct, launch, operations, parts_kernel, tile_kernel
 
@@ -24,15 +22,8 @@ def rows(name, arrays, where, axes, *, plan=None, interpret=None):
     shape = tuple(x.shape[a] for a in batch)
     vocab = math.prod(x.shape[a] for a in axes)
     folded = [a.transpose(order).reshape(-1, vocab) for a in arrays]
-    mask = None
-    if where is not None:
-        if any(where.shape[a] > 1 for a in axes):  # along the row it is whole, or one
-            where = jnp.broadcast_to(
-                where, [x.shape[a] if a in axes else n for a, n in enumerate(where.shape)]
-            )
-        where = where.transpose(order)
-        of_batch = where.shape[: len(batch)]
-        mask = direct.Mask(where.reshape(math.prod(of_batch), -1), launch.mask_rows(of_batch, shape))
+    where = None if where is None else where.transpose(order)
+    mask = direct.fold_mask(where, tuple(x.shape[a] for a in order), len(batch))
     op = getattr(operations, name)
     plan = plan or launch.plan(name, math.prod(shape), vocab, x.dtype, dispatch.capability())
     kernel: Any = tile_kernel if isinstance(plan, launch.Tile) else parts_kernel

@@ -67,8 +67,6 @@ class _Output:
         """The k best of the first n slots, in order, and the normalizer, to a row of the lists."""
         k, interpret = self.k, self.interpret
         selection.rank(slots, n, best, k, interpret=interpret)
-        m, d = total
-        lowest = pieces.lowest_key(self.logits_dtype)
         for at in range(0, k, WARPGROUP):
             key, index = (
                 pieces.load(best.at[pl.ds(start, WARPGROUP)], _per_thread(interpret))
@@ -76,14 +74,13 @@ class _Output:
             )
             value = key
             if final:
-                value = (pieces.of_key(key, self.logits_dtype) - m) * scale
-                value = value - operations.log(d) if self.log else jnp.exp(value) / d
-                if self.masked:
-                    value = jnp.where(key == lowest, -jnp.inf if self.log else 0.0, value)
+                value = operations.weight(
+                    key, self.logits_dtype, total, scale, log=self.log, masked=self.masked
+                )
             for ref, block in zip(refs, (value, index)):
                 held = min(WARPGROUP, k - at)
                 direct.store_block(ref, row=row, start=at, block=block, held=held, interpret=interpret)
-        refs[2][row], refs[3][row] = m, d
+        refs[2][row], refs[3][row] = total
 
     def kernel(self, body, grid, rows, final, scratch_types):
         """`pieces.kernel` with lists for results."""

@@ -41,10 +41,9 @@ def topk_rows(x, mask: direct.Mask | None, temperature, k: int, plan: Tile, *, l
         (key, index), (m, d, of_row) = selection.take(
             plan, vocab, k, key, (m, d, of_row), narrow=x_gmem.dtype.itemsize == 2, interpret=interpret
         )
-        value = (pieces.of_key(key, x_gmem.dtype) - m) * of_row
-        value = value - operations.log(d) if log else jnp.exp(value) / d
-        if mask is not None:
-            value = jnp.where(key == lowest, -jnp.inf if log else 0.0, value)
+        value = operations.weight(
+            key, x_gmem.dtype, Normalizer(m, d), of_row, log=log, masked=mask is not None
+        )
         winners = launch.winners(plan, k)
         direct.store(values_gmem, winners, row, value, interpret=interpret)
         direct.store(indices_gmem, winners, row, index, interpret=interpret)
