@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 from test_mosaic_interpret import topk_rows
 
+from pallas_softmax import paper
 from pallas_softmax.mosaic_gpu import launch, softmax_kernel
 from pallas_softmax.mosaic_gpu.launch import Parts, Window
 
@@ -36,6 +37,8 @@ TOPK = [
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
 ]
 
+PAPER = [(3, 63), (2, 2007)]  # (rows, V)
+
 
 def main():
     for rows, v, dtype, plan, masked, names in SHAPES:
@@ -58,7 +61,15 @@ def main():
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
             np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
-    print("swept", SHAPES, TOPK)
+    for rows, v in PAPER:
+        x = np.random.default_rng(0).standard_normal((rows, v)).astype("float32")
+        for algorithm in paper.SOFTMAX.values():
+            got = jax.jit(algorithm.kernel)(x)
+            np.testing.assert_allclose(got, oracle.softmax(x), rtol=0.05, atol=0.05)
+        for algorithm in paper.TOPK.values():
+            _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
+            np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
+    print("swept", SHAPES, TOPK, PAPER)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """On a Hopper or newer GPU: the kernels through the public functions. Run with `pytest -m gpu -n 0`."""
 
+import csv
 import functools
+import math
 import os
 import re
 import shutil
@@ -14,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import paper_traffic
 import pytest
+import test_paper as the_paper
 from cases import BF16, F16, F32
 from oracle import UNITS
 from test_mosaic_interpret import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS, check, crowded, topk_rows
 
 import pallas_softmax as ps
+from pallas_softmax import paper
 from pallas_softmax.mosaic_gpu import launch
 from pallas_softmax.mosaic_gpu.launch import Parts, Window
 
@@ -545,22 +550,27 @@ def test_topk_needs_little_memory(masked):
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 64 * 2**20
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_compute_sanitizer(tool):
-    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin")
+def run_under(tool, *options, script):
+    """Runs a script of this folder under one of the CUDA toolkit's tools; skips where it is not there."""
+    path = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if path is None:
+        pytest.skip(f"{tool} is neither on the PATH nor in /usr/local/cuda/bin")
     here = Path(__file__).parent
-    # The driver's errors that JAX handles itself, as when it asks for what the device lacks, are not ours.
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
-    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
     }
-    command += [sys.executable, str(here / "sanitizer_sweep.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    command = [path, *options, sys.executable, str(here / script)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_compute_sanitizer(tool):
+    options = ["--tool", tool, "--error-exitcode", "9"]
+    # The driver's errors that JAX handles itself, as when it asks for what the device lacks, are not ours.
+    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
+    done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py")
     report = f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     if tool == "initcheck":  # blind to what bulk copies write, it minds the copy of results to the host
         assert "Uninitialized __global__ memory read" not in done.stdout, report
@@ -569,6 +579,45 @@ def test_compute_sanitizer(tool):
     else:
         assert done.returncode == 0, report
     assert "swept" in done.stdout
+
+
+@pytest.mark.parametrize("name", the_paper.ALGORITHMS)
+@pytest.mark.parametrize("v", [1, 63, 1003, 32256])
+def test_paper(name, v):
+    static = {} if name in paper.SOFTMAX else {"static_argnums": 1}
+    run = jax.jit(the_paper.ALGORITHMS[name].kernel, **static)
+    for k in (5, 30) if v == 32256 and static else (5,):
+        the_paper.check(name, run, v, k, ordered=[n for n in cases.FINITE if n != "signed_zeros"])
+
+
+def test_paper_overflow():
+    the_paper.check_overflow(lambda name, x: jax.jit(paper.SOFTMAX[name].kernel)(x))
+
+
+def test_paper_accesses():
+    """The bytes that pass between the kernels and the device memory, by its own counters, are those of the paper."""
+    counters = ["dram__bytes_read.sum", "dram__bytes_write.sum"]
+    options = ["--clock-control", "none", "--kernel-name", "regex:paper", "--metrics", ",".join(counters)]
+    done = run_under("ncu", *options, "--csv", "--print-units", "base", script="paper_traffic.py")
+    if "ERR_NVGPUCTRPERM" in done.stdout:
+        pytest.skip("this user may not read the GPU's performance counters")
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    array_bytes = 4 * math.prod(paper_traffic.SHAPE)
+    accesses = {counter: [] for counter in counters}
+    for line in csv.DictReader(lines):
+        value = float(line["Metric Value"].replace(",", ""))
+        accesses[line["Metric Name"]].append(value / array_bytes)
+    reads, writes = accesses.values()
+    # naive, safe, online; top-k; safe and then top-k; safe fused, online fused
+    np.testing.assert_allclose(reads, [2, 3, 2, 1, 3, 1, 2, 1], atol=0.03)
+    np.testing.assert_allclose(
+        writes, [1, 1, 1, 0, 1, 0, 0, 0], atol=0.06
+    )  # the last of it stays in the L2 cache
+    launches = np.add(reads, writes)
+    launches[4:6] = launches[4:6].sum()
+    counted = [algorithm.accesses for algorithm in the_paper.ALGORITHMS.values()]
+    np.testing.assert_allclose(np.delete(launches, 5), counted, atol=0.06)
 
 
 def hazards(report):

@@ -208,22 +208,23 @@ def load_block(ref, *, row, start, held, fill, stride=1, interpret):
 
 
 def store_block(ref, *, row, start, block, held, interpret):
-    """Writes the first `held` (static) elements of a block of 128 to the row from `start` on."""
+    """Writes the first `held` elements of a block of 128 to the row from `start` on."""
     columns = ref.shape[1]
     block = block.astype(ref.dtype)
     if interpret:
-        ref[row, pl.ds(start, held)] = block[:held]
+        i = jnp.arange(WARPGROUP)
+        ref[row] = ref[row].at[jnp.where(i < held, start + i, columns)].set(block, mode="drop")
         return
     layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 
-    @inline(arg_types=(REF, SCALAR, layout))
-    def store(_, ref, row, block):
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, layout))
+    def store(_, ref, row, start, held, block):
         (register,) = block.registers.flat
-        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), i32(held))
-        offset = _offset(scalar(row), columns, arith.addi(thread(), i32(start)))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
+        offset = _offset(scalar(row), columns, arith.addi(thread(), scalar(start)))
         _store(utils.memref_ptr(ref), register, 1, offset, inside)
 
-    store(ref, row, block)
+    store(ref, row, jnp.int32(start), jnp.int32(held), block)
 
 
 def _window(tile: Tile, row):

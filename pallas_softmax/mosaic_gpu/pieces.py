@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_softmax.mosaic_gpu.launch import Walk
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Walk
 from pallas_softmax.online import Normalizer, shift
 
 
@@ -74,6 +74,16 @@ def store(ref, block, interpret):
             plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             ref[...] = block
+
+
+def per_thread(interpret) -> Any:
+    """The layout of a block with an element for each thread."""
+    return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+
+
+def laid_out(block, interpret):
+    """The block in that layout."""
+    return block if interpret else plgpu.layout_cast(block, per_thread(interpret))
 
 
 class Row:

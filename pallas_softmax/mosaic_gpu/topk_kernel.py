@@ -9,7 +9,6 @@ The winners and the normalizers of the parts of a row are merged by a second lau
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -69,7 +68,7 @@ class _Output:
         selection.rank(slots, n, best, k, interpret=interpret)
         for at in range(0, k, WARPGROUP):
             key, index = (
-                pieces.load(best.at[pl.ds(start, WARPGROUP)], _per_thread(interpret))
+                pieces.load(best.at[pl.ds(start, WARPGROUP)], pieces.per_thread(interpret))
                 for start in (at, launch.padded(k) + at)
             )
             value = key
@@ -92,15 +91,6 @@ class _Output:
             approximate=launch.approximate(self.logits_dtype, "topk"),
             interpret=self.interpret,
         )
-
-
-def _per_thread(interpret) -> Any:
-    """The layout of a block with an element for each thread."""
-    return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-
-
-def _laid_out(block, interpret):
-    return block if interpret else plgpu.layout_cast(block, _per_thread(interpret))
 
 
 def _select(x, mask, scale, plan: Window, out: _Output):
@@ -179,7 +169,7 @@ class _Part:
             )  # fmt: skip
             return lane, following
 
-        empty = [_laid_out(jnp.full((WARPGROUP,), x, jnp.float32), interpret) for x in (-jnp.inf, 0)]
+        empty = [pieces.laid_out(jnp.full((WARPGROUP,), x, jnp.float32), interpret) for x in (-jnp.inf, 0)]
         carry = Normalizer(*empty), self._mask_blocks(0)
         if plan.full:
             step = functools.partial(absorb, blocks=plan.group, copied=True)
@@ -222,7 +212,9 @@ class _Part:
         """A key that no element exceeds."""
 
         def load(i):
-            return pieces.load(self.groups.at[pl.ds(i * WARPGROUP, WARPGROUP)], _per_thread(self.interpret))
+            return pieces.load(
+                self.groups.at[pl.ds(i * WARPGROUP, WARPGROUP)], pieces.per_thread(self.interpret)
+            )
 
         best = lax.fori_loop(1, self.plan.pools, lambda i, best: jnp.maximum(best, load(i)), load(0))
         return jnp.max(best)
@@ -300,7 +292,7 @@ def _merge(lists, scale, count: int, group: int, out: _Output):
         # each list has its share at the one bound, and some list has all at the other
         share = load(keys_gmem, start=first * k + (k + held - 1) // held - 1, stride=k, fill=0)
         whole = load(keys_gmem, start=first * k + k - 1, stride=k, fill=0)
-        listed = _laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), interpret) < held
+        listed = pieces.laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), interpret) < held
         bound = jnp.maximum(
             jnp.min(jnp.where(listed, share, 2**31 - 1)), jnp.max(jnp.where(listed, whole, -(2**31)))
         )

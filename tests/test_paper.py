@@ -1,0 +1,137 @@
+"""The paper's seven algorithms: in Pallas's interpreter and in jax.numpy, against the oracle; lowered for CUDA."""
+
+import functools
+
+import cases
+import jax
+import numpy as np
+import oracle
+import pytest
+from cases import F32
+from test_mosaic_interpret import ALL, INTERPRET
+from test_mosaic_lowering import array, lowered, names
+
+from pallas_softmax import paper
+from pallas_softmax.mosaic_gpu import direct
+
+ALGORITHMS = paper.SOFTMAX | paper.TOPK
+# V of the sweeps: less than a block, a block, steps of several with a short one at the end.
+VOCABS = (1, 63, 128, 1003)
+MILD = ["normal", "integers", "constant", "zero", "ascending", "descending"]  # exp(x) and its sum are finite
+# Its algorithms compare floats, to which -0 and +0 are equal. XLA for CPUs flushes denormals.
+ORDERED = [name for name in cases.FINITE if name not in ("signed_zeros", "denormals")]
+
+
+def check(name, run, v, k=5, ordered=ORDERED):
+    """`run`, of (x) or (x, k), against the oracle on the rows that the algorithm is for."""
+    if name in paper.SOFTMAX:
+        rows = MILD if name == "naive" else ALL
+        x = cases.rows(rows, v)
+        oracle.assert_operation("softmax", run(x), (x,), rows)
+        return
+    k = min(k, v)
+    x = cases.rows(ordered, v)
+    values, indices = map(np.asarray, run(x, k))
+    best = oracle.topk_indices(x, k)
+    if name == "topk":
+        np.testing.assert_array_equal(values, np.take_along_axis(x, best, -1))
+    else:
+        oracle.assert_close(values, oracle.fused_topk(x, k)[0], oracle.fused_topk_unit(x, k), ordered)
+    if name != "safe_unfused":
+        np.testing.assert_array_equal(indices, best)
+        return
+    # probabilities that have rounded to the same number are ties: the indices are any with the values
+    assert all(len(set(row)) == k for row in indices)
+    oracle.assert_close(
+        np.take_along_axis(oracle.softmax(x), indices, -1).astype(F32),
+        values,
+        2 * oracle.fused_topk_unit(x, k),
+        ordered,
+    )
+
+
+@pytest.mark.parametrize("v", VOCABS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_kernels_in_the_interpreter(name, v):
+    check(name, functools.partial(ALGORITHMS[name].kernel, interpret=INTERPRET), v)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_plain(name):
+    static = {} if name in paper.SOFTMAX else {"static_argnums": 1}
+    check(name, jax.jit(ALGORITHMS[name].plain, **static), 1003)
+
+
+def check_overflow(run):
+    """Above 88.7 exp(x) is inf, and y is inf / inf; `run` is given the algorithm's name and x."""
+    x = np.array([[80, 0, 0], [89, 0, 0], [-1000, -1001, -1002]], F32)
+    naive = np.asarray(run("naive", x))
+    np.testing.assert_allclose(naive[0], [1, 0, 0], atol=1e-6)
+    np.testing.assert_array_equal(naive[1], [np.nan, 0, 0])  # inf / inf, 1 / inf
+    assert np.isnan(naive[2]).all()  # 0 / 0
+    for name in ("safe", "online"):
+        oracle.assert_operation("softmax", run(name, x), (x,), "abc")
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_naive_softmax_overflows(kernel):
+    def run(name, x):
+        algorithm = paper.SOFTMAX[name]
+        return algorithm.kernel(x, interpret=INTERPRET) if kernel else algorithm.plain(x)
+
+    check_overflow(run)
+
+
+def test_what_cannot_be_chosen():
+    """As printed in the paper: what is not above -inf has no index."""
+    x = np.full((2, 6), -np.inf, F32)
+    x[0, 4], x[1, 1], x[1, 2] = 1, np.nan, 3
+    values, indices = paper.TOPK["topk"].kernel(x, 3, interpret=INTERPRET)
+    np.testing.assert_array_equal(indices, [[4, -1, -1], [2, -1, -1]])
+    np.testing.assert_array_equal(values, [[1, -np.inf, -np.inf], [3, -np.inf, -np.inf]])
+    values, _ = paper.TOPK["online_fused"].kernel(x[:1], 3, interpret=INTERPRET)
+    np.testing.assert_array_equal(values, [[1, 0, 0]])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_accesses(name, monkeypatch):
+    """The code of a kernel reads and writes the row as often as the paper counts. See test_gpu for the bytes."""
+    accesses = []
+    for function in (direct.load_block, direct.store_block):
+
+        def counted(*args, function=function, **kwargs):
+            accesses.append(function.__name__)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(direct, function.__name__, counted)
+    arguments = () if name in paper.SOFTMAX else (5,)
+    lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(3, 128))  # one block is the row
+    assert len(accesses) == ALGORITHMS[name].accesses
+    assert accesses.count("store_block") == (name in paper.SOFTMAX or name == "safe_unfused")
+
+
+@pytest.mark.parametrize(("v", "k"), [(7, 7), (63, 5), (8257536, 5)])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_lowering(name, v, k):
+    if name in paper.SOFTMAX:
+        assert names(lowered(ALGORITHMS[name].kernel, array(10, v))) == [f"paper_{name}"]
+        return
+    kernels = ["paper_safe", "paper_topk"] if name == "safe_unfused" else [f"paper_{name}"]
+    assert names(lowered(lambda x: ALGORITHMS[name].kernel(x, k), array(10, v))) == kernels
+
+
+def test_lowering_of_the_largest_k():
+    text = lowered(lambda x: paper.TOPK["online_fused"].kernel(x, paper.MAX_K), array(10, 25000))
+    assert names(text) == ["paper_online_fused"]
+
+
+def test_errors():
+    x = np.zeros((3, 200), F32)
+    for wrong in (x[0], x[:, :0], x.astype("float16")):
+        with pytest.raises(ValueError, match=r"x must be float32 of shape \(rows, V\)"):
+            paper.SOFTMAX["online"].kernel(wrong)
+    for k in (0, 129):
+        with pytest.raises(ValueError, match=f"k must be from 1 to 128, and at most V=200; got {k}"):
+            paper.TOPK["topk"].kernel(x, k)
+    with pytest.raises(TypeError, match="k must be an integer"):
+        paper.TOPK["topk"].kernel(x, 2.5)
