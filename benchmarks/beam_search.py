@@ -410,9 +410,11 @@ def run_search(
         if "jax" in times:
             row.speedup = float(np.median(times["jax"]) / np.median(seconds))
     if timing.on_gpu():
-        kernels, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
-        for name, error in raised.items():
+
+        def failed(name: str, error: Exception) -> None:
             rows[name].reason = f"no device time: {error}"
+
+        kernels = timing.interleave(calls, chosen.repeats, chosen.seconds, failed)
         for name, seconds in kernels.items():
             rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / search.sequence
     return list(rows.values()), None if expected is None else expected[:, :, 0].T

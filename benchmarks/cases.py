@@ -142,6 +142,11 @@ def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list
     return list(dict.fromkeys(cases))
 
 
+def only_softmax(settings: Settings) -> Settings:
+    """The settings of what has no other function, no mask and one axis, whatever the flags say of these."""
+    return dataclasses.replace(settings, function=("softmax",), where=("none",), axis=(-1,))
+
+
 def _key(case: Case, purpose: str) -> jax.Array:
     # The same shape gives the same numbers in every dtype, function, k and direction.
     text = f"{purpose} {case.batch} {case.vocab} {case.logits}"
@@ -181,6 +186,8 @@ def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: i
     i = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     vocab = shape[-1]
     match kind:
+        case "uniform":
+            x = jax.random.uniform(other_key, shape)
         case "peaked":
             x = jnp.where(jax.random.bernoulli(other_key, 1e-3, shape), 20 * x, x)
         case "ties":

@@ -39,8 +39,10 @@ class Contender:
     name: str
     ours: bool
     function: Callable[..., tuple[Any, Any]]
-    prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array], Call]
+    prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array | None], Call]
     stable: bool = True  # whether it promises the lowest index first among ties
+    of_logits: bool = False  # a top-k without softmax: its values are logits
+    asked: str = ""  # of ours: the implementation that it must be; empty leaves the choice to it
 
 
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
@@ -51,6 +53,7 @@ def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> li
             ours=True,
             function=functools.partial(function, implementation=None if name == "auto" else name),
             prepare=prepare_jax,
+            asked="" if name == "auto" else name,
         )
         for name in names
     ]
@@ -98,7 +101,7 @@ def prepare_jax(
     contender: Contender,
     direction: str,
     arrays: tuple[jax.Array, ...],
-    g: jax.Array,
+    g: jax.Array | None,
     options: dict[str, bool] | None = None,
 ) -> Call:
     """The call of a JAX function, with everything it needs on the device."""
@@ -128,18 +131,20 @@ def prepare_jax(
     return dataclasses.replace(call(backward, pull, g), indices=indices)
 
 
-def prepare_torch(contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array) -> Call:
+def prepare_torch(
+    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
+) -> Call:
     """The call of a torch function on the same memory, through DLPack."""
     x, *mask = arrays
     if mask:
-        raise NotImplementedError("torch's softmax takes no mask")
+        raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
     import torch  # pyright: ignore[reportMissingImports]
 
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu and not torch.cuda.is_available():
         raise NotImplementedError("this torch has no CUDA device")
     leaf = torch.from_dlpack(x).requires_grad_(direction != "forward")
-    gradient = torch.from_dlpack(g)
+    gradient = None if g is None else torch.from_dlpack(g)
 
     def forward() -> dict[str, Any]:
         y, indices = contender.function(leaf)
@@ -163,4 +168,13 @@ def prepare_torch(contender: Contender, direction: str, arrays: tuple[jax.Array,
         return (part.float() if part.is_floating_point() else part).numpy()
 
     run = {"forward": forward, "backward": backward, "both": both}[direction]
-    return Call(run=run, wait=wait, fetch=fetch, ran="torch", indices=kept.get("indices"))
+    return Call(run=run, wait=wait, fetch=fetch, ran=contender.name, indices=kept.get("indices"))
+
+
+def prepare_quack(
+    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
+) -> Call:
+    """The call of a function of QuACK, whose kernels take torch's tensors."""
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
+    return prepare_torch(contender, direction, arrays, g)

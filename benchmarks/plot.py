@@ -6,24 +6,33 @@ from typing import Any
 
 from benchmarks.report import Row, bandwidth_unit, number
 
+# Ours in shades of one hue; peers in greys and browns, and a red at last.
+OURS = ("#1f77b4", "#17becf", "#6baed6", "#08306b")
+PEERS = ("#7f7f7f", "#c49c94", "#bcbd22", "#8c564b", "#d62728")
+
 _INCHES_OF_BAR = 0.1
 _INCHES_OF_GAP = 0.12  # between shapes
 
 
-def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
-    """Writes the PNG: a panel for each function (direction, ...) and dtype, in it a group of bars a shape and k."""
+def pyplot() -> Any:
+    """matplotlib.pyplot, which writes files and no windows."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its news about fonts
+    return plt
+
+
+def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
+    """Writes the PNG: a panel for each function (direction, ...) and dtype, in it a group of bars a shape and k."""
+    plt = pyplot()
     from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
 
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its news about fonts
     names = list(dict.fromkeys(row.contender for row in rows))
-    # Ours in shades of one hue and first; peers in greys and browns.
-    ours = iter(["#1f77b4", "#17becf", "#6baed6", "#08306b"])
-    peers = iter(["#7f7f7f", "#c49c94", "#bcbd22", "#d62728"])
+    ours, peers = iter(OURS), iter(PEERS)
     is_ours = {row.contender: row.ours for row in rows}
     colors = {name: next(ours if is_ours[name] else peers) for name in names}
     panels: dict[tuple[str, str], dict[str, list[Row]]] = {}

@@ -215,9 +215,9 @@ def run_program(program: Program, chosen: settings.Settings) -> list[Row]:
         else:
             row.status = "FAILED" if row.ours else "error"
             row.reason = f"{row.error:.3g} off jax.nn's, more than {TOLERANCE[program.dtype]:.3g}"
-    times, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
-    for name, error in raised.items():
-        note(rows[name], error)
+    times = timing.interleave(
+        calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
+    )
     for name, seconds in times.items():
         row = rows[name]
         row.samples = len(seconds)

@@ -38,12 +38,13 @@ class Row:
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None
+    elements_per_s: float | None = None  # batch * V / p50
     bytes: int = 0  # the fewest a call must move
     tb_per_s: float | None = None  # bytes / p50
     share_of_copy: float | None = None
     share_of_read: float | None = None  # of top-k, which writes next to nothing
     slowdown: float | None = None  # by p50, over normal logits with the same contender
-    speedup: float | None = None  # over the JAX peer, by p50
+    speedup: float | None = None  # over the baseline of the benchmark, by p50
     first_result_s: float | None = None  # of a JAX function: to trace, lower, compile and run it once
     extra_mb: float | None = None  # of a JAX function: device memory beyond its arguments
     fits_cache: str = ""  # the cache that holds it all: repeated calls may never read the memory

@@ -1,4 +1,4 @@
-"""The driver of both benchmarks: check every contender of a case, time them together, report."""
+"""The driver of the benchmarks: check every contender of a case, time them together, report."""
 
 import dataclasses
 import importlib.util
@@ -22,11 +22,14 @@ from benchmarks.report import Row
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One of the two programs: its name, its contenders in a case, and which peer is the baseline."""
+    """One of the programs: what it measures, of whom, over which of them the speed-ups are, how it is shown."""
 
     name: str
+    cases: Callable[[settings.Settings], list[Case]]
     contenders: Callable[[settings.Settings, Case], list[Contender]]
     baseline: str
+    table: Callable[[list[Row], dict[str, float]], str] = report.table
+    draw: Callable[[Path, list[Row], dict[str, float], dict[str, str]], None] = plot.draw
 
 
 def rows_of(fetch: Callable[..., np.ndarray], array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
@@ -36,12 +39,14 @@ def rows_of(fetch: Callable[..., np.ndarray], array: Any, case: Case, rows: np.n
     return fetch(array, rows, 0)
 
 
-def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.Array, oracle.Answer]:
-    """The case's arrays, x and its mask if there is one; its cotangent; and the answer for the rows."""
-    x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
+def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.Array | None, oracle.Answer]:
+    """The case's arrays, x and its mask if there is one; its cotangent, but for a forward; the rows' answer."""
+    x, mask = cases.logits(case), cases.mask(case)
+    g = None if case.direction == "forward" else cases.cotangent(case)
     arrays = (x,) if mask is None else (x, mask)
     kept = None if mask is None else rows_of(fetch_jax, jnp.broadcast_to(mask, x.shape), case, rows)
-    x_rows, g_rows = (rows_of(fetch_jax, a, case, rows).astype(np.float32) for a in (x, g))
+    x_rows = rows_of(fetch_jax, x, case, rows).astype(np.float32)
+    g_rows = None if g is None else rows_of(fetch_jax, g, case, rows).astype(np.float32)
     return arrays, g, oracle.Answer(x_rows, g_rows, case.dtype, case.function, case.k, kept)
 
 
@@ -53,9 +58,10 @@ def _check(
     call.wait(result)
     checks = []
     if "y" in result:
-        checks.append(answer.check_output(rows_of(call.fetch, result["y"], case, rows)))
-    if "indices" in result and contender.stable:
-        checks.append(answer.check_indices(call.fetch(result["indices"], rows, 0)))
+        check = answer.check_logits if contender.of_logits else answer.check_output
+        checks.append(check(rows_of(call.fetch, result["y"], case, rows)))
+    if "indices" in result:
+        checks.append(answer.check_indices(call.fetch(result["indices"], rows, 0), contender.stable))
     if "dx" in result:
         chosen = None
         if not contender.ours and case.k is not None:  # a peer may order ties as it likes
@@ -71,7 +77,8 @@ def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str
         is_gradient = choice.call.op.endswith("_grad")
         if case.direction in ("both", "backward" if is_gradient else "forward"):
             said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
-    asked = said if contender.name == "auto" else {contender.name}
+    asked = {contender.asked} if contender.asked else said
+    said = said or asked  # the paper's algorithms leave nothing to explain
     if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
         raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
 
@@ -158,14 +165,15 @@ def _run_case(
         if row.status != "FAILED":  # the time of a wrong result of ours is worth nothing
             calls[contender.name] = call
 
-    times, raised = timing.interleave(calls, chosen.repeats, chosen.seconds)
-    for name, error in raised.items():
-        note(rows[name], error)
+    times = timing.interleave(
+        calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
+    )
     medians = {name: float(np.median(seconds)) for name, seconds in times.items()}
     for name, seconds in times.items():
         row = rows[name]
         row.samples = len(seconds)
         row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+        row.elements_per_s = case.batch * case.vocab / medians[name]
         rate = row.bytes / medians[name]
         row.tb_per_s, row.share_of_copy = rate / 1e12, rate / bandwidths["copy"]
         if "read" in bandwidths:
@@ -206,17 +214,13 @@ def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
     """Runs one benchmark, prints its table and writes its files; returns the exit code."""
     require_extra()
     try:
-        if benchmark.name == "topk":
-            plain = dataclasses.replace(chosen, function=("softmax",), where=("none",), axis=(-1,))
-            todo = cases.make_cases(plain, chosen.k)
-        else:
-            todo = cases.make_cases(chosen)
+        todo = benchmark.cases(chosen)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     where = report.environment(chosen.commit)
     try:
         bandwidths = {"copy": timing.copy_bandwidth()}
-        if benchmark.name == "topk":
+        if any(case.k is not None for case in todo):  # it writes next to nothing
             bandwidths["read"] = timing.read_bandwidth()
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
@@ -229,11 +233,11 @@ def run(benchmark: Benchmark, chosen: settings.Settings) -> int:
     records = [row.record() for row in rows]
     also = {f"{name}_tb_per_s": bandwidth / 1e12 for name, bandwidth in bandwidths.items()}
     report.write(directory, benchmark.name, records, chosen, where, **also)
-    plot.draw(directory / f"{benchmark.name}.png", rows, bandwidths, where)
+    benchmark.draw(directory / f"{benchmark.name}.png", rows, bandwidths, where)
     kind = "device time" if timing.on_gpu() else "wall time"
     print(f"\n{benchmark.name} on {where['device']}, jax {where['jax']}; {kind}")
-    print(report.table(rows, bandwidths))
-    print(f"files: {directory}/{benchmark.name}.csv, .json, .png")
+    print(benchmark.table(rows, bandwidths))
+    print(f"files: {directory}/{benchmark.name}.*")
     failed = sum(row.fails for row in rows)
     if failed:
         print(f"{benchmark.name}: {failed} of {len(rows)} rows failed", file=sys.stderr)

@@ -16,9 +16,12 @@ WHERES = ("none", "full", "vocab", "rows")
 AXES = ("-1", "0")
 DIRECTIONS = ("forward", "backward", "both")
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
-PEERS = ("jax", "jax_stable", "jax_unstable", "jax_raft", "torch")
+PEERS = ("jax", "jax_stable", "jax_unstable", "jax_raft", "torch", "quack")
+SOFTMAX_ALGORITHMS = ("naive", "safe", "online")
+TOPK_ALGORITHMS = ("topk", "safe_unfused", "safe_fused", "online_fused")
 LOGITS = {
     "normal": "",
+    "uniform": "0 to 1, as the paper's benchmark draws them",
     "peaked": "normal, one in 1000 times 20",
     "ties": "normal, rounded to integers",
     "quantized": "normal, drawn in bfloat16",
@@ -50,6 +53,7 @@ class Settings:
     direction: tuple[str, ...] = ("forward",)
     implementations: tuple[str, ...] = ("auto",)
     peers: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
+    algorithms: tuple[str, ...] = SOFTMAX_ALGORITHMS
     logits: tuple[str, ...] = ("normal",)
     seed: int = 0
     repeats: int = 50
@@ -91,6 +95,15 @@ def _names(name: str, default: tuple, names: tuple[str, ...], text: str) -> None
     _list(name, default, f"any of {', '.join(names)}, separated by commas", names.__contains__, text)
 
 
+def _not_mixed(algorithms: list[str]) -> bool:
+    """A figure of the paper is of softmax, or of softmax and top-k."""
+    kinds = (SOFTMAX_ALGORITHMS, TOPK_ALGORITHMS)
+    if not any(set(algorithms) <= set(kind) for kind in kinds):
+        either = " or ".join(", ".join(kind) for kind in kinds)
+        _refuse("algorithms", ",".join(algorithms), f"it takes some of either {either}")
+    return True
+
+
 def _is_shape(item: str) -> bool:
     return re.fullmatch(r"0*[1-9]\d*(x0*[1-9]\d*){1,2}", item, re.ASCII) is not None
 
@@ -126,7 +139,7 @@ def define() -> None:
         AXES,
         "The axis of V; with 0 the logits are the array (V, batch). Not in the topk benchmark.",
     )
-    _positive_ints("k", default.k, "How many winners a row has (topk), beams a prompt (beam_search).")
+    _positive_ints("k", default.k, "How many winners a row has (topk, paper), beams a prompt (beam_search).")
     _names(
         "direction",
         default.direction,
@@ -144,11 +157,18 @@ def define() -> None:
         "peers",
         default.peers,
         PEERS,
-        "What to compare with. softmax: jax (that of jax.nn) and torch. topk: jax_stable"
+        "What to compare with. softmax: jax (that of jax.nn), torch and quack. topk: jax_stable"
         " (jax.nn.softmax, then lax.top_k), jax_unstable (the same with is_stable=False), jax_raft"
-        " (jax_stable, for which XLA may take the kernels of RAFT) and torch. A benchmark passes over the"
-        " peers of the other one.",
+        " (jax_stable, for which XLA may take the kernels of RAFT), torch and quack. A benchmark passes over"
+        " the peers of the other one.",
     )
+    _names(
+        "algorithms",
+        default.algorithms,
+        SOFTMAX_ALGORITHMS + TOPK_ALGORITHMS,
+        "Which of the paper's algorithms to time (paper): those of softmax, or those of softmax and top-k.",
+    )
+    flags.register_validator("algorithms", _not_mixed)
     _list(
         "logits",
         default.logits,
@@ -186,7 +206,7 @@ def define() -> None:
     flags.DEFINE_integer(
         "training_steps", default.training_steps, "Steps that the language model is trained (beam_search).", 1
     )
-    flags.DEFINE_string("output_dir", default.output_dir, "Where the table, CSV, JSON and PNG are written.")
+    flags.DEFINE_string("output_dir", default.output_dir, "Where the CSV, JSON and pictures are written.")
     flags.DEFINE_string("commit", default.commit, "Commit to record, for a copy that is no git checkout.")
 
 

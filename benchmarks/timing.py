@@ -55,29 +55,28 @@ def _device_times(call: Call) -> list[float]:
 
 
 def interleave(
-    calls: dict[str, Call], repeats: int, seconds: float
-) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+    calls: dict[str, Call], repeats: int, seconds: float, failed: Callable[[str, Exception], None]
+) -> dict[str, list[float]]:
     """Samples of every call in turn, so that a slow spell of the machine meets all of them.
 
     The calls are compiled and warm: they have been checked. Ends at `repeats` samples each, or
-    after `seconds` with at least three. A call that raises drops out; its exception is in the
-    second result.
+    after `seconds` with at least three. A call that raises drops out, and `failed` is told its
+    exception, which nothing keeps: its traceback would keep the arrays of all calls.
     """
     sample: Callable[[Call], list[float]] = _device_times if on_gpu() else _wall_times
     times: dict[str, list[float]] = {name: [] for name in calls}
-    raised: dict[str, Exception] = {}
     deadline = time.monotonic() + seconds
     while times:
         for name in list(times):
             try:
                 times[name] += sample(calls[name])
             except Exception as error:
-                raised[name] = error
+                failed(name, error)
                 del times[name]
         least = min(map(len, times.values()), default=0)
         if least >= repeats or (least >= _LEAST_SAMPLES and time.monotonic() > deadline):
             break
-    return times, raised
+    return times
 
 
 def _gigabyte() -> jax.Array:
@@ -111,13 +110,14 @@ def read_bandwidth() -> float:
 def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
     run()  # compiles
     call = Call(run, jax.block_until_ready, lambda array, indices, axis: array.take(indices, axis), "jax")
-    times, raised = interleave({"bandwidth": call}, repeats=20, seconds=2.0)
-    for error in raised.values():
+
+    def failed(name: str, error: Exception) -> None:
         raise RuntimeError(
             "timing on a GPU needs CUPTI, through JAX's CUDA plugin (jax[cuda12] or jax[cuda13])"
             " and without another profiler in the process"
         ) from error
-    return float(np.median(times["bandwidth"]))
+
+    return float(np.median(interleave({"bandwidth": call}, 20, 2.0, failed)["bandwidth"]))
 
 
 def cache() -> tuple[str, int]:

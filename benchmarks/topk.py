@@ -10,8 +10,8 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import settings, timing
-from benchmarks.cases import Case
-from benchmarks.contenders import Contender, ours, prepare_jax, prepare_torch
+from benchmarks.cases import Case, make_cases, only_softmax
+from benchmarks.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
 from benchmarks.run import Benchmark, run
 
 
@@ -43,6 +43,16 @@ def _torch(x: Any, k: int) -> tuple[Any, Any]:
     return values, indices
 
 
+def _quack(x: Any, k: int) -> tuple[Any, Any]:
+    v = x.shape[-1]
+    if v > 4096 or k > 128 or v & (v - 1) or k & (k - 1):
+        raise NotImplementedError("QuACK's top-k takes V up to 4096 and k up to 128, both powers of 2")
+    from quack import softmax  # pyright: ignore[reportMissingImports]
+    from quack.topk import topk  # pyright: ignore[reportMissingImports]
+
+    return topk(softmax(x), k)  # its own softmax is that of the winners alone
+
+
 def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
     """Our implementations, then the peers, as the flags name them."""
     assert case.k is not None
@@ -60,13 +70,18 @@ def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
             functools.partial(prepare_jax, options=raft),
         ),
         "torch": Contender("torch", False, functools.partial(_torch, k=k), prepare_torch, stable=False),
+        "quack": Contender("quack", False, functools.partial(_quack, k=k), prepare_quack, stable=False),
     }
     return ours(functools.partial(_ours, k=k), chosen.implementations) + [
         peers[name] for name in chosen.peers if name in peers
     ]
 
 
-BENCHMARK = Benchmark("topk", contenders, baseline="jax_stable")
+def _cases(chosen: settings.Settings) -> list[Case]:
+    return make_cases(only_softmax(chosen), chosen.k)
+
+
+BENCHMARK = Benchmark("topk", _cases, contenders, baseline="jax_stable")
 
 
 def main(argv: list[str]) -> int:

@@ -128,16 +128,15 @@ def _nothing(x: _Row, k: int) -> _Best:
 
 def _insert(x: _Row, starts, blocks, best: _Best) -> _Best:
     """With the elements of `blocks` (algorithm 4, lines 8 to 15)."""
+    values, indices = map(list, best)
     for start, new in zip(starts, blocks, strict=True):
-        beaten = [new > value for value in best.values]
-
-        def inserted(old, new, beaten=beaten):
-            """`new` before the first that it beats; they move down, and the last is lost."""
-            above = [new] + [jnp.where(b, block, new) for b, block in zip(beaten[:-1], old)]
-            return [jnp.where(*choice) for choice in zip(beaten, above, old, strict=True)]
-
-        best = _Best(inserted(best.values, new), inserted(best.indices, x.positions(start)))
-    return best
+        beaten = [new > value for value in values]
+        entries = (values, new), (indices, x.positions(start))
+        for i in reversed(range(len(values))):  # from the last on: it is lost, and its register is free
+            for kept, entry in entries:
+                above = jnp.where(beaten[i - 1], kept[i - 1], entry) if i else entry
+                kept[i] = jnp.where(beaten[i], above, kept[i])
+    return _Best(values, indices)
 
 
 def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):

@@ -1,10 +1,14 @@
 """The benchmarks end to end on the CPU: what they check, what they write, and when they fail."""
 
 import csv
+import dataclasses
+import gc
 import json
 import os
 import subprocess
 import sys
+import types
+import weakref
 from pathlib import Path
 
 import jax
@@ -16,16 +20,16 @@ from absl.testing import flagsaver
 from jax import lax
 
 import pallas_softmax
-from benchmarks import accuracy, cases, oracle, plot, programs, run, settings, softmax, timing, topk
-from benchmarks.contenders import jax_call
+from benchmarks import accuracy, cases, oracle, paper, plot, programs, run, settings, softmax, timing, topk
+from benchmarks.contenders import jax_call, prepare_jax
 from benchmarks.report import Row
 from benchmarks.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = """benchmark batch vocab dtype function where axis k direction logits seed contender ours ran
-    status reason rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us bytes tb_per_s
-    share_of_copy share_of_read slowdown speedup first_result_s extra_mb fits_cache explain copy_tb_per_s device
-    driver jax jaxlib numpy python commit date command""".split()
+    status reason rows_checked error_eps error_share_of_bound samples p20_us p50_us p80_us elements_per_s bytes
+    tb_per_s share_of_copy share_of_read slowdown speedup first_result_s extra_mb fits_cache explain copy_tb_per_s
+    device driver jax jaxlib numpy python commit date command""".split()
 
 
 @pytest.fixture
@@ -33,7 +37,9 @@ def small(tmp_path, monkeypatch):
     """Settings of a quick run in this process, without measuring the bandwidths and without a picture."""
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
-    monkeypatch.setattr(plot, "draw", lambda *args: None)
+    for module in (softmax, topk):
+        blind = dataclasses.replace(module.BENCHMARK, draw=lambda *args: None)
+        monkeypatch.setattr(module, "BENCHMARK", blind)
 
     def make(**changed):
         quick = {"batch": (6,), "vocab": (40,), "repeats": 3, "seconds": 0.0, "output_dir": str(tmp_path)}
@@ -77,6 +83,8 @@ def test_smoke_flags_end_to_end(tmp_path):
             assert int(row["samples"]) >= 3 and int(row["rows_checked"]) == 64
             rate = int(row["bytes"]) / float(row["p50_us"]) / 1e6
             np.testing.assert_allclose(float(row["tb_per_s"]), rate)
+            rate = int(row["batch"]) * int(row["vocab"]) / float(row["p50_us"]) * 1e6
+            np.testing.assert_allclose(float(row["elements_per_s"]), rate)
             if name == "topk":
                 share = float(row["tb_per_s"]) / float(row["read_tb_per_s"])
                 np.testing.assert_allclose(float(row["share_of_read"]), share)
@@ -176,6 +184,33 @@ def test_what_cannot_run_is_a_row_that_says_so(small, monkeypatch):
         assert rows["torch"]["status"] == "not run" and "torch" in rows["torch"]["reason"]
 
 
+def test_quack_runs_where_it_is_and_can(small, monkeypatch):
+    chosen = small(vocab=(32,), k=(4, 5), peers=("quack",))
+
+    def reasons(status):
+        found = []
+        for benchmark in (softmax.BENCHMARK, topk.BENCHMARK):
+            assert run.run(benchmark, chosen) == 0
+            rows = json.loads((Path(chosen.output_dir) / f"{benchmark.name}.json").read_text())["rows"]
+            found += [row["reason"] for row in rows if row["contender"] == "quack"]
+            assert {row["status"] for row in rows if row["contender"] == "quack"} <= {status, "not run"}
+        return found
+
+    assert all("GPU" in reason for reason in reasons("not run"))
+    for module in (softmax, topk):
+        monkeypatch.setattr(module, "prepare_quack", prepare_jax)
+    monkeypatch.setitem(sys.modules, "quack", None)
+    absent, also, powers = reasons("not run")
+    assert "quack" in absent and "quack" in also and "powers of 2" in powers
+
+    def refuse(*args):
+        raise AssertionError("Unsupported dtype")
+
+    monkeypatch.setitem(sys.modules, "quack", types.SimpleNamespace(softmax=refuse))
+    monkeypatch.setitem(sys.modules, "quack.topk", types.SimpleNamespace(topk=refuse))
+    assert all("AssertionError: Unsupported" in reason for reason in reasons("error")[:2])
+
+
 def test_an_option_that_xla_does_not_know_is_a_row_that_says_so(small):
     chosen = small(peers=("jax_stable", "jax_raft"))
     assert run.run(topk.BENCHMARK, chosen) == 0
@@ -202,6 +237,125 @@ def test_bad_logits_are_checked_and_held_against_normal_ones(small, capsys):
         np.testing.assert_allclose(row["slowdown"], row["p50_us"] / normal["p50_us"])
     assert run.run(topk.BENCHMARK, small(logits=("nan",))) == 0
     assert "slowdown" not in capsys.readouterr().out
+
+
+def test_a_call_that_raises_keeps_nothing_alive():
+    class Logits:
+        pass
+
+    logits = Logits()
+    alive = weakref.ref(logits)
+
+    def run_it(logits=logits):
+        raise MemoryError("no room for a second result")
+
+    call = dataclasses.replace(jax_call(jnp.sin, jnp.ones(3)), run=run_it)
+    gc.disable()
+    try:
+        row = Row("softmax", case_of(), "call", ours=True)
+        assert timing.interleave({"call": call}, 1, 0, lambda name, error: run.note(row, error)) == {}
+        del call, run_it, logits
+        assert alive() is None and row.status == "not run"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "changed, over, fast, baseline",
+    [
+        ({"vocab": (40, 90)}, "V", "online", "safe"),
+        ({"vocab": (40, 90), "algorithms": settings.TOPK_ALGORITHMS}, "V", "online_fused", "safe_unfused"),
+        (
+            {"batch": (6, 2), "k": (5, 7), "algorithms": ("safe_unfused", "online_fused")},
+            "K",
+            "online_fused",
+            "safe_unfused",
+        ),
+    ],
+    ids=["softmax", "topk", "k_sweep"],
+)
+def test_figures_of_the_paper(small, capsys, changed, over, fast, baseline):
+    chosen = small(**changed, logits=("uniform",), peers=("jax", "jax_stable"), dtype=("float16",))
+    assert run.run(paper.benchmark(chosen), chosen) == 0
+    directory = Path(chosen.output_dir)
+    rows = json.loads((directory / "paper.json").read_text())["rows"]
+    assert {row["contender"] for row in rows} > {*chosen.algorithms, "auto"}
+    p50 = {(row["batch"], row["vocab"], row["k"], row["contender"]): row["p50_us"] for row in rows}
+    for row in rows:
+        assert row["status"] == "ok" and row["dtype"] == "float32", row
+        np.testing.assert_allclose(row["elements_per_s"], row["batch"] * row["vocab"] / row["p50_us"] * 1e6)
+        base = p50[row["batch"], row["vocab"], row["k"], baseline]
+        np.testing.assert_allclose(row["speedup"], base / row["p50_us"])
+    with open(directory / "paper.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    assert (directory / "paper.png").read_bytes().startswith(b"\x89PNG")
+    picture, printed = (directory / "paper.svg").read_text(), capsys.readouterr().out
+    for text in (picture, printed):
+        assert "CPU figures" in text and "batch 6" in text
+    assert f">{over}<" in picture and f"\n{over}  " in printed.replace("\n ", "\n")
+    assert f"speed-up of {fast} over {baseline}" in printed
+    for row in rows:
+        if row["contender"] == fast:
+            assert f"{row['speedup']:.2f}x" in printed and f"{row['speedup']:.1f}x" in picture
+
+
+def _softmax_too(x, k):
+    values, indices = lax.top_k(x, k)
+    return jax.nn.softmax(values), indices
+
+
+def _next_index(x, k):
+    values, indices = lax.top_k(jax.nn.softmax(x), k)
+    return values, (indices + 1) % x.shape[-1]
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("topk", _softmax_too),
+        ("topk", lambda x, k: (lax.top_k(x, k)[0], _next_index(x, k)[1])),
+        ("safe_unfused", _next_index),
+        ("online_fused", _next_index),
+    ],
+)
+def test_a_wrong_algorithm_fails_the_run(small, monkeypatch, name, wrong):
+    broken = dataclasses.replace(paper._ALGORITHMS[name], plain=wrong)
+    monkeypatch.setitem(paper._ALGORITHMS, name, broken)
+    chosen = small(algorithms=settings.TOPK_ALGORITHMS, peers=())
+    bare = dataclasses.replace(paper.benchmark(chosen), draw=lambda *args: None)
+    assert run.run(bare, chosen) == 1
+    rows = rows_of(chosen, "paper")
+    assert {row["contender"] for row in rows.values() if row["status"] == "FAILED"} == {name}
+
+
+def test_an_algorithm_of_the_paper_runs_as_its_kernel(small, monkeypatch):
+    assert settings.SOFTMAX_ALGORITHMS + settings.TOPK_ALGORITHMS == tuple(paper._ALGORITHMS)
+    plain = paper._algorithm
+
+    def as_if_kernel(name, case):
+        return dataclasses.replace(plain(name, case), asked="mosaic_gpu")
+
+    monkeypatch.setattr(paper, "_algorithm", as_if_kernel)
+    chosen = small(algorithms=("online",), peers=())
+    bare = dataclasses.replace(paper.benchmark(chosen), draw=lambda *args: None)
+    assert run.run(bare, chosen) == 1
+    assert "lowered to xla" in rows_of(chosen, "paper")["online"]["reason"]
+
+
+def test_figure_flags_are_the_figures_of_the_paper(parse):
+    for number, (batch, longest) in enumerate([(4000, 1032192), (10, 8257536)] * 2, start=1):
+        chosen = parse(f"--flagfile={ROOT}/configs/figure{number}.flags")
+        found = paper.benchmark(chosen).cases(chosen)
+        assert [case.vocab for case in found] == [63 * 2**i for i in range(len(found))]
+        assert found[-1].vocab == longest
+        assert {(case.batch, case.k, case.logits) for case in found} == {
+            (batch, None if number < 3 else 5, "uniform")
+        }
+        wanted = settings.SOFTMAX_ALGORITHMS if number < 3 else settings.TOPK_ALGORITHMS
+        assert chosen.algorithms == wanted and "quack" in chosen.peers
+    chosen = parse(f"--flagfile={ROOT}/configs/k_sweep.flags")
+    found = [(case.batch, case.vocab, case.k) for case in paper.benchmark(chosen).cases(chosen)]
+    assert found == [(4000, 25000, k) for k in (5, 10, 15, 30, 64, 128)]
 
 
 def test_the_picture_has_every_row(tmp_path):
@@ -384,7 +538,9 @@ def test_masks_have_their_shapes_and_share():
         ("--shapes=10x20x5x1", "BATCHxVxK"),
         ("--sequence=0", "positive integers"),
         ("--implementations=cuda", "auto, mosaic_gpu, triton, xla"),
-        ("--peers=numpy", "jax, jax_stable, jax_unstable, jax_raft, torch"),
+        ("--peers=numpy", "jax, jax_stable, jax_unstable, jax_raft, torch, quack"),
+        ("--algorithms=safe,fast", "naive, safe, online, topk, safe_unfused"),
+        ("--algorithms=naive,topk", "some of either naive, safe, online or topk, safe_unfused"),
         ("--logits=missing.npy", "one_finite, nan and paths of existing .npy files"),
         ("--repeats=0", "positive"),
         ("--dtype=", "float32, bfloat16, float16"),
@@ -544,7 +700,24 @@ def test_heads_that_do_not_divide_the_width_are_refused(small):
 
 def test_the_oracle_orders_special_values_as_top_k():
     x = np.array([[0.0, -0.0, np.nan, -np.inf, np.inf, 1.0, 1.0, -np.nan]], np.float32)
-    np.testing.assert_array_equal(oracle.top_indices(x, 8), lax.top_k(x, 8)[1])
+    for k in range(1, 9):
+        np.testing.assert_array_equal(oracle.top_indices(x, k), lax.top_k(x, k)[1])
+
+
+def test_the_oracle_of_winners_that_may_tie():
+    x = np.array([[1.0, 2.0, 1.0, 0.0, 2.0 + 2.0**-22]], np.float32)
+    answer = oracle.Answer(x, None, "float32", k=3)
+    np.testing.assert_array_equal(answer.indices, [[4, 1, 0]])
+    for got, stable, unstable in [
+        ([4, 1, 0], True, True),
+        ([4, 1, 2], False, True),
+        ([1, 4, 0], False, True),  # of probabilities that rounding may make equal
+        ([4, 4, 0], False, False),
+        ([4, 1, 3], False, False),
+    ]:
+        assert answer.check_indices(np.array([got])).ok == stable
+        assert answer.check_indices(np.array([got]), stable=False).ok == unstable
+    assert answer.check_logits(x[:, [4, 1, 0]]).ok and not answer.check_logits(x[:, [1, 1, 0]]).ok
 
 
 def test_logits_have_the_promised_distributions():

@@ -1,0 +1,228 @@
+"""Figures 1 to 4 and the K sweep of the paper: python -m benchmarks.paper --flagfile=configs/figure1.flags
+
+Elements per second of the algorithms of "Online normalizer calculation for softmax" (arXiv 1805.02867), those
+that --algorithms names, beside our softmax or fused_topk and their peers; and, as bars, the speed-up that the
+paper is about: of online over safe softmax, of the online fused over the safe unfused top-k. In float32 and
+forward, whatever the flags say. On a CPU the algorithms are plain jax.numpy, and the figures say so.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import plot, report, settings, softmax, timing, topk
+from benchmarks.cases import Case, make_cases, only_softmax
+from benchmarks.contenders import Contender, prepare_jax
+from benchmarks.report import Row
+from benchmarks.run import Benchmark, run
+from pallas_softmax import paper
+
+_ALGORITHMS = paper.SOFTMAX | paper.TOPK
+_CPU = "CPU figures, wall time: the algorithms in plain jax.numpy, not the kernels"
+_COLORS = {
+    "naive": "#2ca02c",
+    "safe": "#ff7f0e",
+    "online": "#e0218a",
+    "topk": "#2ca02c",
+    "safe_unfused": "#ff7f0e",
+    "safe_fused": "#9467bd",
+    "online_fused": "#e0218a",
+}
+
+
+def _algorithm(name: str, case: Case) -> Contender:
+    """One of the seven: its kernel, which must run as such, or on a CPU its plain twin."""
+    algorithm = _ALGORITHMS[name]
+    function: Callable[..., Any] = algorithm.kernel if timing.on_gpu() else algorithm.plain
+    return Contender(
+        name,
+        ours=True,
+        function=(lambda x: (function(x), None)) if case.k is None else functools.partial(function, k=case.k),
+        prepare=prepare_jax,
+        stable=name != "safe_unfused",  # logits whose probabilities are rounded to one number tie
+        of_logits=name == "topk",
+        asked="mosaic_gpu" if timing.on_gpu() else "xla",
+    )
+
+
+def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
+    """The paper's algorithms, then ours and the peers of the same case."""
+    others = softmax if case.k is None else topk
+    return [_algorithm(name, case) for name in chosen.algorithms] + others.contenders(chosen, case)
+
+
+def _ks(chosen: settings.Settings) -> tuple[int | None, ...]:
+    return chosen.k if set(chosen.algorithms) <= set(paper.TOPK) else (None,)
+
+
+def _cases(chosen: settings.Settings) -> list[Case]:
+    plain = dataclasses.replace(only_softmax(chosen), dtype=("float32",), direction=("forward",))
+    return make_cases(plain, _ks(chosen))
+
+
+def _pair(k: int | None) -> tuple[str, str]:
+    """Whose speed-up the bars are, and over what."""
+    return ("online", "safe") if k is None else ("online_fused", "safe_unfused")
+
+
+def benchmark(chosen: settings.Settings) -> Benchmark:
+    """That of softmax, or of softmax and top-k, as the algorithms are."""
+    _, baseline = _pair(_ks(chosen)[0])
+    return Benchmark("paper", _cases, contenders, baseline, table, draw)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    """A picture, or a part of the table: rows over V, or over K where V is the same and K is not."""
+
+    title: str
+    over: str  # V or K
+    points: dict[int, dict[str, Row]]  # the rows by V or K, then by contender
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Whose speed-up the bars are, and over what."""
+        rows = next(iter(self.points.values()))
+        return _pair(next(iter(rows.values())).case.k)
+
+    @property
+    def ratios(self) -> dict[int, float]:
+        """The bars, where both have run."""
+        fast, _ = self.pair
+        speedups = {x: rows[fast].speedup for x, rows in self.points.items() if fast in rows}
+        return {x: speedup for x, speedup in speedups.items() if speedup is not None}
+
+
+def _panels(rows: list[Row]) -> list[_Panel]:
+    over_k = len({row.case.vocab for row in rows}) == 1 < len({row.case.k for row in rows})
+    panels: dict[str, _Panel] = {}
+    for row in rows:
+        case = row.case
+        words = [f"batch {case.batch}"]
+        if over_k:
+            words.append(f"V = {case.vocab}")
+        elif case.k is not None:
+            words.append(f"K = {case.k}")
+        title = ", ".join([*words, f"float32, {os.path.basename(case.logits)} logits"])
+        panel = panels.setdefault(title, _Panel(title, "K" if over_k else "V", {}))
+        x = case.k if over_k and case.k is not None else case.vocab
+        panel.points.setdefault(x, {})[row.contender] = row
+    return list(panels.values())
+
+
+def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
+    """As the paper's own program has it: a line a V (or K), a column a contender."""
+    text = "" if timing.on_gpu() else f"{_CPU}\n"
+    names = list(dict.fromkeys(row.contender for row in rows))
+    notes = report.Notes()
+
+    def cell(row: Row) -> str:
+        rate = "" if row.elements_per_s is None else report.number(row.elements_per_s / 1e9)
+        return rate if row.status == "ok" else f"{rate} {notes.mark(f'{row.status}: {row.reason}')}".strip()
+
+    for panel in _panels(rows):
+        ratios = panel.ratios
+        bars = f", speed-up of {' over '.join(panel.pair)}" if ratios else ""
+        lines = [[panel.over, *names, "speed-up" if ratios else "", ""]]
+        for x, found in panel.points.items():
+            ratio = f"{ratios[x]:.2f}x" if x in ratios else ""
+            cache = next(iter(found.values())).fits_cache
+            cells = (cell(found[name]) for name in names)
+            lines.append([str(x), *cells, ratio, f"fits {cache}" if cache else ""])
+        text += f"{panel.title}; 10^9 elements/s{bars}\n{report.columns(lines, left=0)}\n"
+    return text.rstrip() + str(notes)
+
+
+def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
+    """Writes the figure as PNG and, beside it, as SVG: lines over a logarithmic axis, behind them the bars."""
+    plt = plot.pyplot()
+    panels = _panels(rows)
+    styles = _styles(rows)
+    figure, axes = plt.subplots(
+        len(panels), squeeze=False, layout="constrained", figsize=(9, 1.2 + 4.3 * len(panels))
+    )
+    handles: dict[str, Any] = {}
+    for axis, panel in zip(axes.flat, panels):
+        handles |= _lines(axis, panel, styles) | _bars(axis, panel)
+        axis.set_title(panel.title, fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("$10^9$ elements per second", fontsize=8)
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1e9:g}")
+        axis.set_xlabel(panel.over, fontsize=8)
+        axis.set_xscale("log")
+        if panel.over == "K":
+            axis.set_xticks(list(panel.points), list(map(str, panel.points)))
+            axis.minorticks_off()
+        axis.tick_params(which="both", labelsize=8)
+    kind = ", device time" if timing.on_gpu() else f"\n{_CPU}"
+    figure.suptitle(f"{where['device']}, jax {where['jax']}{kind}", fontsize=10)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paper"}):  # small, and the same each time
+        figure.savefig(path, dpi=130)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    plt.close(figure)
+
+
+def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Of each contender's line: the paper's algorithms in colours, ours thick and blue, peers dashed."""
+    ours, peers = iter(plot.OURS), iter(plot.PEERS)
+    function = "softmax" if rows[0].case.k is None else "fused_topk"
+    styles = {}
+    for name, is_ours in {row.contender: row.ours for row in rows}.items():
+        if name in _COLORS:
+            styles[name] = {"label": _ALGORITHMS[name].title, "color": _COLORS[name]}
+        elif is_ours:
+            label = f"pallas_softmax.{function} ({name})"
+            styles[name] = {"label": label, "color": next(ours), "linewidth": 3, "zorder": 1.9}
+        else:
+            styles[name] = {"label": name, "color": next(peers), "linestyle": "--"}
+    return styles
+
+
+def _lines(axis: Any, panel: _Panel, styles: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Draws a line for each contender that ran; returns what the legend shows, by label."""
+    handles = {}
+    for name, style in styles.items():
+        rates = [rows[name].elements_per_s or np.nan for rows in panel.points.values()]
+        if not np.all(np.isnan(rates)):
+            (line,) = axis.plot(list(panel.points), rates, marker="o", markersize=3.5, **style)
+            handles[style["label"]] = line
+    return handles
+
+
+def _bars(axis: Any, panel: _Panel) -> dict[str, Any]:
+    """Draws the speed-ups, each with its number, on a second axis behind the first; returns as _lines does."""
+    ratios = panel.ratios
+    if not ratios:
+        return {}
+    fast, slow = (_ALGORITHMS[name].title for name in panel.pair)
+    behind = axis.twinx()
+    axis.set_zorder(behind.get_zorder() + 1)
+    axis.patch.set_visible(False)
+    x, height = np.array(list(ratios)), np.array(list(ratios.values()))
+    bars = behind.bar(x / 1.15, height, x * 1.15 - x / 1.15, align="edge", color="#e4e4e4")
+    text = {"ha": "center", "va": "bottom", "fontsize": 7, "zorder": 3}
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.6, "pad": 0.5}
+    for at, ratio in ratios.items():
+        axis.text(at, ratio, f"{ratio:.1f}x", transform=behind.transData, bbox=box, **text)
+    behind.set_ylim(0, 1.15 * height.max())
+    behind.set_ylabel(f"speed-up of {fast}\nover {slow}", fontsize=8)
+    behind.tick_params(labelsize=8)
+    return {"speed-up (right)": bars}
+
+
+def main(argv: list[str]) -> int:
+    chosen = settings.from_flags(argv)
+    return run(benchmark(chosen), chosen)
+
+
+if __name__ == "__main__":
+    settings.define()
+    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    app.run(main)
