@@ -1,4 +1,6 @@
-"""Run by test_gpu.py under the profiler: each of the paper's algorithms once, K=5."""
+"""Each of the paper's algorithms once, to be run under a profiler: python tests/paper_traffic.py [ROWS V K]."""
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,13 @@ from pallas_softmax import paper
 SHAPE = (4000, 64512)  # the rows under way together are some 300 MB, more than any cache holds
 
 
-def main():
-    x = jax.random.uniform(jax.random.key(0), SHAPE, jnp.float32)
+def main(rows=SHAPE[0], vocab=SHAPE[1], k=5):
+    x = jax.random.uniform(jax.random.key(0), (rows, vocab), jnp.float32)
     for algorithm in paper.SOFTMAX.values():
         jax.block_until_ready(jax.jit(algorithm.kernel)(x))
     for algorithm in paper.TOPK.values():
-        jax.block_until_ready(jax.jit(algorithm.kernel, static_argnums=1)(x, 5))
+        jax.block_until_ready(jax.jit(algorithm.kernel, static_argnums=1)(x, k))
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
