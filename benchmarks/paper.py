@@ -35,6 +35,13 @@ _COLORS = {
     "online_fused": "#e0218a",
 }
 
+_PEERS = {
+    "jax": "jax.nn.softmax",
+    "jax_stable": "jax.nn.softmax + lax.top_k",
+    "jax_unstable": "the same, is_stable=False",
+    "quack": "QuACK",
+}
+
 
 def _algorithm(name: str, case: Case) -> Contender:
     """One of the seven: its kernel, which must run as such, or on a CPU its plain twin."""
@@ -181,7 +188,8 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
             label = f"pallas_softmax.{function} ({name})"
             styles[name] = {"label": label, "color": next(ours), "linewidth": 3, "zorder": 1.9}
         else:
-            styles[name] = {"label": name, "color": next(peers), "linestyle": "--"}
+            label = _PEERS.get(name, name)
+            styles[name] = {"label": label, "color": next(peers), "linestyle": "--"}
     return styles
 
 

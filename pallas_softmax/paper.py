@@ -28,7 +28,6 @@ from pallas_softmax.mosaic_gpu.launch import WARPGROUP
 from pallas_softmax.online import Candidates, Normalizer
 
 MAX_K = 128  # a thread keeps its k best in registers; beyond, they spill
-_LOADS = 8  # of a thread, under way together
 
 
 # --- Kernels ------------------------------------------------------------------------------------------
@@ -37,7 +36,7 @@ _LOADS = 8  # of a thread, under way together
 class _Row:
     """The row of this thread block in an array (rows, V) in device memory, in blocks of an element a thread."""
 
-    def __init__(self, gmem, interpret, loads=_LOADS):
+    def __init__(self, gmem, interpret, loads):
         self.gmem, self.interpret = gmem, interpret
         self.index = lax.axis_index("row")
         self.vocab = gmem.shape[1]
@@ -190,30 +189,36 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
     _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
 
 
-def _launch(algorithm, name: str, x, outputs, interpret, loads=_LOADS):
+def _launch(algorithm, x, outputs, k, interpret):
     """The kernel `algorithm` on the rows of x, with exp as the paper has it (__expf)."""
 
     def body(x_gmem, *out_gmem):
-        algorithm(_Row(x_gmem, interpret, loads), *out_gmem)
+        algorithm(_Row(x_gmem, interpret, _loads(len(x), k)), *out_gmem)
 
-    body.__name__ = name
+    body.__name__ = f"paper{algorithm.__name__}"
     return pieces.kernel(body, grid={"row": len(x)}, out_type=outputs, approximate=True, interpret=interpret)(
         x
     )
 
 
+def _loads(rows: int, k: int) -> int:
+    """How many loads of a thread are under way together, without spilling: about what the paper's program has.
+
+    Its thread blocks have twice as many threads, so that few rows need more from each. Were it as many for
+    many rows, fewer of these would run at once, and a cache would hold what is to be streamed.
+    """
+    return min(8 if rows >= 1024 else 16, max(1, 80 // k))
+
+
 def _softmax(algorithm, x, *, interpret=None):
     x = _rows(x)
-    return _launch(
-        algorithm, f"paper{algorithm.__name__}", x, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret
-    )
+    return _launch(algorithm, x, jax.ShapeDtypeStruct(x.shape, x.dtype), 1, interpret)
 
 
 def _winners(algorithm, x, k, *, interpret=None):
     x, k = _rows(x), _static_k(x, k)
     outputs = [jax.ShapeDtypeStruct((len(x), k), dtype) for dtype in (jnp.float32, jnp.int32)]
-    loads = max(1, min(_LOADS, 64 // k))  # a step's code is as long as loads * k
-    return Candidates(*_launch(algorithm, f"paper{algorithm.__name__}", x, outputs, interpret, loads))
+    return Candidates(*_launch(algorithm, x, outputs, k, interpret))
 
 
 def _safe_unfused(x, k, *, interpret=None):

@@ -16,7 +16,7 @@ from pallas_softmax.mosaic_gpu import direct
 
 ALGORITHMS = paper.SOFTMAX | paper.TOPK
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
-VOCABS = (1, 63, 128, 1003)
+VOCABS = (1, 63, 128, 2100)
 MILD = ["normal", "integers", "constant", "zero", "ascending", "descending"]  # exp(x) and its sum are finite
 # Its algorithms compare floats, to which -0 and +0 are equal. XLA for CPUs flushes denormals.
 ORDERED = [name for name in cases.FINITE if name not in ("signed_zeros", "denormals")]
@@ -64,6 +64,12 @@ def test_kernels_in_the_interpreter(name, v):
 def test_plain(name):
     static = {} if name in paper.SOFTMAX else {"static_argnums": 1}
     check(name, jax.jit(ALGORITHMS[name].plain, **static), 1003)
+
+
+def test_loads():
+    """More for few rows, as many as there are registers for."""
+    assert [paper._loads(10, k) for k in (1, 5, 10, 30, 128)] == [16, 16, 8, 2, 1]
+    assert [paper._loads(4000, k) for k in (1, 5, 10, 30, 128)] == [8, 8, 8, 2, 1]
 
 
 def check_overflow(run):
