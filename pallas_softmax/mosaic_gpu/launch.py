@@ -269,14 +269,17 @@ def plan(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> 
     return parts(count, cluster=False)
 
 
-def _tile(vocab: int, itemsize: int) -> Tile:
-    """Short rows: a thread has at least 8 elements, of several rows where they are very short."""
+def _tile(vocab: int, itemsize: int, warp: float = 2_048) -> Tile:
+    """Short rows: a thread has at least 8 elements, of several rows where they are very short.
+
+    Rows of up to `warp` bytes have a warp each, or a part of one; longer ones the CTA.
+    """
     vec = math.gcd(vocab, _ACCESS_BYTES // itemsize)
     vectors = -(-vocab // vec)
     lanes = 2
     while lanes < min(vectors, 32):
         lanes *= 2
-    if vocab * itemsize > 2_048:
+    if vocab * itemsize > warp:
         lanes = WARPGROUP
     steps = -(-vectors // lanes)
     return Tile(max(1, 8 // (vec * steps)) * (WARPGROUP // lanes), lanes, vec, steps)
@@ -359,10 +362,10 @@ def topk_plan(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     itemsize = jnp.dtype(dtype).itemsize
     vec = _ACCESS_BYTES // itemsize
     smem = _SMEM_BYTES[capability[0]] - _RESERVED_BYTES
-    if vocab * itemsize <= 2_048:
-        tile = _tile(vocab, itemsize)
-        if k * tile.steps * tile.vec * itemsize <= 1_024:  # its time is that product
-            return tile
+    tile, row = _tile(vocab, itemsize, warp=math.inf), vocab * itemsize
+    most = 1_024 // itemsize if row <= 2_048 else 160 if row <= 4_096 else 64
+    if k * tile.steps * tile.vec <= most:  # its time is that product
+        return tile
 
     def window(count):
         """With at least twice as many groups as winners, if there are so many elements."""
