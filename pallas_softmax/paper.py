@@ -196,9 +196,10 @@ def _launch(algorithm, x, outputs, k, interpret):
         algorithm(_Row(x_gmem, interpret, _loads(len(x), k)), *out_gmem)
 
     body.__name__ = f"paper{algorithm.__name__}"
-    return pieces.kernel(body, grid={"row": len(x)}, out_type=outputs, approximate=True, interpret=interpret)(
-        x
+    kernel = pieces.kernel(
+        body, grid={"row": len(x)}, out_type=outputs, approximate=True, interpret=interpret
     )
+    return kernel(x)
 
 
 def _loads(rows: int, k: int) -> int:
@@ -267,15 +268,16 @@ def _plain_safe_unfused(x, k):
 
 def _plain_safe_fused(x, k):
     m = jnp.max(x, -1, keepdims=True)
-    d = jnp.sum(jnp.exp(x - m), -1, keepdims=True)
-    values, indices = lax.top_k(x, k)
-    return Candidates(jnp.exp(values - m) / d, indices)
+    return _plain_fused(x, k, Normalizer(m, jnp.sum(jnp.exp(x - m), -1, keepdims=True)))
 
 
 def _plain_online_fused(x, k):
-    m, d = online.reduce(x)
-    values, indices = lax.top_k(x, k)
-    return Candidates(jnp.exp(values - m) / d, indices)
+    return _plain_fused(x, k, online.reduce(x))
+
+
+def _plain_fused(x, k, normalizer):
+    logits, indices = lax.top_k(x, k)
+    return Candidates(jnp.exp(logits - normalizer.m) / normalizer.d, indices)
 
 
 # --- All seven ----------------------------------------------------------------------------------------
