@@ -5,10 +5,12 @@ kernels run one thread block a row, as the paper's do, and stream the row from d
 access that the paper counts: nothing of it is kept on chip between two sweeps. They are forward only, take
 float32 of shape (rows, V), and mean what the printed algorithms mean:
 
-- naive softmax overflows where a logit is above 88.7, and is NaN there;
-- top-k compares floats: ties go to the lowest index; a NaN is never chosen; the index is -1 where fewer than k
-  logits are above -inf. `fused_topk` has lax.top_k's total order;
-- unfused, top-k sees probabilities: logits whose probabilities round to the same number are ties.
+- naive softmax is NaN where a logit is above 88.7, or all are so low that the sum is 0; if only the sum overflows, 0;
+- top-k compares floats: of ties the lowest index is first, -0 and 0 among them; a NaN is never chosen; the index
+  is -1 where fewer than k are above -inf. `fused_topk` has lax.top_k's total order;
+- unfused, top-k sees probabilities: those that have rounded to the same number, or to 0, are ties.
+
+A row with a NaN or +inf has only NaN for probabilities, and so has one of nothing but -inf.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ from pallas_softmax.mosaic_gpu import direct, pieces
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP
 from pallas_softmax.online import Candidates, Normalizer
 
-MAX_K = 128  # a thread keeps its k best in registers; beyond, they spill
+MAX_K = 128  # a thread keeps its k best in registers, of which it has 255; at 128 a few of them spill
 
 
 # --- Kernels ------------------------------------------------------------------------------------------
@@ -203,10 +205,11 @@ def _launch(algorithm, x, outputs, k, interpret):
 
 
 def _loads(rows: int, k: int) -> int:
-    """How many loads of a thread are under way together, without spilling: about what the paper's program has.
+    """How many loads of a thread are under way together.
 
-    Its thread blocks have twice as many threads, so that few rows need more from each. Were it as many for
-    many rows, fewer of these would run at once, and a cache would hold what is to be streamed.
+    Few rows are faster the more there are; with 16 they are as fast as the paper's own program, whose blocks
+    have 256 threads where V is large. Many rows would be faster, too, but for the wrong reason: each thread
+    block needs more registers, fewer run at once, and a cache holds their rows until the next sweep.
     """
     return min(8 if rows >= 1024 else 16, max(1, 80 // k))
 
@@ -292,7 +295,8 @@ class Algorithm:
       accesses: to device memory for each logit, as the paper counts them.
       kernel: x -> y, or (x, k) -> (values, indices); a Pallas kernel, or two, for Hopper and newer GPUs. Takes
         `interpret`, as `pallas_call` does.
-      plain: the same function in jax.numpy, for any device; XLA decides on its accesses.
+      plain: the same algorithm in jax.numpy, for any device; XLA decides on its accesses, and its top-k is
+        lax.top_k.
     """
 
     title: str
