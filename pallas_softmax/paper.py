@@ -2,8 +2,8 @@
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), sections 2 to 5. The
 kernels run one thread block a row, as the paper's do, and stream the row from device memory once for each
-access that the paper counts: nothing of it is kept on chip between two sweeps. They are forward only, take
-float32 of shape (rows, V), and mean what the printed algorithms mean:
+access that the paper counts: between two sweeps no register or shared memory keeps any of it. They are forward
+only, take float32 of shape (rows, V), and mean what the printed algorithms mean:
 
 - naive softmax is NaN where a logit is above 88.7, or all are so low that the sum is 0; if only the sum overflows, 0;
 - top-k compares floats: of ties the lowest index is first, -0 and 0 among them; a NaN is never chosen; the index
