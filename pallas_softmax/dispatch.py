@@ -225,8 +225,6 @@ def _objection(name: str, call: Call, automatic: bool) -> str | None:
     """Why the implementation does not take the call, or is not the choice for it; None if it is."""
     if name == "xla":
         return None
-    if name == "triton":
-        return "not written yet"
     if call.objection is not None:
         return call.objection
     module = importlib.import_module(f"pallas_softmax.{name}")

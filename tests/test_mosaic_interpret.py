@@ -12,7 +12,8 @@ import oracle
 import pytest
 from cases import BF16, F16, F32
 
-from pallas_softmax.mosaic_gpu import direct, launch, softmax_kernel, topk_kernel, topk_tile_kernel
+from pallas_softmax import folding
+from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel, topk_tile_kernel
 from pallas_softmax.mosaic_gpu.launch import Parts, Tile, Window
 
 try:
@@ -174,8 +175,8 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     *batch, v = x.shape
     mask = None
     if where is not None:
-        rows = launch.mask_rows(where.shape[:-1], tuple(batch))
-        mask = direct.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
+        rows = folding.mask_rows(where.shape[:-1], tuple(batch))
+        mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
     kernel = topk_tile_kernel if isinstance(plan, Tile) else topk_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
     return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)

@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from pallas_softmax.mosaic_gpu import direct, launch, softmax_kernel, topk_kernel, topk_tile_kernel
+from pallas_softmax import folding
+from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel, topk_tile_kernel
 from pallas_softmax.mosaic_gpu.launch import Tile, Window
 
 ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in every dtype
@@ -144,7 +145,7 @@ def lowered_topk(rows, v, k, dtype, plan, mask=None, temperatures=1, log=False):
 
     def f(x, temperature, where):
         if where is not None:
-            where = direct.Mask(where, launch.mask_rows(where.shape[:1], (rows,)))
+            where = folding.Mask(where, folding.mask_rows(where.shape[:1], (rows,)))
         return kernel.topk_rows(x, where, temperature, k, plan, log=log, dtype=dtype)
 
     where = None if mask is None else array(*mask, dtype="bool")

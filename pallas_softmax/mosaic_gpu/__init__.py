@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_softmax import dispatch
-from pallas_softmax.mosaic_gpu import direct, launch, topk_kernel, topk_tile_kernel
+from pallas_softmax.folding import fold_mask
+from pallas_softmax.mosaic_gpu import launch, topk_kernel, topk_tile_kernel
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
 from pallas_softmax.mosaic_gpu.softmax_kernel import rows
 from pallas_softmax.online import Normalizer
@@ -55,7 +56,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
     *batch, vocab = logits.shape
     if temperature.size > 1:
         temperature = jnp.broadcast_to(temperature, (*batch, 1))
-    mask = direct.fold_mask(where, logits.shape, len(batch))
+    mask = fold_mask(where, logits.shape, len(batch))
     x = logits.reshape(-1, vocab)
     plan = launch.topk_plan(len(x), vocab, k, x.dtype, dispatch.capability())
     kernel: Any = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel

@@ -3,11 +3,9 @@
 Pallas has no loads under a predicate; so they are inline PTX, each with a plain twin for the interpreter.
 """
 
-import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -16,30 +14,8 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_softmax.mosaic_gpu.launch import WARPGROUP, MaskRows, Tile, mask_rows
+from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Tile
 from pallas_softmax.mosaic_gpu.ptx import REF, SCALAR, array, asm, elements, i32, inline, pack, scalar, thread
-
-
-class Mask(NamedTuple):
-    """Which elements of (rows, vocab) count.
-
-    Attributes:
-      array: boolean, (mask rows, vocab or 1).
-      row: which of its rows belongs to a row.
-    """
-
-    array: jax.Array
-    row: MaskRows
-
-
-def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
-    """Of an array of this shape, whose first `batch` dimensions are its rows', and which `where` broadcasts to."""
-    if where is None:
-        return None
-    of_batch, of_row = where.shape[:batch], where.shape[batch:]
-    if any(n > 1 for n in of_row):  # along the row it is whole, or one
-        where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
-    return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
 
 
 def tile_layout(tile: Tile) -> Any:
@@ -237,7 +213,7 @@ def _window(tile: Tile, row):
 
 
 class _Index:
-    """A row number of a thread, for the arithmetic of `launch.MaskRows`."""
+    """A row number of a thread, for the arithmetic of `folding.MaskRows`."""
 
     def __init__(self, value: ir.Value):
         self.value = value

@@ -217,31 +217,6 @@ def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
     return (rows // together, together * vocab) if rows % together == 0 else (rows * vocab,)
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskRows:
-    """Which row of the mask belongs to a row: the sum of (row // after % size) * stride over the terms."""
-
-    terms: tuple[tuple[int, int, int], ...]
-
-    def __call__(self, row):
-        """The mask's row."""
-        return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
-
-
-def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
-    """For a mask whose dimensions but the row's are `mask`, each 1 or that of `batch`."""
-    terms = []
-    after = stride = 1
-    for size, dimension in zip(mask[::-1], batch[::-1]):
-        if size > 1:
-            terms.append((after, size, stride))
-            stride *= size
-        after *= dimension
-    if stride == after:  # no dimension is broadcast
-        terms = [(1, max(after, 1), 1)]
-    return MaskRows(tuple(terms))
-
-
 def plan(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
     """How the rows of a softmax operation lie over the GPU. Rests on benchmarks/results/launch."""
     itemsize, arrays = jnp.dtype(dtype).itemsize, _ARRAYS[op]

@@ -12,12 +12,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax.folding import Mask
 from pallas_softmax.mosaic_gpu import direct, launch, pieces
 from pallas_softmax.mosaic_gpu.launch import EDGE, Parts
 from pallas_softmax.mosaic_gpu.operations import Operation
 
 
-def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Parts, **settings):
+def run(op: Operation, name: str, arrays, mask: Mask | None, plan: Parts, **settings):
     """`op` on the rows of the arrays (rows, vocab): a list of its results, whose shapes are theirs or (rows,).
 
     Args:

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax.folding import Mask
 from pallas_softmax.mosaic_gpu import direct, pieces
 from pallas_softmax.mosaic_gpu.launch import Tile
 from pallas_softmax.mosaic_gpu.operations import Operation
 
 
-def run(op: Operation, name: str, arrays, mask: direct.Mask | None, plan: Tile, *, interpret, **settings):
+def run(op: Operation, name: str, arrays, mask: Mask | None, plan: Tile, *, interpret, **settings):
     """`op` on the rows of the arrays (rows, vocab); arguments as for `parts_kernel.run`."""
     rows, vocab = arrays[0].shape
     inputs = [*arrays] if mask is None else [*arrays, mask.array]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_softmax.folding import Mask
 from pallas_softmax.mosaic_gpu import direct, launch, operations, pieces, selection
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Window
 from pallas_softmax.online import Candidates, Normalizer
@@ -24,7 +25,7 @@ from pallas_softmax.online import Candidates, Normalizer
 _LOG2_E = float(1 / np.log(2))
 
 
-def topk_rows(x, mask: direct.Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None):
+def topk_rows(x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None):
     """The winners (rows, k) of the rows of x (rows, vocab), values and indices, and the normalizers (rows, 1).
 
     Args:

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax.folding import Mask
 from pallas_softmax.mosaic_gpu import direct, launch, operations, pieces, selection
 from pallas_softmax.mosaic_gpu.launch import Tile
 from pallas_softmax.online import Candidates, Normalizer
 
 
-def topk_rows(x, mask: direct.Mask | None, temperature, k: int, plan: Tile, *, log, dtype, interpret=None):
+def topk_rows(x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, interpret=None):
     """As `topk_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature

@@ -1,0 +1,123 @@
+"""Implementation `triton`: Triton kernels, called by jax_triton, for GPUs of compute capability 8.0 and newer.
+
+The functions take what those of `xla` take, for calls that `unsupported` has no objection to. Triton itself is
+imported with the first of them.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax.folding import Mask, fold, fold_mask
+from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax.triton import launch
+from pallas_softmax.triton.launch import slower, unsupported
+
+__all__ = [
+    "log_softmax",
+    "log_softmax_grad",
+    "logsumexp",
+    "slower",
+    "softmax",
+    "softmax_grad",
+    "topk",
+    "unsupported",
+]
+
+
+def softmax(x, where, *, axes):
+    return _rows("softmax", (x,), where, axes)
+
+
+def log_softmax(x, where, *, axes):
+    return _rows("log_softmax", (x,), where, axes)
+
+
+def softmax_grad(residuals, where, dy, *, axes):
+    return _rows("softmax_grad", (*residuals, dy), where, axes)
+
+
+def log_softmax_grad(residuals, where, dy, *, axes):
+    return _rows("log_softmax_grad", (*residuals, dy), where, axes)
+
+
+def logsumexp(x, where, *, axes):
+    lse, m, d = _rows("logsumexp", (x,), where, axes)
+    return lse, Normalizer(m, d)
+
+
+def _masked(mask: Mask | None, x) -> tuple[jax.Array, dict]:
+    """The array that a kernel takes for the mask, and its constants."""
+    if mask is None:
+        return x, {"WHERE": None, "MASK": ()}
+    return mask.array.view(jnp.int8), {"WHERE": "row" if mask.array.shape[1] > 1 else "one", "MASK": mask.row.terms}
+
+
+def _rows(op, arrays, where, axes, plan=None):
+    """The result of the operation over `axes`; of logsumexp three, with those axes of size 1."""
+    from pallas_softmax.triton import softmax_kernels
+    from pallas_softmax.triton.call import launch as call
+
+    folded, mask, unfold = fold(arrays, where, axes)
+    x = folded[-1]
+    rows, vocab = x.shape
+    plan = plan or launch.plan(op, rows, vocab, x.dtype)
+    mask_array, constants = _masked(mask, x)
+    inputs = folded[0], x, mask_array
+    constants |= {"ROWS": rows, "V": vocab, "OP": op}
+    sums = op == "logsumexp"
+    out = jax.ShapeDtypeStruct((3, rows, 1) if sums else (rows, vocab), jnp.float32 if sums else x.dtype)
+    if isinstance(plan, launch.Block):
+        grid = (-(-rows // plan.rows),)
+        constants |= {"N": plan.rows, "BLOCK": plan.lanes}
+        (y,) = call(softmax_kernels.rows_kernel, inputs, [out], grid, plan.warps, **constants)
+    else:
+        kernel, parts = softmax_kernels.long_kernel, plan.parts
+        constants |= {"PARTS": parts, "SLOTS": launch.power_of_two(parts)}
+        constants |= {"LENGTH": plan.length, "DEPTH": plan.depth, "WIDTH": plan.width}
+        states = x
+        if parts > 1:
+            state = jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)
+            phase = {"REDUCE": True, "WRITE": False}
+            (states,) = call(kernel, (*inputs, x), [state], (rows, parts), plan.warps, **constants, **phase)
+        phase = {"REDUCE": parts == 1, "WRITE": True}
+        grid = (rows, 1 if sums else parts)
+        (y,) = call(kernel, (*inputs, states), [out], grid, plan.warps, **constants, **phase)
+    return tuple(unfold(of) for of in y) if sums else unfold(y)
+
+
+def topk(logits, where, temperature, *, k, log, dtype, plan=None):
+    from pallas_softmax.triton import topk_kernels
+    from pallas_softmax.triton.call import launch as call
+
+    *batch, vocab = logits.shape
+    x = logits.reshape(-1, vocab)
+    rows = len(x)
+    if temperature.size > 1:
+        temperature = jnp.broadcast_to(temperature, (*batch, 1))
+    temperature = temperature.reshape(-1)
+    mask_array, constants = _masked(fold_mask(where, logits.shape, len(batch)), x)
+    plan = plan or launch.topk_plan(rows, vocab, k, x.dtype)
+    shared = {"ROWS": rows, "K": k, "LOG": log, "SCALAR": len(temperature) == 1, "SLOTS": plan.slots}
+    shared |= {"WHERE": constants["WHERE"], "PARTS": plan.parts}
+    constants |= {"V": vocab, "LENGTH": plan.length, "SLABS": plan.slabs}
+    constants |= {"DEPTH": plan.depth, "GROUPS": plan.groups, "VEC": plan.vec}
+
+    values = jax.ShapeDtypeStruct((rows, k), dtype)
+    indices = jax.ShapeDtypeStruct((rows, k), jnp.int32)
+    sums = jax.ShapeDtypeStruct((2, rows, 1), jnp.float32)
+    out = values, indices, sums
+    inputs = x, mask_array, temperature
+    if plan.parts > 1:
+        none = jax.ShapeDtypeStruct((), dtype)
+        candidates = jax.ShapeDtypeStruct((rows, plan.parts, plan.slots, 2), jnp.int32)
+        states = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
+        grid = rows, plan.parts
+        types = none, candidates, states
+        _, *lists = call(topk_kernels.topk_kernel, inputs, types, grid, plan.warps, **(shared | constants))
+        shared |= {"PADDED": launch.power_of_two(plan.parts)}
+        results = call(topk_kernels.merge_kernel, (x, temperature, *lists), out, (rows,), plan.warps, **shared)
+    else:
+        results = call(topk_kernels.topk_kernel, inputs, out, (rows, 1), plan.warps, **(shared | constants))
+    values, indices, (m, d) = results
+    shaped = [a.reshape(*batch, a.shape[-1]) for a in (values, indices, m, d)]
+    return Candidates(*shaped[:2]), Normalizer(*shaped[2:])

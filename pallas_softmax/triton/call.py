@@ -1,0 +1,61 @@
+"""A Triton kernel as a JAX operation, by jax_triton.
+
+The operation is our own: its lowering calls `jax_triton.triton_call`, whose own operation jax 0.12 cannot remove as
+dead code (jax-triton 0.4.1), and which needs a CUDA build of JAX for less than the lowering (0.3.1).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+launch_p = Primitive("pallas_softmax_triton")
+launch_p.multiple_results = True
+
+
+def launch(kernel, inputs: Sequence, out_type: Sequence, grid: tuple[int, ...], warps: int, **constants: Any):
+    """The outputs of `kernel(*inputs, *outputs, **constants)`.
+
+    Args:
+      kernel: a `triton.jit` function.
+      inputs: arrays.
+      out_type: what the outputs are like.
+      grid: its programs.
+      warps: of a program.
+      **constants: its constexpr arguments.
+    """
+    return launch_p.bind(
+        *inputs,
+        kernel=kernel,
+        out_type=tuple(out_type),
+        grid=grid,
+        warps=warps,
+        constants=tuple(constants.items()),
+    )
+
+
+@launch_p.def_abstract_eval
+def _(*inputs, out_type, **_):
+    return [ShapedArray(out.shape, out.dtype) for out in out_type]
+
+
+def _lower(*inputs, kernel, out_type, grid, warps, constants):
+    import jax_triton  # fails where JAX has no CUDA: only a lowering for CUDA comes here
+
+    new = tuple(map(int, jax_triton.__version__.split(".")[:2])) >= (0, 4)
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=kernel,
+        grid=grid,
+        num_warps=warps,
+        name=kernel.__name__,
+        **{"out_type" if new else "out_shape": list(out_type)},
+        **dict(constants),
+    )
+
+
+mlir.register_lowering(launch_p, mlir.lower_fun(_lower, multiple_results=True), platform="cuda")
+launch_p.def_impl(lambda *inputs, **params: jax.jit(lambda *a: launch_p.bind(*a, **params))(*inputs))

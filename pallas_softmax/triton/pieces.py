@@ -1,0 +1,62 @@
+"""What the Triton kernels share: ⊕, the mask, the order of top-k, and what is made of a row."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shift(m):
+    """What to subtract before exp: as `online.shift`."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def larger(a, b):
+    """The maximum; NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def combine(m1, d1, m2, d2):
+    """The operator ⊕ of the paper, as `online.combine`."""
+    m = larger(m1, m2)
+    s = shift(m)
+    return m, d1 * tl.exp(m1 - s) + d2 * tl.exp(m2 - s)
+
+
+@triton.jit
+def log_sum(d):
+    """log(d), accurate near 1, too, where the approximate one is not: d - 1 is what other logits add."""
+    u = d - 1
+    series = u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4)))
+    return tl.where(tl.abs(u) < 2**-6, series, tl.log(d))
+
+
+@triton.jit
+def mask_start(row, MASK: tl.constexpr, V: tl.constexpr):
+    """First byte of the mask's row for a row, by the terms of `folding.MaskRows`; of one element if not WHOLE."""
+    at = row * 0
+    for i in tl.static_range(len(MASK)):
+        at += row // MASK[i][0] % MASK[i][1] * MASK[i][2]
+    return at * V
+
+
+@triton.jit
+def sort_key(x):
+    """Integers in lax.top_k's total order of x, as `online.sort_key`; the lowest is of the -NaN of all ones."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def of_key(key, DTYPE: tl.constexpr):
+    """The float32 value of a key of this dtype."""
+    if DTYPE.primitive_bitwidth == 16:
+        bits = tl.where(key < 0, key ^ 0x7FFF, key)
+        return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    else:
+        return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)

@@ -1,0 +1,178 @@
+"""The kernels of fused top-k.
+
+A candidate is one int64: the key of its value (`pieces.sort_key`) and, below it, the complement of its index.
+All differ, and the larger is the better. The k best elements lie in the k groups whose best elements are the
+best: were one of them in another group, the k groups would hold k better ones. So one pass keeps the best
+candidate of each group, and (m, d) by the way; then the k best groups are read again, and sorted.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_softmax.triton.pieces import log_sum, mask_start, of_key, shift, sort_key
+
+_NOTHING = tl.constexpr(-(2**63))  # the candidate of no element
+
+
+@triton.jit
+def _candidates(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
+    """The elements, -inf where they do not count, and their candidates: masked ones are the lowest."""
+    x = tl.load(ptr + base + col, mask=inside, other=0.0)
+    key = sort_key(x)
+    x = tl.where(inside, x.to(tl.float32), float("-inf"))
+    if WHERE is not None:
+        at = mask_base + (col if WHERE == "row" else col * 0)
+        keep = tl.load(mask_ptr + at, mask=inside, other=0) != 0
+        x = tl.where(keep, x, float("-inf"))
+        key = tl.where(keep, key, -(2 ** (ptr.dtype.element_ty.primitive_bitwidth - 1)))
+    candidate = (key.to(tl.int64) << 32) | (~col).to(tl.uint32, bitcast=True).to(tl.int64)
+    return x, tl.where(inside, candidate, _NOTHING)
+
+
+@triton.jit
+def _index(candidate):
+    """The index of a candidate."""
+    return ~candidate.to(tl.int32)
+
+
+@triton.jit
+def _store(
+    candidate,
+    m,
+    d,
+    scale,
+    row,
+    values_ptr,
+    indices_ptr,
+    sums_ptr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOG: tl.constexpr,
+    WHERE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The winners' probabilities and indices, and the row's m and d."""
+    slot = tl.arange(0, SLOTS)
+    key = (candidate >> 32).to(tl.int32)
+    scaled = (of_key(key, DTYPE) - m) * scale
+    value = scaled - log_sum(d) if LOG else tl.exp(scaled) / d
+    if WHERE is not None:
+        masked = key == -(2 ** (DTYPE.primitive_bitwidth - 1))
+        value = tl.where(masked, float("-inf") if LOG else 0.0, value)
+    at = row * K + slot
+    tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=slot < K)
+    tl.store(indices_ptr + at, _index(candidate), mask=slot < K)
+    tl.store(sums_ptr + row, m)
+    tl.store(sums_ptr + ROWS + row, d)
+
+
+@triton.jit
+def topk_kernel(
+    x_ptr,
+    mask_ptr,
+    temperature_ptr,
+    values_ptr,
+    indices_ptr,
+    sums_ptr,
+    ROWS: tl.constexpr,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    LOG: tl.constexpr,
+    SCALAR: tl.constexpr,
+    WHERE: tl.constexpr,
+    MASK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VEC: tl.constexpr,
+    SLABS: tl.constexpr,
+):
+    """A part of LENGTH elements of a row, in slabs of GROUPS x VEC, of which group g has the g-th VEC elements.
+
+    With one part its winners are the result. With more, `indices` are candidates (rows, parts, SLOTS), two
+    int32 each, the sums are (2, rows, parts), and `values` is not written. SLABS: those of a part, rounded up
+    to a power of two.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base, mask_base = row * V, row
+    if WHERE is not None:
+        mask_base = mask_start(row, MASK, V if WHERE == "row" else 1)
+    scale = tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+    start = part * LENGTH
+    stop = min(start + LENGTH, V)
+
+    WIDTH: tl.constexpr = GROUPS * VEC
+    tile = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    m = tl.full([WIDTH], float("-inf"), tl.float32)
+    d = tl.zeros([WIDTH], tl.float32)
+    best = tl.full([WIDTH], _NOTHING, tl.int64)
+    for at in range(start, stop, DEPTH * WIDTH):
+        col = at + tile
+        x, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
+        largest = tl.maximum(m, tl.max(x, 0))
+        s = shift(largest)
+        d = d * tl.exp((m - s) * scale) + tl.sum(tl.exp((x - s[None, :]) * scale), 0)
+        m = largest
+        best = tl.maximum(best, tl.max(candidate, 0))
+    best = tl.topk(tl.max(tl.reshape(best, [GROUPS, VEC]), 1), SLOTS)
+    largest = tl.max(m, 0)
+    d = tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
+
+    if SLABS * VEC > 1:
+        group = (_index(best) - start) // VEC % GROUPS
+        inner = tl.arange(0, SLABS * VEC)
+        col = start + (inner // VEC * WIDTH + inner % VEC)[None, :] + (group * VEC)[:, None]
+        inside = (best != _NOTHING)[:, None] & (col < stop)
+        _, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, inside, WHERE)
+        best = tl.topk(tl.reshape(candidate, [SLOTS * SLABS * VEC]), SLOTS)
+
+    if PARTS == 1:
+        _store(
+            best, largest, d, scale, row, values_ptr, indices_ptr, sums_ptr, ROWS, K, SLOTS, LOG, WHERE,
+            x_ptr.dtype.element_ty,
+        )  # fmt: skip
+    else:
+        at = row * PARTS + part
+        candidates_ptr = indices_ptr.to(tl.pointer_type(tl.int64))
+        tl.store(candidates_ptr + at * SLOTS + tl.arange(0, SLOTS), best)
+        tl.store(sums_ptr + at, largest)
+        tl.store(sums_ptr + ROWS * PARTS + at, d)
+
+
+@triton.jit
+def merge_kernel(
+    x_ptr,
+    temperature_ptr,
+    candidates_ptr,
+    parts_ptr,
+    values_ptr,
+    indices_ptr,
+    sums_ptr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    LOG: tl.constexpr,
+    SCALAR: tl.constexpr,
+    WHERE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The parts' winners and (m, d), merged; PADDED is the number of parts, rounded up to a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+    part = tl.arange(0, PADDED)
+    m = tl.load(parts_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    d = tl.load(parts_ptr + (ROWS + row) * PARTS + part, mask=part < PARTS, other=0.0)
+    largest = tl.max(m, 0)
+    d = tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
+    slot = tl.arange(0, PADDED * SLOTS)
+    at = row * (PARTS * SLOTS) + slot
+    candidate = tl.load(candidates_ptr.to(tl.pointer_type(tl.int64)) + at, mask=slot < PARTS * SLOTS, other=_NOTHING)
+    best = tl.topk(candidate, SLOTS)
+    _store(
+        best, largest, d, scale, row, values_ptr, indices_ptr, sums_ptr, ROWS, K, SLOTS, LOG, WHERE,
+        x_ptr.dtype.element_ty,
+    )  # fmt: skip
