@@ -59,7 +59,7 @@ def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
 def fold(
     arrays: Sequence[jax.Array], where, axes: tuple[int, ...]
 ) -> tuple[list[jax.Array], Mask | None, Callable]:
-    """The arrays as (rows, vocab), the mask, and what makes of a result (rows, vocab or 1) one of their rank.
+    """The arrays as (rows, vocab), the mask, and what gives a result, of all elements or one a row, their rank.
 
     Args:
       arrays: of one shape. Where `axes` are not their last ones, they are transposed.
@@ -74,7 +74,7 @@ def fold(
     mask = fold_mask(None if where is None else where.transpose(order), turned, len(batch))
 
     def unfold(out):
-        kept = turned[len(batch) :] if out.shape[1] == vocab else (1,) * len(axes)
+        kept = turned[len(batch) :] if out.size == arrays[0].size else (1,) * len(axes)
         return out.reshape(*turned[: len(batch)], *kept).transpose([order.index(a) for a in range(len(shape))])
 
     return [a.transpose(order).reshape(-1, vocab) for a in arrays], mask, unfold

@@ -99,7 +99,7 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
     plan = plan or launch.topk_plan(rows, vocab, k, x.dtype)
     shared = {"ROWS": rows, "K": k, "LOG": log, "SCALAR": len(temperature) == 1, "SLOTS": plan.slots}
     shared |= {"WHERE": constants["WHERE"], "PARTS": plan.parts}
-    constants |= {"V": vocab, "LENGTH": plan.length, "SLABS": plan.slabs}
+    constants |= {"V": vocab, "LENGTH": plan.length, "LEVELS": plan.levels}
     constants |= {"DEPTH": plan.depth, "GROUPS": plan.groups, "VEC": plan.vec}
 
     values = jax.ShapeDtypeStruct((rows, k), dtype)

@@ -1,9 +1,12 @@
 """A Triton kernel as a JAX operation, by jax_triton.
 
 The operation is our own: its lowering calls `jax_triton.triton_call`, whose own operation jax 0.12 cannot remove as
-dead code (jax-triton 0.4.1), and which needs a CUDA build of JAX for less than the lowering (0.3.1).
+dead code (jax-triton 0.4.1), and whose import fails where JAX has no CUDA (0.3.1).
 """
 
+import functools
+import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +14,8 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from pallas_softmax import dispatch
 
 launch_p = Primitive("pallas_softmax_triton")
 launch_p.multiple_results = True
@@ -34,6 +39,7 @@ def launch(kernel, inputs: Sequence, out_type: Sequence, grid: tuple[int, ...], 
         grid=grid,
         warps=warps,
         constants=tuple(constants.items()),
+        capability=dispatch.capability(),
     )
 
 
@@ -42,19 +48,31 @@ def _(*inputs, out_type, **_):
     return [ShapedArray(out.shape, out.dtype) for out in out_type]
 
 
-def _lower(*inputs, kernel, out_type, grid, warps, constants):
-    import jax_triton  # fails where JAX has no CUDA: only a lowering for CUDA comes here
-
-    new = tuple(map(int, jax_triton.__version__.split(".")[:2])) >= (0, 4)
-    return jax_triton.triton_call(
+def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
+    triton_call = _triton_call()
+    parameters = inspect.signature(triton_call).parameters
+    return triton_call(
         *inputs,
         kernel=kernel,
         grid=grid,
         num_warps=warps,
         name=kernel.__name__,
-        **{"out_type" if new else "out_shape": list(out_type)},
+        compute_capability=10 * capability[0] + capability[1],
+        **{"out_type" if "out_type" in parameters else "out_shape": list(out_type)},
         **dict(constants),
     )
+
+
+@functools.cache
+def _triton_call():
+    """jax_triton's; its import changes a variable that triton and its other users read."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    import jax_triton
+
+    os.environ.pop("TRITON_CACHE_DIR", None)
+    if before is not None:
+        os.environ["TRITON_CACHE_DIR"] = before
+    return jax_triton.triton_call
 
 
 mlir.register_lowering(launch_p, mlir.lower_fun(_lower, multiple_results=True), platform="cuda")

@@ -45,11 +45,18 @@ class TopK:
     groups: int
     vec: int
     warps: int
+    ratio: int = 8
 
     @property
-    def slabs(self) -> int:
-        """Slabs of a part, rounded up to a power of two."""
-        return power_of_two(-(-self.length // (self.groups * self.vec)))
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """Slabs of the groups that are read again, and elements of those that are chosen from them."""
+        elements = power_of_two(-(-self.length // (self.groups * self.vec))) * self.vec
+        levels = []
+        while elements > 1:
+            slabs = elements // self.vec
+            elements = 1 if elements <= self.ratio else max(self.vec if slabs > 1 else 1, elements // self.ratio)
+            levels.append((slabs, elements))
+        return tuple(levels)
 
 
 def power_of_two(least: int) -> int:
@@ -74,7 +81,7 @@ def plan(op: str, rows: int, vocab: int, dtype) -> Block | Long:
 
 def topk_plan(rows: int, vocab: int, k: int, dtype) -> TopK:
     """How the rows of top-k lie over programs."""
-    slots = power_of_two(k)
+    slots = max(2, power_of_two(k))  # tl.topk has no list of one
     itemsize = jnp.dtype(dtype).itemsize
     vec = 16 // itemsize
     groups = max(slots, min(1024, power_of_two(-(-vocab // vec))))

@@ -172,8 +172,9 @@ def long_kernel(
         _store_sums(out_ptr, row, row < ROWS, m, d, ROWS)
     else:
         c0, c1 = _constants(m, d, OP)
-        for at in range(start, stop, DEPTH * WIDTH):
-            col = at + tile
+        steps = tl.cdiv(stop - start, DEPTH * WIDTH)
+        for step in range(0, steps):  # backwards: the last read is what the L2 cache still has
+            col = start + (steps - 1 - step) * (DEPTH * WIDTH) + tile
             inside = col < stop
             a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
             y = _value(a, b, keep, c0, c1, OP, WHERE)

@@ -36,6 +36,23 @@ def _index(candidate):
 
 
 @triton.jit
+def _best(candidates, SLOTS: tl.constexpr, SIZE: tl.constexpr):
+    """The best of each group of SIZE candidates that follow each other, and of these the SLOTS best, in order."""
+    groups = tl.reshape(candidates, [candidates.numel // SIZE, SIZE])
+    return tl.topk(tl.max(groups, 1), SLOTS)
+
+
+@triton.jit
+def _members(best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr):
+    """The columns of the groups of these candidates, of the SLABS slabs that the candidate is in, and which exist."""
+    place = _index(best) - start
+    first = place // (WIDTH * SLABS) * (WIDTH * SLABS) + place % WIDTH // VEC * VEC
+    inner = tl.arange(0, SLABS * VEC)
+    col = (start + first)[:, None] + (inner // VEC * WIDTH + inner % VEC)[None, :]
+    return col, (best != _NOTHING)[:, None] & (col < stop)
+
+
+@triton.jit
 def _store(
     candidate,
     m,
@@ -88,13 +105,15 @@ def topk_kernel(
     DEPTH: tl.constexpr,
     GROUPS: tl.constexpr,
     VEC: tl.constexpr,
-    SLABS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """A part of LENGTH elements of a row, in slabs of GROUPS x VEC, of which group g has the g-th VEC elements.
 
     With one part its winners are the result. With more, `indices` are candidates (rows, parts, SLOTS), two
-    int32 each, the sums are (2, rows, parts), and `values` is not written. SLABS: those of a part, rounded up
-    to a power of two.
+    int32 each, the sums are (2, rows, parts), and `values` is not written.
+
+    LEVELS: how the winners are narrowed down from a group of all slabs to one element. Each level is the
+    number of slabs of the winning groups that are read again, and the size of the groups of the next level in them.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, row
@@ -117,17 +136,14 @@ def topk_kernel(
         d = d * tl.exp((m - s) * scale) + tl.sum(tl.exp((x - s[None, :]) * scale), 0)
         m = largest
         best = tl.maximum(best, tl.max(candidate, 0))
-    best = tl.topk(tl.max(tl.reshape(best, [GROUPS, VEC]), 1), SLOTS)
+    best = _best(best, SLOTS, VEC)
     largest = tl.max(m, 0)
     d = tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
 
-    if SLABS * VEC > 1:
-        group = (_index(best) - start) // VEC % GROUPS
-        inner = tl.arange(0, SLABS * VEC)
-        col = start + (inner // VEC * WIDTH + inner % VEC)[None, :] + (group * VEC)[:, None]
-        inside = (best != _NOTHING)[:, None] & (col < stop)
+    for level in tl.static_range(len(LEVELS)):
+        col, inside = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0])
         _, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, inside, WHERE)
-        best = tl.topk(tl.reshape(candidate, [SLOTS * SLABS * VEC]), SLOTS)
+        best = _best(candidate, SLOTS, LEVELS[level][1])
 
     if PARTS == 1:
         _store(
