@@ -75,6 +75,8 @@ def fold(
 
     def unfold(out):
         kept = turned[len(batch) :] if out.size == arrays[0].size else (1,) * len(axes)
-        return out.reshape(*turned[: len(batch)], *kept).transpose([order.index(a) for a in range(len(shape))])
+        return out.reshape(*turned[: len(batch)], *kept).transpose(
+            [order.index(a) for a in range(len(shape))]
+        )
 
     return [a.transpose(order).reshape(-1, vocab) for a in arrays], mask, unfold

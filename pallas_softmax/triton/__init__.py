@@ -49,7 +49,10 @@ def _masked(mask: Mask | None, x) -> tuple[jax.Array, dict]:
     """The array that a kernel takes for the mask, and its constants."""
     if mask is None:
         return x, {"WHERE": None, "MASK": ()}
-    return mask.array.view(jnp.int8), {"WHERE": "row" if mask.array.shape[1] > 1 else "one", "MASK": mask.row.terms}
+    return mask.array.view(jnp.int8), {
+        "WHERE": "row" if mask.array.shape[1] > 1 else "one",
+        "MASK": mask.row.terms,
+    }
 
 
 def _rows(op, arrays, where, axes, plan=None):
@@ -98,26 +101,35 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
     mask_array, constants = _masked(fold_mask(where, logits.shape, len(batch)), x)
     plan = plan or launch.topk_plan(rows, vocab, k, x.dtype)
     shared = {"ROWS": rows, "K": k, "LOG": log, "SCALAR": len(temperature) == 1, "SLOTS": plan.slots}
-    shared |= {"WHERE": constants["WHERE"], "PARTS": plan.parts}
+    shared |= {"WHERE": constants["WHERE"]}
     constants |= {"V": vocab, "LENGTH": plan.length, "LEVELS": plan.levels}
-    constants |= {"DEPTH": plan.depth, "GROUPS": plan.groups, "VEC": plan.vec}
+    constants |= {"GROUPS": plan.groups, "VEC": plan.vec}
 
-    values = jax.ShapeDtypeStruct((rows, k), dtype)
-    indices = jax.ShapeDtypeStruct((rows, k), jnp.int32)
-    sums = jax.ShapeDtypeStruct((2, rows, 1), jnp.float32)
-    out = values, indices, sums
-    inputs = x, mask_array, temperature
-    if plan.parts > 1:
-        none = jax.ShapeDtypeStruct((), dtype)
-        candidates = jax.ShapeDtypeStruct((rows, plan.parts, plan.slots, 2), jnp.int32)
-        states = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
-        grid = rows, plan.parts
-        types = none, candidates, states
-        _, *lists = call(topk_kernels.topk_kernel, inputs, types, grid, plan.warps, **(shared | constants))
-        shared |= {"PADDED": launch.power_of_two(plan.parts)}
-        results = call(topk_kernels.merge_kernel, (x, temperature, *lists), out, (rows,), plan.warps, **shared)
-    else:
-        results = call(topk_kernels.topk_kernel, inputs, out, (rows, 1), plan.warps, **(shared | constants))
-    values, indices, (m, d) = results
-    shaped = [a.reshape(*batch, a.shape[-1]) for a in (values, indices, m, d)]
+    def outputs(parts):
+        """The result, or lists of its candidates."""
+        values, indices = ((), (rows, parts, plan.slots, 2)) if parts > 1 else ((rows, k), (rows, k))
+        shapes = (values, dtype), (indices, jnp.int32), ((2, rows, parts), jnp.float32)
+        return [jax.ShapeDtypeStruct(*out) for out in shapes]
+
+    parts = plan.parts
+    values, indices, sums = call(
+        topk_kernels.topk_kernel,
+        (x, mask_array, temperature),
+        outputs(parts),
+        (rows, parts),
+        plan.warps,
+        **(shared | constants | {"PARTS": parts}),
+    )
+    while parts > 1:
+        fan = min(launch.merged(plan.slots), launch.power_of_two(parts))
+        lists, parts = parts, -(-parts // fan)
+        values, indices, sums = call(
+            topk_kernels.merge_kernel,
+            (x, temperature, indices, sums),
+            outputs(parts),
+            (rows, parts),
+            max(1, min(8, fan * plan.slots // 256)),
+            **(shared | {"LISTS": lists, "FAN": fan, "PARTS": parts}),
+        )
+    shaped = [a.reshape(*batch, a.shape[-1]) for a in (values, indices, *sums)]
     return Candidates(*shaped[:2]), Normalizer(*shaped[2:])

@@ -4,13 +4,16 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import math
+import re
+import sys
 
 import jax.numpy as jnp
 
 from pallas_softmax.dispatch import Call
 
-MAX_K = 256
+MAX_K = 256  # of more, sorting takes minutes to compile
+_FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip
+_NARROW = 8  # elements of a group that top-k orders together
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,16 +39,14 @@ class Long:
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """A row in `parts` of `length` elements, a program each, in slabs of groups x vec, `depth` of them a step."""
+    """A row in `parts` of `length` elements, a program each, in slabs of groups x vec."""
 
     parts: int
     length: int
     slots: int
-    depth: int
     groups: int
     vec: int
     warps: int
-    ratio: int = 8
 
     @property
     def levels(self) -> tuple[tuple[int, int], ...]:
@@ -54,7 +55,7 @@ class TopK:
         levels = []
         while elements > 1:
             slabs = elements // self.vec
-            elements = 1 if elements <= self.ratio else max(self.vec if slabs > 1 else 1, elements // self.ratio)
+            elements = 1 if elements <= _NARROW else max(self.vec if slabs > 1 else 1, elements // _NARROW)
             levels.append((slabs, elements))
         return tuple(levels)
 
@@ -65,38 +66,57 @@ def power_of_two(least: int) -> int:
 
 
 def plan(op: str, rows: int, vocab: int, dtype) -> Block | Long:
-    """How the rows of a softmax operation lie over programs."""
+    """How the rows of a softmax operation lie over programs. Rests on measurements of an H100."""
     arrays = 2 if op.endswith("_grad") else 1
     lanes = power_of_two(vocab)
-    if lanes * arrays <= 32_768:
-        n = max(1, 1024 // lanes)
-        return Block(n, lanes, min(32, max(1, lanes * n * arrays // 1024)))
-    parts = 1
-    while parts * rows < 128 and vocab // parts > 8_192:
-        parts *= 2
-    step = 4096 * 2
-    length = -(-vocab // (parts * step)) * step
-    return Long(-(-vocab // length), length, 2, 4096, 16)
+    if lanes <= 32_768:  # 32 or 64 elements a thread
+        n = max(1, 2048 // (lanes * arrays))
+        return Block(n, lanes, min(32, max(1, n * lanes * arrays // 2048)))
+    parts = min(-(-vocab // 4096), 128 // rows) if rows <= 64 else 1
+    if parts > 1:
+        return _long(vocab, parts, 1, 4096, 8)
+    if arrays == 2 or jnp.dtype(dtype).itemsize == 2:
+        return _long(vocab, 1, 2, 4096, 16)
+    return _long(vocab, 1, 4, 4096, 32)
+
+
+def _long(vocab, parts, depth, width, warps) -> Long:
+    length = _part(vocab, parts, depth * width)
+    return Long(-(-vocab // length), length, depth, width, warps)
+
+
+def _part(vocab: int, parts: int, step: int) -> int:
+    """Elements of a part, in whole steps, of about that many parts."""
+    return -(-vocab // (parts * step)) * step
 
 
 def topk_plan(rows: int, vocab: int, k: int, dtype) -> TopK:
-    """How the rows of top-k lie over programs."""
+    """How the rows of top-k lie over programs. Rests on measurements of an H100."""
     slots = max(2, power_of_two(k))  # tl.topk has no list of one
-    itemsize = jnp.dtype(dtype).itemsize
-    vec = 16 // itemsize
-    groups = max(slots, min(1024, power_of_two(-(-vocab // vec))))
-    parts = 1
-    while parts * rows < 128 and vocab // parts > 8_192:
-        parts *= 2
-    slab = groups * vec
-    length = -(-vocab // (parts * slab)) * slab
-    return TopK(-(-vocab // length), length, slots, 2, groups, vec, max(1, min(8, slab // 256)))
+    vec = 16 // jnp.dtype(dtype).itemsize
+    most = min(32, 8192 // (slots * vec))  # slabs: their winning groups are read again, into registers
+    groups = 256 if k <= 16 else 512 if k <= 64 else 1024
+    while groups < 1024 and groups * vec * most < vocab:
+        groups *= 2
+    while groups > max(128, slots) and groups * vec > vocab:
+        groups //= 2
+    parts = -(-vocab // (groups * vec * most))
+    parts = max(parts, min(-(-vocab // 4096), 256 // rows, 2048 // slots))
+    length = _part(vocab, parts, groups * vec)
+    return TopK(-(-vocab // length), length, slots, groups, vec, min(8, groups // 64))
+
+
+def merged(slots: int) -> int:
+    """Lists of so many winners that a program merges into one."""
+    return max(2, 4096 // slots)
 
 
 def slower(call: Call) -> str | None:
     """Why XLA is faster than the kernels at a call that they support; None if it is not."""
     if not call.trailing:
         return "slower than xla where the row is not the last axes: it is transposed, twice"
+    if call.op == "softmax" and not call.masked and call.vocab <= _FUSED_ROW:
+        return f"no faster than xla for rows of up to {_FUSED_ROW} without where"
     return None
 
 
@@ -121,4 +141,42 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 @functools.cache
 def missing() -> str | None:
     """Why jax-triton cannot be used here; None if it can."""
+
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    cuda = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+    return incompatible(version("jax-triton"), version("triton"), sys.version_info[:2], cuda)
+
+
+def incompatible(
+    jax_triton: str | None, triton: str | None, python: tuple[int, int], cuda: bool
+) -> str | None:
+    """Why these versions do not work together; None if they do. `cuda`: JAX has its CUDA plugin.
+
+    jax-triton 0.3.1 works with every triton from 3.6 on, 0.4.1 from 3.7 on, both with jax 0.10.2 to 0.12.0.1.
+    """
+    install = "pip install 'pallas-softmax[triton]'"
+    for name, version, least in (("jax-triton", jax_triton, (0, 3, 1)), ("triton", triton, (3, 6))):
+        if version is None:
+            return f"{name} is not installed: {install}"
+        if _version(version) < least:
+            return f"needs {name} {'.'.join(map(str, least))} or newer, not {version}: {install}"
+    assert jax_triton is not None and triton is not None
+    if _version(jax_triton) >= (0, 4):
+        if python < (3, 12):
+            return (
+                f"jax-triton {jax_triton} needs Python 3.12 or newer, not {python[0]}.{python[1]}: take 0.3.1"
+            )
+        if _version(triton) < (3, 7):
+            return f"jax-triton {jax_triton} needs triton 3.7 or newer, not {triton}; 0.3.1 works with it"
+    if not cuda:
+        return "JAX is installed without CUDA: pip install 'jax[cuda13]' or 'jax[cuda12]'"
     return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

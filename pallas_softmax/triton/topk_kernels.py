@@ -53,35 +53,56 @@ def _members(best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: t
 
 
 @triton.jit
+def _merge(m, d, scale):
+    """(m, d) of lanes, whose d is of exp((x - m) scale), merged by ⊕."""
+    largest = tl.max(m, 0)
+    return largest, tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
+
+
+@triton.jit
+def _scale(temperature_ptr, row, SCALAR: tl.constexpr):
+    """What the row is multiplied by: SCALAR, there is one temperature for all."""
+    return tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+
+
+@triton.jit
 def _store(
-    candidate,
+    best,
     m,
     d,
     scale,
     row,
+    part,
     values_ptr,
     indices_ptr,
     sums_ptr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    SLOTS: tl.constexpr,
     LOG: tl.constexpr,
     WHERE: tl.constexpr,
+    PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The winners' probabilities and indices, and the row's m and d."""
-    slot = tl.arange(0, SLOTS)
-    key = (candidate >> 32).to(tl.int32)
-    scaled = (of_key(key, DTYPE) - m) * scale
-    value = scaled - log_sum(d) if LOG else tl.exp(scaled) / d
-    if WHERE is not None:
-        masked = key == -(2 ** (DTYPE.primitive_bitwidth - 1))
-        value = tl.where(masked, float("-inf") if LOG else 0.0, value)
-    at = row * K + slot
-    tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=slot < K)
-    tl.store(indices_ptr + at, _index(candidate), mask=slot < K)
-    tl.store(sums_ptr + row, m)
-    tl.store(sums_ptr + ROWS + row, d)
+    """The winners' probabilities and indices, and the row's m and d (2, rows).
+
+    If they are of one of PARTS parts only: `indices` are the candidates (rows, PARTS, slots), two int32 each, the
+    sums (2, rows, PARTS), and `values` is not written.
+    """
+    slot = tl.arange(0, best.numel)
+    at = row * PARTS + part
+    tl.store(sums_ptr + at, m)
+    tl.store(sums_ptr + ROWS * PARTS + at, d)
+    if PARTS > 1:
+        tl.store(indices_ptr.to(tl.pointer_type(tl.int64)) + at * best.numel + slot, best)
+    else:
+        key = (best >> 32).to(tl.int32)
+        scaled = (of_key(key, DTYPE) - m) * scale
+        value = scaled - log_sum(d) if LOG else tl.exp(scaled) / d
+        if WHERE is not None:
+            masked = key == -(2 ** (DTYPE.primitive_bitwidth - 1))
+            value = tl.where(masked, float("-inf") if LOG else 0.0, value)
+        tl.store(values_ptr + row * K + slot, value.to(values_ptr.dtype.element_ty), mask=slot < K)
+        tl.store(indices_ptr + row * K + slot, _index(best), mask=slot < K)
 
 
 @triton.jit
@@ -102,67 +123,55 @@ def topk_kernel(
     PARTS: tl.constexpr,
     LENGTH: tl.constexpr,
     SLOTS: tl.constexpr,
-    DEPTH: tl.constexpr,
     GROUPS: tl.constexpr,
     VEC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
     """A part of LENGTH elements of a row, in slabs of GROUPS x VEC, of which group g has the g-th VEC elements.
 
-    With one part its winners are the result. With more, `indices` are candidates (rows, parts, SLOTS), two
-    int32 each, the sums are (2, rows, parts), and `values` is not written.
-
-    LEVELS: how the winners are narrowed down from a group of all slabs to one element. Each level is the
-    number of slabs of the winning groups that are read again, and the size of the groups of the next level in them.
+    LEVELS: how the winners are narrowed down from a group of all slabs to one element. Each level is the number of
+    slabs of the winning groups that are read again, and the size of the groups of the next level in them.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, row
     if WHERE is not None:
         mask_base = mask_start(row, MASK, V if WHERE == "row" else 1)
-    scale = tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
+    scale = _scale(temperature_ptr, row, SCALAR)
     start = part * LENGTH
     stop = min(start + LENGTH, V)
 
     WIDTH: tl.constexpr = GROUPS * VEC
-    tile = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    lane = tl.arange(0, WIDTH)
     m = tl.full([WIDTH], float("-inf"), tl.float32)
     d = tl.zeros([WIDTH], tl.float32)
     best = tl.full([WIDTH], _NOTHING, tl.int64)
-    for at in range(start, stop, DEPTH * WIDTH):
-        col = at + tile
+    for at in range(start, stop, WIDTH):
+        col = at + lane
         x, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        largest = tl.maximum(m, tl.max(x, 0))
+        largest = tl.maximum(m, x)
         s = shift(largest)
-        d = d * tl.exp((m - s) * scale) + tl.sum(tl.exp((x - s[None, :]) * scale), 0)
+        d = d * tl.exp((m - s) * scale) + tl.exp((x - s) * scale)
         m = largest
-        best = tl.maximum(best, tl.max(candidate, 0))
-    best = _best(best, SLOTS, VEC)
-    largest = tl.max(m, 0)
-    d = tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
+        best = tl.maximum(best, candidate)
+    m, d = _merge(m, d, scale)
 
+    best = _best(best, SLOTS, VEC)
     for level in tl.static_range(len(LEVELS)):
         col, inside = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0])
         _, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, inside, WHERE)
         best = _best(candidate, SLOTS, LEVELS[level][1])
 
-    if PARTS == 1:
-        _store(
-            best, largest, d, scale, row, values_ptr, indices_ptr, sums_ptr, ROWS, K, SLOTS, LOG, WHERE,
-            x_ptr.dtype.element_ty,
-        )  # fmt: skip
-    else:
-        at = row * PARTS + part
-        candidates_ptr = indices_ptr.to(tl.pointer_type(tl.int64))
-        tl.store(candidates_ptr + at * SLOTS + tl.arange(0, SLOTS), best)
-        tl.store(sums_ptr + at, largest)
-        tl.store(sums_ptr + ROWS * PARTS + at, d)
+    _store(
+        best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
+        x_ptr.dtype.element_ty,
+    )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
     x_ptr,
     temperature_ptr,
-    candidates_ptr,
+    lists_ptr,
     parts_ptr,
     values_ptr,
     indices_ptr,
@@ -172,23 +181,22 @@ def merge_kernel(
     LOG: tl.constexpr,
     SCALAR: tl.constexpr,
     WHERE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PADDED: tl.constexpr,
+    LISTS: tl.constexpr,
+    FAN: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """The parts' winners and (m, d), merged; PADDED is the number of parts, rounded up to a power of two."""
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
-    part = tl.arange(0, PADDED)
-    m = tl.load(parts_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    d = tl.load(parts_ptr + (ROWS + row) * PARTS + part, mask=part < PARTS, other=0.0)
-    largest = tl.max(m, 0)
-    d = tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
-    slot = tl.arange(0, PADDED * SLOTS)
-    at = row * (PARTS * SLOTS) + slot
-    candidate = tl.load(candidates_ptr.to(tl.pointer_type(tl.int64)) + at, mask=slot < PARTS * SLOTS, other=_NOTHING)
-    best = tl.topk(candidate, SLOTS)
+    """FAN of the row's LISTS lists of candidates and (m, d) merged into one of PARTS. Of x only the dtype counts."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scale = _scale(temperature_ptr, row, SCALAR)
+    which = part * FAN + tl.arange(0, FAN)
+    m = tl.load(parts_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
+    d = tl.load(parts_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
+    m, d = _merge(m, d, scale)
+    slot = part * (FAN * SLOTS) + tl.arange(0, FAN * SLOTS)
+    candidates_ptr = lists_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
+    best = tl.topk(tl.load(candidates_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
     _store(
-        best, largest, d, scale, row, values_ptr, indices_ptr, sums_ptr, ROWS, K, SLOTS, LOG, WHERE,
+        best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
         x_ptr.dtype.element_ty,
     )  # fmt: skip
