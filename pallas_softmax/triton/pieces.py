@@ -3,6 +3,14 @@
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp(x):
+    """e^x by the GPU's 2^x, which is off by |x| eps, and 0 for a denormal result; `tl.exp` minds those."""
+    return tl.exp2(x * LOG2E)
+
 
 @triton.jit
 def shift(m):
@@ -21,7 +29,7 @@ def combine(m1, d1, m2, d2):
     """The operator ⊕ of the paper, as `online.combine`."""
     m = larger(m1, m2)
     s = shift(m)
-    return m, d1 * tl.exp(m1 - s) + d2 * tl.exp(m2 - s)
+    return m, d1 * exp(m1 - s) + d2 * exp(m2 - s)
 
 
 @triton.jit
@@ -43,20 +51,26 @@ def mask_start(row, MASK: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sort_key(x):
-    """Integers in lax.top_k's total order of x, as `online.sort_key`; the lowest is of the -NaN of all ones."""
+    """Integers in lax.top_k's total order of x, as `online.sort_key`."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-        return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+        return bits ^ ((bits >> 31) & 0x7FFF)
     else:
         bits = x.to(tl.int32, bitcast=True)
-        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def of_key(key, DTYPE: tl.constexpr):
     """The float32 value of a key of this dtype."""
     if DTYPE.primitive_bitwidth == 16:
-        bits = tl.where(key < 0, key ^ 0x7FFF, key)
+        bits = key ^ ((key >> 31) & 0x7FFF)
         return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     else:
-        return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+        return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lowest_key(DTYPE: tl.constexpr):
+    """The key of what is masked, and of the -NaN of all ones."""
+    return -(2 ** (DTYPE.primitive_bitwidth - 1))

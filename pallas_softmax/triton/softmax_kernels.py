@@ -7,7 +7,7 @@ x twice). The state of a row is always (m, d): in a backward, whose rows are sum
 import triton
 import triton.language as tl
 
-from pallas_softmax.triton.pieces import combine, larger, log_sum, mask_start, shift
+from pallas_softmax.triton.pieces import combine, exp, larger, log_sum, mask_start, shift
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _absorb(m, d, term, OP: tl.constexpr, AXIS: tl.constexpr):
     else:
         largest = larger(m, tl.reduce(term, AXIS, larger))
         s = shift(largest)
-        return largest, d * tl.exp(m - s) + tl.sum(tl.exp(term - tl.expand_dims(s, AXIS)), AXIS)
+        return largest, d * exp(m - s) + tl.sum(exp(term - tl.expand_dims(s, AXIS)), AXIS)
 
 
 @triton.jit
@@ -67,14 +67,14 @@ def _value(a, b, keep, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr):
     """What is written."""
     masked = 0.0
     if OP == "softmax":
-        y = tl.exp(a - c0) * c1
+        y = exp(a - c0) * c1
     elif OP == "log_softmax":
         y = a - c0 - c1
         masked = float("-inf")
     elif OP == "softmax_grad":
         y = a * (b - c1)
     else:
-        y = b - tl.exp(a) * c1
+        y = b - exp(a) * c1
     if WHERE is not None:
         y = tl.where(keep, y, masked)
     return y

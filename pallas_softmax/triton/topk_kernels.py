@@ -9,24 +9,29 @@ candidate of each group, and (m, d) by the way; then the k best groups are read 
 import triton
 import triton.language as tl
 
-from pallas_softmax.triton.pieces import log_sum, mask_start, of_key, shift, sort_key
+from pallas_softmax.triton.pieces import LOG2E, exp, log_sum, lowest_key, mask_start, of_key, shift, sort_key
 
 _NOTHING = tl.constexpr(-(2**63))  # the candidate of no element
+_LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of m is NaN
 
 
 @triton.jit
-def _candidates(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
-    """The elements, -inf where they do not count, and their candidates: masked ones are the lowest."""
+def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
+    """The elements in float32 and their keys: -inf and the lowest where they do not count."""
     x = tl.load(ptr + base + col, mask=inside, other=0.0)
-    key = sort_key(x)
-    x = tl.where(inside, x.to(tl.float32), float("-inf"))
+    keep = inside
     if WHERE is not None:
         at = mask_base + (col if WHERE == "row" else col * 0)
-        keep = tl.load(mask_ptr + at, mask=inside, other=0) != 0
-        x = tl.where(keep, x, float("-inf"))
-        key = tl.where(keep, key, -(2 ** (ptr.dtype.element_ty.primitive_bitwidth - 1)))
-    candidate = (key.to(tl.int64) << 32) | (~col).to(tl.uint32, bitcast=True).to(tl.int64)
-    return x, tl.where(inside, candidate, _NOTHING)
+        keep = inside & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
+    key = tl.where(keep, sort_key(x), lowest_key(ptr.dtype.element_ty))
+    return tl.where(keep, x.to(tl.float32), float("-inf")), key
+
+
+@triton.jit
+def _candidate(key, col, inside):
+    """The candidates of elements, or of nothing."""
+    packed = (key.to(tl.int64) << 32) | (~col).to(tl.uint32, bitcast=True).to(tl.int64)
+    return tl.where(inside, packed, _NOTHING)
 
 
 @triton.jit
@@ -56,7 +61,7 @@ def _members(best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: t
 def _merge(m, d, scale):
     """(m, d) of lanes, whose d is of exp((x - m) scale), merged by ⊕."""
     largest = tl.max(m, 0)
-    return largest, tl.sum(d * tl.exp((m - shift(largest)) * scale), 0)
+    return largest, tl.sum(d * exp((m - shift(largest)) * scale), 0)
 
 
 @triton.jit
@@ -97,10 +102,9 @@ def _store(
     else:
         key = (best >> 32).to(tl.int32)
         scaled = (of_key(key, DTYPE) - m) * scale
-        value = scaled - log_sum(d) if LOG else tl.exp(scaled) / d
+        value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
-            masked = key == -(2 ** (DTYPE.primitive_bitwidth - 1))
-            value = tl.where(masked, float("-inf") if LOG else 0.0, value)
+            value = tl.where(key == lowest_key(DTYPE), float("-inf") if LOG else 0.0, value)
         tl.store(values_ptr + row * K + slot, value.to(values_ptr.dtype.element_ty), mask=slot < K)
         tl.store(indices_ptr + row * K + slot, _index(best), mask=slot < K)
 
@@ -141,25 +145,27 @@ def topk_kernel(
     stop = min(start + LENGTH, V)
 
     WIDTH: tl.constexpr = GROUPS * VEC
-    lane = tl.arange(0, WIDTH)
-    m = tl.full([WIDTH], float("-inf"), tl.float32)
-    d = tl.zeros([WIDTH], tl.float32)
-    best = tl.full([WIDTH], _NOTHING, tl.int64)
-    for at in range(start, stop, WIDTH):
+    lane = start + tl.arange(0, WIDTH)
+    best, best_col = tl.full([WIDTH], lowest_key(x_ptr.dtype.element_ty), tl.int32), lane
+    m, d = tl.full([WIDTH], _LEAST, tl.float32), tl.zeros([WIDTH], tl.float32)
+    for at in range(0, stop - start, WIDTH):
         col = at + lane
-        x, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        largest = tl.maximum(m, x)
-        s = shift(largest)
-        d = d * tl.exp((m - s) * scale) + tl.exp((x - s) * scale)
-        m = largest
-        best = tl.maximum(best, candidate)
+        x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
+        # x ⊕ (m, d): of the two exponentials one is 1
+        e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E))
+        d = tl.where(x > m, d * e + 1, d + e)
+        m = tl.maximum(m, x)
+        best_col = tl.where(key > best, col, best_col)  # the first of equals
+        best = tl.maximum(best, key)
+    m = tl.where(d == 0, float("-inf"), m)
+    d = tl.where(m == float("inf"), float("nan"), d)
     m, d = _merge(m, d, scale)
 
-    best = _best(best, SLOTS, VEC)
+    best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC)
     for level in tl.static_range(len(LEVELS)):
         col, inside = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0])
-        _, candidate = _candidates(x_ptr, mask_ptr, base, mask_base, col, inside, WHERE)
-        best = _best(candidate, SLOTS, LEVELS[level][1])
+        _, key = _load(x_ptr, mask_ptr, base, mask_base, col, inside, WHERE)
+        best = _best(_candidate(key, col, inside), SLOTS, LEVELS[level][1])
 
     _store(
         best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
