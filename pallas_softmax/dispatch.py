@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 # In order of preference on a CUDA device. Each is a module of this package with those of the functions of
 # `xla` (`softmax`, `softmax_grad`, ...) that it has kernels for, and, but for `xla`, the reasons
 # `unsupported(call, capability)` why a call cannot run and `slower(call)` why it should not unless named.
+# What `xla` does better than any of them is in its own `preferred(call)`.
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 # Compute capabilities by device kind, for lowering with an abstract device only.
@@ -228,7 +229,10 @@ def _objection(name: str, call: Call, automatic: bool) -> str | None:
     if call.objection is not None:
         return call.objection
     module = importlib.import_module(f"pallas_softmax.{name}")
-    return module.unsupported(call, capability()) or (module.slower(call) if automatic else None)
+    reason = module.unsupported(call, capability())
+    if reason is None and automatic:
+        reason = importlib.import_module("pallas_softmax.xla").preferred(call) or module.slower(call)
+    return reason
 
 
 def capability() -> tuple[int, int]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
-from pallas_softmax import dispatch, folding
+from pallas_softmax import dispatch, folding, xla
 from pallas_softmax.dispatch import Call, Choice
 from pallas_softmax.mosaic_gpu import launch, pieces
 from pallas_softmax.mosaic_gpu.launch import Tile
@@ -104,8 +104,8 @@ def test_every_length_and_alignment_is_supported(op, dtype):
 
 def test_slower():
     """Supported, but left to XLA unless the kernel is named."""
-    assert "transposed" in launch.slower(call(trailing=False))
-    assert "float32 rows" in launch.slower(call(vocab=4096))
+    assert "transposed" in xla.preferred(call(trailing=False))
+    assert "float32 rows" in xla.preferred(call(vocab=4096))
     assert "single row" in launch.slower(call("softmax_grad", rows=1, vocab=128256))
     assert "single float32 row" in launch.slower(call("topk", rows=1, vocab=128256, k=1025))
     for kernel in (
@@ -121,7 +121,7 @@ def test_slower():
         call("topk", "bfloat16", rows=1, vocab=128256, k=2048),
         call("topk", rows=2, vocab=128256, k=2048),
     ):
-        assert launch.slower(kernel) is None
+        assert launch.slower(kernel) is None and xla.preferred(kernel) is None
 
 
 # --- choose -------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_what_is_slower_must_be_named(changes):
     slow = call(**changes)
     choice = dispatch.choose(slow, None)
     assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
-    assert choice.reasons[0] == ("mosaic_gpu", launch.slower(slow))
+    assert choice.reasons[0] == ("mosaic_gpu", xla.preferred(slow))
     assert dispatch.choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
 
 

@@ -264,7 +264,6 @@ def _tile(vocab: int, itemsize: int, warp: float = 2_048) -> Tile:
 _ARRAYS = {"softmax": 1, "log_softmax": 1, "logsumexp": 1, "softmax_grad": 2, "log_softmax_grad": 2}
 _TILE_ELEMENTS = 12_288  # of a row's arrays: what the registers of a CTA hold in float32
 _LONE_ROW = 65_536
-_FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip
 _SPLIT = 256  # parts of a row beyond any cluster, or a multiple of it
 _RESERVED_BYTES = 4 * 1024  # barriers, reduction scratch
 
@@ -281,21 +280,14 @@ def approximate(dtype, op: str = "softmax") -> bool:
 def slower(call: Call) -> str | None:
     """Why XLA is faster than the kernels at a call that they support; None if it is not.
 
-    Alone, the kernels are at least as fast at nearly every shape measured (benchmarks/results/launch, figure2)
-    but for the backward and thousands of winners of one very long row. A float32 softmax of short, aligned rows
-    takes them from 17% less time than XLA (few rows) to 11% more (in the L2 cache); in a program XLA fuses it
-    with what makes its logits, which a kernel cannot.
+    The kernels are at least as fast at nearly every shape measured (benchmarks/results/launch, figure2) but for
+    the backward and thousands of winners of one very long row.
     """
-    if not call.trailing:
-        return "slower than xla where the row is not the last axes: it is transposed, twice"
     if call.op == "topk" and call.rows == 1 and call.vocab > _LONE_ROW and (call.k or 0) > 1_024:
         if call.dtype == "float32":
             return f"slower than xla for more than 1024 of a single float32 row of more than {_LONE_ROW}"
     if call.op.endswith("_grad") and call.rows == 1 and call.vocab > _LONE_ROW:
         return f"slower than xla for the backward of a single row of more than {_LONE_ROW}"
-    if call.op == "softmax" and call.dtype == "float32" and not call.masked and call.vocab % 4 == 0:
-        if call.vocab <= _FUSED_ROW:
-            return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
     return None
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import re
 import sys
 
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 from pallas_softmax.dispatch import Call
 
 MAX_K = 256  # of more, sorting takes minutes to compile
-_FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip
 _NARROW = 8  # elements of a group that top-k orders together
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -72,9 +72,11 @@ def plan(op: str, rows: int, vocab: int, dtype) -> Block | Long:
     if lanes <= 32_768:  # 32 or 64 elements a thread
         n = max(1, 2048 // (lanes * arrays))
         return Block(n, lanes, min(32, max(1, n * lanes * arrays // 2048)))
-    parts = min(-(-vocab // 4096), 128 // rows) if rows <= 64 else 1
+    parts = min(-(-vocab // 4096), 256 // rows) if rows <= 64 else 1
     if parts > 1:
-        return _long(vocab, parts, 1, 4096, 8)
+        return (
+            _long(vocab, parts, 1, 4096, 8) if vocab <= parts * 16_384 else _long(vocab, parts, 4, 4096, 16)
+        )
     if arrays == 2 or jnp.dtype(dtype).itemsize == 2:
         return _long(vocab, 1, 2, 4096, 16)
     return _long(vocab, 1, 4, 4096, 32)
@@ -91,19 +93,26 @@ def _part(vocab: int, parts: int, step: int) -> int:
 
 
 def topk_plan(rows: int, vocab: int, k: int, dtype) -> TopK:
-    """How the rows of top-k lie over programs. Rests on measurements of an H100."""
+    """How the rows of top-k lie over programs. Rests on measurements of an H100.
+
+    `vec` is what a thread loads at once. The more groups, the longer it takes to find the best; the fewer, the
+    more elements of theirs are read again.
+    """
     slots = max(2, power_of_two(k))  # tl.topk has no list of one
-    vec = 16 // jnp.dtype(dtype).itemsize
-    most = min(32, 8192 // (slots * vec))  # slabs: their winning groups are read again, into registers
-    groups = 256 if k <= 16 else 512 if k <= 64 else 1024
-    while groups < 1024 and groups * vec * most < vocab:
+    vec = math.gcd(vocab, 16 // jnp.dtype(dtype).itemsize)
+    parts = max(1, min(vocab // (4_096 if k <= 16 else 16_384), 256 // rows, 2_048 // slots))
+    part = -(-vocab // parts)
+    most = 8192 // (max(64, slots) * vec)  # slabs of a part: those of its winning groups fit the registers
+    groups = 128 if k <= 16 else 512 if k <= 64 else 1024
+    groups = min(1024, groups * (4 if vec < 4 else 1))
+    while groups < 1024 and groups * vec * (25 if k <= 16 else most) < part:
         groups *= 2
-    while groups > max(128, slots) and groups * vec > vocab:
+    while groups > max(128, slots) and groups * vec > part:
         groups //= 2
-    parts = -(-vocab // (groups * vec * most))
-    parts = max(parts, min(-(-vocab // 4096), 256 // rows, 2048 // slots))
+    parts = max(parts, -(-vocab // (groups * vec * most)))
     length = _part(vocab, parts, groups * vec)
-    return TopK(-(-vocab // length), length, slots, groups, vec, min(8, groups // 64))
+    warps = max(min(4, groups * vec // 256), min(8, groups * min(vec, 4) // 256), 1)
+    return TopK(-(-vocab // length), length, slots, groups, vec, warps)
 
 
 def merged(slots: int) -> int:
@@ -112,11 +121,7 @@ def merged(slots: int) -> int:
 
 
 def slower(call: Call) -> str | None:
-    """Why XLA is faster than the kernels at a call that they support; None if it is not."""
-    if not call.trailing:
-        return "slower than xla where the row is not the last axes: it is transposed, twice"
-    if call.op == "softmax" and not call.masked and call.vocab <= _FUSED_ROW:
-        return f"no faster than xla for rows of up to {_FUSED_ROW} without where"
+    """Why XLA is faster than the kernels at a call that they support: never, at the shapes measured."""
     return None
 
 
