@@ -1,9 +1,12 @@
 """Run by test_gpu.py under compute-sanitizer: every kernel family over a few shapes, results checked coarsely.
 
-Small on purpose: racecheck slows shared memory accesses down by two orders of magnitude.
+Its arguments are the implementations, by default all that can run here. Small on purpose: racecheck slows shared
+memory accesses down by two orders of magnitude.
 """
 
 import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import cases
 import jax
@@ -11,9 +14,10 @@ import numpy as np
 import oracle
 from test_mosaic_interpret import topk_rows
 
-from pallas_softmax import paper
+from pallas_softmax import paper, triton
 from pallas_softmax.mosaic_gpu import launch, softmax_kernel
 from pallas_softmax.mosaic_gpu.launch import Parts, Window
+from pallas_softmax.triton.launch import Block, Long, TopK, missing
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
 # (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
@@ -39,8 +43,25 @@ TOPK = [
 
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
 
+# As above, of Triton. In registers; read twice; in parts.
+TRITON = [
+    (3, 1000, "float32", None, False, oracle.OPERATIONS),
+    (3, 1003, "bfloat16", Block(2, 1024, 4), True, oracle.OPERATIONS),
+    (2, 2100, "float32", Long(1, 3072, 2, 512, 4), False, oracle.OPERATIONS),
+    (2, 2100, "bfloat16", Long(1, 3072, 1, 1024, 4), True, TWO),
+    (2, 2100, "float32", Long(3, 1024, 1, 512, 4), True, TWO),
+    (2, 2100, "bfloat16", Long(3, 1024, 1, 512, 4), False, (*TWO, "logsumexp")),
+]
+# One part; parts, merged by one warp and by two.
+TRITON_TOPK = [
+    (2, 1000, "float32", None, False, (1, 5)),
+    (2, 2100, "bfloat16", None, True, (9,)),
+    (2, 2100, "float32", TopK(3, 1024, 8, 128, 4, 2), True, (5,)),
+    (2, 2100, "bfloat16", TopK(2, 2048, 256, 256, 8, 4), False, (200,)),
+]
 
-def main():
+
+def mosaic_gpu():
     for rows, v, dtype, plan, masked, names in SHAPES:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         where = np.arange(v)[None] % 3 > 0 if masked else None
@@ -69,8 +90,54 @@ def main():
         for algorithm in paper.TOPK.values():
             _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
             np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
-    print("swept", SHAPES, TOPK, PAPER)
+    print("swept mosaic_gpu", SHAPES, TOPK, PAPER)
+
+
+def triton_rows(rows, v, dtype, plan, masked, name):
+    x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
+    where = np.arange(v)[None] % 3 > 0 if masked else None
+    arrays = cases.operands(name, x, where)
+    kernel = jax.jit(lambda arrays, where: triton._rows(name, arrays, where, (1,), plan))
+    compiled = kernel.lower(arrays, where).compile()
+
+    def check():
+        out = compiled(arrays, where)
+        got = np.asarray(out[0] if name == "logsumexp" else out).astype("float32")
+        want, *_ = oracle.expected(name, arrays, where)
+        np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+
+    return check
+
+
+def triton_topk(rows, v, dtype, plan, masked, k):
+    x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
+    x[0] = 1  # all tied
+    where = np.arange(v)[None] % 3 > 0 if masked else None
+    run = functools.partial(triton.topk, k=k, log=False, dtype=np.dtype("float32"), plan=plan)
+    temperature = np.ones((1, 1), "float32")
+    compiled = jax.jit(run).lower(x, where, temperature).compile()
+
+    def check():
+        values, indices = map(np.asarray, compiled(x, where, temperature)[0])
+        want, best = oracle.fused_topk(x, k, where)
+        np.testing.assert_array_equal(indices, best)
+        np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
+
+    return check
+
+
+def triton_sweep():
+    with ThreadPoolExecutor(14) as pool:  # they compile
+        checks = [pool.submit(triton_rows, *case, name) for *case, names in TRITON for name in names]
+        checks += [pool.submit(triton_topk, *case, k) for *case, ks in TRITON_TOPK for k in ks]
+    for check in checks:
+        check.result()()
+    print("swept triton", TRITON, TRITON_TOPK)
 
 
 if __name__ == "__main__":
-    main()
+    sweeps = {"mosaic_gpu": mosaic_gpu, "triton": triton_sweep}
+    if missing() is not None:
+        del sweeps["triton"]
+    for implementation in sys.argv[1:] or sweeps:
+        sweeps[implementation]()

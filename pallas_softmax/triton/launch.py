@@ -14,6 +14,7 @@ from pallas_softmax.dispatch import Call
 
 MAX_K = 256  # of more, sorting takes minutes to compile
 _NARROW = 8  # elements of a group that top-k orders together
+_MOST = 2**31 - 2**20  # so that the indices of a program, also of what it leaves out, fit an int32
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -133,8 +134,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return f"no kernel for {call.dtype}, only {', '.join(_DTYPES)}"
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
-    if call.rows >= 2**31 or call.vocab >= 2**31 - 2**16:
-        return f"2^31 rows, or a row of 2^31 elements: {call.rows} x {call.vocab}"
+    if max(call.rows, call.vocab) > _MOST:
+        return f"more than {_MOST} rows, or elements of a row: {call.rows} x {call.vocab}"
     if call.op == "topk":
         if not call.trailing:
             return "the row is not contiguous: its axes are not the last ones"

@@ -41,20 +41,22 @@ def _index(candidate):
 
 
 @triton.jit
-def _best(candidates, SLOTS: tl.constexpr, SIZE: tl.constexpr):
-    """The best of each group of SIZE candidates that follow each other, and of these the SLOTS best, in order."""
-    groups = tl.reshape(candidates, [candidates.numel // SIZE, SIZE])
-    return tl.topk(tl.max(groups, 1), SLOTS)
+def _members(
+    best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr, SIZE: tl.constexpr
+):
+    """The columns of the candidates' groups, of the SLABS slabs that each is in; `stop` for what is not there.
 
-
-@triton.jit
-def _members(best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr):
-    """The columns of the groups of these candidates, of the SLABS slabs that the candidate is in, and which exist."""
+    They make groups of SIZE: member, group and candidate, the last the fastest. So a reduction over the members
+    leaves no warp bit unused below a used one, which Triton 3.6 miscompiles; as it may what is not one-dimensional.
+    """
     place = _index(best) - start
     first = place // (WIDTH * SLABS) * (WIDTH * SLABS) + place % WIDTH // VEC * VEC
-    inner = tl.arange(0, SLABS * VEC)
-    col = (start + first)[:, None] + (inner // VEC * WIDTH + inner % VEC)[None, :]
-    return col, (best != _NOTHING)[:, None] & (col < stop)
+    first = tl.where(best == _NOTHING, stop, start + first)
+    at = tl.arange(0, SLABS * VEC)
+    GROUPS: tl.constexpr = SLABS * VEC // SIZE
+    inner = at % GROUPS * SIZE + at // GROUPS
+    col = first[None, :] + (inner // VEC * WIDTH + inner % VEC)[:, None]
+    return tl.reshape(col, [col.numel])
 
 
 @triton.jit
@@ -161,11 +163,14 @@ def topk_kernel(
     d = tl.where(m == float("inf"), float("nan"), d)
     m, d = _merge(m, d, scale)
 
-    best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC)
+    candidate = tl.reshape(_candidate(best, best_col, lane < stop), [GROUPS, VEC])
+    best = tl.topk(tl.max(candidate, 1), SLOTS)
     for level in tl.static_range(len(LEVELS)):
-        col, inside = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0])
-        _, key = _load(x_ptr, mask_ptr, base, mask_base, col, inside, WHERE)
-        best = _best(_candidate(key, col, inside), SLOTS, LEVELS[level][1])
+        col = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0], LEVELS[level][1])
+        _, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
+        candidate = _candidate(key, col, col < stop)
+        candidate = tl.reshape(candidate, [LEVELS[level][1], col.numel // LEVELS[level][1]])
+        best = tl.topk(tl.max(candidate, 0), SLOTS)
 
     _store(
         best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
