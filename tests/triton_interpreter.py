@@ -6,10 +6,10 @@ it does element by element, a millisecond each; here by halves, as GPUs do.
 """
 
 import os
+import warnings
 from types import SimpleNamespace
 
 import cases
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -46,8 +46,10 @@ def _interpret(*inputs, kernel, out_type, grid, warps, constants, capability):
     held = [np.full(2 * margin + out.size * out.dtype.itemsize, 0xA5, np.uint8) for out in out_type]
     outputs = [a[margin:-margin].view(out.dtype) for a, out in zip(held, out_type)]
     arrays = [*inputs, *outputs]
-    pointers = [SimpleNamespace(data_ptr=lambda a=a: a.ctypes.data, dtype=TYPES[a.dtype.name]) for a in arrays]
-    with np.errstate(all="ignore"):
+    pointers = [
+        SimpleNamespace(data_ptr=lambda a=a: a.ctypes.data, dtype=TYPES[a.dtype.name]) for a in arrays
+    ]
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         Run(kernel.rewrite(), kernel.arg_names, grid)(*pointers, **dict(constants))
     for a in held:
         assert (a[:margin] == 0xA5).all() and (a[-margin:] == 0xA5).all()
@@ -121,7 +123,7 @@ PLANS = [
     (1003, F32, ALL, Long(1, 1024, 2, 128, 4)),
     (1024, BF16, ALL, Long(1, 1024, 4, 64, 4)),
     (1003, F32, FEW, Long(3, 384, 1, 128, 4)),
-    (2003, F16, ALL, Long(8, 256, 2, 64, 4)),
+    (2003, F16, FEW, Long(5, 448, 1, 64, 4)),
     (40000, BF16, FEW[:1], None),
 ]
 
@@ -135,7 +137,9 @@ def test_rows(op, v, dtype, names, plan):
 def test_plans_are_of_every_kind():
     chosen = [plan or launch.plan("softmax", len(names), v, d) for v, d, names, plan in PLANS]
     assert {type(plan) for plan in chosen} == {Block, Long}
-    assert any(isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS))
+    assert any(
+        isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS)
+    )
     assert {plan.parts > 1 for plan in chosen if isinstance(plan, Long)} == {True, False}
 
 
@@ -161,7 +165,9 @@ def test_axes(axes):
     y, dy = rng.standard_normal((2, 20, 3, 10)).astype(F32)
     where = rng.random((1, 3, 10)) < 0.7
     got = implementation.softmax_grad((jnp.asarray(y),), jnp.asarray(where), jnp.asarray(dy), axes=axes)
-    moved = [np.moveaxis(np.broadcast_to(a, y.shape), axes, range(-len(axes), 0)) for a in (y, dy, where, got)]
+    moved = [
+        np.moveaxis(np.broadcast_to(a, y.shape), axes, range(-len(axes), 0)) for a in (y, dy, where, got)
+    ]
     y, dy, where, got = (a.reshape(*a.shape[: -len(axes)], -1) for a in moved)
     oracle.assert_operation("softmax_grad", got, (y, dy), [str(at) for at in np.ndindex(y.shape[:-1])], where)
 
@@ -211,7 +217,7 @@ TOPK = [
     (1003, BF16, 5, ALL, TopK(1, 1024, 8, 16, 8, 2)),
     (2048, F16, 64, FEW, TopK(1, 2048, 64, 64, 8, 2)),
     (2000, F32, 16, FEW, TopK(1, 2048, 16, 16, 4, 2)),  # three levels
-    (1003, F32, 5, ALL, TopK(4, 256, 8, 16, 4, 2)),
+    (1003, F32, 5, FEW, TopK(3, 384, 8, 16, 4, 2)),
     (1003, F16, 1, FEW, TopK(3, 384, 2, 16, 8, 2)),
     (16000, BF16, 1, FEW[:3], None),
 ]
@@ -236,13 +242,15 @@ def test_merges_of_merges(parts, monkeypatch):
     assert_topk(cases.rows(names, v), 5, names, TopK(parts, 128, 8, 16, 4, 1), log=True)
 
 
-ONE_PART, PARTS = TopK(1, 512, 32, 32, 4, 2), TopK(4, 128, 32, 32, 4, 2)
+ONE_PART, PARTS = TopK(1, 512, 32, 32, 4, 2), TopK(2, 256, 32, 32, 4, 2)
 
 
 @pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])
 def test_topk_with_a_temperature_per_row(plan, log):
     names = FEW if log else list(cases.FINITE)
-    assert_topk(cases.rows(names, 503), 5, names, plan, None, np.geomspace(0.1, 10, len(names)).astype(F32), log)
+    assert_topk(
+        cases.rows(names, 503), 5, names, plan, None, np.geomspace(0.1, 10, len(names)).astype(F32), log
+    )
 
 
 @pytest.mark.parametrize(("plan", "dtype"), [(ONE_PART, F16), (PARTS, BF16)], ids=["one", "parts"])

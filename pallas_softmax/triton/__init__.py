@@ -128,7 +128,7 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
             (x, temperature, indices, sums),
             outputs(parts),
             (rows, parts),
-            max(1, min(8, fan * plan.slots // 256)),
+            max(1, min(8, fan * plan.slots // 64)),
             **(shared | {"LISTS": lists, "FAN": fan, "PARTS": parts}),
         )
     shaped = [a.reshape(*batch, a.shape[-1]) for a in (values, indices, *sums)]

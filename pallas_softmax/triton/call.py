@@ -4,9 +4,9 @@ The operation is our own: its lowering calls `jax_triton.triton_call`, whose own
 dead code (jax-triton 0.4.1), and whose import fails where JAX has no CUDA (0.3.1).
 """
 
-import functools
 import inspect
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,15 +63,18 @@ def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
     )
 
 
-@functools.cache
+_import = threading.Lock()
+
+
 def _triton_call():
     """jax_triton's; its import changes a variable that triton and its other users read."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    import jax_triton
+    with _import:
+        before = os.environ.pop("TRITON_CACHE_DIR", None)
+        import jax_triton
 
-    os.environ.pop("TRITON_CACHE_DIR", None)
-    if before is not None:
-        os.environ["TRITON_CACHE_DIR"] = before
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        if before is not None:
+            os.environ["TRITON_CACHE_DIR"] = before
     return jax_triton.triton_call
 
 

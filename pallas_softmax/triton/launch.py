@@ -103,10 +103,11 @@ def topk_plan(rows: int, vocab: int, k: int, dtype) -> TopK:
     vec = math.gcd(vocab, 16 // jnp.dtype(dtype).itemsize)
     parts = max(1, min(vocab // (4_096 if k <= 16 else 16_384), 256 // rows, 2_048 // slots))
     part = -(-vocab // parts)
-    most = 8192 // (max(64, slots) * vec)  # slabs of a part: those of its winning groups fit the registers
+    most = 8192 // (max(32, slots) * vec)  # slabs of a part: those of its winning groups fit the registers
     groups = 128 if k <= 16 else 512 if k <= 64 else 1024
-    groups = min(1024, groups * (4 if vec < 4 else 1))
-    while groups < 1024 and groups * vec * (25 if k <= 16 else most) < part:
+    widest = min(1024, 4096 // vec)
+    groups = min(widest, groups * (4 if vec < 4 else 1) * (2 if parts > 1 else 1))
+    while groups < widest and groups * vec * (25 if k <= 16 else most) < part:
         groups *= 2
     while groups > max(128, slots) and groups * vec > part:
         groups //= 2

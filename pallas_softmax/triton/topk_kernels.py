@@ -46,17 +46,28 @@ def _members(
 ):
     """The columns of the candidates' groups, of the SLABS slabs that each is in; `stop` for what is not there.
 
-    They make groups of SIZE: member, group and candidate, the last the fastest. So a reduction over the members
+    In groups of SIZE, ordered by slab of a group, group, candidate, element of a slab. So a reduction over a group
     leaves no warp bit unused below a used one, which Triton 3.6 miscompiles; as it may what is not one-dimensional.
     """
     place = _index(best) - start
     first = place // (WIDTH * SLABS) * (WIDTH * SLABS) + place % WIDTH // VEC * VEC
     first = tl.where(best == _NOTHING, stop, start + first)
-    at = tl.arange(0, SLABS * VEC)
-    GROUPS: tl.constexpr = SLABS * VEC // SIZE
-    inner = at % GROUPS * SIZE + at // GROUPS
-    col = first[None, :] + (inner // VEC * WIDTH + inner % VEC)[:, None]
-    return tl.reshape(col, [col.numel])
+    at = tl.arange(0, SLABS)
+    GROUPS: tl.constexpr = SLABS * VEC // SIZE if SIZE > VEC else SLABS
+    slab = at % GROUPS * (SLABS // GROUPS) + at // GROUPS
+    col = first[None, :, None] + (slab * WIDTH)[:, None, None] + tl.arange(0, VEC)[None, None, :]
+    col = tl.reshape(col, [col.numel])
+    return tl.max_contiguous(tl.multiple_of(col, VEC), VEC)
+
+
+@triton.jit
+def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr):
+    """The best of each group of SIZE candidates in the order of `_members`, and of these the SLOTS best, in order."""
+    if SIZE >= VEC:
+        candidates = tl.max(tl.reshape(candidates, [candidates.numel // VEC, VEC]), 1)
+        slabs: tl.constexpr = SIZE // VEC
+        candidates = tl.max(tl.reshape(candidates, [slabs, candidates.numel // slabs]), 0)
+    return tl.topk(candidates, SLOTS)
 
 
 @triton.jit
@@ -163,14 +174,11 @@ def topk_kernel(
     d = tl.where(m == float("inf"), float("nan"), d)
     m, d = _merge(m, d, scale)
 
-    candidate = tl.reshape(_candidate(best, best_col, lane < stop), [GROUPS, VEC])
-    best = tl.topk(tl.max(candidate, 1), SLOTS)
+    best = _best(_candidate(best, best_col, lane < stop), SLOTS, VEC, VEC)
     for level in tl.static_range(len(LEVELS)):
         col = _members(best, start, stop, WIDTH, VEC, LEVELS[level][0], LEVELS[level][1])
         _, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        candidate = _candidate(key, col, col < stop)
-        candidate = tl.reshape(candidate, [LEVELS[level][1], col.numel // LEVELS[level][1]])
-        best = tl.topk(tl.max(candidate, 0), SLOTS)
+        best = _best(_candidate(key, col, col < stop), SLOTS, VEC, LEVELS[level][1])
 
     _store(
         best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
