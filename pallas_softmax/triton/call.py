@@ -4,8 +4,10 @@ The operation is our own: its lowering calls `jax_triton.triton_call`, whose own
 dead code (jax-triton 0.4.1), and whose import fails where JAX has no CUDA (0.3.1).
 """
 
+import importlib
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +52,10 @@ def _(*inputs, out_type, **_):
 
 def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
     triton_call = _triton_call()
-    parameters = inspect.signature(triton_call).parameters
+    if "out_type" in inspect.signature(triton_call).parameters:  # jax-triton 0.4
+        options = {"out_type": list(out_type), "backend_options": {"enable_fp_fusion": True}}
+    else:
+        options = {"out_shape": list(out_type), "enable_fp_fusion": True}
     return triton_call(
         *inputs,
         kernel=kernel,
@@ -58,7 +63,7 @@ def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
         num_warps=warps,
         name=kernel.__name__,
         compute_capability=10 * capability[0] + capability[1],
-        **{"out_type" if "out_type" in parameters else "out_shape": list(out_type)},
+        **options,
         **dict(constants),
     )
 
@@ -69,13 +74,13 @@ _import = threading.Lock()
 def _triton_call():
     """jax_triton's; its import changes a variable that triton and its other users read."""
     with _import:
-        before = os.environ.pop("TRITON_CACHE_DIR", None)
-        import jax_triton
-
-        os.environ.pop("TRITON_CACHE_DIR", None)
-        if before is not None:
-            os.environ["TRITON_CACHE_DIR"] = before
-    return jax_triton.triton_call
+        if "jax_triton" not in sys.modules:
+            before = os.environ.get("TRITON_CACHE_DIR")
+            importlib.import_module("jax_triton")
+            os.environ.pop("TRITON_CACHE_DIR", None)
+            if before is not None:
+                os.environ["TRITON_CACHE_DIR"] = before
+    return importlib.import_module("jax_triton").triton_call
 
 
 mlir.register_lowering(launch_p, mlir.lower_fun(_lower, multiple_results=True), platform="cuda")

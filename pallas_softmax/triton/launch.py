@@ -66,11 +66,14 @@ def power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def plan(op: str, rows: int, vocab: int, dtype) -> Block | Long:
-    """How the rows of a softmax operation lie over programs. Rests on measurements of an H100."""
+def plan(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
+    """How the rows of a softmax operation lie over programs. Rests on measurements of an H100.
+
+    A program of 32 warps has 64 registers a thread, too few for a mask besides.
+    """
     arrays = 2 if op.endswith("_grad") else 1
     lanes = power_of_two(vocab)
-    if lanes <= 32_768:  # 32 or 64 elements a thread
+    if lanes <= (16_384 if arrays == 2 and masked else 32_768):  # 32 or 64 elements a thread
         n = max(1, 2048 // (lanes * arrays))
         return Block(n, lanes, min(32, max(1, n * lanes * arrays // 2048)))
     parts = min(-(-vocab // 4096), 256 // rows) if rows <= 64 else 1
@@ -78,7 +81,7 @@ def plan(op: str, rows: int, vocab: int, dtype) -> Block | Long:
         return (
             _long(vocab, parts, 1, 4096, 8) if vocab <= parts * 16_384 else _long(vocab, parts, 4, 4096, 16)
         )
-    if arrays == 2 or jnp.dtype(dtype).itemsize == 2:
+    if arrays == 2 or masked or jnp.dtype(dtype).itemsize == 2:
         return _long(vocab, 1, 2, 4096, 16)
     return _long(vocab, 1, 4, 4096, 32)
 
