@@ -168,7 +168,7 @@ COMPILED = {
     "short rows, masked": (lambda: launches_of("softmax", ROWS, 1000, mask=(ROWS, 1000)), ["rows"]),
     "short rows": (lambda: launches_of("softmax_grad", ROWS, 1000, "bfloat16"), ["rows"]),
     "rows of all warps, mask per row": (
-        lambda: launches_of("log_softmax", ROWS, 25000, "bfloat16", (ROWS, 1)),
+        lambda: launches_of("log_softmax", ROWS, 16000, "bfloat16", (ROWS, 1)),
         ["rows"],
     ),
     "backward of all warps": (lambda: launches_of("log_softmax_grad", ROWS, 25000), ["rows"]),
@@ -178,7 +178,7 @@ COMPILED = {
         ["long"],
     ),
     "backward of all warps, masked": (
-        lambda: launches_of("log_softmax_grad", ROWS, 25000, mask=(ROWS, 25000)),
+        lambda: launches_of("log_softmax_grad", ROWS, 16001, mask=(ROWS, 16001)),
         ["rows"],
     ),
     "long rows, masked": (lambda: launches_of("softmax", ROWS, 50257, mask=(ROWS, 50257)), ["long"]),

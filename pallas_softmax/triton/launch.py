@@ -69,21 +69,22 @@ def power_of_two(least: int) -> int:
 def plan(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
     """How the rows of a softmax operation lie over programs. Rests on measurements of an H100.
 
-    A program of 32 warps has 64 registers a thread, too few for a mask besides.
+    And on what ptxas says: no plan spills registers, which a mask, or what is not aligned, needs more of.
     """
     arrays = 2 if op.endswith("_grad") else 1
+    half = jnp.dtype(dtype).itemsize == 2
     lanes = power_of_two(vocab)
-    if lanes <= (16_384 if arrays == 2 and masked else 32_768):  # 32 or 64 elements a thread
+    if lanes <= (16_384 if masked or (arrays == 2 and half) else 32_768):  # 32 or 64 elements a thread
         n = max(1, 2048 // (lanes * arrays))
         return Block(n, lanes, min(32, max(1, n * lanes * arrays // 2048)))
+    spare = not masked and (arrays == 1 or vocab % 4 == 0)
     parts = min(-(-vocab // 4096), 256 // rows) if rows <= 64 else 1
     if parts > 1:
-        return (
-            _long(vocab, parts, 1, 4096, 8) if vocab <= parts * 16_384 else _long(vocab, parts, 4, 4096, 16)
-        )
-    if arrays == 2 or masked or jnp.dtype(dtype).itemsize == 2:
-        return _long(vocab, 1, 2, 4096, 16)
-    return _long(vocab, 1, 4, 4096, 32)
+        deep = spare and vocab > parts * 16_384
+        return _long(vocab, parts, 4, 4096, 16) if deep else _long(vocab, parts, 1, 4096, 8)
+    if not spare:
+        return _long(vocab, 1, 1, 4096, 16)
+    return _long(vocab, 1, 2, 4096, 16) if arrays == 2 or half else _long(vocab, 1, 4, 4096, 32)
 
 
 def _long(vocab, parts, depth, width, warps) -> Long:
