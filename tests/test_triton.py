@@ -407,6 +407,9 @@ def test_what_is_left_to_xla(works):
             assert ps.explain(named(f, "triton"), x)[0].cuda == "triton"
         for f in (ps.log_softmax, lambda x: ps.softmax(x, where=x > 0), topk):
             assert ps.explain(f, few)[0].cuda == "triton"
+        forward, backward = ps.explain(ps.softmax, array(100, 32769))
+        assert (forward.cuda, backward.cuda) == ("triton", "xla") and "backward of rows" in str(backward)
+        assert ps.explain(ps.softmax, array(100, 32768))[1].cuda == "triton"
 
 
 def test_unsupported(works):
@@ -568,11 +571,13 @@ def assert_parts(plan, vocab, step):
 
 
 @settings(FREE, max_examples=1000)
-@given(st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES))
-@example("softmax_grad", 64, 32769, "float32")
-@example("softmax", 128, 32769, "float32")
-def test_plans_cover_every_row_once(op, rows, vocab, dtype):
-    plan = launch.plan(op, rows, vocab, dtype)
+@given(
+    st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES), st.booleans()
+)
+@example("softmax_grad", 64, 32769, "float32", False)
+@example("softmax", 128, 32769, "float32", True)
+def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
+    plan = launch.plan(op, rows, vocab, dtype, masked)
     arrays = 2 if op in oracle.BACKWARD else 1
     threads = 32 * plan.warps
     assert power_of_two(plan.warps) and threads <= 1024

@@ -74,9 +74,12 @@ def plan(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block |
     arrays = 2 if op.endswith("_grad") else 1
     half = jnp.dtype(dtype).itemsize == 2
     lanes = power_of_two(vocab)
-    if lanes <= (16_384 if masked or (arrays == 2 and half) else 32_768):  # 32 or 64 elements a thread
-        n = max(1, 2048 // (lanes * arrays))
-        return Block(n, lanes, min(32, max(1, n * lanes * arrays // 2048)))
+    if lanes <= (16_384 if masked or (arrays == 2 and half) else 32_768):
+        each = (
+            32 if arrays == 2 or (half and 2_048 < lanes < 32_768) else 64
+        )  # elements of an array in a thread
+        n = max(1, 32 * each // lanes)
+        return Block(n, lanes, max(1, lanes // (32 * each)))
     spare = not masked and (arrays == 1 or vocab % 4 == 0)
     parts = min(-(-vocab // 4096), 256 // rows) if rows <= 64 else 1
     if parts > 1:
@@ -127,7 +130,9 @@ def merged(slots: int) -> int:
 
 
 def slower(call: Call) -> str | None:
-    """Why XLA is faster than the kernels at a call that they support: never, at the shapes measured."""
+    """Why XLA is faster than the kernels at a call that they support; None if it is not."""
+    if call.op.endswith("_grad") and call.vocab > 32_768:
+        return "no faster than xla for the backward of rows of more than 32768"
     return None
 
 
