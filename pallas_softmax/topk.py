@@ -95,14 +95,18 @@ def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.A
         raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
-    return jnp.where(t > 0, t, jnp.nan)
+    tiny = jnp.finfo(t.dtype).tiny  # beyond these 1/t is no normal number, and 0 times an infinite x is NaN
+    return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _topk(logits, where, temperature, k, log, dtype, choice):
     """TopK of the last axis, and the normalizer of the logits."""
-    winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k, log=log, dtype=dtype)
-    return TopK(*winners), normalizer
+    wide = (
+        dtype if jnp.finfo(dtype).bits >= 16 else jnp.dtype(jnp.float32)
+    )  # kernels store no narrower floats
+    winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k, log=log, dtype=wide)
+    return TopK(winners.values.astype(dtype), winners.indices), normalizer
 
 
 def _topk_fwd(logits, where, temperature, k, log, dtype, choice):

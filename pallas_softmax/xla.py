@@ -17,8 +17,9 @@ _FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip
 def preferred(call: Call) -> str | None:
     """Why XLA is better at a call than any kernel, however fast; None if it is not.
 
-    A float32 softmax of short, aligned rows takes the kernels from 17% less time than XLA (few rows) to 11% more
-    (in the L2 cache); in a program XLA fuses it with what makes its logits, which a kernel cannot.
+    A float32 softmax of short, aligned rows takes those of `mosaic_gpu` from 17% less time than XLA (few rows) to
+    11% more (in the L2 cache), those of `triton` as long; in a program XLA fuses it with what makes its logits,
+    which a kernel cannot.
     """
     if not call.trailing:
         return "slower than xla where the row is not the last axes: it is transposed, twice"

@@ -409,6 +409,13 @@ def test_shard_map(name):
 # --- Export -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_topk_values_of_8_bits(dtype):
+    """The kernel's are of float32, rounded afterwards."""
+    text = lowered(lambda x: ps.fused_topk(x, 5, dtype=dtype, implementation="mosaic_gpu"), X)
+    assert len(kernels(text)) == 1
+
+
 def exported(f, x, platforms=("cuda",)):
     return export.export(jax.jit(f), platforms=platforms)(x)
 

@@ -300,6 +300,14 @@ def test_scalar_temperature(temperature, log):
     assert_right(got, x, 5, names, temperature=t, log=log, limit=4.0)
 
 
+def test_infinite_temperature():
+    """All alike, but for what is -inf."""
+    x = cases.rows(["normal", "neg_inf_last"], 100)
+    values = np.asarray(topk(x, 100, temperature=np.inf).values)
+    np.testing.assert_allclose(values[0], 1 / 100, rtol=1e-6)
+    np.testing.assert_allclose(values[1], [1 / 99] * 99 + [0], rtol=1e-6)
+
+
 def test_temperature_per_row():
     names = list(cases.FINITE)
     x = cases.rows(names, 129)

@@ -18,6 +18,7 @@ import oracle
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax import export
 from test_dispatch import DTYPES, FREE, device, lengths, named, topk
 
 import pallas_softmax as ps
@@ -82,7 +83,7 @@ def compiled(params, avals, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "i8", "int32": "i32"}
+    types = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
     kernel, constants = params["kernel"], dict(params["constants"])
     names = kernel.arg_names
     assert len(names) == len(avals) + len(constants)
@@ -349,6 +350,28 @@ def test_lowered_with_unused_results(f, kernels, calls):
 
 
 @needs_jax_triton
+def test_exported(calls):
+    """JAX wants to be told that the custom call is known."""
+    f = jax.jit(lambda x: ps.log_softmax(x))
+    known = [
+        export.DisabledSafetyCheck.custom_call(f"triton_kernel_call{version}") for version in ("", "_ffi")
+    ]
+    with device(A100):
+        with pytest.raises(ValueError, match="triton_kernel_call"):
+            export.export(f, platforms=("cuda",))(X)
+        module = export.export(f, platforms=("cuda",), disabled_checks=known)(X).mlir_module()
+    assert "triton_kernel_call" in module
+
+
+@needs_jax_triton
+def test_topk_values_of_8_bits(calls):
+    """The kernel's are of float32, rounded afterwards."""
+    with device(A100):
+        f = jax.jit(lambda x: ps.fused_topk(x, 5, dtype="float8_e4m3fn", implementation="triton"))
+        assert "triton_kernel_call" in f.trace(X).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_jax_triton
 def test_lowered_automatically(calls):
     """Nothing is named, and for the CPU the same trace is plain."""
     assert called(calls, lowered(lambda x: (ps.log_softmax(x), topk(x)), X)) == [
@@ -408,7 +431,8 @@ def test_what_is_left_to_xla(works):
         for f in (ps.log_softmax, lambda x: ps.softmax(x, where=x > 0), topk):
             assert ps.explain(f, few)[0].cuda == "triton"
         forward, backward = ps.explain(ps.softmax, array(100, 32769))
-        assert (forward.cuda, backward.cuda) == ("triton", "xla") and "backward of rows" in str(backward)
+        assert (forward.cuda, backward.cuda) == ("triton", "xla")
+        assert "backward of float32 rows" in str(backward)
         assert ps.explain(ps.softmax, array(100, 32768))[1].cuda == "triton"
 
 
@@ -422,6 +446,7 @@ def test_unsupported(works):
         (dict(op="topk", k=0), "k=0 is not from 1 to 256"),
         (dict(op="topk", k=257), "k=257 is not from 1 to 256"),
         (dict(op="topk", k=5, trailing=False), "not contiguous"),
+        (dict(op="topk", k=129, dtype="bfloat16", vocab=2**31 - 2**20), "more than 65535 parts"),
     ):
         call = dispatch.Call(**(dict(op="softmax", dtype="float32", rows=100, vocab=1000) | changes))
         assert reason in launch.unsupported(call, (8, 0))
@@ -576,6 +601,7 @@ def assert_parts(plan, vocab, step):
 )
 @example("softmax_grad", 64, 32769, "float32", False)
 @example("softmax", 128, 32769, "float32", True)
+@example("softmax", 1, launch._MOST, "bfloat16", False)
 def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
     plan = launch.plan(op, rows, vocab, dtype, masked)
     arrays = 2 if op in oracle.BACKWARD else 1

@@ -25,7 +25,7 @@ from pallas_softmax.triton.call import launch_p
 from pallas_softmax.triton.launch import Block, Long, TopK
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "i8", "int32": "i32"}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
 
 
 class Run(interpreter.GridExecutor):

@@ -45,28 +45,25 @@ def logsumexp(x, where, *, axes):
     return lse, Normalizer(m, d)
 
 
-def _masked(mask: Mask | None, x) -> tuple[jax.Array, dict]:
-    """The array that a kernel takes for the mask, and its constants."""
+def _masked(mask: Mask | None, x) -> tuple[jax.Array, str | None, tuple]:
+    """The array that a kernel takes for the mask, and its WHERE and MASK."""
     if mask is None:
-        return x, {"WHERE": None, "MASK": ()}
-    return mask.array.view(jnp.int8), {
-        "WHERE": "row" if mask.array.shape[1] > 1 else "one",
-        "MASK": mask.row.terms,
-    }
+        return x, None, ()
+    return mask.array, "row" if mask.array.shape[1] > 1 else "one", mask.row.terms
 
 
 def _rows(op, arrays, where, axes, plan=None):
     """The result of the operation over `axes`; of logsumexp three, with those axes of size 1."""
     from pallas_softmax.triton import softmax_kernels
-    from pallas_softmax.triton.call import launch as call
+    from pallas_softmax.triton.call import call
 
     folded, mask, unfold = fold(arrays, where, axes)
     x = folded[-1]
     rows, vocab = x.shape
     plan = plan or launch.plan(op, rows, vocab, x.dtype, mask is not None)
-    mask_array, constants = _masked(mask, x)
+    mask_array, extent, terms = _masked(mask, x)
     inputs = folded[0], x, mask_array
-    constants |= {"ROWS": rows, "V": vocab, "OP": op}
+    constants = {"ROWS": rows, "V": vocab, "OP": op, "WHERE": extent, "MASK": terms}
     sums = op == "logsumexp"
     out = jax.ShapeDtypeStruct((3, rows, 1) if sums else (rows, vocab), jnp.float32 if sums else x.dtype)
     if isinstance(plan, launch.Block):
@@ -90,7 +87,7 @@ def _rows(op, arrays, where, axes, plan=None):
 
 def topk(logits, where, temperature, *, k, log, dtype, plan=None):
     from pallas_softmax.triton import topk_kernels
-    from pallas_softmax.triton.call import launch as call
+    from pallas_softmax.triton.call import call
 
     *batch, vocab = logits.shape
     x = logits.reshape(-1, vocab)
@@ -98,12 +95,12 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
     if temperature.size > 1:
         temperature = jnp.broadcast_to(temperature, (*batch, 1))
     temperature = temperature.reshape(-1)
-    mask_array, constants = _masked(fold_mask(where, logits.shape, len(batch)), x)
+    mask_array, extent, terms = _masked(fold_mask(where, logits.shape, len(batch)), x)
     plan = plan or launch.topk_plan(rows, vocab, k, x.dtype)
     shared = {"ROWS": rows, "K": k, "LOG": log, "SCALAR": len(temperature) == 1, "SLOTS": plan.slots}
-    shared |= {"WHERE": constants["WHERE"]}
-    constants |= {"V": vocab, "LENGTH": plan.length, "LEVELS": plan.levels}
-    constants |= {"GROUPS": plan.groups, "VEC": plan.vec}
+    shared |= {"WHERE": extent}
+    of_row = {"V": vocab, "MASK": terms, "LENGTH": plan.length}
+    of_row |= {"GROUPS": plan.groups, "VEC": plan.vec, "LEVELS": plan.levels}
 
     def outputs(parts):
         """The result, or lists of its candidates."""
@@ -118,7 +115,7 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
         outputs(parts),
         (rows, parts),
         plan.warps,
-        **(shared | constants | {"PARTS": parts}),
+        **(shared | of_row | {"PARTS": parts}),
     )
     while parts > 1:
         fan = min(launch.merged(plan.slots), launch.power_of_two(parts))

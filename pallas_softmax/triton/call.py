@@ -23,16 +23,16 @@ launch_p = Primitive("pallas_softmax_triton")
 launch_p.multiple_results = True
 
 
-def launch(kernel, inputs: Sequence, out_type: Sequence, grid: tuple[int, ...], warps: int, **constants: Any):
+def call(kernel, inputs: Sequence, out_type: Sequence, grid: tuple[int, ...], warps: int, **constants: Any):
     """The outputs of `kernel(*inputs, *outputs, **constants)`.
 
     Args:
       kernel: a `triton.jit` function.
       inputs: arrays.
       out_type: what the outputs are like.
-      grid: its programs.
-      warps: of a program.
-      **constants: its constexpr arguments.
+      grid: the number of programs in each dimension.
+      warps: those of a program.
+      **constants: the constexpr arguments.
     """
     return launch_p.bind(
         *inputs,
@@ -76,12 +76,16 @@ def _triton_call():
     with _import:
         if "jax_triton" not in sys.modules:
             before = os.environ.get("TRITON_CACHE_DIR")
-            importlib.import_module("jax_triton")
-            os.environ.pop("TRITON_CACHE_DIR", None)
-            if before is not None:
-                os.environ["TRITON_CACHE_DIR"] = before
+            try:
+                importlib.import_module("jax_triton")
+            finally:
+                os.environ.pop("TRITON_CACHE_DIR", None)
+                if before is not None:
+                    os.environ["TRITON_CACHE_DIR"] = before
     return importlib.import_module("jax_triton").triton_call
 
 
 mlir.register_lowering(launch_p, mlir.lower_fun(_lower, multiple_results=True), platform="cuda")
-launch_p.def_impl(lambda *inputs, **params: jax.jit(lambda *a: launch_p.bind(*a, **params))(*inputs))
+launch_p.def_impl(
+    jax.jit(launch_p.bind, static_argnames=("kernel", "out_type", "grid", "warps", "constants", "capability"))
+)

@@ -14,6 +14,7 @@ from pallas_softmax.dispatch import Call
 
 MAX_K = 256  # of more, sorting takes minutes to compile
 _NARROW = 8  # elements of a group that top-k orders together
+_MOST_PARTS = 65_535  # the second dimension of a grid
 _MOST = 2**31 - 2**20  # so that the indices of a program, also of what it leaves out, fit an int32
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -56,7 +57,7 @@ class TopK:
         levels = []
         while elements > 1:
             slabs = elements // self.vec
-            elements = 1 if elements <= _NARROW else max(self.vec if slabs > 1 else 1, elements // _NARROW)
+            elements = 1 if elements <= _NARROW else max(self.vec, elements // _NARROW)
             levels.append((slabs, elements))
         return tuple(levels)
 
@@ -131,8 +132,8 @@ def merged(slots: int) -> int:
 
 def slower(call: Call) -> str | None:
     """Why XLA is faster than the kernels at a call that they support; None if it is not."""
-    if call.op.endswith("_grad") and call.vocab > 32_768:
-        return "no faster than xla for the backward of rows of more than 32768"
+    if call.op.endswith("_grad") and call.dtype == "float32" and call.vocab > 32_768:
+        return "slower than xla for the backward of float32 rows of more than 32768"
     return None
 
 
@@ -151,6 +152,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
             return "the row is not contiguous: its axes are not the last ones"
         if call.k is None or not 1 <= call.k <= MAX_K:
             return f"k={call.k} is not from 1 to {MAX_K}"
+        if topk_plan(call.rows, call.vocab, call.k, call.dtype).parts > _MOST_PARTS:
+            return f"k={call.k} of a row of {call.vocab}: more than {_MOST_PARTS} parts"
     return missing()
 
 

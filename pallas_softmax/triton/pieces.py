@@ -44,12 +44,25 @@ def log_sum(d):
 
 
 @triton.jit
-def mask_start(row, MASK: tl.constexpr, V: tl.constexpr):
-    """First byte of the mask's row for a row, by the terms of `folding.MaskRows`; of one element if not WHOLE."""
+def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
+    """First element of the mask's row for a row, by the terms of `folding.MaskRows`.
+
+    WHERE: None without a mask, "row" for one along the row, "one" for one element a row.
+    """
     at = row * 0
-    for i in tl.static_range(len(MASK)):
-        at += row // MASK[i][0] % MASK[i][1] * MASK[i][2]
-    return at * V
+    if WHERE is not None:
+        for i in tl.static_range(len(MASK)):
+            at += row // MASK[i][0] % MASK[i][1] * MASK[i][2]
+    return at * V if WHERE == "row" else at
+
+
+@triton.jit
+def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
+    """Which of the columns inside the row count."""
+    if WHERE is None:
+        return inside
+    else:
+        return inside & tl.load(mask_ptr + start + (col if WHERE == "row" else col * 0), mask=inside, other=0)
 
 
 @triton.jit

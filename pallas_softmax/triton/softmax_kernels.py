@@ -7,25 +7,18 @@ x twice). The state of a row is always (m, d): in a backward, whose rows are sum
 import triton
 import triton.language as tl
 
-from pallas_softmax.triton.pieces import combine, exp, larger, log_sum, mask_start, shift
+from pallas_softmax.triton.pieces import combine, exp, kept, larger, log_sum, mask_start, shift
 
 
 @triton.jit
 def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr, WHERE: tl.constexpr):
     """The elements, which of them count, and the terms of the reduction, neutral elsewhere."""
-    keep = inside
-    if WHERE == "row":
-        keep = inside & (tl.load(mask_ptr + mask_base + col, mask=inside, other=0) != 0)
-    elif WHERE == "one":
-        keep = inside & (tl.load(mask_ptr + mask_base + col * 0, mask=inside, other=0) != 0)
+    keep = kept(mask_ptr, mask_base, col, inside, WHERE)
     a = tl.load(a_ptr + base + col, mask=inside, other=0.0).to(tl.float32)
     b = a
-    if OP == "softmax_grad":
+    if OP == "softmax_grad" or OP == "log_softmax_grad":
         b = tl.load(b_ptr + base + col, mask=inside, other=0.0).to(tl.float32)
-        term = tl.where(keep, a * b, 0.0)
-    elif OP == "log_softmax_grad":
-        b = tl.load(b_ptr + base + col, mask=inside, other=0.0).to(tl.float32)
-        term = tl.where(keep, b, 0.0)
+        term = tl.where(keep, a * b if OP == "softmax_grad" else b, 0.0)
     else:
         term = tl.where(keep, a, float("-inf"))
     return a, b, keep, term
@@ -108,9 +101,7 @@ def rows_kernel(
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < ROWS)[:, None] & (col < V)
     base = row.to(tl.int64)[:, None] * V
-    mask_base = row[:, None]
-    if WHERE is not None:
-        mask_base = mask_start(row.to(tl.int64), MASK, V if WHERE == "row" else 1)[:, None]
+    mask_base = mask_start(row.to(tl.int64), V, WHERE, MASK)[:, None]
     a, b, keep, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
     m, d = _empty(N, OP)
     m, d = _absorb(m, d, term, OP, 1)
@@ -148,11 +139,9 @@ def long_kernel(
     REDUCE alone: out (2, rows, parts) is the (m, d) of the part. WRITE alone: those of all parts are merged first.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base, mask_base = row * V, row
-    if WHERE is not None:
-        mask_base = mask_start(row, MASK, V if WHERE == "row" else 1)
+    base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
     start = part * LENGTH
-    stop = min(start + LENGTH, V)
+    stop = start + min(LENGTH, V - start)  # start + LENGTH may not fit an int32
     tile = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if REDUCE:
         m, d = _empty(WIDTH, OP)

@@ -9,7 +9,17 @@ candidate of each group, and (m, d) by the way; then the k best groups are read 
 import triton
 import triton.language as tl
 
-from pallas_softmax.triton.pieces import LOG2E, exp, log_sum, lowest_key, mask_start, of_key, shift, sort_key
+from pallas_softmax.triton.pieces import (
+    LOG2E,
+    exp,
+    kept,
+    log_sum,
+    lowest_key,
+    mask_start,
+    of_key,
+    shift,
+    sort_key,
+)
 
 _NOTHING = tl.constexpr(-(2**63))  # the candidate of no element
 _LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of m is NaN
@@ -19,10 +29,7 @@ _LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference o
 def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
     """The elements in float32 and their keys: -inf and the lowest where they do not count."""
     x = tl.load(ptr + base + col, mask=inside, other=0.0)
-    keep = inside
-    if WHERE is not None:
-        at = mask_base + (col if WHERE == "row" else col * 0)
-        keep = inside & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
+    keep = kept(mask_ptr, mask_base, col, inside, WHERE)
     key = tl.where(keep, sort_key(x), lowest_key(ptr.dtype.element_ty))
     return tl.where(keep, x.to(tl.float32), float("-inf")), key
 
@@ -150,12 +157,10 @@ def topk_kernel(
     slabs of the winning groups that are read again, and the size of the groups of the next level in them.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base, mask_base = row * V, row
-    if WHERE is not None:
-        mask_base = mask_start(row, MASK, V if WHERE == "row" else 1)
+    base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
     scale = _scale(temperature_ptr, row, SCALAR)
     start = part * LENGTH
-    stop = min(start + LENGTH, V)
+    stop = start + min(LENGTH, V - start)
 
     WIDTH: tl.constexpr = GROUPS * VEC
     lane = start + tl.arange(0, WIDTH)
