@@ -76,9 +76,8 @@ def plan(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block |
     half = jnp.dtype(dtype).itemsize == 2
     lanes = power_of_two(vocab)
     if lanes <= (16_384 if masked or (arrays == 2 and half) else 32_768):
-        each = (
-            32 if arrays == 2 or (half and 2_048 < lanes < 32_768) else 64
-        )  # elements of an array in a thread
+        # of an array in a thread; the faster of the two that fit its registers
+        each = 32 if arrays == 2 or (half and 2_048 < lanes < 32_768) else 64
         n = max(1, 32 * each // lanes)
         return Block(n, lanes, max(1, lanes // (32 * each)))
     spare = not masked and (arrays == 1 or vocab % 4 == 0)
