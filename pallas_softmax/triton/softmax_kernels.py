@@ -4,6 +4,9 @@ OP names the operation. A forward reads x, a backward the y and dy of the forwar
 x twice). The state of a row is always (m, d): in a backward, whose rows are summed, m is 0, and ⊕ adds.
 """
 
+# What pyright cannot know of a kernel is said in pieces.py.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 

@@ -6,6 +6,9 @@ best: were one of them in another group, the k groups would hold k better ones. 
 candidate of each group, and (m, d) by the way; then the k best groups are read again, and sorted.
 """
 
+# What pyright cannot know of a kernel is said in pieces.py.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
