@@ -80,3 +80,17 @@ def fold(
         )
 
     return [a.transpose(order).reshape(-1, vocab) for a in arrays], mask, unfold
+
+
+def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
+    """As `fold` over the last axis of one array, with the temperatures between: (rows,), or (1,) for one of all."""
+    *batch, vocab = logits.shape
+    if temperature.size > 1:
+        temperature = jnp.broadcast_to(temperature, (*batch, 1))
+    mask = fold_mask(where, logits.shape, len(batch))
+    return (
+        logits.reshape(-1, vocab),
+        mask,
+        temperature.reshape(-1),
+        lambda out: out.reshape(*batch, out.shape[-1]),
+    )

@@ -1,7 +1,8 @@
 """The online normalizer: the pair (m, d), its operator, and merging of top-k candidates.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3. Plain
-jax.numpy; every implementation, merge and mesh of this package computes with these definitions.
+jax.numpy; every implementation, merge and mesh of this package computes with these definitions, but the Triton
+kernels, whose language is not Python's: theirs are in triton/pieces.py.
 """
 
 from collections.abc import Sequence

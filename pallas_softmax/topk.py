@@ -42,7 +42,7 @@ def fused_topk(
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
       temperature: positive scalar, or one per row (shape of `logits` without `axis`). One that is traced
-        and not positive gives NaN values.
+        and not positive gives NaN values. It is kept to where its reciprocal is a normal number.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.

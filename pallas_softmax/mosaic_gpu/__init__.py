@@ -6,10 +6,9 @@ The functions take what those of `xla` take, for calls that `unsupported` has no
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_softmax import dispatch
-from pallas_softmax.folding import fold_mask
+from pallas_softmax.folding import fold_topk
 from pallas_softmax.mosaic_gpu import launch, topk_kernel, topk_tile_kernel
 from pallas_softmax.mosaic_gpu.launch import slower, unsupported
 from pallas_softmax.mosaic_gpu.softmax_kernel import rows
@@ -53,12 +52,8 @@ def log_softmax_grad(residuals, where, dy, *, axes):
 
 
 def topk(logits, where, temperature, *, k, log, dtype):
-    *batch, vocab = logits.shape
-    if temperature.size > 1:
-        temperature = jnp.broadcast_to(temperature, (*batch, 1))
-    mask = fold_mask(where, logits.shape, len(batch))
-    x = logits.reshape(-1, vocab)
-    plan = launch.topk_plan(len(x), vocab, k, x.dtype, dispatch.capability())
+    x, mask, temperature, unfold = fold_topk(logits, where, temperature)
+    plan = launch.topk_plan(x.shape[0], x.shape[1], k, x.dtype, dispatch.capability())
     kernel: Any = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel
-    out = kernel.topk_rows(x, mask, temperature.reshape(-1), k, plan, log=log, dtype=dtype)
-    return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), out)
+    out = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
+    return jax.tree.map(unfold, out)

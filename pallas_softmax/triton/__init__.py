@@ -7,7 +7,7 @@ imported with the first of them.
 import jax
 import jax.numpy as jnp
 
-from pallas_softmax.folding import Mask, fold, fold_mask
+from pallas_softmax.folding import Mask, fold, fold_topk
 from pallas_softmax.online import Candidates, Normalizer
 from pallas_softmax.triton import launch
 from pallas_softmax.triton.launch import slower, unsupported
@@ -89,13 +89,9 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
     from pallas_softmax.triton import topk_kernels
     from pallas_softmax.triton.call import call
 
-    *batch, vocab = logits.shape
-    x = logits.reshape(-1, vocab)
-    rows = len(x)
-    if temperature.size > 1:
-        temperature = jnp.broadcast_to(temperature, (*batch, 1))
-    temperature = temperature.reshape(-1)
-    mask_array, extent, terms = _masked(fold_mask(where, logits.shape, len(batch)), x)
+    x, mask, temperature, unfold = fold_topk(logits, where, temperature)
+    rows, vocab = x.shape
+    mask_array, extent, terms = _masked(mask, x)
     plan = plan or launch.topk_plan(rows, vocab, k, x.dtype)
     shared = {"ROWS": rows, "K": k, "LOG": log, "SCALAR": len(temperature) == 1, "SLOTS": plan.slots}
     shared |= {"WHERE": extent}
@@ -128,5 +124,5 @@ def topk(logits, where, temperature, *, k, log, dtype, plan=None):
             max(1, min(8, fan * plan.slots // 64)),
             **(shared | {"LISTS": lists, "FAN": fan, "PARTS": parts}),
         )
-    shaped = [a.reshape(*batch, a.shape[-1]) for a in (values, indices, *sums)]
-    return Candidates(*shaped[:2]), Normalizer(*shaped[2:])
+    m, d = sums
+    return Candidates(unfold(values), unfold(indices)), Normalizer(unfold(m), unfold(d))

@@ -175,7 +175,7 @@ def incompatible(
 ) -> str | None:
     """Why these versions do not work together; None if they do. `cuda`: JAX has its CUDA plugin.
 
-    jax-triton 0.3.1 works with every triton from 3.6 on, 0.4.1 from 3.7 on, both with jax 0.10.2 to 0.12.0.1.
+    jax-triton 0.3.1 lowers with triton 3.6 to 3.9, 0.4.1 with 3.7 to 3.9, both with jax 0.10.2 to 0.12.0.1.
     """
     install = "pip install 'pallas-softmax[triton]'"
     for name, version, least in (("jax-triton", jax_triton, (0, 3, 1)), ("triton", triton, (3, 6))):
