@@ -746,14 +746,34 @@ def test_every_triton_plan_of_topk(implementation):
 
 def triton_softmax_plans():
     """(operation, V, dtype, plan), a few of each program that `plan` can choose."""
-    lengths = (1, 2, 3, 5, 9, 17, 33, 65, 129, 400, 1000, 1500, 3000, 5000, 10000, 20000, 40000, 128256)
+    lengths = (
+        1,
+        2,
+        3,
+        5,
+        9,
+        17,
+        33,
+        65,
+        129,
+        400,
+        1000,
+        1500,
+        3000,
+        5000,
+        10000,
+        20000,
+        40000,
+        50257,
+        128256,
+    )
     every = {}
     for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
         plan = triton_launch.plan(op, rows, v, dtype)
         if isinstance(plan, triton_launch.Block):
             program = plan.rows, plan.lanes, plan.warps
         else:
-            program = plan.depth, plan.width, plan.warps, plan.parts > 1
+            program = plan.depth, plan.width, plan.warps, plan.parts > 1, v % 8 == 0
         every.setdefault((program, op in oracle.BACKWARD), []).append((op, v, dtype, plan))
     return [options[i % len(options)] for i, options in enumerate(every.values())]
 

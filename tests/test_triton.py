@@ -172,8 +172,10 @@ COMPILED = {
         lambda: launches_of("log_softmax", ROWS, 16000, "bfloat16", (ROWS, 1)),
         ["rows"],
     ),
-    "backward of all warps": (lambda: launches_of("log_softmax_grad", ROWS, 25000), ["rows"]),
-    "long rows": (lambda: launches_of("softmax", ROWS, 50257), ["long"]),
+    "all registers": (lambda: launches_of("softmax", ROWS, 32768, "bfloat16"), ["rows"]),
+    "backward of all warps": (lambda: launches_of("log_softmax_grad", ROWS, 28672), ["rows"]),
+    "long rows": (lambda: launches_of("softmax", ROWS, 50257, "bfloat16"), ["long"]),
+    "long rows, backward": (lambda: launches_of("softmax_grad", ROWS, 50257), ["long"]),
     "long rows, backward, masked": (
         lambda: launches_of("softmax_grad", ROWS, 50257, "float16", (ROWS, 50257)),
         ["long"],
@@ -286,7 +288,7 @@ LOWERED = {
     "logsumexp": (lambda x, **kw: ps.logsumexp(x, -1, **kw), ["rows_kernel"], (100, 1, 1)),
     "topk": (topk, ["topk_kernel", "merge_kernel"], (100, 2, 1)),
     "where": (lambda x, **kw: ps.softmax(x, where=x > 0, **kw), ["rows_kernel"], (100, 1, 1)),
-    "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["rows_kernel"], (1024, 1, 1)),
+    "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["rows_kernel"], (2048, 1, 1)),
 }
 
 
@@ -430,10 +432,12 @@ def test_what_is_left_to_xla(works):
             assert ps.explain(named(f, "triton"), x)[0].cuda == "triton"
         for f in (ps.log_softmax, lambda x: ps.softmax(x, where=x > 0), topk):
             assert ps.explain(f, few)[0].cuda == "triton"
-        forward, backward = ps.explain(ps.softmax, array(100, 32769))
+        masked = lambda x: ps.softmax(x, where=x > 0)  # noqa: E731
+        forward, backward = ps.explain(masked, array(100, 16385))
         assert (forward.cuda, backward.cuda) == ("triton", "xla")
-        assert "backward of float32 rows" in str(backward)
-        assert ps.explain(ps.softmax, array(100, 32768))[1].cuda == "triton"
+        assert "masked backward of float32 rows" in str(backward)
+        assert ps.explain(masked, array(100, 16384))[1].cuda == "triton"
+        assert ps.explain(ps.softmax, array(100, 50257))[1].cuda == "triton"
 
 
 def test_unsupported(works):
@@ -536,10 +540,13 @@ print(ps.softmax(jax.numpy.zeros(4)))
 
 # (op, rows, V, dtype): rows of a program, or (parts, launches)
 PLANS = {
-    ("softmax", 4000, 1, "float32"): 2048,
-    ("softmax", 4000, 1000, "float32"): 2,
+    ("softmax", 4000, 1, "float32"): 1024,
+    ("softmax", 4000, 500, "float32"): 2,
+    ("softmax", 4000, 1000, "float32"): 1,
     ("softmax_grad", 4000, 1000, "bfloat16"): 1,
     ("softmax", 1, 32768, "float32"): 1,
+    ("log_softmax", 4000, 28673, "float32"): (1, 1),
+    ("softmax_grad", 4000, 25000, "bfloat16"): (1, 1),
     ("softmax", 4000, 32769, "float32"): (1, 1),
     ("softmax", 65, 128256, "bfloat16"): (1, 1),
     ("softmax", 64, 128256, "bfloat16"): (4, 2),

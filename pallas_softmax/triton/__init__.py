@@ -74,6 +74,7 @@ def _rows(op, arrays, where, axes, plan=None):
         kernel, parts = softmax_kernels.long_kernel, plan.parts
         constants |= {"PARTS": parts, "SLOTS": launch.power_of_two(parts)}
         constants |= {"LENGTH": plan.length, "DEPTH": plan.depth, "WIDTH": plan.width}
+        constants |= {"VECTOR": 16 // x.dtype.itemsize}
         states = x
         if parts > 1:
             state = jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)

@@ -70,24 +70,26 @@ def power_of_two(least: int) -> int:
 def plan(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
     """How the rows of a softmax operation lie over programs. Rests on measurements of an H100.
 
-    And on what ptxas says: no plan spills registers, which a mask, or what is not aligned, needs more of.
+    And on what ptxas says: no plan spills registers, which a mask needs more of.
     """
-    arrays = 2 if op.endswith("_grad") else 1
+    backward = op.endswith("_grad")
     half = jnp.dtype(dtype).itemsize == 2
-    lanes = power_of_two(vocab)
-    if lanes <= (16_384 if masked or (arrays == 2 and half) else 32_768):
-        # of an array in a thread; the faster of the two that fit its registers
-        each = 32 if arrays == 2 or (half and 2_048 < lanes < 32_768) else 64
-        n = max(1, 32 * each // lanes)
-        return Block(n, lanes, max(1, lanes // (32 * each)))
-    spare = not masked and (arrays == 1 or vocab % 4 == 0)
+    if masked:
+        most = 16_384
+    elif op in ("softmax", "logsumexp"):
+        most = 32_768
+    else:
+        most = 24_576 if half else 28_672
+    if vocab <= most:
+        lanes = power_of_two(vocab)
+        return Block(max(1, 1024 // lanes), lanes, max(1, lanes // 1024))  # 32 elements a thread
     parts = min(-(-vocab // 4096), 256 // rows) if rows <= 64 else 1
     if parts > 1:
-        deep = spare and vocab > parts * 16_384
+        deep = not masked and vocab > parts * 16_384
         return _long(vocab, parts, 4, 4096, 16) if deep else _long(vocab, parts, 1, 4096, 8)
-    if not spare:
+    if masked:
         return _long(vocab, 1, 1, 4096, 16)
-    return _long(vocab, 1, 2, 4096, 16) if arrays == 2 or half else _long(vocab, 1, 4, 4096, 32)
+    return _long(vocab, 1, 4, 4096, 16) if half and not backward else _long(vocab, 1, 2, 8192, 32)
 
 
 def _long(vocab, parts, depth, width, warps) -> Long:
@@ -131,8 +133,8 @@ def merged(slots: int) -> int:
 
 def slower(call: Call) -> str | None:
     """Why XLA is faster than the kernels at a call that they support; None if it is not."""
-    if call.op.endswith("_grad") and call.dtype == "float32" and call.vocab > 32_768:
-        return "slower than xla for the backward of float32 rows of more than 32768"
+    if call.op.endswith("_grad") and call.dtype == "float32" and call.masked and call.vocab > 16_384:
+        return "slower than xla for the masked backward of float32 rows of more than 16384"
     return None
 
 

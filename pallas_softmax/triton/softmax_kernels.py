@@ -86,6 +86,27 @@ def _store_sums(out_ptr, row, inside, m, d, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _write(
+    a_ptr,
+    b_ptr,
+    mask_ptr,
+    out_ptr,
+    base,
+    mask_base,
+    col,
+    inside,
+    c0,
+    c1,
+    OP: tl.constexpr,
+    WHERE: tl.constexpr,
+):
+    """The elements again, and what is made of them stored."""
+    a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
+    y = _value(a, b, keep, c0, c1, OP, WHERE)
+    tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def rows_kernel(
     a_ptr,
     b_ptr,
@@ -106,14 +127,21 @@ def rows_kernel(
     base = row.to(tl.int64)[:, None] * V
     mask_base = mask_start(row.to(tl.int64), V, WHERE, MASK)[:, None]
     a, b, keep, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
-    m, d = _empty(N, OP)
-    m, d = _absorb(m, d, term, OP, 1)
-    if OP == "logsumexp":
-        _store_sums(out_ptr, row, row < ROWS, m, d, ROWS)
-    else:
-        c0, c1 = _constants(m, d, OP)
-        y = _value(a, b, keep, c0[:, None], c1[:, None], OP, WHERE)
+    if OP == "softmax":  # the exponentials take the place of the logits
+        e = exp(term - shift(tl.reduce(term, 1, larger))[:, None])
+        y = e * tl.div_rn(1.0, tl.sum(e, 1))[:, None]
+        if WHERE is not None:
+            y = tl.where(keep, y, 0.0)
         tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        m, d = _empty(N, OP)
+        m, d = _absorb(m, d, term, OP, 1)
+        if OP == "logsumexp":
+            _store_sums(out_ptr, row, row < ROWS, m, d, ROWS)
+        else:
+            c0, c1 = _constants(m, d, OP)
+            y = _value(a, b, keep, c0[:, None], c1[:, None], OP, WHERE)
+            tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -133,6 +161,7 @@ def long_kernel(
     PARTS: tl.constexpr,
     SLOTS: tl.constexpr,
     LENGTH: tl.constexpr,
+    VECTOR: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -142,21 +171,37 @@ def long_kernel(
     REDUCE alone: out (2, rows, parts) is the (m, d) of the part. WRITE alone: those of all parts are merged first.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
     start = part * LENGTH
-    stop = start + min(LENGTH, V - start)  # start + LENGTH may not fit an int32
+    length = min(LENGTH, V - start)
+    # Rows of a V that the vectors of a load do not divide start anywhere: aligned is their middle, and what is
+    # before and behind it, the edge, is loaded by itself.
+    head = 0
+    if V % VECTOR:
+        head = min(length, ((VECTOR - (row * V + start) % VECTOR) % VECTOR).to(tl.int32))
+    middle = tl.multiple_of((length - head) // VECTOR * VECTOR, VECTOR)
+    base = tl.multiple_of(row * V + start + head, VECTOR)
+    mask_base = mask_start(row, V, WHERE, MASK)
+    if WHERE == "row":
+        mask_base += start + head
     tile = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    lane = tl.arange(0, 2 * VECTOR)
+    edge = tl.where(lane < head, -1 - lane, middle + lane - head)
+    at_edge = lane < length - middle
     if REDUCE:
         m, d = _empty(WIDTH, OP)
-        for at in range(start, stop, DEPTH * WIDTH):
+        for at in range(0, middle, DEPTH * WIDTH):
             col = at + tile
-            _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, col < stop, OP, WHERE)
+            _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, col < middle, OP, WHERE)
+            m, d = _absorb(m, d, term, OP, 0)
+        m, d = tl.reduce((m, d), 0, combine)
+        if V % VECTOR:
+            _, _, _, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, edge, at_edge, OP, WHERE)
             m, d = _absorb(m, d, term, OP, 0)
     else:
         slot = tl.arange(0, SLOTS)
         m = tl.load(parts_ptr + row * PARTS + slot, mask=slot < PARTS, other=float("-inf"))
         d = tl.load(parts_ptr + (ROWS + row) * PARTS + slot, mask=slot < PARTS, other=0.0)
-    m, d = tl.reduce((m, d), 0, combine)
+        m, d = tl.reduce((m, d), 0, combine)
     if not WRITE:
         tl.store(out_ptr + row * PARTS + part, m)
         tl.store(out_ptr + (ROWS + row) * PARTS + part, d)
@@ -164,10 +209,9 @@ def long_kernel(
         _store_sums(out_ptr, row, row < ROWS, m, d, ROWS)
     else:
         c0, c1 = _constants(m, d, OP)
-        steps = tl.cdiv(stop - start, DEPTH * WIDTH)
+        steps = tl.cdiv(middle, DEPTH * WIDTH)
         for step in range(0, steps):  # backwards: the last read is what the L2 cache still has
-            col = start + (steps - 1 - step) * (DEPTH * WIDTH) + tile
-            inside = col < stop
-            a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
-            y = _value(a, b, keep, c0, c1, OP, WHERE)
-            tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
+            col = (steps - 1 - step) * (DEPTH * WIDTH) + tile
+            _write(a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, col, col < middle, c0, c1, OP, WHERE)
+        if V % VECTOR:
+            _write(a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, edge, at_edge, c0, c1, OP, WHERE)
