@@ -13,6 +13,7 @@ from jax.core import Tracer
 from pallas_softmax.dispatch import Call, symbolic, vary_together
 
 Axis = int | Sequence[int] | None
+AxisName = str | tuple[str, ...] | None
 
 
 def array(function: str, name: str, x) -> jax.Array:
@@ -37,8 +38,10 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
 
 
-def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = False) -> tuple:
-    """`x` as an array, `where` broadcast against it, and the reduced axes in order."""
+def rows(
+    function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
+) -> tuple:
+    """`x` as an array, `where` broadcast against it, the reduced axes in order, and the mesh axes."""
     x = array(function, name, x)
     if x.dtype == jnp.bool_ and not boolean:
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
@@ -49,16 +52,33 @@ def rows(function: str, name: str, x, axis: Axis, where, *, boolean: bool = Fals
         x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
         axes = tuple(a + x.ndim for a in axes)
         where = mask(function, where, x.shape)
-        x, where = vary_together(x, where)
-    return x, where, tuple(sorted(axes))
+    names = mesh_axes(function, axis_name)
+    if names and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
+    x, where = vary_together(x, where, over=names)
+    return x, where, tuple(sorted(axes)), names
 
 
-def call(op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = None) -> Call:
+def mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes as a tuple, all of them bound by shard_map."""
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"
+            ) from None
+    return names
+
+
+def call(
+    op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = None, names: tuple[str, ...] = ()
+) -> Call:
     """The call of `op` on the rows of `x`, for `dispatch.choose`."""
     vocab = math.prod(x.shape[a] for a in axes)
-    objection = symbolic(x.shape)
-    if jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
-        objection = "the array is sharded by Explicit mesh axes; inside jax.shard_map a kernel can run"
     return Call(
         op=op,
         dtype=x.dtype.name,
@@ -66,8 +86,9 @@ def call(op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = No
         vocab=vocab,
         trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
         masked=where is not None,
-        k=k,
-        objection=objection,
+        k=k if k is None else min(k, vocab),
+        objection=symbolic(x.shape),
+        names=names,
     )
 
 

@@ -4,6 +4,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from pallas_softmax import partition
 
 # In order of preference on a CUDA device. Each is a module of this package with those of the functions of
 # `xla` (`softmax`, `softmax_grad`, ...) that it has kernels for, and, but for `xla`, the reasons
@@ -47,6 +50,7 @@ class Call:
       masked: there is a `where`.
       k: of top-k.
       objection: why no kernel can take the arrays, whatever it computes.
+      names: the mesh axes of shard_map that the row is spread over; `vocab` is of a device's part.
     """
 
     op: str
@@ -57,10 +61,12 @@ class Call:
     masked: bool = False
     k: int | None = None
     objection: str | None = None
+    names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         k = "" if self.k is None else f", k={self.k}"
-        return f"{self.op} {self.dtype}[{self.rows}, {self.vocab}]{k}"
+        over = f" over {', '.join(self.names)}" if self.names else ""
+        return f"{self.op} {self.dtype}[{self.rows}, {self.vocab}]{k}{over}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +81,10 @@ class Choice:
     elsewhere: str | None
     reasons: tuple[tuple[str, str], ...] = ()
     requested: str | None = None
+
+    def plain(self, op: str) -> "Choice":
+        """The choice for an operation that only `xla` has, on the same rows."""
+        return Choice(dataclasses.replace(self.call, op=op), "xla", "xla", requested="xla")
 
     def __str__(self) -> str:
         if self.cuda is None:
@@ -109,8 +119,13 @@ def choose(call: Call, implementation: str | None) -> Choice:
 def _choose(call: Call, implementation: str | None) -> Choice:
     reasons = []
     cuda = None
+    part = call  # what a device computes of its part of a row that is spread
+    if call.names and call.op.endswith("_grad"):
+        return Choice(call, "xla", "xla", requested=implementation)
+    if call.names and call.op != "topk":
+        part = dataclasses.replace(call, op="logsumexp")
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
-        reason = _objection(name, call, automatic=implementation is None)
+        reason = _objection(name, part, automatic=implementation is None)
         if reason is None:
             cuda = name
             break
@@ -122,7 +137,8 @@ def _choose(call: Call, implementation: str | None) -> Choice:
 def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
     """Calls the chosen implementation, decided by the platform that the computation is lowered for.
 
-    Under vmap the batch becomes a leading dimension, and the choice is made anew for all its rows.
+    Under vmap the batch becomes a leading dimension, and the choice is made anew for all its rows. Of arrays that
+    are sharded each device takes its part, for which, too, the choice is made anew.
 
     Args:
       choice: what to call.
@@ -134,9 +150,21 @@ def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **stati
       NotImplementedError: a named implementation does not support the call.
     """
 
+    if choice.cuda is None:
+        ((name, reason),) = choice.reasons
+        raise NotImplementedError(f"implementation={name!r} cannot run {choice.call}: {reason}")
+
     @custom_vmap
     def call(*args):
-        return _run(choice, args, static if axes is None else {"axes": axes, **static})
+        keywords = static if axes is None else {"axes": axes, **static}
+        part = functools.partial(_part, choice, keywords)
+        if choice.call.names:
+            return part(*args, names=choice.call.names)
+        whole = lambda *args: _run(choice, args, keywords)  # noqa: E731
+        plain = functools.partial(
+            getattr(importlib.import_module("pallas_softmax.xla"), choice.call.op), **keywords
+        )
+        return partition.divided(choice.call.op, _row_axes(args, keywords), plain, whole, part, args)
 
     @call.def_vmap
     def _(axis_size, in_batched, *args):
@@ -152,6 +180,27 @@ def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **stati
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*args)
+
+
+def _row_axes(args: tuple, static: dict[str, Any]) -> tuple[int, ...]:
+    return static.get("axes", (jax.tree.leaves(args)[0].ndim - 1,))
+
+
+def _part(choice: Choice, static: dict[str, Any], *args: Any, names: tuple[str, ...]) -> Any:
+    """The call on what a device has; the row is spread over the mesh axes `names`."""
+
+    def local(op: str, *args: Any, **static: Any) -> Any:
+        x, axes = jax.tree.leaves(args)[0], _row_axes(args, static)
+        vocab = math.prod(x.shape[a] for a in axes)
+        rows = x.size // vocab if vocab else 0
+        sizes = {"rows": rows, "vocab": vocab, "dtype": x.dtype.name, "k": static.get("k")}
+        call = dataclasses.replace(choice.call, op=op, masked=args[1] is not None, names=(), **sizes)
+        return _run(_choose(call, choice.requested), args, static)
+
+    if not names:
+        return local(choice.call.op, *args, **static)
+    spread = importlib.import_module("pallas_softmax.spread")
+    return getattr(spread, choice.call.op)(local, *args, names=names, **static)
 
 
 def _run(choice: Choice, args: tuple, static: dict[str, Any]) -> Any:
@@ -178,16 +227,40 @@ def symbolic(shape: tuple) -> str | None:
     return None if all(isinstance(d, int) for d in shape) else f"the shape {shape} is symbolic"
 
 
-def vary_together(*arrays: Any) -> Any:
-    """The arrays (or None), varying over every mesh axis of shard_map that one of them varies over."""
-    leaves = jax.tree.leaves(arrays)
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in leaves))
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
+    """The arrays (or None), varying over every mesh axis of shard_map that one of them varies over, and `over`.
+
+    Not over `but`, unless they do.
+    """
+    axes = frozenset(over).union(*map(_varying, jax.tree.leaves(arrays))) - frozenset(but)
 
     def vary(a):
-        missing = tuple(axes - jax.typeof(a).manual_axis_type.varying)
+        missing = tuple(axes - _varying(a))
         return lax.pcast(a, missing, to="varying") if missing else a
 
     return jax.tree.map(vary, arrays)
+
+
+def tracked(names: tuple[str, ...]) -> bool:
+    """Whether types say what varies over these mesh axes (shard_map's check_vma).
+
+    Where they do not, each device has a copy of what is the same on all, and a cotangent of its own for it.
+    """
+    return _varying(lax.axis_index(names)) >= set(names)
+
+
+def summed(cotangents: Any, names: tuple[str, ...]) -> Any:
+    """Of what is the same on all devices, the whole cotangents."""
+    return cotangents if not names or tracked(names) else lax.psum(cotangents, names)
+
+
+def shared(cotangent: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The other way: each device's share of the whole cotangent of what is the same on all."""
+    return cotangent if not names or tracked(names) else cotangent / lax.axis_size(names)
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:

@@ -55,13 +55,19 @@ def widen(x: jax.Array) -> jax.Array:
     return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
-def to_float(x: jax.Array, axes: Sequence[int], where: jax.Array | None = None) -> jax.Array:
-    """Logits with the softmax of `x`: of integers, their distance from the row's maximum, taken exactly."""
+def to_float(
+    x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, names: Sequence[str] = ()
+) -> jax.Array:
+    """Logits with the softmax of `x`: of integers, their distance from the row's maximum, taken exactly.
+
+    The row is spread over the mesh axes `names`.
+    """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
     dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")  # in which the difference does not overflow
     m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
+    m = lax.pmax(m, tuple(names)) if names else m
     return -(m.astype(unsigned) - x.astype(unsigned)).astype(dtype)
 
 
@@ -131,7 +137,16 @@ def sort_key(x: jax.Array) -> jax.Array:
     """Signed integers in lax.top_k's total order of `x`: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}"))
+    return _turn(lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}")))
+
+
+def of_sort_key(key: jax.Array, dtype) -> jax.Array:
+    """The floats with these sort keys."""
+    return lax.bitcast_convert_type(_turn(key), dtype)
+
+
+def _turn(bits: jax.Array) -> jax.Array:
+    """Negative floats, as integers, descend: turned round they ascend, and the other way."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
@@ -141,6 +156,27 @@ def weights(
     """The softmax of some logits of a row, or its log; d is the sum of exp((x - m) / temperature)."""
     scaled = (logits - normalizer.m) / temperature
     return scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+
+
+def total(x: jax.Array, axes: Sequence[int], names: Sequence[str] = ()) -> jax.Array:
+    """The sum over `axes`, whose dimensions stay, and over the mesh axes that the row is spread over."""
+    part = jnp.sum(x, axes, keepdims=True)
+    return lax.psum(part, tuple(names)) if names else part
+
+
+def union(part: Normalizer, names: Sequence[str]) -> Normalizer:
+    """⊕ over mesh axes: of the normalizers of the parts of a row that is spread over them, that of the row."""
+    # as integers, for the maximum of floats may lose a NaN on its way
+    keys = sort_key(jnp.where(jnp.isnan(part.m), jnp.nan, part.m))
+    m = of_sort_key(lax.pmax(keys, tuple(names)), part.m.dtype)
+    return Normalizer(m, lax.psum(part.d * jnp.exp(part.m - shift(m)), tuple(names)))
+
+
+def merged(parts: Normalizer, axis: int, temperature: jax.Array) -> Normalizer:
+    """⊕ along an axis, which goes; d is the sum of exp((x - m) / temperature)."""
+    m = jnp.max(parts.m, axis)
+    scaled = (parts.m - jnp.expand_dims(shift(m), axis)) / jnp.expand_dims(temperature, axis)
+    return Normalizer(m, jnp.sum(parts.d * jnp.exp(scaled), axis))
 
 
 def take(where: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """fused_topk: softmax over the whole row and its k largest entries."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, dispatch, online
+from pallas_softmax import arguments, dispatch
+from pallas_softmax.arguments import AxisName
 
 
 class TopK(NamedTuple):
@@ -29,6 +29,7 @@ def fused_topk(
     temperature: ArrayLike = 1.0,
     log: bool = False,
     dtype=None,
+    axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> TopK:
     """The k largest entries of p = softmax(logits / temperature), normalised over the whole row.
@@ -45,6 +46,9 @@ def fused_topk(
         and not positive gives NaN values. It is kept to where its reciprocal is a normal number.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device has an
+        equal part of it, of `logits` (floating) and `where`, in the order of `lax.axis_index`. `k` and the
+        indices are those of the whole row; the result is the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
@@ -69,8 +73,12 @@ def fused_topk(
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
     axis %= x.ndim
-    if not 0 <= k <= x.shape[axis]:
-        raise ValueError(f"{name}: k must be from 0 to the row's length {x.shape[axis]}, got {k}")
+    names = arguments.mesh_axes(name, axis_name)
+    if names and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: logits must be floating where axis_name is given, got {x.dtype.name}")
+    length = x.shape[axis] * (jax.lax.axis_size(names) if names else 1)
+    if not 0 <= k <= length:
+        raise ValueError(f"{name}: k must be from 0 to the row's length {length}, got {k}")
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :], floating)
@@ -78,8 +86,9 @@ def fused_topk(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
 
-    choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k), implementation)
-    x, mask, t = dispatch.vary_together(jnp.moveaxis(x, axis, -1), mask, t)
+    choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k, names), implementation)
+    x, mask, t = dispatch.vary_together(jnp.moveaxis(x, axis, -1), mask, t, but=names)
+    x, mask = dispatch.vary_together(x, mask, over=names)
     (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
     return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
 
@@ -117,51 +126,15 @@ def _topk_fwd(logits, where, temperature, k, log, dtype, choice):
 
 
 def _topk_bwd(k, log, dtype, choice, saved, cotangents):
-    """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
-
-    Elementwise but for the winners, which are put in place afterwards: one read and one write. The second
-    derivative asks for that of d, too.
-    """
+    """As `xla.topk_grad`."""
     logits, where, temperature, m, d, indices = saved
     (g, _), (_, g_d) = cotangents
-    x = online.widen(online.to_float(logits, (-1,), where))
-    if where is not None:
-        x = jnp.where(where, x, -jnp.inf)
-        g = jnp.where(online.take(where, logits, indices), g, 0)
-
-    def weigh(x):
-        scaled = (x - m) / temperature
-        return scaled, jnp.exp(scaled) / d
-
-    scaled, p = weigh(x)
-    scaled_won, p_won = weigh(jnp.take_along_axis(x, indices, -1))
-    if where is not None:  # of a fully masked row p is NaN
-        p = jnp.where(where, p, 0)
-        p_won = jnp.where(online.take(where, logits, indices), p_won, 0)
-    direct = online.widen(g) if log else g * p_won  # what reaches the winners themselves
-    rest = g_d * d - jnp.sum(direct, -1, keepdims=True)  # times p, what reaches every logit
-
-    dlogits = None
-    if jnp.issubdtype(logits.dtype, jnp.floating):
-        everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
-        dlogits = _put(everywhere.astype(logits.dtype), indices, won.astype(logits.dtype))
-
-    def slope(weight, scaled):  # 0 at x = -inf, too
-        return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
-
-    dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
+    names = choice.call.names
+    residuals, cotangents = (logits, temperature, m, d, indices), dispatch.summed((g, g_d), names)
+    dlogits, dt = dispatch.run(choice.plain("topk_grad"), residuals, where, cotangents, log=log)
+    dlogits = dlogits if jnp.issubdtype(logits.dtype, jnp.floating) else None
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-    return dlogits, None, jnp.sum(dt, shared, keepdims=True)
-
-
-def _put(x, indices, values):
-    """x with the values at the indices of its last axis, which differ."""
-
-    def put(x, indices, values):
-        return x.at[indices].set(values, unique_indices=True)
-
-    rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in (x, indices, values)]
-    return jax.vmap(put)(*rows).reshape(x.shape)
+    return dlogits, None, dispatch.shared(jnp.sum(dt, shared, keepdims=True), names)
 
 
 _topk.defvjp(_topk_fwd, _topk_bwd)

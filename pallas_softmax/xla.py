@@ -4,6 +4,9 @@ The functions have the names and arguments that every implementation has. `axes`
 reduced dimensions stay with size 1; arithmetic is in float32, or wider where the input is.
 """
 
+import math
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -30,35 +33,45 @@ def preferred(call: Call) -> str | None:
 
 
 def softmax(x, where, *, axes):
-    e, d = online.exponentials(_logits(x, where), axes)
-    return _masked(e / d, where, 0).astype(x.dtype)
+    e, d = online.exponentials(logits_of(x, where), axes)
+    return masked(e / d, where, 0).astype(x.dtype)
 
 
-def softmax_grad(residuals, where, dy, *, axes):
+def softmax_grad(residuals, where, dy, *, axes, names=()):
+    """The backwards take the mesh axes that the row is spread over, too."""
     (y,) = residuals
-    p, g = widen(y), _masked(widen(dy), where, 0)
-    dx = p * (g - jnp.sum(p * g, axes, keepdims=True))
-    return _masked(dx, where, 0).astype(y.dtype)
+    p, g = widen(y), masked(widen(dy), where, 0)
+    dx = p * (g - online.total(p * g, axes, names))
+    return masked(dx, where, 0).astype(y.dtype)
 
 
 def log_softmax(x, where, *, axes):
-    logits = _logits(x, where)
-    m, d = online.reduce(logits, axes)
-    return _masked(logits - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
+    return log_normalized(x, where, online.reduce(logits_of(x, where), axes))
 
 
-def log_softmax_grad(residuals, where, dy, *, axes):
+def log_normalized(x, where, normalizer: Normalizer):
+    """x less the log of the normalizer: the log of the softmax."""
+    m, d = normalizer
+    return masked(logits_of(x, where) - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
+
+
+def log_softmax_grad(residuals, where, dy, *, axes, names=()):
     (y,) = residuals
-    g = _masked(widen(dy), where, 0)
-    dx = g - jnp.exp(widen(y)) * jnp.sum(g, axes, keepdims=True)
-    return _masked(dx, where, 0).astype(y.dtype)
+    g = masked(widen(dy), where, 0)
+    dx = g - jnp.exp(widen(y)) * online.total(g, axes, names)
+    return masked(dx, where, 0).astype(y.dtype)
 
 
 def logsumexp(x, where, *, axes):
     """log(sum(exp(x))), and the normalizer."""
-    m, d = online.reduce(_logits(x, where), axes)
-    lse = jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
-    return lse, Normalizer(m, d)
+    normalizer = online.reduce(logits_of(x, where), axes)
+    return log_of(normalizer), normalizer
+
+
+def log_of(normalizer: Normalizer):
+    """The log of the sum of exp(x)."""
+    m, d = normalizer
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
 
 
 def logsumexp_grad(residuals, where, cotangents, *, axes):
@@ -66,8 +79,8 @@ def logsumexp_grad(residuals, where, cotangents, *, axes):
     x, (m, d) = residuals
     dy, (_, dd) = cotangents
     d = jnp.where(m == jnp.inf, 1, d)  # a +inf among numbers has all the weight
-    dx = jnp.exp(_logits(x, where) - online.shift(m)) * (dy / d + dd)
-    return _masked(dx, where, 0).astype(x.dtype)
+    dx = jnp.exp(logits_of(x, where) - online.shift(m)) * (dy / d + dd)
+    return masked(dx, where, 0).astype(x.dtype)
 
 
 def topk(logits, where, temperature, *, k, log, dtype):
@@ -76,23 +89,80 @@ def topk(logits, where, temperature, *, k, log, dtype):
     m is the first winner (a -NaN, which wins last, still makes d NaN); it is not divided by the temperature,
     for (x - m) / temperature neither overflows nor rounds x first.
     """
-    x = _logits(online.to_float(logits, (-1,), where), where)
+    x = logits_of(online.to_float(logits, (-1,), where), where)
     indices = _top_k(logits, where, k)
     winners = jnp.take_along_axis(x, indices, -1)
     m = winners[..., :1] if k else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
     normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
     kept = None if where is None else online.take(where, logits, indices)
-    values = _masked(online.weights(winners, normalizer, temperature, log), kept, -jnp.inf if log else 0)
+    values = masked(online.weights(winners, normalizer, temperature, log), kept, -jnp.inf if log else 0)
     return Candidates(values.astype(dtype), indices), normalizer
 
 
-def _masked(x, where, value):
+def topk_grad(residuals, where, cotangents, *, log, names=()):
+    """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
+
+    Elementwise but for the winners, which are put in place afterwards: one read and one write. The second
+    derivative asks for that of d, too. Of a row that is spread over mesh axes each device knows its own winners.
+
+    Returns:
+      dx, and the derivative with respect to the temperature of each row, of which a device has its part.
+    """
+    logits, temperature, m, d, indices = residuals
+    g, g_d = cotangents
+    x = logits_of(online.to_float(logits, (-1,), where), where)
+    own = None
+    if names:
+        indices = indices - lax.axis_index(names) * logits.shape[-1]
+        own = (indices >= 0) & (indices < logits.shape[-1])
+        beyond = logits.shape[-1] + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+        indices = jnp.where(own, indices, beyond)  # where nothing is put
+
+    def won_of(a):
+        return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
+
+    def weigh(x):
+        scaled = (x - m) / temperature
+        return scaled, jnp.exp(scaled) / d
+
+    scaled, p = weigh(x)
+    scaled_won, p_won = weigh(won_of(x))
+    g = masked(g, own, 0)
+    if where is not None:  # of a fully masked row p is NaN
+        kept = won_of(jnp.broadcast_to(where, logits.shape))
+        p, g, p_won = masked(p, where, 0), masked(g, kept, 0), masked(p_won, kept, 0)
+    direct = widen(g) if log else g * masked(p_won, own, 0)  # what reaches the winners themselves
+    rest = g_d * d - online.total(direct, (-1,), names)  # times p, what reaches every logit
+
+    everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
+    dtype = logits.dtype if jnp.issubdtype(logits.dtype, jnp.floating) else x.dtype
+    dx = _put(everywhere.astype(dtype), indices, won.astype(dtype))
+
+    def slope(weight, scaled):  # 0 at x = -inf, too
+        return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
+
+    return dx, -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
+
+
+def _put(x, indices, values):
+    """x with the values at the indices of its last axis, which differ; what is beyond it is dropped."""
+
+    def put(x, indices, values):
+        return x.at[indices].set(values, unique_indices=True, mode="drop")
+
+    rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in (x, indices, values)]
+    return jax.vmap(put)(*rows).reshape(x.shape)
+
+
+def masked(x, where, value):
+    """x, and the value where it does not count."""
     return x if where is None else jnp.where(where, x, value)
 
 
-def _logits(x, where):
-    return _masked(widen(x), where, -jnp.inf)
+def logits_of(x, where):
+    """x in the dtype of the arithmetic, -inf where it does not count."""
+    return masked(widen(x), where, -jnp.inf)
 
 
 def _top_k(logits, where, k):

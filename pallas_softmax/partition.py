@@ -1,0 +1,143 @@
+"""How a call divides over the devices of a mesh, under jit.
+
+Each device takes the rows, or the part of each, that it has: nothing is gathered. Arrays sharded by Auto mesh axes
+go through `custom_partitioning`, those of Explicit axes, which it does not take, through `shard_map`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Which of an operation's arguments, and of its results, lie along the row; the others have something of each row.
+_ALONG = {
+    "softmax": ((True, True), True),
+    "log_softmax": ((True, True), True),
+    "logsumexp": ((True, True), False),
+    "softmax_grad": (((True,), True, True), True),
+    "log_softmax_grad": (((True,), True, True), True),
+    "topk": ((True, True, False), False),
+    "topk_grad": (((True, False, False, False, False), True, False), (True, False)),
+}
+
+Function = Callable[..., Any]  # (*arrays, names), of what a device has; names: the mesh axes along the row
+
+
+def divided(
+    op: str, axes: tuple[int, ...], plain: Callable, whole: Callable, part: Function, args: tuple
+) -> Any:
+    """whole(*args), or on each device of a mesh `part` of what it has of them, with the mesh axes along the row.
+
+    Args:
+      op: the operation.
+      axes: those of the row.
+      plain: a function with the results of `whole`, for their shapes.
+      whole: of arrays that are not sharded.
+      part: of what a device has.
+      args: arrays of one rank, the first of the full shape.
+    """
+    first = jax.tree.leaves(args)[0]
+    if not _divisible(first):
+        return whole(*args)
+    along_in, along_out = _ALONG[op]
+    out = jax.eval_shape(
+        plain, *(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), a) for a in args)
+    )
+    along = _leaves(along_in, args), _leaves(along_out, out)
+    leaves, tree = jax.tree.flatten(args)
+    out_leaves, out_tree = jax.tree.flatten(out)
+
+    def carries(shape: tuple[int, ...], along: bool) -> list[bool]:
+        """Which dimensions of an array are those of the full shape."""
+        return [n == full and (along or a not in axes) for a, (n, full) in enumerate(zip(shape, first.shape))]
+
+    of_in = [carries(a.shape, along) for a, along in zip(leaves, along[0])]
+    of_out = [carries(a.shape, along) for a, along in zip(out_leaves, along[1])]
+
+    def layout(sharding_spec, sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+        """What the arguments and results of a device are, by how the first argument is sharded."""
+        spec = [_names(entry) for entry in (*sharding_spec, *[None] * first.ndim)[: first.ndim]]
+        spec = [
+            names if n % math.prod(sizes[name] for name in names) == 0 else ()
+            for names, n in zip(spec, first.shape)
+        ]
+        specs = (
+            [P(*(s or None if c else None for s, c in zip(spec, of))) for of in ofs]
+            for ofs in (of_in, of_out)
+        )
+        return *specs, tuple(name for a in axes for name in spec[a])
+
+    def local(names, *leaves):
+        return jax.tree.leaves(part(*jax.tree.unflatten(tree, leaves), names=names))
+
+    sharding = jax.typeof(first).sharding
+    explicit = _explicit(sharding.mesh)
+    if explicit:
+        specs, out_specs, names = layout(sharding.spec, sharding.mesh.shape)
+        leaves = [jax.sharding.reshard(a, NamedSharding(sharding.mesh, s)) for a, s in zip(leaves, specs)]
+        mapped = jax.shard_map(
+            functools.partial(local, names),
+            mesh=sharding.mesh,
+            in_specs=tuple(specs),
+            out_specs=out_specs,
+            axis_names=explicit,
+        )
+        return jax.tree.unflatten(out_tree, mapped(*leaves))
+
+    @custom_partitioning
+    def function(*leaves):
+        return jax.tree.leaves(whole(*jax.tree.unflatten(tree, leaves)))
+
+    def partition(mesh, arg_shapes, _):
+        specs, out_specs, names = layout(arg_shapes[0].sharding.spec, mesh.shape)
+        in_shardings, out_shardings = ([NamedSharding(mesh, s) for s in each] for each in (specs, out_specs))
+        return mesh, functools.partial(local, names), out_shardings, tuple(in_shardings)
+
+    rule, own = _rule(of_in, of_out)
+    function.def_partition(partition, sharding_rule=rule, need_replication_factors=own)
+    return jax.tree.unflatten(out_tree, function(*leaves))
+
+
+def _divisible(x: jax.Array) -> bool:
+    """Whether a mesh may divide the array: not where its parts are in hand already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    known = all(isinstance(n, int) for n in x.shape)
+    return (
+        x.ndim > 0 and known and x.size > 0 and jnp.issubdtype(x.dtype, jnp.floating) and not mesh.manual_axes
+    )
+
+
+def _explicit(mesh) -> set[str]:
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def _names(entry) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _leaves(along, tree) -> list[bool]:
+    """A bool for each leaf of the tree, of which `along` is a prefix."""
+    return jax.tree.leaves(jax.tree.map(lambda a, sub: jax.tree.map(lambda _: a, sub), along, tree))
+
+
+def _rule(of_in: list[list[bool]], of_out: list[list[bool]]) -> tuple[str, tuple[str, ...]]:
+    """Shardy's rule, a factor for each dimension of the full shape, and the factors of other dimensions."""
+    own = []
+
+    def factors(of: list[bool]) -> str:
+        names = []
+        for a, carries in enumerate(of):
+            if not carries:
+                own.append(f"w{len(own)}")
+            names.append(f"x{a}" if carries else own[-1])
+        return " ".join(names)
+
+    sides = (", ".join(factors(of) for of in ofs) for ofs in (of_in, of_out))
+    return " -> ".join(sides), tuple(own)

@@ -1,0 +1,94 @@
+"""Rows that are spread over the devices of a mesh: each reduces its part, and what they exchange is small.
+
+Two numbers a row for softmax, those and k candidates for top-k; never the logits. The functions have the names of
+those of an implementation. They run where mesh axes are bound, inside `jax.shard_map` or in a partition of
+`partition`, on the device's part of the row. `local(op, ...)` is the best implementation of an operation of the part,
+`names` are the mesh axes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online, xla
+from pallas_softmax.dispatch import tracked
+from pallas_softmax.online import Candidates, Normalizer
+
+
+def softmax(local, x, where, *, axes, names):
+    m, d = _normalizer(local, x, where, axes, names)
+    return xla.masked(jnp.exp(xla.logits_of(x, where) - online.shift(m)) / d, where, 0).astype(x.dtype)
+
+
+def log_softmax(local, x, where, *, axes, names):
+    return xla.log_normalized(x, where, _normalizer(local, x, where, axes, names))
+
+
+def logsumexp(local, x, where, *, axes, names):
+    normalizer = _normalizer(local, x, where, axes, names)
+    return xla.log_of(normalizer), normalizer
+
+
+def _normalizer(local, x, where, axes, names) -> Normalizer:
+    _, part = local("logsumexp", x, where, axes=axes)
+    return online.union(part, names)
+
+
+def softmax_grad(local, *args, **static):
+    return xla.softmax_grad(*args, **static)
+
+
+def log_softmax_grad(local, *args, **static):
+    return xla.log_softmax_grad(*args, **static)
+
+
+def topk_grad(local, *args, names, **static):
+    dx, dt = xla.topk_grad(*args, names=names, **static)
+    return dx, lax.psum(dt, names)
+
+
+def topk(local, logits, where, temperature, *, k, log, dtype, names):
+    """Each device's winners, merged over one mesh axis after the other, the last first: a tree of all-gathers.
+
+    The parts lie in the order of their devices, and equal values by their index, so that among the gathered
+    candidates, too, the first of equal ones is that of the lowest index: they are a row for top-k themselves.
+    """
+    best = functools.partial(local, "topk", log=False, dtype=jnp.dtype(jnp.float32))
+    vocab = logits.shape[-1]
+    (_, indices), normalizer = best(logits, where, temperature, k=min(k, vocab))
+    won = online.widen(jnp.take_along_axis(logits, indices, -1))
+    position = indices + lax.axis_index(names) * vocab
+    if where is not None:
+        position = jnp.where(online.take(where, logits, indices), position, ~position)  # negative: masked
+    for name in reversed(names):
+        won, position, m, d = _gather((won, position, *normalizer), name)
+        normalizer = online.merged(Normalizer(m, d), -2, temperature)
+        won, position = (jnp.reshape(a, (*a.shape[:-2], -1)) for a in (won, position))
+        kept = None if where is None else position >= 0
+        (_, order), _ = best(won, kept, temperature, k=min(k, won.shape[-1]))
+        won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
+    values = online.weights(won, normalizer, temperature, log)
+    if where is not None:
+        values = xla.masked(values, position >= 0, -jnp.inf if log else 0)
+        position = jnp.maximum(position, ~position)
+    return Candidates(values.astype(dtype), position), normalizer
+
+
+def _gather(arrays: tuple[jax.Array, ...], name: str) -> list[jax.Array]:
+    """The arrays (..., n) of all devices of a mesh axis, as (..., devices, n), by one all-gather of their bits."""
+    words = []
+    for a in arrays:
+        bits = lax.bitcast_convert_type(a, jnp.uint32)  # of 64 bits two words, in a dimension of their own
+        words.append(bits.reshape(*a.shape[:-1], a.shape[-1] * (a.dtype.itemsize // 4)))
+    to = "invarying" if tracked((name,)) else "varying"
+    gathered = lax.all_gather(jnp.concatenate(words, -1), name, to=to)
+    gathered = jnp.moveaxis(gathered, 0, -2)
+    ends = [sum(w.shape[-1] for w in words[: i + 1]) for i in range(len(words))]
+    out = []
+    for a, part in zip(arrays, jnp.split(gathered, ends[:-1], -1)):
+        shape = *part.shape[:-1], a.shape[-1]
+        wide = () if a.dtype.itemsize == 4 else (a.dtype.itemsize // 4,)
+        out.append(lax.bitcast_convert_type(part.reshape(*shape, *wide), a.dtype))
+    return out
