@@ -161,10 +161,9 @@ def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **stati
         if choice.call.names:
             return part(*args, names=choice.call.names)
         whole = lambda *args: _run(choice, args, keywords)  # noqa: E731
-        plain = functools.partial(
-            getattr(importlib.import_module("pallas_softmax.xla"), choice.call.op), **keywords
-        )
-        return partition.divided(choice.call.op, _row_axes(args, keywords), plain, whole, part, args)
+        plain = functools.partial(differentiable(choice.call.op, ()), **keywords)
+        none = functools.partial(placeholder, reason="mesh axes that a vmap has taken")
+        return partition.divided(choice.call.op, _row_axes(args, keywords), plain, none, whole, part, args)
 
     @call.def_vmap
     def _(axis_size, in_batched, *args):
@@ -220,6 +219,15 @@ def _run(choice: Choice, args: tuple, static: dict[str, Any]) -> Any:
         return lambda *args: jax.tree.map(lambda out: vary_together(out, *args)[0], function(*args))
 
     return lax.platform_dependent(*args, cuda=varying(function(choice.cuda)), default=varying(elsewhere))
+
+
+def differentiable(op: str, names: tuple[str, ...]) -> Callable:
+    """The operation in plain JAX, for derivatives that no kernel has; the row is spread over the mesh axes."""
+    if names:
+        return functools.partial(
+            getattr(importlib.import_module("pallas_softmax.spread"), op), None, names=names
+        )
+    return getattr(importlib.import_module("pallas_softmax.xla"), op)
 
 
 def symbolic(shape: tuple) -> str | None:
@@ -329,23 +337,25 @@ _refuse_p.multiple_results = True
 
 def _refuse(choice: Choice, static: dict, *args: Any) -> Any:
     """Outputs shaped like those of `xla`, from an operation that raises when lowered."""
-    xla = importlib.import_module("pallas_softmax.xla")
-    shapes = jax.eval_shape(functools.partial(getattr(xla, choice.call.op), **static), *args)
+    shapes = jax.eval_shape(functools.partial(differentiable(choice.call.op, ()), **static), *args)
+    reason = f"implementation={choice.cuda!r} cannot run {choice.call}: it needs an NVIDIA GPU"
+    return placeholder(shapes, reason)
+
+
+def placeholder(shapes: Any, reason: str) -> Any:
+    """Outputs of these shapes, from an operation that raises when lowered."""
     leaves, tree = jax.tree.flatten(shapes)
-    return jax.tree.unflatten(tree, _refuse_p.bind(choice=choice, shapes=tuple(leaves)))
+    return jax.tree.unflatten(tree, _refuse_p.bind(reason=reason, shapes=tuple(leaves)))
 
 
 @_refuse_p.def_abstract_eval
-def _(*, choice, shapes):
+def _(*, reason, shapes):
     return [ShapedArray(s.shape, s.dtype) for s in shapes]
 
 
-def _refuse_lowering(ctx, *, choice, shapes):
+def _refuse_lowering(ctx, *, reason, shapes):
     platforms = ctx.platforms or ctx.module_context.platforms
-    raise NotImplementedError(
-        f"implementation={choice.cuda!r} cannot run {choice.call}: it needs an NVIDIA GPU, but this "
-        f"computation is lowered for {', '.join(platforms)}"
-    )
+    raise NotImplementedError(f"{reason}, but this computation is lowered for {', '.join(platforms)}")
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)

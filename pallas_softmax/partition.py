@@ -26,11 +26,15 @@ _ALONG = {
     "topk_grad": (((True, False, False, False, False), True, False), (True, False)),
 }
 
-Function = Callable[..., Any]  # (*arrays, names), of what a device has; names: the mesh axes along the row
-
 
 def divided(
-    op: str, axes: tuple[int, ...], plain: Callable, whole: Callable, part: Function, args: tuple
+    op: str,
+    axes: tuple[int, ...],
+    plain: Callable,
+    none: Callable,
+    whole: Callable,
+    part: Callable,
+    args: tuple,
 ) -> Any:
     """whole(*args), or on each device of a mesh `part` of what it has of them, with the mesh axes along the row.
 
@@ -38,8 +42,9 @@ def divided(
       op: the operation.
       axes: those of the row.
       plain: a function with the results of `whole`, for their shapes.
+      none: results of given shapes, which nobody may ask for.
       whole: of arrays that are not sharded.
-      part: of what a device has.
+      part: of what a device has, and `names`.
       args: arrays of one rank, the first of the full shape.
     """
     first = jax.tree.leaves(args)[0]
@@ -79,6 +84,8 @@ def divided(
     sharding = jax.typeof(first).sharding
     explicit = _explicit(sharding.mesh)
     if explicit:
+        if not _free(sharding.mesh, explicit):  # of what is called for a vmap, only the shapes are used
+            return none(out)
         specs, out_specs, names = layout(sharding.spec, sharding.mesh.shape)
         leaves = [jax.sharding.reshard(a, NamedSharding(sharding.mesh, s)) for a, s in zip(leaves, specs)]
         mapped = jax.shard_map(
@@ -115,6 +122,17 @@ def _divisible(x: jax.Array) -> bool:
 
 def _explicit(mesh) -> set[str]:
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def _free(mesh, names: set[str]) -> bool:
+    """Whether shard_map may have the axes: not those that divide the batch of a vmap around."""
+    try:
+        jax.eval_shape(
+            jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=names)
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _names(entry) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, dispatch, online, xla
+from pallas_softmax import arguments, dispatch, online
 from pallas_softmax.arguments import Axis, AxisName
 from pallas_softmax.online import Normalizer
 
@@ -101,8 +101,7 @@ def _differentiable(op, residuals):
     """
 
     def plain(plan):
-        names = {"names": plan[1].call.names} if plan[1] else {}
-        return functools.partial(getattr(xla, f"{op}_grad"), **names)
+        return dispatch.differentiable(f"{op}_grad", plan[1].call.names if plan[1] else ())
 
     def run(x, where, axes, plan):
         return dispatch.run(plan[0], x, where, axes=axes)

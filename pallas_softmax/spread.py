@@ -58,22 +58,35 @@ def topk(local, logits, where, temperature, *, k, log, dtype, names):
     best = functools.partial(local, "topk", log=False, dtype=jnp.dtype(jnp.float32))
     vocab = logits.shape[-1]
     (_, indices), normalizer = best(logits, where, temperature, k=min(k, vocab))
-    won = online.widen(jnp.take_along_axis(logits, indices, -1))
+    top, d = normalizer
+    won = _widen(jnp.take_along_axis(logits, indices, -1))
+    if jnp.issubdtype(logits.dtype, jnp.integer):  # whose normalizers count from the largest of the part
+        top = _widen(jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min))
     position = indices + lax.axis_index(names) * vocab
     if where is not None:
         position = jnp.where(online.take(where, logits, indices), position, ~position)  # negative: masked
     for name in reversed(names):
-        won, position, m, d = _gather((won, position, *normalizer), name)
-        normalizer = online.merged(Normalizer(m, d), -2, temperature)
+        won, position, tops, d = _gather((won, position, top, d), name)
+        normalizer = online.merged(Normalizer(online.to_float(tops, (-2,)), d), -2, temperature)
+        top, d = jnp.max(tops, -2), normalizer.d
         won, position = (jnp.reshape(a, (*a.shape[:-2], -1)) for a in (won, position))
-        kept = None if where is None else position >= 0
-        (_, order), _ = best(won, kept, temperature, k=min(k, won.shape[-1]))
+        (_, order), _ = best(won, _kept(position, where), temperature, k=min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
-    values = online.weights(won, normalizer, temperature, log)
-    if where is not None:
-        values = xla.masked(values, position >= 0, -jnp.inf if log else 0)
-        position = jnp.maximum(position, ~position)
-    return Candidates(values.astype(dtype), position), normalizer
+    kept = _kept(position, where)
+    values = online.weights(online.to_float(won, (-1,), kept), normalizer, temperature, log)
+    values = xla.masked(values, kept, -jnp.inf if log else 0)
+    return Candidates(values.astype(dtype), xla.masked(position, kept, ~position)), normalizer
+
+
+def _kept(position, where):
+    return None if where is None else position >= 0
+
+
+def _widen(x):
+    """In 32 bits or more."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    return online.widen(x)
 
 
 def _gather(arrays: tuple[jax.Array, ...], name: str) -> list[jax.Array]:

@@ -47,7 +47,7 @@ def fused_topk(
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device has an
-        equal part of it, of `logits` (floating) and `where`, in the order of `lax.axis_index`. `k` and the
+        equal part of it, of `logits` and `where`, in the order of `lax.axis_index`. `k` and the
         indices are those of the whole row; the result is the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
@@ -74,8 +74,6 @@ def fused_topk(
         raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
     axis %= x.ndim
     names = arguments.mesh_axes(name, axis_name)
-    if names and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: logits must be floating where axis_name is given, got {x.dtype.name}")
     length = x.shape[axis] * (jax.lax.axis_size(names) if names else 1)
     if not 0 <= k <= length:
         raise ValueError(f"{name}: k must be from 0 to the row's length {length}, got {k}")
@@ -130,12 +128,34 @@ def _topk_bwd(k, log, dtype, choice, saved, cotangents):
     logits, where, temperature, m, d, indices = saved
     (g, _), (_, g_d) = cotangents
     names = choice.call.names
-    residuals, cotangents = (logits, temperature, m, d, indices), dispatch.summed((g, g_d), names)
-    dlogits, dt = dispatch.run(choice.plain("topk_grad"), residuals, where, cotangents, log=log)
+    residuals = logits, temperature, m, d, indices
+    dlogits, dt = _gradient(residuals, where, dispatch.summed((g, g_d), names), log, choice)
     dlogits = dlogits if jnp.issubdtype(logits.dtype, jnp.floating) else None
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
     return dlogits, None, dispatch.shared(jnp.sum(dt, shared, keepdims=True), names)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gradient(residuals, where, cotangents, log, choice):
+    return dispatch.run(choice.plain("topk_grad"), residuals, where, cotangents, log=log)
+
+
+def _gradient_fwd(residuals, where, cotangents, log, choice):
+    return _gradient(residuals, where, cotangents, log, choice), (residuals, where, cotangents)
+
+
+def _gradient_bwd(log, choice, saved, dd):
+    (logits, temperature, m, d, indices), where, cotangents = saved
+    plain = dispatch.differentiable("topk_grad", choice.call.names)
+
+    def gradient(logits, temperature, d, cotangents):
+        return plain((logits, temperature, m, d, indices), where, cotangents, log=log)
+
+    _, vjp = jax.vjp(gradient, logits, temperature, d, cotangents)
+    d_logits, d_temperature, d_d, d_cotangents = vjp(dd)
+    return (d_logits, d_temperature, None, d_d, None), None, d_cotangents
+
+
+_gradient.defvjp(_gradient_fwd, _gradient_bwd)
 _topk.defvjp(_topk_fwd, _topk_bwd)
 _jitted_topk = jax.jit(_topk, static_argnums=(3, 4, 5, 6))

@@ -111,7 +111,7 @@ def topk_grad(residuals, where, cotangents, *, log, names=()):
     """
     logits, temperature, m, d, indices = residuals
     g, g_d = cotangents
-    x = logits_of(online.to_float(logits, (-1,), where), where)
+    x = logits_of(online.to_float(logits, (-1,), where, names), where)
     own = None
     if names:
         indices = indices - lax.axis_index(names) * logits.shape[-1]
