@@ -113,11 +113,9 @@ def divided(
 
 def _divisible(x: jax.Array) -> bool:
     """Whether a mesh may divide the array: not where its parts are in hand already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    known = all(isinstance(n, int) for n in x.shape)
-    return (
-        x.ndim > 0 and known and x.size > 0 and jnp.issubdtype(x.dtype, jnp.floating) and not mesh.manual_axes
-    )
+    known = x.ndim > 0 and all(isinstance(n, int) for n in x.shape) and x.size > 0
+    real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return known and real and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _explicit(mesh) -> set[str]:

@@ -1,11 +1,6 @@
-"""Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation and sharding."""
+"""Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation. Sharding is in test_sharded.py."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import cases
 import jax
@@ -312,46 +307,3 @@ class _no_compilation:
     def __exit__(self, *args):
         seen, self.EVENT = self.seen, None  # listeners stay registered
         assert seen == 0, f"{seen} compilations"
-
-
-# --- Several devices ----------------------------------------------------------------------------------
-# They must exist before JAX starts, so one child process runs every check on four CPU devices.
-
-
-@functools.cache
-def mesh_report():
-    here = Path(__file__).parent
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, here / "mesh_checks.py"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
-CHECKS = ["shard_map", "named_sharding", "explicit_sharding"]
-
-
-@pytest.mark.parametrize("check", [*CHECKS, "sharded_vocabulary"])
-@each
-def test_on_four_devices(check, name):
-    assert mesh_report()[f"{check}-{name}"] == "ok"
-
-
-@pytest.mark.parametrize("check", CHECKS)
-@each_differentiable
-def test_gradient_on_four_devices(check, name):
-    assert mesh_report()[f"{check}_grad-{name}"] == "ok"
-
-
-def test_the_output_stays_sharded():
-    """No gather: the result lies where the rows lie."""
-    assert mesh_report()["stays_sharded"] == "ok"
