@@ -194,7 +194,9 @@ def _part(choice: Choice, static: dict[str, Any], *args: Any, names: tuple[str, 
         rows = x.size // vocab if vocab else 0
         sizes = {"rows": rows, "vocab": vocab, "dtype": x.dtype.name, "k": static.get("k")}
         call = dataclasses.replace(choice.call, op=op, masked=args[1] is not None, names=(), **sizes)
-        return _run(_choose(call, choice.requested), args, static)
+        return _run(_choose(call, choice.requested if op != "merge" else merges), args, static)
+
+    merges = None if choice.requested in (None, "mosaic_gpu") else "xla"  # the only ones that can
 
     if not names:
         return local(choice.call.op, *args, **static)

@@ -172,11 +172,10 @@ def union(part: Normalizer, names: Sequence[str]) -> Normalizer:
     return Normalizer(m, lax.psum(part.d * jnp.exp(part.m - shift(m)), tuple(names)))
 
 
-def merged(parts: Normalizer, axis: int, temperature: jax.Array) -> Normalizer:
-    """⊕ along an axis, which goes; d is the sum of exp((x - m) / temperature)."""
-    m = jnp.max(parts.m, axis)
-    scaled = (parts.m - jnp.expand_dims(shift(m), axis)) / jnp.expand_dims(temperature, axis)
-    return Normalizer(m, jnp.sum(parts.d * jnp.exp(scaled), axis))
+def merged(parts: Normalizer, temperature: jax.Array) -> Normalizer:
+    """⊕ along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
+    m = jnp.max(parts.m, -1, keepdims=True)
+    return Normalizer(m, jnp.sum(parts.d * jnp.exp((parts.m - shift(m)) / temperature), -1, keepdims=True))
 
 
 def take(where: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:

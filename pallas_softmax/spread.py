@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_softmax import online, xla
 from pallas_softmax.dispatch import tracked
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax.online import Normalizer
 
 
 def softmax(local, x, where, *, axes, names):
@@ -52,30 +52,28 @@ def topk_grad(local, *args, names, **static):
 def topk(local, logits, where, temperature, *, k, log, dtype, names):
     """Each device's winners, merged over one mesh axis after the other, the last first: a tree of all-gathers.
 
-    The parts lie in the order of their devices, and equal values by their index, so that among the gathered
-    candidates, too, the first of equal ones is that of the lowest index: they are a row for top-k themselves.
+    The parts lie in the order of their devices, and equal values by their index: so do gathered winners.
     """
-    best = functools.partial(local, "topk", log=False, dtype=jnp.dtype(jnp.float32))
     vocab = logits.shape[-1]
-    (_, indices), normalizer = best(logits, where, temperature, k=min(k, vocab))
-    top, d = normalizer
+    (_, indices), (top, d) = local(
+        "topk", logits, where, temperature, k=min(k, vocab), log=False, dtype=jnp.dtype(jnp.float32)
+    )
     won = _widen(jnp.take_along_axis(logits, indices, -1))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # whose normalizers count from the largest of the part
         top = _widen(jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min))
     position = indices + lax.axis_index(names) * vocab
     if where is not None:
         position = jnp.where(online.take(where, logits, indices), position, ~position)  # negative: masked
-    for name in reversed(names):
+    for name in names[:0:-1]:
         won, position, tops, d = _gather((won, position, top, d), name)
-        normalizer = online.merged(Normalizer(online.to_float(tops, (-2,)), d), -2, temperature)
-        top, d = jnp.max(tops, -2), normalizer.d
-        won, position = (jnp.reshape(a, (*a.shape[:-2], -1)) for a in (won, position))
-        (_, order), _ = best(won, _kept(position, where), temperature, k=min(k, won.shape[-1]))
-        won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
-    kept = _kept(position, where)
-    values = online.weights(online.to_float(won, (-1,), kept), normalizer, temperature, log)
-    values = xla.masked(values, kept, -jnp.inf if log else 0)
-    return Candidates(values.astype(dtype), xla.masked(position, kept, ~position)), normalizer
+        _, d = online.merged(Normalizer(online.to_float(tops, (-1,)), d), temperature)
+        top = jnp.max(tops, -1, keepdims=True)
+        won, position = xla.best_of((won, position), _kept(position, where), min(k, won.shape[-1]))
+    part = won.shape[-1]
+    won, position, tops, d = _gather((won, position, top, d), names[0])
+    lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
+    merge = functools.partial(local, "merge") if part == k else xla.merge  # kernels take whole lists
+    return merge(*lists, k=k, log=log, dtype=dtype)
 
 
 def _kept(position, where):
@@ -90,18 +88,17 @@ def _widen(x):
 
 
 def _gather(arrays: tuple[jax.Array, ...], name: str) -> list[jax.Array]:
-    """The arrays (..., n) of all devices of a mesh axis, as (..., devices, n), by one all-gather of their bits."""
+    """The arrays (..., n) of all devices of a mesh axis, as (..., devices * n), by one all-gather of their bits."""
     words = []
     for a in arrays:
         bits = lax.bitcast_convert_type(a, jnp.uint32)  # of 64 bits two words, in a dimension of their own
         words.append(bits.reshape(*a.shape[:-1], a.shape[-1] * (a.dtype.itemsize // 4)))
     to = "invarying" if tracked((name,)) else "varying"
-    gathered = lax.all_gather(jnp.concatenate(words, -1), name, to=to)
-    gathered = jnp.moveaxis(gathered, 0, -2)
+    gathered = jnp.moveaxis(lax.all_gather(jnp.concatenate(words, -1), name, to=to), 0, -2)
     ends = [sum(w.shape[-1] for w in words[: i + 1]) for i in range(len(words))]
     out = []
     for a, part in zip(arrays, jnp.split(gathered, ends[:-1], -1)):
-        shape = *part.shape[:-1], a.shape[-1]
         wide = () if a.dtype.itemsize == 4 else (a.dtype.itemsize // 4,)
-        out.append(lax.bitcast_convert_type(part.reshape(*shape, *wide), a.dtype))
+        part = part.reshape(*part.shape[:-2], part.shape[-2] * a.shape[-1], *wide)
+        out.append(lax.bitcast_convert_type(part, a.dtype))
     return out

@@ -100,6 +100,31 @@ def topk(logits, where, temperature, *, k, log, dtype):
     return Candidates(values.astype(dtype), indices), normalizer
 
 
+def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
+    """As topk, of a row whose parts were searched.
+
+    Args:
+      won: the winners of each part, best first, part after part.
+      kept: which of them are not masked, or None.
+      indices: theirs in the row.
+      parts: m, or the largest of integers, and d of each part.
+      temperature: as for topk.
+    """
+    tops, d = parts
+    normalizer = online.merged(Normalizer(online.to_float(tops, (-1,)), d), temperature)
+    some = () if kept is None else (kept,)
+    won, indices, *some = best_of((won, indices, *some), kept, k)
+    kept = some[0] if some else None
+    values = online.weights(online.to_float(won, (-1,), kept), normalizer, temperature, log)
+    return Candidates(masked(values, kept, -jnp.inf if log else 0).astype(dtype), indices), normalizer
+
+
+def best_of(arrays, kept, k):
+    """The arrays at the k largest of the first, that which is not kept after all other."""
+    order = _top_k(arrays[0], kept, k)
+    return [jnp.take_along_axis(a, order, -1) for a in arrays]
+
+
 def topk_grad(residuals, where, cotangents, *, log, names=()):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 

@@ -12,9 +12,10 @@ import oracle
 import pytest
 from cases import BF16, F16, F32
 
-from pallas_softmax import folding
+from pallas_softmax import folding, xla
 from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel, topk_tile_kernel
 from pallas_softmax.mosaic_gpu.launch import Parts, Tile, Window
+from pallas_softmax.online import Normalizer
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -322,6 +323,33 @@ def test_topk_where(kind, pattern, dtype):
     np.testing.assert_array_equal(got[0].indices[0], range(5))
     np.testing.assert_array_equal(got[0].values[0], 0)
     assert (float(got[1].m[0, 0]), float(got[1].d[0, 0])) == (-np.inf, 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("parts", "k", "log"), [(1, 5, False), (4, 7, True), (8, 64, False)])
+def test_merge_of_parts_of_other_devices(parts, k, log, masked):
+    names, v = ["normal", "peaked", "integers", "everything", "all_neg_inf", "all_neg_nan"], 640
+    x = cases.rows(names, v)
+    where = np.random.default_rng(0).random((len(x), v)) < 0.5 if masked else None
+    if masked:
+        where[0, : v // 2] = False  # of a whole part
+    lists, t = [], np.full(1, 0.7, F32)
+    for part in range(parts):
+        own = slice(part * v // parts, (part + 1) * v // parts)
+        kept = None if where is None else where[:, own]
+        (_, best), normalizer = xla.topk(x[:, own], kept, t, k=k, log=log, dtype=F32)
+        won = np.take_along_axis(x[:, own], np.asarray(best), -1)
+        kept = np.ones_like(won, bool) if kept is None else np.take_along_axis(kept, np.asarray(best), -1)
+        lists.append((won, kept, best + own.start, *normalizer))
+    won, kept, indices, m, d = (jnp.concatenate(each, -1) for each in zip(*lists))
+    kept = kept if masked else None
+    parts = Normalizer(m, d)
+    kernel = topk_kernel.merge_rows(
+        won, kept, indices, parts, jnp.asarray(t), k, log=log, dtype=F32, interpret=INTERPRET
+    )
+    plain = xla.merge(won, kept, indices, parts, t, k=k, log=log, dtype=F32)
+    for got in kernel, plain:
+        judge_topk(got, x, k, names, where, t, log, F32)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ __all__ = [
     "log_softmax",
     "log_softmax_grad",
     "logsumexp",
+    "merge",
     "slower",
     "softmax",
     "softmax_grad",
@@ -56,4 +57,13 @@ def topk(logits, where, temperature, *, k, log, dtype):
     plan = launch.topk_plan(x.shape[0], x.shape[1], k, x.dtype, dispatch.capability())
     kernel: Any = topk_tile_kernel if isinstance(plan, launch.Tile) else topk_kernel
     out = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
+    return jax.tree.map(unfold, out)
+
+
+def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
+    folded, _, temperature, unfold = fold_topk(won, None, temperature)
+    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(folded), -1), (kept, indices, *parts))
+    out = topk_kernel.merge_rows(
+        folded, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
+    )
     return jax.tree.map(unfold, out)

@@ -299,7 +299,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return f"no kernel for {call.dtype}, only {', '.join(_DTYPES)}"
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
-    if call.op == "topk":
+    if call.op in ("topk", "merge"):
         reason = _topk_unsupported(call)
         if reason is not None:
             return reason
@@ -318,6 +318,10 @@ def _topk_unsupported(call: Call) -> str | None:
         return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
+    if call.op == "merge" and call.vocab > merged(call.k) * call.k:
+        return (
+            f"{call.vocab // call.k} lists of {call.k} are more than the {merged(call.k)} that a CTA merges"
+        )
     return None
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_softmax.folding import Mask
 from pallas_softmax.mosaic_gpu import direct, launch, operations, pieces, selection
 from pallas_softmax.mosaic_gpu.launch import WARPGROUP, Window
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax.online import Candidates, Normalizer, sort_key
 
 _LOG2_E = float(1 / np.log(2))
 
@@ -42,6 +42,18 @@ def topk_rows(x, mask: Mask | None, temperature, k: int, plan: Window, *, log, d
         lists = _merge(lists, scale, count, group, out)
         count = -(-count // group)
     values, indices, m, d = lists
+    return Candidates(values, indices), Normalizer(m[:, None], d[:, None])
+
+
+def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
+    """As `topk_rows`, of the k float32 winners of each part of each row, (rows, parts * k), and the normalizers."""
+    keys = sort_key(won)
+    if kept is not None:
+        keys = jnp.where(kept, keys, pieces.lowest_key(won.dtype))
+    out = _Output(k, won.dtype, kept is not None, log, dtype, interpret)
+    count = parts.m.shape[1]
+    lists = keys, indices, parts.m.reshape(-1), parts.d.reshape(-1)
+    values, indices, m, d = _merge(lists, 1 / temperature, count, count, out)
     return Candidates(values, indices), Normalizer(m[:, None], d[:, None])
 
 

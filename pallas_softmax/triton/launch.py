@@ -148,6 +148,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return "the array is empty"
     if max(call.rows, call.vocab) > _MOST:
         return f"more than {_MOST} rows, or elements of a row: {call.rows} x {call.vocab}"
+    if call.op == "merge":
+        return "no kernel for winners of other devices"
     if call.op == "topk":
         if not call.trailing:
             return "the row is not contiguous: its axes are not the last ones"
