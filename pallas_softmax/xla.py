@@ -176,7 +176,8 @@ def _put(x, indices, values):
     def put(x, indices, values):
         return x.at[indices].set(values, unique_indices=True, mode="drop")
 
-    rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in (x, indices, values)]
+    arrays = (jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])) for a in (x, indices, values))
+    rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in arrays]
     return jax.vmap(put)(*rows).reshape(x.shape)
 
 

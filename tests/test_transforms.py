@@ -1,7 +1,5 @@
 """Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation. Sharding is in test_sharded.py."""
 
-import functools
-
 import cases
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,168 @@
+"""What goes over the links between devices: read from a compiled program, and predicted.
+
+`collectives` reads the text of `jax.jit(f).lower(x).compile().as_text()`; `predicted` and `model_table` are a
+cost model of a top-k whose rows are sharded along V.
+"""
+
+import dataclasses
+import math
+import re
+
+from benchmarks import report
+
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+# An asynchronous one counts at its start. Nothing before the name of an operation has quotes or percent signs.
+_INSTRUCTION = re.compile(rf'^\s*(?:ROOT )?%?[\w.-]+ = ([^"%]*?) ({_KINDS})(-start)?\((.*)$', re.MULTILINE)
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
+_MODEL_MESHES = (
+    (1,),
+    (2,),
+    (4,),
+    (8,),
+    (64,),
+    (8, 8),
+    (16, 16),
+    (4, 8, 8),
+    (32, 32),
+    (8, 16, 8),
+    (16, 16, 16),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation, as each of its devices sees it.
+
+    Attributes:
+      kind: as HLO calls it, such as all-gather.
+      bytes: of the whole array: what an all-gather returns, what a reduce-scatter is given; of the other
+        kinds the two are of one size.
+      group: how many devices take part.
+    """
+
+    kind: str
+    bytes: int
+    group: int
+
+    @property
+    def received(self) -> float:
+        """Bytes that one device receives, by a ring (a collective-permute's targets receive all)."""
+        if self.kind == "collective-permute":
+            return self.bytes
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.bytes * (self.group - 1) / self.group
+
+
+def collectives(hlo_text: str) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text; one in a loop's body counts once."""
+    devices = math.prod(map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", hlo_text)))
+    found = []
+    for shape, kind, start, attributes in _INSTRUCTION.findall(hlo_text):
+        # A start returns (operands, results, ...), but for the all-reduce that returns its results alone.
+        if start and (kind != "all-reduce" or shape.startswith("((")):
+            shape = _elements(shape)[1]
+        group = _group(attributes, devices)
+        scattered = group if kind == "reduce-scatter" else 1
+        found.append(Collective(kind, scattered * _bytes(shape), group))
+    return found
+
+
+def _elements(shape: str) -> list[str]:
+    """A tuple's elements; what is in brackets within it stays together."""
+    elements, depth, start = [], 0, 1
+    for i, c in enumerate(shape):
+        depth += (c in "([{") - (c in ")]}")
+        if depth == 0 or (c == "," and depth == 1):
+            elements.append(shape[start:i].strip())
+            start = i + 1
+    return elements
+
+
+def _bytes(shape: str) -> int:
+    """Of an array or of all arrays in a tuple."""
+    total = 0
+    for name, bits, dimensions in _ARRAY.findall(shape):
+        size = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
+        total += -(-size * int(bits or {"pred": 8}.get(name, 0)) // 8)  # a token has none
+    return total
+
+
+def _group(attributes: str, devices: int) -> int:
+    """How many devices take part, from any of HLO's notations; of groups that differ the largest."""
+    if pairs := re.search(r"source_target_pairs=\{([{}\d,]*)\}", attributes):
+        return pairs[1].count("{")
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(iota[1])
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"('[^']*')=(\d+)", mesh[1]))
+        chosen = re.findall(r"('[^']*')(?::\(\d+\)(\d+))?", mesh[2])  # an axis, or a part of one
+        return math.prod(int(part or sizes[axis]) for axis, part in chosen)
+    if listed := re.search(r"replica_groups=\{([{}\d,]*)\}", attributes):
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return max((group.count(",") + 1 for group in groups), default=devices)
+    raise ValueError(f"a collective whose groups cannot be read: ({attributes[:200]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Constants of devices and links, to be measured.
+
+    Attributes:
+      bandwidth: of a device's memory in top-k, in bytes per second.
+      link_bandwidth: bytes per second that one device receives.
+      latency: seconds that an all-gather of candidates takes however little it moves, with the kernels before
+        and after it.
+      hop: seconds more for each further device, whose message waits for the one before.
+      merge_cost: seconds per candidate that a device merges, all rows' candidates counted.
+    """
+
+    bandwidth: float
+    link_bandwidth: float
+    latency: float
+    hop: float
+    merge_cost: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one call, by what takes them."""
+
+    read: float  # the device's shard of the logits
+    latency: float  # of the collectives and their steps
+    links: float  # the bytes that come over them
+    merge: float  # of the devices' candidates
+
+    @property
+    def seconds(self) -> float:
+        """All of it, one after another."""
+        return self.read + self.latency + self.links + self.merge
+
+
+def predicted(
+    rows: int, vocab: int, k: int, itemsize: int, mesh: tuple[int, ...], machine: Machine
+) -> Prediction:
+    """What fused_topk takes of logits whose V is sharded over the axes of a mesh.
+
+    Each device reads its shard. Then, over one mesh axis after the other, the devices all-gather k values and
+    indices and (m, d) of each row, 4 bytes each, and merge them. A shard is taken to hold k elements a row.
+    """
+    gathers = [Collective("all-gather", n * rows * (2 * k + 2) * 4, n) for n in mesh if n > 1]
+    return Prediction(
+        read=rows * vocab * itemsize / (math.prod(mesh) * machine.bandwidth),
+        latency=sum(machine.latency + machine.hop * (each.group - 1) for each in gathers),
+        links=sum(each.received for each in gathers) / machine.link_bandwidth,
+        merge=machine.merge_cost * rows * k * sum(each.group for each in gathers),
+    )
+
+
+def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
+    """The terms of `predicted` in us for up to 4096 devices, in one mesh axis and in several as even as can be."""
+    terms = ["latency", "links", "merge", "us", "of linear"]
+    lines = [["mesh", "read", *terms]]
+    one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds
+    for mesh in _MODEL_MESHES:
+        cost = predicted(rows, vocab, k, itemsize, mesh, machine)
+        values = (cost.read, cost.latency, cost.links, cost.merge, cost.seconds)
+        line = [report.number(1e6 * value) if value else "0" for value in values]
+        lines.append([" x ".join(map(str, mesh)), *line, f"{one / (math.prod(mesh) * cost.seconds):.0%}"])
+    return report.columns(lines, left=1)

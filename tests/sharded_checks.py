@@ -1,0 +1,522 @@
+"""Checks of arrays that lie over 2, 4 or 8 devices; test_sharded.py has each of them as a test.
+
+Some of them, on eight CPU devices; without the first line, on the machine's GPUs. Prints each with its error or null:
+
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
+      PYTHONPATH=. python tests/sharded_checks.py 'partition-topk-*'
+"""
+
+import contextlib
+import fnmatch
+import functools
+import itertools
+import json
+import math
+import sys
+import traceback
+from typing import Any, NamedTuple
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, F16, F32
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_softmax as ps
+from benchmarks import links
+
+V = 256
+IMPLEMENTATION = None  # named where every call has kernels
+CHECKS = {}
+ELEMENTWISE = ("softmax", "log_softmax")
+TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40: more than a part of V / 8 has
+OPS = (*oracle.FORWARD, *TOPK)
+SOME = ("softmax", "logsumexp", "topk")  # log_softmax is much as softmax
+HOW = ("auto", "explicit", "shard_map")
+
+
+def each(**parameters):
+    """Registers a check for every combination of the parameters."""
+
+    def register(check):
+        for values in itertools.product(*parameters.values()):
+            name = "-".join([check.__name__, *map(str, values)])
+            CHECKS[name] = functools.partial(check, **dict(zip(parameters, values)))
+        return check
+
+    return register
+
+
+# --- Devices ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def mesh(how="auto", line=False):
+    """Of 8, 4 or 2 devices: 2 x 4, 2 x 2 or 1 x 2; or a line."""
+    n = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    shape, names = ((n,), ("v",)) if line else ((1, 2) if n == 2 else (2, n // 2), ("b", "v"))
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[:n])
+
+
+def names_of(entry):
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+class Split(NamedTuple):
+    """How an array lies on the mesh, and which of its axes a row is."""
+
+    mesh: Any
+    spec: tuple  # an entry for each axis
+    axes: tuple[int, ...] = (1,)
+
+    @property
+    def row(self):
+        """The mesh axes that a row is spread over."""
+        return tuple(name for a in self.axes for name in names_of(self.spec[a]))
+
+    @property
+    def axis_name(self):
+        return None if not self.row else self.row[0] if len(self.row) == 1 else self.row
+
+    def size(self, names):
+        return math.prod(self.mesh.shape[name] for name in names)
+
+    def result(self, op):
+        """Where the result lies."""
+        if op in ELEMENTWISE:
+            return P(*self.spec)
+        left = [None if a in self.axes else entry for a, entry in enumerate(self.spec)]
+        return P(*(e for a, e in enumerate(left) if op in TOPK or a not in self.axes))
+
+    def operand(self, shape):
+        """Where an operand of the array's rank lies, beside the array."""
+        spec = P(*(entry if size > 1 else None for entry, size in zip(self.spec, shape)))
+        return NamedSharding(self.mesh, spec)
+
+    def place(self, x):
+        return jax.make_array_from_callback(x.shape, self.operand(x.shape), lambda at: x[at])
+
+    def local_rows(self, shape):
+        batch = [a for a in range(len(shape)) if a not in self.axes]
+        held = [name for a in batch for name in names_of(self.spec[a])]
+        return math.prod(shape[a] for a in batch) // self.size(held)
+
+
+LAYOUTS = {
+    "batch": ("b v", None),
+    "line": (None, "v"),  # of all devices
+    "both": ("b", "v"),
+    "spread": (None, "v b"),  # not in the order of the devices
+}
+
+
+def split(layout, how):
+    spec = (e if e is None or " " not in e else tuple(e.split()) for e in LAYOUTS[layout])
+    return Split(mesh(how, layout == "line"), tuple(spec))
+
+
+def execute(f, *args):
+    """The results under jit, and the collectives for them."""
+    program = jax.jit(f).lower(*args).compile()
+    return program(*args), links.collectives(program.as_text() or "")
+
+
+def assert_sent(sent, at: Split, shape, reduces, gathered=0):
+    """Among the devices of a row only: at most `reduces` times a number of each row, and so many candidates of it,
+    each a value and an index. Of a row over two mesh axes these may be gathered over one after the other."""
+    rows, n = at.local_rows(shape), [at.mesh.shape[name] for name in at.row]
+    groups = {math.prod(some) for i in range(len(n)) for some in itertools.combinations(n, i + 1)}
+    sent = [c for c in sent if c.group > 1]
+    numbers = {"all-reduce": reduces, "all-gather": gathered}
+    for kind, most in numbers.items():
+        assert sum(c.bytes for c in sent if c.kind == kind) <= 4 * rows * most, sent
+    assert sum(c.kind == "all-reduce" for c in sent) <= reduces, sent
+    assert {c.kind for c in sent} <= {*numbers}, sent
+    assert {c.group for c in sent} <= groups, sent
+
+
+# --- Rows, the functions and what is expected ---------------------------------------------------------
+
+# Of parts of the row, eighths: (which, value). The rest is integers, so that there are ties across all parts.
+PARTS = {
+    "neg_inf_parts": ([(slice(2, 4), -np.inf)], "a part without a maximum in the middle"),
+    "neg_inf_but_last": ([(slice(0, 7), -np.inf)], "all parts before have no maximum"),
+    "neg_inf_but_first": ([(slice(1, 8), -np.inf)], "all parts behind have none"),
+    "inf_after_neg_inf": ([(slice(0, 7), -np.inf), (7, np.inf)], "NaN from one part only"),
+    "nan_part": ([(5, np.nan)], "the maximum over the parts must not lose it"),
+    "neg_nan_but_last": (
+        [(slice(0, 7), cases.NEG_NAN)],
+        "candidates of the parts before are the last",
+    ),
+    "nan_after_neg_nan": ([(slice(0, 4), cases.NEG_NAN), (slice(4, 8), np.nan)], "the order is turned"),
+    "zeros": ([(slice(0, 5), -0.0), (slice(5, 8), 0.0)], "+0 of a later part is before -0 of an earlier"),
+    "one_part_best": ([(6, 3)], "all winners are of one part"),
+}
+NAMES = [*cases.FINITE, *cases.SPECIAL, *PARTS]
+
+
+def logits(dtype: Any = F32):
+    """A row for each of NAMES, 40 of them."""
+    x = cases.rows(["integers"] * len(PARTS), V, dtype, seed=4).reshape(len(PARTS), 8, V // 8)
+    for row, (pattern, _) in zip(x, PARTS.values()):
+        for at, value in pattern:
+            row[at] = value
+    return np.concatenate([cases.rows([*cases.FINITE, *cases.SPECIAL], V, dtype), x.reshape(len(PARTS), V)])
+
+
+def masks():
+    """By name; that of every element leaves, of some rows, parts of nothing or of -inf alone."""
+    full = np.random.default_rng(5).random((len(NAMES), V)) < 0.6
+    full[0], full[1, : V // 2], full[2, V // 8 :] = False, False, False
+    full[NAMES.index("neg_inf_but_last"), 7 * V // 8 :] = False
+    full[NAMES.index("nan_part"), 5 * V // 8 : 6 * V // 8] = False
+    return {"full": full, "per_column": full[3:4], "per_row": full[:, 5:6]}
+
+
+def ours(op, x, axis: Any = -1, *, implementation: Any = "", **kwargs) -> tuple:
+    """The result and, of top-k, the indices."""
+    kwargs["implementation"] = IMPLEMENTATION if implementation == "" else implementation
+    if op not in TOPK:
+        return getattr(ps, op)(x, axis, **kwargs), None
+    return tuple(ps.fused_topk(x, axis=axis, **TOPK[op], **kwargs))
+
+
+def reference(op, x):
+    """By jax.nn, on one device."""
+    if op not in TOPK:
+        return getattr(jax.nn, op)(x, -1)
+    y = (jax.nn.log_softmax if op == "topk_log" else jax.nn.softmax)(x, -1)
+    return jnp.take_along_axis(y, lax.top_k(x, TOPK[op]["k"])[1], -1)
+
+
+def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
+    """Of rows along the last axis. As for test_gpu.assert_topk an exponential costs eps |x - m|."""
+    y, indices = got
+    if op not in TOPK:
+        y = np.asarray(y)[:, None] if op == "logsumexp" else y
+        return oracle.assert_operation(op, y, (x,), names, where)
+    topk = TOPK[op] | topk
+    log = topk.get("log", False)
+    want, best = oracle.fused_topk(x, where=where, temperature=temperature, **topk)
+    wrong = [name for name, a, b in zip(names, np.asarray(indices), best) if not np.array_equal(a, b)]
+    assert not wrong, f"indices: {wrong}"
+    assert indices.dtype == np.int32
+    with np.errstate(all="ignore"):
+        scaled = x.astype(F32) / np.reshape(np.asarray(temperature, F32), (-1, 1))
+        terms = np.nansum(oracle.softmax_unit(scaled, where=where), -1, keepdims=True)
+        unit = oracle.fused_topk_unit(x, where=where, temperature=temperature, **topk)
+        unit = unit + terms * (1 if log else want)
+    oracle.assert_close(y, want, unit, names)
+
+
+def assert_gradient(op, dx, y, g, x, names, where=None, temperature: Any = 1.0):
+    """Judged on y where the backward begins with it."""
+    if op in ELEMENTWISE:
+        return oracle.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
+    if op == "logsumexp":
+        g = g[:, None]
+        want, unit = oracle.logsumexp_vjp(x, g, -1, where), oracle.logsumexp_vjp_unit(x, g, -1, where)
+    else:
+        want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
+        if where is not None:  # masked elements of a row that is NaN may be NaN, too
+            dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
+    slack = 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True)
+    oracle.assert_close(dx, want, unit, names, slack)
+
+
+def topk_vjp(op, x, g, where, temperature):
+    """The gradients by x and by the temperature, and their units."""
+    arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
+    with np.errstate(all="ignore"):
+        return oracle.fused_topk_vjp(*arguments), oracle.fused_topk_vjp_unit(*arguments)
+
+
+def on(at: Split, how, op, f, *operands):
+    """`f(x, *operands)`, under shard_map with the axis_name, for such arrays."""
+    if how != "shard_map":
+        return f
+    in_specs = tuple(at.operand(a.shape).spec for a in operands)
+    f = functools.partial(f, axis_name=at.axis_name)
+    return jax.shard_map(f, mesh=at.mesh, in_specs=(P(*at.spec), *in_specs), out_specs=at.result(op))
+
+
+def run(op, how, at: Split, x, f: Any = ours, *operands):
+    """y and indices, the cotangent and dx of `f(op, x, *operands)`; where they lie and what is sent for them."""
+    f = on(at, how, op, functools.partial(f, op), *operands)
+
+    def forward(x, *operands) -> Any:
+        return jax.vjp(lambda x: f(x, *operands), x, has_aux=True)
+
+    (y, pullback, indices), sent = execute(forward, *map(at.place, (x, *operands)))
+    k, n = TOPK[op]["k"] if op in TOPK else 0, at.size(at.row)
+    # the best of each device, and its normalizer
+    assert_sent(sent, at, x.shape, 2, k and n * (2 * min(k, x.shape[at.axes[0]] // n) + 2))
+    g = cases.cotangent(y.shape, y.dtype)
+    (dx,), sent = execute(lambda pullback, g: pullback(g), pullback, jax.device_put(g, y.sharding))
+    assert_sent(sent, at, x.shape, 0 if op == "logsumexp" else 1)
+    for a, spec in ((y, at.result(op)), (indices, at.result(op)), (dx, P(*at.spec))):
+        want = NamedSharding(at.mesh, spec)
+        assert a is None or a.sharding.is_equivalent_to(want, a.ndim), (a.sharding, want)
+    return (y, indices), g, dx
+
+
+def judge(op, results, x, names, **kwargs):
+    (y, indices), g, dx = results
+    assert_value(op, (y, indices), x, names, **kwargs)
+    assert_gradient(op, dx, y, g, x, names, **kwargs)
+
+
+# --- The checks ---------------------------------------------------------------------------------------
+
+
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW)
+@each(op=OPS[4:], layout=["both", "spread"], how=HOW)
+@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16])
+@each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16])
+def partition(op, layout, how, dtype=F32):
+    """Values, gradient, where they lie, and what is sent for them."""
+    x = logits(dtype)
+    judge(op, run(op, how, split(layout, how), x), x, NAMES)
+
+
+@each(op=SOME, mask=masks(), how=HOW)
+def where(op, mask, how):
+    """What is masked is not seen, whatever it is."""
+    mask = masks()[mask]
+    x = cases.spoilt(logits(), mask)
+    f = lambda op, x, mask, **kwargs: ours(op, x, where=mask, **kwargs)  # noqa: E731
+    judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
+
+
+@each(op=TOPK, how=HOW)
+def temperature(op, how):
+    """One per row, and its gradient; float32 values of 16-bit logits."""
+    names = ["normal", "peaked", "integers", "ascending"] * 2
+    x, at = cases.rows(names, V, BF16), split("both", how)
+    t = np.geomspace(0.5, 2, len(x), dtype=F32)
+    f = lambda op, x, t, **kw: ours(op, x, temperature=t[:, 0], dtype="float32", **kw)  # noqa: E731
+    results = run(op, how, at, x, f, t[:, None])
+    judge(op, results, x, names, temperature=t)
+
+    (y, _), g, _ = results
+    assert y.dtype == F32
+    f = on(at, how, op, functools.partial(f, op), t[:, None])
+    pullback = jax.jit(lambda x, t, g: jax.vjp(lambda t: f(x, t)[0], t)[1](g)[0])
+    dt = pullback(at.place(x), at.place(t[:, None]), jax.device_put(g, y.sharding))
+    want, unit = (part[1][:, None] for part in topk_vjp(op, x, g, None, t))
+    oracle.assert_close(dt, want, unit, names, 10)
+
+
+# (shape, spec, axis)
+AXES = {
+    "rank_1": ((V,), (("b", "v"),), -1),
+    "first": ((V, 8), ("v", "b"), 0),
+    "middle": ((8, V, 3), ("b", "v", None), 1),
+    "two_last_sharded": ((8, 4, 32), ("b", None, "v"), (-2, -1)),
+    "two_first_sharded": ((8, 4, 32), ("b", "v", None), (-2, -1)),
+    "two_both_sharded": ((3, 4, 32), (None, "b", "v"), (-2, -1)),
+    "two_apart": ((4, 3, 32), ("b", None, "v"), (0, 2)),
+    "all": ((4, 32), ("b", "v"), None),
+}
+
+
+@each(case=AXES, how=HOW)
+def axes(case, how):
+    """Ranks 1 to 3, and every axis."""
+    shape, spec, axis = AXES[case]
+    reduced = tuple(range(len(shape))) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    at = Split(mesh(how), spec, tuple(a % len(shape) for a in reduced))
+    x = np.random.default_rng(0).integers(-3, 4, shape).astype(F32)
+    n = x.size // math.prod(shape[a] for a in at.axes)
+
+    def rows(a):  # along the last axis; a number of each is none
+        kept = a.ndim - len(shape) + len(reduced)
+        return np.moveaxis(a, reduced[:kept], range(a.ndim - kept, a.ndim)).reshape(n, *[-1] * (kept > 0))
+
+    for op in ("softmax", "topk") if isinstance(axis, int) else ("log_softmax", "logsumexp"):
+        # top-k has kernels for the last axis only
+        f = functools.partial(ours, axis=axis, implementation=None)
+        results = jax.tree.map(lambda a: rows(np.asarray(a)), run(op, how, at, x, f))
+        judge(op, results, rows(x), range(n))
+
+
+@each(op=SOME, dtype=["int8", "uint32"], how=HOW)
+def integers(op, dtype, how):
+    """Their differences are taken exactly, so that neighbours near the largest are told apart."""
+    info = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(info.max - 9, info.max, (8, V), dtype, endpoint=True)
+    x[0], x[1, :-1] = info.min, info.min
+    at = split("both", how)
+    y, indices = jax.jit(on(at, how, op, functools.partial(ours, op, implementation=None)))(at.place(x))
+    assert y.dtype == F32
+    if op == "topk":
+        want, best = oracle.fused_topk(x, **TOPK[op])
+        np.testing.assert_array_equal(indices, best)
+    else:
+        want = getattr(oracle, op)(x, -1)
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-30)
+
+
+@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW)
+def winners(k, how):
+    """Of the whole row, however many of them a part has; V: the order of all."""
+    at, x = split("both", how), logits()
+    kwargs = {"k": k, "implementation": IMPLEMENTATION if k else None}
+    f = jax.jit(on(at, how, "topk", lambda x, **axis_name: tuple(ps.fused_topk(x, **kwargs, **axis_name))))
+    if k > V:
+        with pytest.raises(ValueError, match=f"k must be from 0 to the row's length {V}, got {k}"):
+            f(at.place(x))
+    else:
+        got = f(at.place(x))
+        assert got[0].shape == got[1].shape == (len(x), k)
+        assert_value("topk", got, x, NAMES, k=k)
+
+
+# --- Transformations ----------------------------------------------------------------------------------
+
+THREE = cases.rows(["normal", "integers"] * 16, V).reshape(4, 8, V)
+
+
+def pulled(f):
+    """The gradient for a cotangent made of the value; of parts it is made of parts."""
+
+    def gradient(x):
+        y, pullback = jax.vjp(f, x)
+        return pullback(jnp.cos(3 * y))[0]
+
+    return gradient
+
+
+def scanned(f):
+    return lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x)[1]
+
+
+# Of a function of (8, V), on (4, 8, V).
+TRANSFORMS = {
+    "vmap": jax.vmap,
+    "vmap_of_grad": lambda f: jax.vmap(pulled(f)),
+    "grad_of_scan_of_checkpoint": lambda f: pulled(scanned(jax.checkpoint(f))),
+    "second_grad": lambda f: pulled(pulled(f)),
+}
+
+
+@functools.cache
+def on_one_device(transform, op):
+    return np.asarray(jax.jit(TRANSFORMS[transform](functools.partial(reference, op)))(THREE))
+
+
+@each(transform=TRANSFORMS, op=SOME, how=HOW)
+def transformed(transform, op, how):
+    """As by jax.nn on one device. With vmap also where its axis is sharded."""
+
+    def f(x, **kwargs):
+        return TRANSFORMS[transform](lambda x: ours(op, x, **kwargs)[0])(x)
+
+    for batch in [(None, "b"), ("b", None)][: 1 + ("vmap" in transform)]:
+        at = Split(mesh(how), (*batch, "v"), (2,))
+        want = on_one_device(transform, op)
+        got = jax.jit(on(at, how, "softmax" if "grad" in transform else op, f))(at.place(THREE))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=3e-5, err_msg=str(batch))
+
+
+def plain(op, x, axis_name):
+    """What a user writes for a part of a row."""
+    winners = x
+    if op in TOPK:
+        found = lax.top_k(x, TOPK[op]["k"])[0]
+        winners = lax.top_k(lax.all_gather(found, axis_name, axis=-1, tiled=True), TOPK[op]["k"])[0]
+    m = lax.pmax(lax.stop_gradient(jnp.max(x, -1, keepdims=True)), axis_name)
+    d = lax.psum(jnp.sum(jnp.exp(x - m), -1, keepdims=True), axis_name)
+    if op == "logsumexp":
+        return (m + jnp.log(d))[..., 0]
+    return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
+
+
+@each(op=OPS[:4], inside=[False, True])
+def shard_map_without_check_vma(op, inside):
+    """The gradient is that of the same function in plain jnp."""
+    at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
+    grads = []
+    for f in (lambda x: ours(op, x, axis_name="v")[0], lambda x: plain(op, x, "v")):
+        f = pulled(f) if inside else f
+        out = P(*at.spec) if inside else at.result(op)
+        f = jax.shard_map(f, mesh=at.mesh, in_specs=P(*at.spec), out_specs=out, check_vma=False)
+        grads.append(jax.jit(f if inside else pulled(f))(at.place(x)))
+    assert np.abs(grads[1]).max() > 1e-2
+    np.testing.assert_allclose(*grads, rtol=1e-4, atol=3e-5)
+
+
+@each(op=OPS[:4])
+def shard_map_over_one_axis_of_two(op):
+    """The batch is left to the compiler."""
+    at, x = split("both", "shard_map"), logits()
+    out = P(None, *at.result(op)[1:])
+    f = functools.partial(ours, op, axis_name="v")
+    f = jax.shard_map(f, mesh=at.mesh, in_specs=P(None, "v"), out_specs=out, axis_names={"v"})
+    assert_value(op, jax.jit(f)(at.place(x)), x, NAMES)
+
+
+# --- Bad input, and what is chosen --------------------------------------------------------------------
+
+
+@each(op=OPS[:4])
+def axis_name_that_is_not_bound(op):
+    for name in ("vocab", ("v", "vocab")):
+        with pytest.raises(ValueError, match=r"axis_name.*vocab"):
+            ours(op, logits(), axis_name=name)
+
+
+@each(op=OPS[:4])
+def axis_name_that_is_none(op):
+    for name in (3, ("v", 1), ["v"], b"v"):
+        with pytest.raises(TypeError, match="axis_name") as error:
+            ours(op, logits(), axis_name=name)
+        assert repr(name) in str(error.value)
+
+
+@each(how=HOW)
+def row_that_does_not_divide(how):
+    """Refused by JAX itself."""
+    at, x = split("line", how), logits()[:, :-1]
+    with pytest.raises(ValueError, match="divi"):
+        at.place(x) if how != "shard_map" else jax.jit(on(at, how, "softmax", ours))(x)
+
+
+@each(op=OPS[:4])
+def one_device(op):
+    """An array that is not sharded: nothing is sent."""
+    for f in (ours, lambda op, x: (pulled(lambda x: ours(op, x)[0])(x), None)):
+        assert not execute(functools.partial(f, op), jnp.asarray(logits()))[1]
+
+
+@each(op=OPS[:4], how=HOW)
+def explained(op, how):
+    at = split("both", how)
+    choices = ps.explain(on(at, how, op, functools.partial(ours, op)), at.place(logits()))
+    assert [choice.call.op for choice in choices][:1] == ["topk" if op in TOPK else op]
+    if how == "shard_map":  # then it is known what a device has
+        local = (len(NAMES) // at.size("b"), V // at.size("v"))
+        assert (choices[0].call.rows, choices[0].call.vocab) == local
+
+
+def main(*patterns):
+    for name, check in CHECKS.items():
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            error = None
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # JAX prints there, too
+                    check()
+            except (Exception, pytest.fail.Exception):
+                error = traceback.format_exc()[-3000:]
+            print(json.dumps({name: error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or "*")

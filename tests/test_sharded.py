@@ -1,0 +1,106 @@
+"""Arrays over several devices: the checks of sharded_checks.py, each as a test.
+
+The devices must exist before JAX starts, so two child processes, of eight CPU devices each, run half of the
+checks each. On a machine with several GPUs `pytest -m gpu -n 0 tests/test_sharded.py` runs them there.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import sharded_checks
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_checks import CHECKS, OPS
+
+HERE = Path(__file__).parent
+HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
+
+
+def child(script, *arguments, devices):
+    # Compiling is what takes the time.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    command = [sys.executable, HERE / script, *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="session")
+def report(request, tmp_path_factory):
+    """The error of a check, or None. The first pytest worker that asks has the selected ones of its half run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if getattr(item, "function", None) is test_on_eight_cpu_devices
+    }
+
+    def error(name):
+        (half,) = (i for i, names in enumerate(HALVES) if name in names)
+        path = folder / f"sharded_{half}.json"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                names = [n for n in HALVES[half] if n in selected]
+                with child("sharded_checks.py", *names, devices=8) as process:
+                    try:
+                        out, err = process.communicate(timeout=600)
+                    finally:
+                        process.kill()
+                found = {k: v for line in out.splitlines() for k, v in json.loads(line).items()}
+                path.write_text(json.dumps({"": err[-4000:]} | found))
+        found = json.loads(path.read_text())
+        return found.get(name, found[""] + "\nthe child ended before this check")
+
+    return error
+
+
+@pytest.mark.parametrize("name", [name for half in HALVES for name in half])
+def test_on_eight_cpu_devices(report, name):
+    error = report(name)
+    assert error is None, error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_gpus(name, implementation, monkeypatch):
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setattr(sharded_checks, "IMPLEMENTATION", implementation)
+    CHECKS[name]()
+
+
+def test_two_processes():
+    """A mesh over two processes."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    processes = [child("two_processes.py", str(i), port, devices=4) for i in range(2)]
+    try:
+        ends = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(o + e[-3000:] for o, e in ends)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_kernel_for_cuda_is_that_of_a_part(op):
+    """The eight devices need not exist."""
+    mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=NamedSharding(mesh, P(None, "v")))
+    at = sharded_checks.Split(mesh, (None, "v"))
+    f = sharded_checks.on(at, "shard_map", op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
+    text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    assert any("tensor<128x16384xf32>" in line for line in calls), calls

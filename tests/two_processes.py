@@ -1,0 +1,48 @@
+"""One of two processes with four CPU devices each, started by test_sharded.py: `two_processes.py PROCESS PORT`.
+
+Each judges the parts of the results that it holds. Rows tie across the processes.
+"""
+
+import functools
+import itertools
+import sys
+
+import jax
+import numpy as np
+import oracle
+from sharded_checks import NAMES, TOPK, assert_value, logits, on, ours, split
+
+
+def held(array, want):
+    """What is expected, but for what this process has of the array."""
+    whole = np.asarray(want).astype(array.dtype)
+    for shard in array.addressable_shards:
+        whole[shard.index] = shard.data
+    return whole
+
+
+def check(op, layout, how):
+    at, x = split(layout, how), logits()
+    y, indices = jax.jit(on(at, how, op, functools.partial(ours, op)))(at.place(x))
+    if op in TOPK:
+        values, best = oracle.fused_topk(x, **TOPK[op])
+        got = held(y, values), held(indices, best)
+    else:
+        got = held(y, oracle.softmax(x)), None
+    assert_value(op, got, x, NAMES)
+
+
+def main(process, port):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+    assert (jax.device_count(), jax.local_device_count()) == (8, 4)
+    for case in itertools.product(("softmax", "topk"), ("spread", "batch"), ("auto", "shard_map")):
+        print(*case, flush=True)
+        check(*case)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
