@@ -81,10 +81,15 @@ def _kept(position, where):
 
 
 def _widen(x):
-    """In 32 bits or more."""
+    """In 32 bits or more, in the same order: a GPU's conversion of float16 loses the sign of NaN."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-    return online.widen(x)
+    wide = online.widen(x)
+    if x.dtype != jnp.float16:
+        return wide
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    nan = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
+    return jnp.where(jnp.isnan(x), lax.bitcast_convert_type(nan, jnp.float32), wide)
 
 
 def _gather(arrays: tuple[jax.Array, ...], name: str) -> list[jax.Array]:
