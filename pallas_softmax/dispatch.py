@@ -149,10 +149,7 @@ def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **stati
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
-
-    if choice.cuda is None:
-        ((name, reason),) = choice.reasons
-        raise NotImplementedError(f"implementation={name!r} cannot run {choice.call}: {reason}")
+    _require(choice)
 
     @custom_vmap
     def call(*args):
@@ -194,9 +191,10 @@ def _part(choice: Choice, static: dict[str, Any], *args: Any, names: tuple[str, 
         rows = x.size // vocab if vocab else 0
         sizes = {"rows": rows, "vocab": vocab, "dtype": x.dtype.name, "k": static.get("k")}
         call = dataclasses.replace(choice.call, op=op, masked=args[1] is not None, names=(), **sizes)
-        return _run(_choose(call, choice.requested if op != "merge" else merges), args, static)
-
-    merges = None if choice.requested in (None, "mosaic_gpu") else "xla"  # the only ones that can
+        requested = choice.requested
+        if op == "merge":  # which only these two have
+            requested = None if requested in (None, "mosaic_gpu") else "xla"
+        return _run(_choose(call, requested), args, static)
 
     if not names:
         return local(choice.call.op, *args, **static)
@@ -204,10 +202,14 @@ def _part(choice: Choice, static: dict[str, Any], *args: Any, names: tuple[str, 
     return getattr(spread, choice.call.op)(local, *args, names=names, **static)
 
 
-def _run(choice: Choice, args: tuple, static: dict[str, Any]) -> Any:
+def _require(choice: Choice) -> None:
     if choice.cuda is None:
         ((name, reason),) = choice.reasons
         raise NotImplementedError(f"implementation={name!r} cannot run {choice.call}: {reason}")
+
+
+def _run(choice: Choice, args: tuple, static: dict[str, Any]) -> Any:
+    _require(choice)
 
     def function(name: str) -> Callable:
         module = importlib.import_module(f"pallas_softmax.{name}")
@@ -278,6 +280,8 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line. Inside jax.vmap
     it is the choice for one slice; the batch chooses again, for all its rows.
+
+    Of arrays sharded by mesh axes it is the choice for the whole; each device chooses again, for its part.
 
       >>> explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32"))  # doctest: +SKIP
 

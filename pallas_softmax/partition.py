@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,8 +67,8 @@ def divided(
     of_in = [carries(a.shape, along) for a, along in zip(leaves, along[0])]
     of_out = [carries(a.shape, along) for a, along in zip(out_leaves, along[1])]
 
-    def layout(sharding_spec, sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
-        """What the arguments and results of a device are, by how the first argument is sharded."""
+    def layout(sharding_spec, sizes) -> Any:
+        """The specs of the arguments and of the results, and the mesh axes along the row, by the first's spec."""
         spec = [_names(entry) for entry in (*sharding_spec, *[None] * first.ndim)[: first.ndim]]
         spec = [
             names if n % math.prod(sizes[name] for name in names) == 0 else ()
@@ -97,8 +99,7 @@ def divided(
         )
         return jax.tree.unflatten(out_tree, mapped(*leaves))
 
-    @custom_partitioning
-    def function(*leaves):
+    def flat(*leaves):
         return jax.tree.leaves(whole(*jax.tree.unflatten(tree, leaves)))
 
     def partition(mesh, arg_shapes, _):
@@ -106,9 +107,31 @@ def divided(
         in_shardings, out_shardings = ([NamedSharding(mesh, s) for s in each] for each in (specs, out_specs))
         return mesh, functools.partial(local, names), out_shardings, tuple(in_shardings)
 
+    function = custom_partitioning(flat)
     rule, own = _rule(of_in, of_out)
     function.def_partition(partition, sharding_rule=rule, need_replication_factors=own)
-    return jax.tree.unflatten(out_tree, function(*leaves))
+    divided = jax.make_jaxpr(function)(*leaves)
+    return jax.tree.unflatten(out_tree, _divided_p.bind(*leaves, whole=flat, divided=divided))
+
+
+# custom_partitioning, but in jax.export, which cannot keep Python functions: there XLA divides the whole.
+_divided_p = Primitive("pallas_softmax_divided")
+_divided_p.multiple_results = True
+
+
+@_divided_p.def_abstract_eval
+def _(*_, whole, divided):
+    return divided.out_avals
+
+
+def _lower(ctx, *leaves, whole, divided):
+    exported = ctx.module_context.lowering_parameters.for_export
+    function = whole if exported else jaxpr_as_fun(divided)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
+
+
+mlir.register_lowering(_divided_p, _lower)
+_divided_p.def_impl(jax.jit(_divided_p.bind, static_argnames=("whole", "divided")))
 
 
 def _divisible(x: jax.Array) -> bool:

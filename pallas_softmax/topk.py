@@ -129,7 +129,8 @@ def _topk_bwd(k, log, dtype, choice, saved, cotangents):
     (g, _), (_, g_d) = cotangents
     names = choice.call.names
     residuals = logits, temperature, m, d, indices
-    dlogits, dt = _gradient(residuals, where, dispatch.summed((g, g_d), names), log, choice)
+    gradient: Any = _gradient(residuals, where, dispatch.summed((g, g_d), names), log, choice)
+    dlogits, dt = gradient
     dlogits = dlogits if jnp.issubdtype(logits.dtype, jnp.floating) else None
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
     return dlogits, None, dispatch.shared(jnp.sum(dt, shared, keepdims=True), names)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import cases
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -464,6 +465,17 @@ def shard_map_over_one_axis_of_two(op):
     f = functools.partial(ours, op, axis_name="v")
     f = jax.shard_map(f, mesh=at.mesh, in_specs=P(None, "v"), out_specs=out, axis_names={"v"})
     assert_value(op, jax.jit(f)(at.place(x)), x, NAMES)
+
+
+@each(op=SOME, layout=("batch", "both"))
+def exported(op, layout):
+    """jax.export keeps no Python function that divides: XLA does."""
+    at, x = split(layout, "auto"), logits()
+    sharding = NamedSharding(at.mesh, P(*at.spec))
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    f = jax.jit(functools.partial(ours, op), in_shardings=sharding)
+    stored = jax.export.deserialize(jax.export.export(f)(like).serialize())
+    assert_value(op, jax.jit(stored.call)(at.place(x)), x, NAMES)
 
 
 # --- Bad input, and what is chosen --------------------------------------------------------------------

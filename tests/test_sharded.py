@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import sharded_checks
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
