@@ -123,6 +123,10 @@ class Machine:
     merge_cost: float
 
 
+# Of H200s of one host (NVLink), fitted to benchmarks/results/sharded: see there how well.
+H200 = Machine(bandwidth=3.5e12, link_bandwidth=1.3e11, latency=5e-5, hop=2e-6, merge_cost=1.8e-11)
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Seconds of one call, by what takes them."""

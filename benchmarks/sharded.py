@@ -384,10 +384,17 @@ def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
         if name == OURS and alone:
             n = np.array(sorted({row.layout.devices for row in rows}))
             axis.plot(n, alone[1] / n, ":", color="black", label="linear scaling of ours")
+    if case.k and "H200" in where["device"]:
+        shape = case.batch, case.vocab, case.k, jax.numpy.dtype(case.dtype).itemsize
+        meshes = {"one mesh axis": lambda i: (2**i,), "two": lambda i: (2 ** ((i + 1) // 2), 2 ** (i // 2))}
+        for (axes, mesh), style in zip(meshes.items(), (":", "-.")):
+            model = [1e6 * links.predicted(*shape, mesh(i), links.H200).seconds for i in range(13)]
+            label = f"ours, vocab over {axes}: the model of links.py"
+            axis.plot(2 ** np.arange(13), model, style, color=plot.OURS[0], label=label)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    ticks = sorted({row.layout.devices for row in rows})
-    axis.set_xticks(ticks, list(map(str, ticks)))
+    ticks = [tick for tick in axis.get_xticks() if 1 <= tick <= 4096]
+    axis.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
     axis.set_xlabel("devices")
     axis.set_ylabel("device time, us")
     axis.grid(color="#dddddd", linewidth=0.5)
