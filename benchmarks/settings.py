@@ -63,6 +63,9 @@ class Settings:
     heads: int = 8
     width: int = 1024
     training_steps: int = 400
+    sharding: tuple[str, ...] = ("batch", "vocab")
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+    axis_type: str = "Auto"
     output_dir: str = "benchmarks/results/local"
     commit: str = ""
 
@@ -206,6 +209,17 @@ def define() -> None:
     flags.DEFINE_integer(
         "training_steps", default.training_steps, "Steps that the language model is trained (beam_search).", 1
     )
+    _names(
+        "sharding",
+        default.sharding,
+        default.sharding,
+        "How the logits lie over the devices: the rows spread over them, or each row (sharded).",
+    )
+    _positive_ints(
+        "devices", default.devices, "Over how many devices; more than there are is passed over (sharded)."
+    )
+    text = "Type of the mesh axis, a jax.sharding.AxisType (sharded)."
+    flags.DEFINE_enum("axis_type", default.axis_type, ["Auto", "Explicit"], text)
     flags.DEFINE_string("output_dir", default.output_dir, "Where the CSV, JSON and pictures are written.")
     flags.DEFINE_string("commit", default.commit, "Commit to record, for a copy that is no git checkout.")
 
@@ -215,7 +229,15 @@ def _shape(item: str) -> tuple[int, ...]:
 
 
 # What the items of a list are, if not words.
-_ITEMS = {"batch": int, "vocab": int, "shapes": _shape, "axis": int, "k": int, "sequence": int}
+_ITEMS = {
+    "batch": int,
+    "vocab": int,
+    "shapes": _shape,
+    "axis": int,
+    "k": int,
+    "sequence": int,
+    "devices": int,
+}
 
 
 def from_flags(argv: list[str]) -> Settings:

@@ -40,6 +40,7 @@ from benchmarks import cases, links, oracle, plot, report, settings, timing
 from benchmarks.cases import Case
 from benchmarks.contenders import fetch_jax
 from benchmarks.run import note, progress, require_extra
+from benchmarks.settings import Settings
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
 ALONE = "none"  # the sharding on one device
@@ -48,15 +49,6 @@ FEW, MANY = 2, 8  # calls of the programs that the device time is from
 PICTURED = (1024, 262144, 64)
 
 _LEAST_SAMPLES = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings(settings.Settings):
-    """What to run; the flags that are this benchmark's own."""
-
-    sharding: tuple[str, ...] = tuple(SHARDINGS)
-    devices: tuple[int, ...] = (1, 2, 4, 8)
-    axis_type: str = "Auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,27 +99,6 @@ class Row:
         columns = dataclasses.asdict(self)
         layout = columns.pop("layout")
         return layout.pop("case") | layout | columns
-
-
-def define() -> None:
-    """Defines the flags that settings.define does not; once per process."""
-    default = Settings()
-    text = "How the logits lie over the devices: the rows spread over them, or each row (sharded)."
-    settings._names("sharding", default.sharding, tuple(SHARDINGS), text)
-    text = "Over how many devices the logits lie; more than there are is passed over (sharded)."
-    settings._positive_ints("devices", default.devices, text)
-    text = "Type of the mesh axis, a jax.sharding.AxisType (sharded)."
-    flags.DEFINE_enum("axis_type", default.axis_type, ["Auto", "Explicit"], text)
-
-
-def from_flags(argv: list[str]) -> Settings:
-    """The settings that the parsed flags ask for."""
-    own = {
-        "sharding": tuple(dict.fromkeys(flags.FLAGS.sharding)),
-        "devices": tuple(dict.fromkeys(map(int, flags.FLAGS.devices))),
-        "axis_type": flags.FLAGS.axis_type,
-    }
-    return Settings(**vars(settings.from_flags(argv)) | own)
 
 
 def make_layouts(chosen: Settings) -> list[Layout]:
@@ -405,7 +376,7 @@ def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    chosen = from_flags(argv)
+    chosen = settings.from_flags(argv)
     require_extra()
     skipped = [str(n) for n in chosen.devices if n > jax.device_count()]
     if skipped:
@@ -436,6 +407,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     settings.define()
-    define()
     flags.adopt_module_key_flags(settings)  # so that --help lists them
     app.run(main)

@@ -166,7 +166,7 @@ def small(tmp_path, monkeypatch):
 
     def run(*shape):
         chosen = sharded.Settings(shapes=(shape,), repeats=3, seconds=0, output_dir=str(tmp_path))
-        monkeypatch.setattr(sharded, "from_flags", lambda argv: chosen)
+        monkeypatch.setattr(settings, "from_flags", lambda argv: chosen)
         code = sharded.main([])
         rows = json.loads((tmp_path / "sharded.json").read_text())["rows"]
         return code, {row["contender"]: row for row in rows}
@@ -229,11 +229,10 @@ def test_how_rows_compare():
 @pytest.fixture
 def parse():
     """Parses a command line; the flags are as before at the end."""
-    for module, name in ((settings, "batch"), (sharded, "sharding")):
-        if name not in flags.FLAGS:
-            module.define()
+    if "batch" not in flags.FLAGS:
+        settings.define()
     with flagsaver.flagsaver():
-        yield lambda *args: sharded.from_flags(flags.FLAGS(["benchmarks", *args]))
+        yield lambda *args: settings.from_flags(flags.FLAGS(["benchmarks", *args]))
 
 
 def test_flags_become_layouts(parse, monkeypatch):
