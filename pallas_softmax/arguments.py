@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_softmax.dispatch import Call, symbolic, vary_together
+from pallas_softmax.partition import lay_together
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -55,7 +56,7 @@ def rows(
     names = mesh_axes(function, axis_name)
     if names and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
-    x, where = vary_together(x, where, over=names)
+    x, where = vary_together(*lay_together(x, where), over=names)
     return x, where, tuple(sorted(axes)), names
 
 
@@ -64,13 +65,10 @@ def mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
-    for name in names:
-        try:
-            jax.lax.axis_size(name)
-        except NameError:
-            raise ValueError(
-                f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"
-            ) from None
+    if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"
+        )
     return names
 
 

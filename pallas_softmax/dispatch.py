@@ -149,7 +149,7 @@ def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **stati
     Raises:
       NotImplementedError: a named implementation does not support the call.
     """
-    _require(choice)
+    _required(choice)
 
     @custom_vmap
     def call(*args):
@@ -158,9 +158,18 @@ def run(choice: Choice, *args: Any, axes: tuple[int, ...] | None = None, **stati
         if choice.call.names:
             return part(*args, names=choice.call.names)
         whole = lambda *args: _run(choice, args, keywords)  # noqa: E731
-        plain = functools.partial(differentiable(choice.call.op, ()), **keywords)
-        none = functools.partial(placeholder, reason="mesh axes that a vmap has taken")
-        return partition.divided(choice.call.op, _row_axes(args, keywords), plain, none, whole, part, args)
+        if choice.requested == "xla" and not choice.call.op.startswith("topk"):
+            return whole(*args)  # which XLA divides as well
+        return partition.divided(
+            choice.call.op,
+            _row_axes(args, keywords),
+            args,
+            shapes=functools.partial(differentiable(choice.call.op, ()), **keywords),
+            whole=whole,
+            part=part,
+            none=functools.partial(placeholder, reason="mesh axes that a vmap has taken"),
+            refusal=_refusal(choice) if choice.elsewhere is None else None,
+        )
 
     @call.def_vmap
     def _(axis_size, in_batched, *args):
@@ -202,27 +211,29 @@ def _part(choice: Choice, static: dict[str, Any], *args: Any, names: tuple[str, 
     return getattr(spread, choice.call.op)(local, *args, names=names, **static)
 
 
-def _require(choice: Choice) -> None:
+def _required(choice: Choice) -> str:
+    """The implementation on CUDA devices."""
     if choice.cuda is None:
         ((name, reason),) = choice.reasons
         raise NotImplementedError(f"implementation={name!r} cannot run {choice.call}: {reason}")
+    return choice.cuda
 
 
 def _run(choice: Choice, args: tuple, static: dict[str, Any]) -> Any:
-    _require(choice)
+    on_cuda = _required(choice)
 
     def function(name: str) -> Callable:
         module = importlib.import_module(f"pallas_softmax.{name}")
         return functools.partial(getattr(module, choice.call.op), **static)
 
-    if choice.cuda == choice.elsewhere:
-        return function(choice.cuda)(*args)
+    if on_cuda == choice.elsewhere:
+        return function(on_cuda)(*args)
     elsewhere = functools.partial(_refuse, choice, static) if choice.elsewhere is None else function("xla")
 
     def varying(function: Callable) -> Callable:  # a kernel's outputs do not vary over shard_map's axes yet
         return lambda *args: jax.tree.map(lambda out: vary_together(out, *args)[0], function(*args))
 
-    return lax.platform_dependent(*args, cuda=varying(function(choice.cuda)), default=varying(elsewhere))
+    return lax.platform_dependent(*args, cuda=varying(function(on_cuda)), default=varying(elsewhere))
 
 
 def differentiable(op: str, names: tuple[str, ...]) -> Callable:
@@ -255,6 +266,11 @@ def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...]
         return lax.pcast(a, missing, to="varying") if missing else a
 
     return jax.tree.map(vary, arrays)
+
+
+def varies(x: Any, names: tuple[str, ...]) -> bool:
+    """Whether the types say that the array is not the same along these mesh axes."""
+    return bool(_varying(x) & set(names))
 
 
 def tracked(names: tuple[str, ...]) -> bool:
@@ -344,8 +360,11 @@ _refuse_p.multiple_results = True
 def _refuse(choice: Choice, static: dict, *args: Any) -> Any:
     """Outputs shaped like those of `xla`, from an operation that raises when lowered."""
     shapes = jax.eval_shape(functools.partial(differentiable(choice.call.op, ()), **static), *args)
-    reason = f"implementation={choice.cuda!r} cannot run {choice.call}: it needs an NVIDIA GPU"
-    return placeholder(shapes, reason)
+    return placeholder(shapes, _refusal(choice))
+
+
+def _refusal(choice: Choice) -> str:
+    return f"implementation={choice.cuda!r} cannot run {choice.call}: it needs an NVIDIA GPU"
 
 
 def placeholder(shapes: Any, reason: str) -> Any:
@@ -360,8 +379,8 @@ def _(*, reason, shapes):
 
 
 def _refuse_lowering(ctx, *, reason, shapes):
-    platforms = ctx.platforms or ctx.module_context.platforms
-    raise NotImplementedError(f"{reason}, but this computation is lowered for {', '.join(platforms)}")
+    partition.refuse(ctx, reason)
+    raise NotImplementedError(reason)
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)

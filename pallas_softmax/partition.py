@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # Which of an operation's arguments, and of its results, lie along the row; the others have something of each row.
@@ -32,48 +33,46 @@ _ALONG = {
 def divided(
     op: str,
     axes: tuple[int, ...],
-    plain: Callable,
-    none: Callable,
+    args: tuple,
+    *,
+    shapes: Callable,
     whole: Callable,
     part: Callable,
-    args: tuple,
+    none: Callable,
+    refusal: str | None,
 ) -> Any:
     """whole(*args), or on each device of a mesh `part` of what it has of them, with the mesh axes along the row.
 
     Args:
       op: the operation.
       axes: those of the row.
-      plain: a function with the results of `whole`, for their shapes.
-      none: results of given shapes, which nobody may ask for.
+      args: arrays of one rank, the first of the full shape.
+      shapes: a function with the results of `whole`, for their shapes.
       whole: of arrays that are not sharded.
       part: of what a device has, and `names`.
-      args: arrays of one rank, the first of the full shape.
+      none: results of given shapes, which nobody may ask for.
+      refusal: why `whole` and `part` cannot be lowered for other platforms than CUDA, or None.
     """
-    first = jax.tree.leaves(args)[0]
-    if not _divisible(first):
+    leaves, tree = jax.tree.flatten(args)
+    first = leaves[0]
+    if not _divisible(leaves):
         return whole(*args)
     along_in, along_out = _ALONG[op]
     out = jax.eval_shape(
-        plain, *(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), a) for a in args)
+        shapes, *jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves])
     )
-    along = _leaves(along_in, args), _leaves(along_out, out)
-    leaves, tree = jax.tree.flatten(args)
     out_leaves, out_tree = jax.tree.flatten(out)
 
     def carries(shape: tuple[int, ...], along: bool) -> list[bool]:
         """Which dimensions of an array are those of the full shape."""
         return [n == full and (along or a not in axes) for a, (n, full) in enumerate(zip(shape, first.shape))]
 
-    of_in = [carries(a.shape, along) for a, along in zip(leaves, along[0])]
-    of_out = [carries(a.shape, along) for a, along in zip(out_leaves, along[1])]
+    of_in = [carries(a.shape, along) for a, along in zip(leaves, _leaves(along_in, args))]
+    of_out = [carries(a.shape, along) for a, along in zip(out_leaves, _leaves(along_out, out))]
 
-    def layout(sharding_spec, sizes) -> Any:
-        """The specs of the arguments and of the results, and the mesh axes along the row, by the first's spec."""
-        spec = [_names(entry) for entry in (*sharding_spec, *[None] * first.ndim)[: first.ndim]]
-        spec = [
-            names if n % math.prod(sizes[name] for name in names) == 0 else ()
-            for names, n in zip(spec, first.shape)
-        ]
+    def layout(shardings, sizes) -> Any:
+        """The specs of the arguments and of the results, and the mesh axes along the row."""
+        spec = _shared(first.shape, [(getattr(s, "spec", ()), of) for s, of in zip(shardings, of_in)], sizes)
         specs = (
             [P(*(s or None if c else None for s, c in zip(spec, of))) for of in ofs]
             for ofs in (of_in, of_out)
@@ -83,19 +82,19 @@ def divided(
     def local(names, *leaves):
         return jax.tree.leaves(part(*jax.tree.unflatten(tree, leaves), names=names))
 
-    sharding = jax.typeof(first).sharding
-    explicit = _explicit(sharding.mesh)
-    if explicit:
-        if not _free(sharding.mesh, explicit):  # of what is called for a vmap, only the shapes are used
+    shardings = [jax.typeof(a).sharding for a in leaves]
+    mesh = next((s.mesh for s in shardings if explicit(s.mesh)), None)
+    if mesh is not None:
+        if not _free(mesh, explicit(mesh)):  # of what is called for a vmap, only the shapes are used
             return none(out)
-        specs, out_specs, names = layout(sharding.spec, sharding.mesh.shape)
-        leaves = [jax.sharding.reshard(a, NamedSharding(sharding.mesh, s)) for a, s in zip(leaves, specs)]
+        specs, out_specs, names = layout(shardings, mesh.shape)
+        leaves = [jax.sharding.reshard(a, NamedSharding(mesh, s)) for a, s in zip(leaves, specs)]
         mapped = jax.shard_map(
             functools.partial(local, names),
-            mesh=sharding.mesh,
+            mesh=mesh,
             in_specs=tuple(specs),
             out_specs=out_specs,
-            axis_names=explicit,
+            axis_names=explicit(mesh),
         )
         return jax.tree.unflatten(out_tree, mapped(*leaves))
 
@@ -103,7 +102,11 @@ def divided(
         return jax.tree.leaves(whole(*jax.tree.unflatten(tree, leaves)))
 
     def partition(mesh, arg_shapes, _):
-        specs, out_specs, names = layout(arg_shapes[0].sharding.spec, mesh.shape)
+        shardings = [a.sharding for a in arg_shapes]
+        if mesh.empty:  # nothing in the program names one: then what is sharded nevertheless is gathered
+            devices = sorted(shardings[0].device_set, key=lambda device: device.id)
+            mesh, shardings = Mesh(np.array(devices), ("devices",)), [None] * len(shardings)
+        specs, out_specs, names = layout(shardings, mesh.shape)
         in_shardings, out_shardings = ([NamedSharding(mesh, s) for s in each] for each in (specs, out_specs))
         return mesh, functools.partial(local, names), out_shardings, tuple(in_shardings)
 
@@ -111,38 +114,87 @@ def divided(
     rule, own = _rule(of_in, of_out)
     function.def_partition(partition, sharding_rule=rule, need_replication_factors=own)
     divided = jax.make_jaxpr(function)(*leaves)
-    return jax.tree.unflatten(out_tree, _divided_p.bind(*leaves, whole=flat, divided=divided))
+    return jax.tree.unflatten(
+        out_tree, _divided_p.bind(*leaves, whole=flat, divided=divided, refusal=refusal)
+    )
 
 
 # custom_partitioning, but in jax.export, which cannot keep Python functions: there XLA divides the whole.
 _divided_p = Primitive("pallas_softmax_divided")
 _divided_p.multiple_results = True
+_divided_p.def_impl(lambda *leaves, divided, **_: jax.jit(jaxpr_as_fun(divided))(*leaves))
 
 
 @_divided_p.def_abstract_eval
-def _(*_, whole, divided):
+def _(*_, divided, **__):
     return divided.out_avals
 
 
-def _lower(ctx, *leaves, whole, divided):
+def _lower(ctx, *leaves, whole, divided, refusal):
+    refuse(ctx, refusal)  # here, for an error in a partition is XLA's
     exported = ctx.module_context.lowering_parameters.for_export
     function = whole if exported else jaxpr_as_fun(divided)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
 
 
 mlir.register_lowering(_divided_p, _lower)
-_divided_p.def_impl(jax.jit(_divided_p.bind, static_argnames=("whole", "divided")))
 
 
-def _divisible(x: jax.Array) -> bool:
-    """Whether a mesh may divide the array: not where its parts are in hand already."""
-    known = x.ndim > 0 and all(isinstance(n, int) for n in x.shape) and x.size > 0
-    real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return known and real and not jax.sharding.get_abstract_mesh().manual_axes
+def refuse(ctx, reason: str | None) -> None:
+    """Raises the reason, if there is one, unless the computation is lowered for CUDA too."""
+    platforms = ctx.platforms or ctx.module_context.platforms
+    if reason is not None and "cuda" not in platforms:
+        raise NotImplementedError(f"{reason}, but this computation is lowered for {', '.join(platforms)}")
 
 
-def _explicit(mesh) -> set[str]:
+def _divisible(leaves: list[jax.Array]) -> bool:
+    """Whether a mesh may divide the arrays: not where their parts are in hand already."""
+    first, context = leaves[0], jax.sharding.get_abstract_mesh()
+    known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
+    real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
+    # custom_partitioning is not for arrays without a mesh among Explicit axes, nor for the older partitioner
+    typed = not explicit(context) or any(explicit(jax.typeof(a).sharding.mesh) for a in leaves)
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    return known and real and typed and shardy and not context.manual_axes
+
+
+def explicit(mesh) -> set[str]:
+    """Its Explicit axes."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def lay_together(x: jax.Array, *others: Any) -> list:
+    """Arrays (or None) that broadcast to the first, of its rank, sharded alike where types say how they are."""
+    arrays = [a for a in (x, *others) if a is not None]
+    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in arrays) if explicit(m)), None)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return [x, *others]
+    of = {id(a): [n == full for n, full in zip(a.shape, x.shape)] for a in arrays}
+    shared = _shared(x.shape, [(jax.typeof(a).sharding.spec, of[id(a)]) for a in arrays], mesh.shape)
+
+    def lay(a):
+        spec = P(*(names or None if carries else None for names, carries in zip(shared, of[id(a)])))
+        sharding = NamedSharding(mesh, spec)
+        return a if jax.typeof(a).sharding.spec == sharding.spec else jax.sharding.reshard(a, sharding)
+
+    return [None if a is None else lay(a) for a in (x, *others)]
+
+
+def _shared(shape: tuple[int, ...], arrays: list[tuple], sizes) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension: those of the first array that is sharded there, if it divides by them.
+
+    Args:
+      shape: the full one.
+      arrays: the spec of each, and which of its dimensions are those of the full shape.
+      sizes: of the mesh axes.
+    """
+    spec, used = [], set()
+    for a, n in enumerate(shape):
+        entries = [_names(of_array[a]) for of_array, carries in arrays if carries[a] and a < len(of_array)]
+        fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
+        spec.append(fit[0] if fit else ())
+        used |= {*spec[-1]}
+    return spec
 
 
 def _free(mesh, names: set[str]) -> bool:

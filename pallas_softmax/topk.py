@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, dispatch
+from pallas_softmax import arguments, dispatch, partition
 from pallas_softmax.arguments import AxisName
 
 
@@ -84,8 +84,12 @@ def fused_topk(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
 
+    if dispatch.varies(t, names):
+        raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
+
     choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k, names), implementation)
-    x, mask, t = dispatch.vary_together(jnp.moveaxis(x, axis, -1), mask, t, but=names)
+    x, mask, t = partition.lay_together(jnp.moveaxis(x, axis, -1), mask, t)
+    x, mask, t = dispatch.vary_together(x, mask, t, but=names)
     x, mask = dispatch.vary_together(x, mask, over=names)
     (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
     return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
@@ -126,12 +130,15 @@ def _topk_fwd(logits, where, temperature, k, log, dtype, choice):
 def _topk_bwd(k, log, dtype, choice, saved, cotangents):
     """As `xla.topk_grad`."""
     logits, where, temperature, m, d, indices = saved
+    floating = jnp.issubdtype(logits.dtype, jnp.floating)
+    if not k:  # of no winners
+        return jnp.zeros_like(logits) if floating else None, None, jnp.zeros_like(temperature)
     (g, _), (_, g_d) = cotangents
     names = choice.call.names
     residuals = logits, temperature, m, d, indices
     gradient: Any = _gradient(residuals, where, dispatch.summed((g, g_d), names), log, choice)
     dlogits, dt = gradient
-    dlogits = dlogits if jnp.issubdtype(logits.dtype, jnp.floating) else None
+    dlogits = dlogits if floating else None
     shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
     return dlogits, None, dispatch.shared(jnp.sum(dt, shared, keepdims=True), names)
 

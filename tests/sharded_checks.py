@@ -478,6 +478,60 @@ def exported(op, layout):
     assert_value(op, jax.jit(stored.call)(at.place(x)), x, NAMES)
 
 
+@each(how=("auto", "explicit"))
+def context_mesh(how):
+    """Arrays that lie nowhere yet, in the context of a mesh; and without jit."""
+    x = logits()
+    with jax.set_mesh(mesh(how)):
+        assert_value("softmax", jax.jit(functools.partial(ours, "softmax"))(x), x, NAMES)
+        if how == "auto":
+            f = jax.jit(lambda x: ours("topk", lax.with_sharding_constraint(x, P("b", "v"))))
+            assert_value("topk", f(x), x, NAMES)
+    with jax.disable_jit():
+        assert_value("softmax", ours("softmax", jnp.asarray(x), implementation=None), x, NAMES)
+
+
+@each(how=("auto", "explicit"))
+def sharded_by_the_mask(how):
+    """What is not sharded itself is shared as the mask is, and so is its gradient."""
+    at = split("both", how)
+    x, where = cases.rows(["normal"] * 8, V), np.random.default_rng(0).random((8, V)) < 0.7
+    x = jax.device_put(x, NamedSharding(at.mesh, P())) if how == "explicit" else x
+    f = lambda x, where: jax.value_and_grad(lambda x: jnp.sum(ps.softmax(x, where=where) ** 2))(x)  # noqa: E731
+    (got, sent), want = execute(f, x, at.place(where)), f(np.asarray(x), where)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
+    f = lambda x, where: ps.softmax(x, where=where)  # noqa: E731
+    _, sent = execute(f, x, at.place(where))
+    assert {each.kind for each in sent} == {"all-reduce"}, sent
+
+
+@each(op=SOME)
+def named_kernel_on_the_cpu(op):
+    at = split("both", "auto")
+    with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
+        jax.jit(functools.partial(ours, op, implementation="mosaic_gpu")).lower(at.place(logits()))
+
+
+@each(how=("auto", "explicit"))
+def gradient_of_no_winners(how):
+    f = jax.jit(jax.grad(lambda x: jnp.sum(ps.fused_topk(x, 0).values)))
+    np.testing.assert_array_equal(f(split("both", how).place(logits())), 0)
+
+
+def temperature_of_each_device():
+    at, x = split("both", "shard_map"), logits()
+    f = jax.shard_map(
+        lambda x, t: ps.fused_topk(x, 5, temperature=t[0], axis_name="v"),
+        mesh=at.mesh, in_specs=(P(*at.spec), P("v")), out_specs=P("b"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="temperature must be the same on all devices"):
+        jax.jit(f)(at.place(x), np.ones(at.mesh.shape["v"], F32))
+
+
+CHECKS["temperature_of_each_device"] = temperature_of_each_device
+
+
 # --- Bad input, and what is chosen --------------------------------------------------------------------
 
 
