@@ -2,6 +2,10 @@
 
 import jax
 import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from benchmarks import settings
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +21,12 @@ def _on_the_cpu(request):
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def parse():
+    """Parses a command line; the flags are as before at the end."""
+    if "batch" not in flags.FLAGS:
+        settings.define()
+    with flagsaver.flagsaver():
+        yield lambda *args: settings.from_flags(flags.FLAGS(["benchmarks", *args]))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 from jax import lax
 
 import pallas_softmax
@@ -414,15 +413,6 @@ def test_k_beyond_the_row_is_refused(small):
         run.run(topk.BENCHMARK, small(k=(5, 41)))
     with pytest.raises(SystemExit, match="k=41"):
         run.run(topk.BENCHMARK, small(shapes=((6, 40), (6, 40, 41))))
-
-
-@pytest.fixture
-def parse():
-    """Parses a command line; the flags are as before at the end."""
-    if "batch" not in flags.FLAGS:
-        settings.define()
-    with flagsaver.flagsaver():
-        yield lambda *args: settings.from_flags(flags.FLAGS(["benchmarks", *args]))
 
 
 def test_lists_and_flag_files_become_settings(parse):

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 import sharded_checks
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_checks import CHECKS, OPS
+from sharded_checks import CHECKS, OPS, TOPK
 
 from pallas_softmax import online, spread
 
@@ -110,13 +111,40 @@ def test_two_processes():
     assert [process.returncode for process in processes] == [0, 0], "\n".join(o + e[-3000:] for o, e in ends)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_the_kernel_for_cuda_is_that_of_a_part(op):
-    """The eight devices need not exist."""
-    mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
-    x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=NamedSharding(mesh, P(None, "v")))
-    at = sharded_checks.Split(mesh, (None, "v"))
-    f = sharded_checks.on(at, "shard_map", op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
-    text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+def assert_kernels_of_parts(op, text):
+    """That of 16384 elements a row and, of top-k, that which merges the winners of eight devices."""
     calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     assert any("tensor<128x16384xf32>" in line for line in calls), calls
+    if op in TOPK:
+        merged = f"tensor<128x{8 * TOPK[op]['k']}xi32>"
+        assert any(merged in line for line in calls), calls
+
+
+@pytest.mark.parametrize("how", ["shard_map", "auto"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_kernels_for_cuda_are_those_of_a_part(op, how):
+    """The eight devices need not exist. Under jit it is what `partition` has each of them run."""
+    mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "v"))
+    x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=sharding)
+    at = sharded_checks.Split(mesh, (None, "v"))
+    f = sharded_checks.on(at, how, op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
+    if how == "auto":
+        (partition,) = partitions(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)).jaxpr)
+        where = [x] if op not in TOPK else [x, SimpleNamespace(sharding=NamedSharding(mesh, P()))]
+        _, part, outs, ins = partition(mesh, where, None)
+        specs = [tuple(sharding.spec for sharding in each) for each in (ins, outs)]
+        mapped = jax.shard_map(part, mesh=mesh, in_specs=specs[0], out_specs=list(specs[1]), check_vma=False)
+        f = lambda x: mapped(x, *[jax.numpy.ones((1, 1))] * (len(ins) - 1))  # noqa: E731
+    assert_kernels_of_parts(op, jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def partitions(jaxpr):
+    """What custom_partitioning is to call, in every equation with it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "custom_partitioning":
+            yield equation.params["partition"]
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from partitions(inner)

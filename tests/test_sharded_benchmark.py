@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 
 import pallas_softmax
 from benchmarks import links, settings, sharded
@@ -224,15 +223,6 @@ def test_how_rows_compare():
 
 
 # --- The command line -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def parse():
-    """Parses a command line; the flags are as before at the end."""
-    if "batch" not in flags.FLAGS:
-        settings.define()
-    with flagsaver.flagsaver():
-        yield lambda *args: settings.from_flags(flags.FLAGS(["benchmarks", *args]))
 
 
 def test_flags_become_layouts(parse, monkeypatch):
