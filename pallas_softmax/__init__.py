@@ -1,7 +1,7 @@
 """Softmax and fused softmax + top-k for JAX, in one read of the logits."""
 
 from pallas_softmax import online
-from pallas_softmax.dispatch import IMPLEMENTATIONS, explain
+from pallas_softmax.choice import IMPLEMENTATIONS, explain
 from pallas_softmax.softmax import log_softmax, logsumexp, softmax
 from pallas_softmax.topk import TopK, fused_topk
 

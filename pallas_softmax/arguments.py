@@ -1,20 +1,37 @@
-"""Checks of the users' arguments; every message names the argument, its value and what is accepted."""
+"""Checks of the users' arguments, which they turn into one form; every message names the argument, its value and
+what is accepted."""
 
-import math
 import numbers
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_softmax.dispatch import Call, symbolic, vary_together
-from pallas_softmax.partition import lay_together
+from pallas_softmax.sharding.specs import lay_together
+from pallas_softmax.varying import vary_together
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
+
+
+class Rows(NamedTuple):
+    """Arguments that are checked, in the one form that the operations take.
+
+    Attributes:
+      x: the logits, sharded like the mask and varying over the same mesh axes.
+      where: the mask, boolean, of the rank of `x`, each dimension 1 or that of `x`; or None.
+      axes: the reduced axes, ascending, not negative.
+      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
+    """
+
+    x: jax.Array
+    where: jax.Array | None
+    axes: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
 
 
 def array(function: str, name: str, x) -> jax.Array:
@@ -41,27 +58,34 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 def rows(
     function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
-) -> tuple:
-    """`x` as an array, `where` broadcast against it, the reduced axes in order, and the mesh axes."""
+) -> Rows:
+    """The logits `x`, called `name` by `function`, and what says which are their rows.
+
+    Args:
+      function: the public function, for messages.
+      name: the name of its argument `x`, for messages.
+      x, axis, where, axis_name: as users pass them.
+      boolean: whether `x` may be boolean.
+    """
     x = array(function, name, x)
     if x.dtype == jnp.bool_ and not boolean:
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
     axes = np.lib.array_utils.normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim, "axis")
     if where is not None:
         where = array(function, "where", where)
-        axes = tuple(a - x.ndim for a in axes)  # from the end: `where` may add dimensions in front
+        axes = tuple(a - x.ndim for a in axes)  # from the end, since `where` may add dimensions in front
         x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
         axes = tuple(a + x.ndim for a in axes)
         where = mask(function, where, x.shape)
-    names = mesh_axes(function, axis_name)
-    if names and jnp.issubdtype(x.dtype, jnp.complexfloating):
+    mesh_axes = bound_mesh_axes(function, axis_name)
+    if mesh_axes and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
-    x, where = vary_together(*lay_together(x, where), over=names)
-    return x, where, tuple(sorted(axes)), names
+    x, where = vary_together(*lay_together(x, where), over=mesh_axes)
+    return Rows(x, where, tuple(sorted(axes)), mesh_axes)
 
 
-def mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
-    """The mesh axes as a tuple, all of them bound by shard_map."""
+def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes that `axis_name` names, as a tuple; each must be bound by a `jax.shard_map` around the call."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
@@ -70,24 +94,6 @@ def mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
             f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"
         )
     return names
-
-
-def call(
-    op: str, x: jax.Array, axes: tuple[int, ...], where, k: int | None = None, names: tuple[str, ...] = ()
-) -> Call:
-    """The call of `op` on the rows of `x`, for `dispatch.choose`."""
-    vocab = math.prod(x.shape[a] for a in axes)
-    return Call(
-        op=op,
-        dtype=x.dtype.name,
-        rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
-        vocab=vocab,
-        trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
-        masked=where is not None,
-        k=k if k is None else min(k, vocab),
-        objection=symbolic(x.shape),
-        names=names,
-    )
 
 
 def static_int(function: str, name: str, value) -> int:

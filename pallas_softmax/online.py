@@ -5,6 +5,7 @@ jax.numpy; every implementation, merge and mesh of this package computes with th
 kernels, whose language is not Python's: theirs are in triton/pieces.py.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,18 +57,18 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def to_float(
-    x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, names: Sequence[str] = ()
+    x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, mesh_axes: Sequence[str] = ()
 ) -> jax.Array:
     """Logits with the softmax of `x`: of integers, their distance from the row's maximum, taken exactly.
 
-    The row is spread over the mesh axes `names`.
+    The row is spread over the mesh axes `mesh_axes`.
     """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
     dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")  # in which the difference does not overflow
     m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
-    m = lax.pmax(m, tuple(names)) if names else m
+    m = lax.pmax(m, tuple(mesh_axes)) if mesh_axes else m
     return -(m.astype(unsigned) - x.astype(unsigned)).astype(dtype)
 
 
@@ -158,21 +159,21 @@ def weights(
     return scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
 
 
-def total(x: jax.Array, axes: Sequence[int], names: Sequence[str] = ()) -> jax.Array:
+def total(x: jax.Array, axes: Sequence[int], mesh_axes: Sequence[str] = ()) -> jax.Array:
     """The sum over `axes`, whose dimensions stay, and over the mesh axes that the row is spread over."""
     part = jnp.sum(x, axes, keepdims=True)
-    return lax.psum(part, tuple(names)) if names else part
+    return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
 
 
-def union(part: Normalizer, names: Sequence[str]) -> Normalizer:
+def union(part: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
     """⊕ over mesh axes: of the normalizers of the parts of a row that is spread over them, that of the row."""
     # as integers, for the maximum of floats may lose a NaN on its way
     keys = sort_key(jnp.where(jnp.isnan(part.m), jnp.nan, part.m))
-    m = of_sort_key(lax.pmax(keys, tuple(names)), part.m.dtype)
-    return Normalizer(m, lax.psum(part.d * jnp.exp(part.m - shift(m)), tuple(names)))
+    m = of_sort_key(lax.pmax(keys, tuple(mesh_axes)), part.m.dtype)
+    return Normalizer(m, lax.psum(part.d * jnp.exp(part.m - shift(m)), tuple(mesh_axes)))
 
 
-def merged(parts: Normalizer, temperature: jax.Array) -> Normalizer:
+def merge_normalizers(parts: Normalizer, temperature: jax.Array) -> Normalizer:
     """⊕ along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
     m = jnp.max(parts.m, -1, keepdims=True)
     return Normalizer(m, jnp.sum(parts.d * jnp.exp((parts.m - shift(m)) / temperature), -1, keepdims=True))
@@ -188,3 +189,48 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
     *_, values, indices = lax.sort((~sort_key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])
+
+
+def absorb(normalizer: Normalizer, blocks, scale=None) -> Normalizer:
+    """Each lane's normalizer with its elements of `blocks` added: ⊕ with one rescaling of d for all.
+
+    With `scale`, d is the sum of exp((x - m) scale).
+    """
+    m = normalizer.m
+    for x in blocks:
+        m = jnp.maximum(m, x)
+    s = shift(m)
+    return Normalizer(
+        m, normalizer.d * _exp(normalizer.m - s, scale) + tree_sum(_exp(x - s, scale) for x in blocks)
+    )
+
+
+def tree_sum(terms):
+    """The sum of several blocks, with fewer roundings on the way of each term than one by one."""
+    return tree(operator.add, list(terms))
+
+
+def tree(merge, terms):
+    """The terms merged in pairs, and pairs of pairs."""
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return merge(tree(merge, terms[:half]), tree(merge, terms[half:]))
+
+
+def across(lane: Normalizer, axis=None, spread=None, scale=None) -> Normalizer:
+    """⊕ over the lanes of a block, or along an axis of a tile.
+
+    Args:
+      lane: the normalizer of each lane.
+      axis: None reduces all lanes to scalars.
+      spread: with an axis, how its reduction is broadcast back to the tile.
+      scale: as for `absorb`.
+    """
+    m = jnp.max(lane.m, axis)
+    s = shift(m) if spread is None else spread(shift(m))
+    return Normalizer(m, jnp.sum(lane.d * _exp(lane.m - s, scale), axis))
+
+
+def _exp(x, scale):
+    return jnp.exp(x if scale is None else x * scale)

@@ -25,8 +25,9 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.arguments import static_int
-from pallas_softmax.mosaic_gpu import direct, pieces
-from pallas_softmax.mosaic_gpu.launch import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device import memory, staging
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.online import Candidates, Normalizer
 
 MAX_K = 128  # a thread keeps its k best in registers, of which it has 255; at 128 a few of them spill
@@ -46,18 +47,18 @@ class _Row:
 
     def full(self, value, dtype=jnp.float32):
         """A block of one value."""
-        return pieces.laid_out(jnp.full((WARPGROUP,), value, dtype), self.interpret)
+        return staging.laid_out(jnp.full((WARPGROUP,), value, dtype), self.interpret)
 
     def positions(self, start):
         """The block of the positions from `start` on."""
-        return start + pieces.laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), self.interpret)
+        return start + staging.laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), self.interpret)
 
     def sweep(self, step, state):
         """state = step(starts, blocks, state) along the row: one access. After its end the blocks are -inf."""
 
         def body(i, state):
             starts = [(i * self.loads + j) * WARPGROUP for j in range(self.loads)]
-            load = functools.partial(direct.load_block, self.gmem, row=self.index, interpret=self.interpret)
+            load = functools.partial(memory.load_block, self.gmem, row=self.index, interpret=self.interpret)
             blocks = [load(start=start, held=self.vocab - start, fill=-jnp.inf) for start in starts]
             return step(starts, blocks, state)
 
@@ -70,12 +71,12 @@ class _Row:
 
     def total(self, term):
         """The sum of term(x) over the row; one access."""
-        lane = self.sweep(lambda _, blocks, d: d + pieces.tree_sum(map(term, blocks)), self.full(0.0))
+        lane = self.sweep(lambda _, blocks, d: d + online.tree_sum(map(term, blocks)), self.full(0.0))
         return jnp.sum(lane)
 
     def normalizer(self):
         """(m, d), online (algorithm 3, lines 1 to 6); one access."""
-        return pieces.across(self.sweep(lambda _, blocks, lane: pieces.absorb(lane, blocks), self.empty()))
+        return online.across(self.sweep(lambda _, blocks, lane: online.absorb(lane, blocks), self.empty()))
 
     def empty(self):
         """The normalizers of threads that have seen nothing."""
@@ -87,7 +88,7 @@ class _Row:
         def step(starts, blocks, state):
             for start, x in zip(starts, blocks, strict=True):
                 held = self.vocab - start
-                direct.store_block(
+                memory.store_block(
                     gmem, row=self.index, start=start, block=value(x), held=held, interpret=self.interpret
                 )
             return state
@@ -170,7 +171,7 @@ def _safe_fused(x: _Row, values_gmem, indices_gmem):
 
     def step(starts, blocks, state):
         d, best = state
-        d = d + pieces.tree_sum(jnp.exp(block - m) for block in blocks)
+        d = d + online.tree_sum(jnp.exp(block - m) for block in blocks)
         return d, _insert(x, starts, blocks, best)
 
     d, best = x.sweep(step, (x.full(0.0), _nothing(x, values_gmem.shape[1])))
@@ -183,10 +184,10 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
     def step(starts, blocks, state):
         lane, best = state
-        return pieces.absorb(lane, blocks), _insert(x, starts, blocks, best)
+        return online.absorb(lane, blocks), _insert(x, starts, blocks, best)
 
     lane, best = x.sweep(step, (x.empty(), _nothing(x, values_gmem.shape[1])))
-    m, d = pieces.across(lane)
+    m, d = online.across(lane)
     scale = 1 / d
     _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
 
@@ -198,9 +199,7 @@ def _launch(algorithm, x, outputs, k, interpret):
         algorithm(_Row(x_gmem, interpret, _loads(len(x), k)), *out_gmem)
 
     body.__name__ = f"paper{algorithm.__name__}"
-    kernel = pieces.kernel(
-        body, grid={"row": len(x)}, out_type=outputs, approximate=True, interpret=interpret
-    )
+    kernel = gpu_kernel(body, grid={"row": len(x)}, out_type=outputs, approximate=True, interpret=interpret)
     return kernel(x)
 
 

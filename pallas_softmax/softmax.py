@@ -1,14 +1,20 @@
-"""softmax, log_softmax and logsumexp: arguments checked, backward wired, implementation chosen."""
+"""softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, dispatch, online
+from pallas_softmax import arguments, execution, online, operations
 from pallas_softmax.arguments import Axis, AxisName
+from pallas_softmax.call import Choice, describe
+from pallas_softmax.choice import choose
+from pallas_softmax.implementations import xla
 from pallas_softmax.online import Normalizer
+from pallas_softmax.varying import sum_cotangents
 
 
 def softmax(
@@ -41,9 +47,8 @@ def softmax(
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    logits, mask, axes, names = arguments.rows("softmax", "x", x, axis, where, axis_name)
-    logits = online.to_float(logits, axes, mask, names)
-    return _softmax(logits, mask, axes, _plan("softmax", logits, mask, axes, names, implementation))
+    rows = _float_rows("softmax", x, axis, where, axis_name)
+    return _softmax(rows.x, rows.where, rows.axes, _choose("softmax", rows, implementation))
 
 
 def log_softmax(
@@ -58,9 +63,8 @@ def log_softmax(
 
     Arguments and errors as for `softmax`. Masked positions, and fully masked rows, give -inf.
     """
-    logits, mask, axes, names = arguments.rows("log_softmax", "x", x, axis, where, axis_name)
-    logits = online.to_float(logits, axes, mask, names)
-    return _log_softmax(logits, mask, axes, _plan("log_softmax", logits, mask, axes, names, implementation))
+    rows = _float_rows("log_softmax", x, axis, where, axis_name)
+    return _log_softmax(rows.x, rows.where, rows.axes, _choose("log_softmax", rows, implementation))
 
 
 def logsumexp(
@@ -77,70 +81,96 @@ def logsumexp(
     Arguments and errors as for `softmax`; booleans count as 0 and 1. An empty or fully masked row gives -inf.
     With `axis_name` the result is that of the whole row, the same on all devices that it is spread over.
     """
-    logits, mask, axes, names = arguments.rows("logsumexp", "a", a, axis, where, axis_name, boolean=True)
-    logits = logits.astype(jax.eval_shape(jnp.exp, logits).dtype)
-    choice = dispatch.choose(arguments.call("logsumexp", logits, axes, mask, names=names), implementation)
-    out, _ = _logsumexp(logits, mask, axes, (choice, None))
-    return (out if keepdims else jnp.squeeze(out, axes)).astype(logits.dtype)
+    rows = arguments.rows("logsumexp", "a", a, axis, where, axis_name, boolean=True)
+    rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
+    choice = choose(
+        describe("logsumexp", rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes), implementation
+    )
+    out, _ = _logsumexp(rows.x, rows.where, rows.axes, Choices(choice, None))
+    return (out if keepdims else jnp.squeeze(out, rows.axes)).astype(rows.x.dtype)
 
 
-Plan = tuple[dispatch.Choice, dispatch.Choice | None]  # for the operation and for its backward
+class Choices(NamedTuple):
+    """The implementations of an operation and of its gradient, which is None where it is always plain JAX."""
+
+    forward: Choice
+    gradient: Choice | None
 
 
-def _plan(op, x, where, axes, names, implementation) -> Plan:
-    """The choices for the operation and for its backward."""
-    forward = dispatch.choose(arguments.call(op, x, axes, where, names=names), implementation)
-    backward = dispatch.choose(arguments.call(f"{op}_grad", x, axes, where, names=names), implementation)
-    return forward, backward
+def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
+    """The checked arguments; integer logits become floats with the same softmax."""
+    rows = arguments.rows(function, "x", x, axis, where, axis_name)
+    return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
 
 
-def _differentiable(op, residuals):
-    """The operation `op` of the implementations, with `op`_grad(residuals(x, y), where, dy) as backward.
+def _choose(op: str, rows: arguments.Rows, implementation: str | None) -> Choices:
+    """The choices for the operation and for its gradient."""
+    gradient = str(operations.TABLE[op].gradient)
+    calls = (
+        describe(name, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes) for name in (op, gradient)
+    )
+    return Choices(*(choose(call, implementation) for call in calls))
 
-    Without a choice for it the backward is the plain one.
+
+def _differentiable(op: str, residuals: Callable) -> Callable:
+    """A function (x, where, axes, choices) of the operation `op`, with reverse-mode derivatives of any order.
+
+    The forward and its gradient are both `jax.custom_vjp` functions, since kernels have no derivatives of their own:
+
+        forward    run op                      backward: the gradient below
+        gradient   run the gradient of op      backward: jax.vjp of its plain JAX form
+
+    Args:
+      op: the operation, a key of `operations.TABLE`.
+      residuals: (x, y) -> what the gradient needs of the logits and of the result.
     """
+    gradient_op = str(operations.TABLE[op].gradient)
 
-    def plain(plan):
-        return dispatch.differentiable(f"{op}_grad", plan[1].call.names if plan[1] else ())
-
-    def run(x, where, axes, plan):
-        return dispatch.run(plan[0], x, where, axes=axes)
+    def run(x, where, axes, choices):
+        return execution.run(choices.forward, x, where, axes=axes)
 
     run.__name__ = op  # for profiles
     forward = jax.custom_vjp(run, nondiff_argnums=(2, 3))
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-    def backward(saved, where, dy, axes, plan):
-        if plan[1] is None:
-            return plain(plan)(saved, where, dy, axes=axes)
-        return dispatch.run(plan[1], saved, where, dy, axes=axes)
+    def plain_gradient(axes, choices):
+        return functools.partial(
+            xla.functions[gradient_op], axes=axes, mesh_axes=choices.forward.call.mesh_axes
+        )
 
-    def forward_fwd(x, where, axes, plan):
-        y = forward(x, where, axes, plan)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+    def gradient(saved, where, dy, axes, choices):
+        if choices.gradient is None:
+            return plain_gradient(axes, choices)(saved, where, dy)
+        return execution.run(choices.gradient, saved, where, dy, axes=axes)
+
+    def forward_fwd(x, where, axes, choices):
+        y = forward(x, where, axes, choices)
         return y, (residuals(x, y), where)
 
-    def forward_bwd(axes, plan, saved, dy):
+    def forward_bwd(axes, choices, saved, dy):
         saved, where = saved
-        if plan[1] is None:  # the result is the same on all devices that the row is spread over
-            dy = dispatch.summed(dy, plan[0].call.names)
-        return backward(saved, where, dy, axes, plan), None
+        if (
+            choices.gradient is None
+        ):  # logsumexp: the result is the same on all devices that the row is spread over
+            dy = sum_cotangents(dy, choices.forward.call.mesh_axes)
+        return gradient(saved, where, dy, axes, choices), None
 
-    def backward_fwd(saved, where, dy, axes, plan):
-        return backward(saved, where, dy, axes, plan), (saved, where, dy)
+    def gradient_fwd(saved, where, dy, axes, choices):
+        return gradient(saved, where, dy, axes, choices), (saved, where, dy)
 
-    def backward_bwd(axes, plan, saved, ddx):  # kernels have no derivatives: the plain backward's are used
+    def gradient_bwd(axes, choices, saved, ddx):
         saved, where, dy = saved
-        _, vjp = jax.vjp(lambda saved, dy: plain(plan)(saved, where, dy, axes=axes), saved, dy)
+        _, vjp = jax.vjp(lambda saved, dy: plain_gradient(axes, choices)(saved, where, dy), saved, dy)
         d_saved, d_dy = vjp(ddx)
         return d_saved, None, d_dy
 
     forward.defvjp(forward_fwd, forward_bwd)
-    backward.defvjp(backward_fwd, backward_bwd)
+    gradient.defvjp(gradient_fwd, gradient_bwd)
     return jax.jit(forward, static_argnums=(2, 3))
 
 
 _softmax = _differentiable("softmax", lambda x, y: (y,))
 _log_softmax = _differentiable("log_softmax", lambda x, y: (y,))
-# The backward is elementwise, so XLA fuses it with its neighbours: one read and one write. No derivative
-# depends on m, which is a constant here and in d.
+# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write. No derivative depends on
+# m, which is a constant here and in d.
 _logsumexp = _differentiable("logsumexp", lambda x, y: (x, Normalizer(jax.lax.stop_gradient(y[1].m), y[1].d)))

@@ -1,5 +1,6 @@
-"""fused_topk: softmax over the whole row and its k largest entries."""
+"""fused_topk: what it promises, and how its gradient is wired."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -9,8 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, dispatch, partition
+from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
+from pallas_softmax.call import describe
+from pallas_softmax.choice import choose, choose_plain
+from pallas_softmax.implementations import xla
+from pallas_softmax.sharding.specs import lay_together
+from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
 
 
 class TopK(NamedTuple):
@@ -73,8 +79,8 @@ def fused_topk(
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
     axis %= x.ndim
-    names = arguments.mesh_axes(name, axis_name)
-    length = x.shape[axis] * (jax.lax.axis_size(names) if names else 1)
+    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
+    length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     if not 0 <= k <= length:
         raise ValueError(f"{name}: k must be from 0 to the row's length {length}, got {k}")
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
@@ -84,13 +90,13 @@ def fused_topk(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
 
-    if dispatch.varies(t, names):
+    if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
 
-    choice = dispatch.choose(arguments.call("topk", x, (axis,), mask, k, names), implementation)
-    x, mask, t = partition.lay_together(jnp.moveaxis(x, axis, -1), mask, t)
-    x, mask, t = dispatch.vary_together(x, mask, t, but=names)
-    x, mask = dispatch.vary_together(x, mask, over=names)
+    choice = choose(describe("topk", x, (axis,), mask, k, mesh_axes), implementation)
+    x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
+    x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
+    x, mask = vary_together(x, mask, over=mesh_axes)
     (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
     return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
 
@@ -110,13 +116,16 @@ def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.A
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
+# Like the functions of softmax.py, top-k and its gradient are both `jax.custom_vjp` functions.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _topk(logits, where, temperature, k, log, dtype, choice):
     """TopK of the last axis, and the normalizer of the logits."""
-    wide = (
+    stored = (
         dtype if jnp.finfo(dtype).bits >= 16 else jnp.dtype(jnp.float32)
     )  # kernels store no narrower floats
-    winners, normalizer = dispatch.run(choice, logits, where, temperature, k=k, log=log, dtype=wide)
+    winners, normalizer = execution.run(choice, logits, where, temperature, k=k, log=log, dtype=stored)
     return TopK(winners.values.astype(dtype), winners.indices), normalizer
 
 
@@ -128,24 +137,25 @@ def _topk_fwd(logits, where, temperature, k, log, dtype, choice):
 
 
 def _topk_bwd(k, log, dtype, choice, saved, cotangents):
-    """As `xla.topk_grad`."""
+    """The cotangents of logits and temperature; see `implementations.xla.topk_grad`."""
     logits, where, temperature, m, d, indices = saved
     floating = jnp.issubdtype(logits.dtype, jnp.floating)
-    if not k:  # of no winners
+    if not k:  # without winners nothing depends on the logits
         return jnp.zeros_like(logits) if floating else None, None, jnp.zeros_like(temperature)
     (g, _), (_, g_d) = cotangents
-    names = choice.call.names
+    mesh_axes = choice.call.mesh_axes
     residuals = logits, temperature, m, d, indices
-    gradient: Any = _gradient(residuals, where, dispatch.summed((g, g_d), names), log, choice)
+    gradient: Any = _gradient(residuals, where, sum_cotangents((g, g_d), mesh_axes), log, choice)
     dlogits, dt = gradient
-    dlogits = dlogits if floating else None
-    shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-    return dlogits, None, dispatch.shared(jnp.sum(dt, shared, keepdims=True), names)
+    one_for_all = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
+    dt = share_cotangent(jnp.sum(dt, one_for_all, keepdims=True), mesh_axes)
+    return dlogits if floating else None, None, dt
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gradient(residuals, where, cotangents, log, choice):
-    return dispatch.run(choice.plain("topk_grad"), residuals, where, cotangents, log=log)
+    gradient = dataclasses.replace(choice.call, op="topk_grad")
+    return execution.run(choose_plain(gradient), residuals, where, cotangents, log=log)
 
 
 def _gradient_fwd(residuals, where, cotangents, log, choice):
@@ -154,10 +164,10 @@ def _gradient_fwd(residuals, where, cotangents, log, choice):
 
 def _gradient_bwd(log, choice, saved, dd):
     (logits, temperature, m, d, indices), where, cotangents = saved
-    plain = dispatch.differentiable("topk_grad", choice.call.names)
 
     def gradient(logits, temperature, d, cotangents):
-        return plain((logits, temperature, m, d, indices), where, cotangents, log=log)
+        residuals = logits, temperature, m, d, indices
+        return xla.topk_grad(residuals, where, cotangents, log=log, mesh_axes=choice.call.mesh_axes)
 
     _, vjp = jax.vjp(gradient, logits, temperature, d, cotangents)
     d_logits, d_temperature, d_d, d_cotangents = vjp(dd)

@@ -14,10 +14,14 @@ import numpy as np
 import oracle
 from test_mosaic_interpret import topk_rows
 
-from pallas_softmax import paper, triton
-from pallas_softmax.mosaic_gpu import launch, softmax_kernel
-from pallas_softmax.mosaic_gpu.launch import Parts, Window
-from pallas_softmax.triton.launch import Block, Long, TopK, missing
+from pallas_softmax import paper
+from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_rows
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from pallas_softmax.implementations.triton import implementation as triton
+from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
+from pallas_softmax.implementations.triton.support import missing
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
 # (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
@@ -56,8 +60,8 @@ TRITON = [
 TRITON_TOPK = [
     (2, 1000, "float32", None, False, (1, 5)),
     (2, 2100, "bfloat16", None, True, (9,)),
-    (2, 2100, "float32", TopK(3, 1024, 8, 128, 4, 2), True, (5,)),
-    (2, 2100, "bfloat16", TopK(2, 2048, 256, 256, 8, 4), False, (200,)),
+    (2, 2100, "float32", Slabs(3, 1024, 8, 128, 4, 2), True, (5,)),
+    (2, 2100, "bfloat16", Slabs(2, 2048, 256, 256, 8, 4), False, (200,)),
 ]
 
 
@@ -67,7 +71,7 @@ def mosaic_gpu():
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for name in names:
             arrays = cases.operands(name, x, where)
-            kernel = jax.jit(functools.partial(softmax_kernel.rows, name, axes=(1,), plan=plan))
+            kernel = jax.jit(functools.partial(softmax_rows.rows, name, axes=(1,), plan=plan))
             got = np.asarray(kernel(arrays, where)[0]).astype("float32")
             want, *_ = oracle.expected(name, arrays, where)
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
@@ -76,7 +80,7 @@ def mosaic_gpu():
         x[0] = 1  # all tied: the exact path
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for k in ks:
-            choice = plan or launch.topk_plan(rows, v, k, dtype, (9, 0))
+            choice = plan or topk_plan.plan_topk(rows, v, k, dtype, (9, 0))
             kernel = jax.jit(functools.partial(topk_rows, k=k, plan=choice, interpret=None))
             values, indices = map(np.asarray, kernel(x, where=where)[0])
             want, best = oracle.fused_topk(x, k, where)

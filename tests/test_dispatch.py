@@ -14,10 +14,15 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
-from pallas_softmax import dispatch, folding, xla
-from pallas_softmax.dispatch import Call, Choice
-from pallas_softmax.mosaic_gpu import launch, pieces
-from pallas_softmax.mosaic_gpu.launch import Tile
+from pallas_softmax import target
+from pallas_softmax.call import Call, Choice
+from pallas_softmax.choice import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
+from pallas_softmax.implementations import folding
+from pallas_softmax.implementations.mosaic_gpu import support
+from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout, staging
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 
 FREE = settings(max_examples=200, deadline=None, derandomize=True)
 X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
@@ -76,8 +81,8 @@ UNSUPPORTED = {
 def test_the_reason_names_what_is_unsupported(case):
     changes, capability, reason = UNSUPPORTED[case]
     given = call(**changes)
-    assert launch.unsupported(call(op=given.op), HOPPER) is None
-    got = launch.unsupported(given, capability)
+    assert support.unsupported(call(op=given.op), HOPPER) is None
+    got = support.unsupported(given, capability)
     assert got is not None
     assert re.search(reason, got), got
 
@@ -87,7 +92,7 @@ def test_the_reason_names_what_is_unsupported(case):
 @pytest.mark.parametrize("op", OPS)
 def test_supported(op, dtype, capability):
     for rows, vocab in [(1, 8), (128, 4096), (2**31, 1000)]:
-        assert launch.unsupported(call(op, dtype, rows, vocab), capability) is None
+        assert support.unsupported(call(op, dtype, rows, vocab), capability) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,15 +104,15 @@ def test_every_length_and_alignment_is_supported(op, dtype):
             dict(masked=True),
             dict(k=min(vocab, 2048)) if op == "topk" else dict(trailing=False),
         ):
-            assert launch.unsupported(call(op, dtype, rows, vocab, **more), HOPPER) is None
+            assert support.unsupported(call(op, dtype, rows, vocab, **more), HOPPER) is None
 
 
 def test_slower():
     """Supported, but left to XLA unless the kernel is named."""
-    assert "transposed" in xla.preferred(call(trailing=False))
-    assert "float32 rows" in xla.preferred(call(vocab=4096))
-    assert "single row" in launch.slower(call("softmax_grad", rows=1, vocab=128256))
-    assert "single float32 row" in launch.slower(call("topk", rows=1, vocab=128256, k=1025))
+    assert "transposed" in _better_by_xla(call(trailing=False))
+    assert "float32 rows" in _better_by_xla(call(vocab=4096))
+    assert "single row" in support.slower(call("softmax_grad", rows=1, vocab=128256))
+    assert "single float32 row" in support.slower(call("topk", rows=1, vocab=128256, k=1025))
     for kernel in (
         call(),
         call("softmax_grad", rows=2, vocab=128256),
@@ -121,14 +126,14 @@ def test_slower():
         call("topk", "bfloat16", rows=1, vocab=128256, k=2048),
         call("topk", rows=2, vocab=128256, k=2048),
     ):
-        assert launch.slower(kernel) is None and xla.preferred(kernel) is None
+        assert support.slower(kernel) is None and _better_by_xla(kernel) is None
 
 
 # --- choose -------------------------------------------------------------------------------------------
 
 
 def test_the_first_that_supports_the_call_is_chosen():
-    choice = dispatch.choose(call(), None)
+    choice = choose(call(), None)
     assert choice == Choice(call(), "mosaic_gpu", "xla")
     assert str(choice) == "softmax float32[128, 16384]: mosaic_gpu on cuda, xla elsewhere"
 
@@ -136,39 +141,39 @@ def test_the_first_that_supports_the_call_is_chosen():
 @pytest.mark.parametrize("changes", [dict(trailing=False), dict(vocab=4096)], ids=str)
 def test_what_is_slower_must_be_named(changes):
     slow = call(**changes)
-    choice = dispatch.choose(slow, None)
+    choice = choose(slow, None)
     assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
-    assert choice.reasons[0] == ("mosaic_gpu", xla.preferred(slow))
-    assert dispatch.choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
+    assert choice.reasons[0] == ("mosaic_gpu", _better_by_xla(slow))
+    assert choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
 
 
 def test_all_reasons_are_kept_in_the_order_of_preference():
-    choice = dispatch.choose(call(trailing=False), None)
+    choice = choose(call(trailing=False), None)
     assert [name for name, _ in choice.reasons] == ["mosaic_gpu", "triton"]
     assert str(choice).startswith("softmax float32[128, 16384]: xla (mosaic_gpu: ")
     assert "; triton: " in str(choice)
 
 
 def test_str_of_a_named_choice():
-    assert str(dispatch.choose(call("topk"), "mosaic_gpu")) == (
+    assert str(choose(call("topk"), "mosaic_gpu")) == (
         "topk float32[128, 16384], k=5: mosaic_gpu on cuda only"
     )
-    assert str(dispatch.choose(call(), "xla")) == "softmax float32[128, 16384]: xla"
-    nothing = dispatch.choose(call(dtype="float64"), "mosaic_gpu")
+    assert str(choose(call(), "xla")) == "softmax float32[128, 16384]: xla"
+    nothing = choose(call(dtype="float64"), "mosaic_gpu")
     assert str(nothing).startswith("softmax float64[128, 16384]: nothing (mosaic_gpu: no kernel for float64")
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "XLA", "mosaic"])
 def test_an_unknown_name_lists_the_valid_ones(name):
     with pytest.raises(ValueError) as error:
-        dispatch.choose(call(), name)
-    for word in (repr(name), *dispatch.IMPLEMENTATIONS):
+        choose(call(), name)
+    for word in (repr(name), *IMPLEMENTATIONS):
         assert word in str(error.value)
 
 
 def test_calls_and_choices_are_values():
     """They are static arguments of jax.jit: equal ones must hash alike, or every call would compile."""
-    assert hash(dispatch.choose(call(), None)) == hash(dispatch.choose(call(), None))
+    assert hash(choose(call(), None)) == hash(choose(call(), None))
     with pytest.raises(dataclasses.FrozenInstanceError):
         call().rows = 1
 
@@ -267,7 +272,7 @@ def test_a_named_kernel_refuses_the_abstract_device():
 def test_hopper_where_no_gpu_is_visible():
     if any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("a GPU is visible")
-    assert dispatch.capability() == HOPPER
+    assert target.capability() == HOPPER
 
 
 # --- explain ------------------------------------------------------------------------------------------
@@ -325,7 +330,7 @@ def test_explain_passes_other_errors_on():
         ps.explain(fails, X)
     with pytest.raises(ValueError, match="axis"):
         ps.explain(ps.softmax, X, axis=7)
-    assert dispatch._recorder.get() is None
+    assert _recorder.get() is None
 
 
 def test_explain_computes_nothing():
@@ -363,7 +368,7 @@ PLANS = {
 
 @pytest.mark.parametrize("shape", PLANS, ids=str)
 def test_plan(shape):
-    plan = launch.plan(*shape, HOPPER)
+    plan = softmax_plan.plan_softmax(*shape, HOPPER)
     got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
     assert got == PLANS[shape]
 
@@ -383,7 +388,7 @@ lengths = st.one_of(st.integers(1, 20_000), st.integers(1, 3_000_000))
 @example("log_softmax_grad", 1, 2561, "float32", HOPPER)
 @example("softmax_grad", 3, 262143, "float32", (12, 0))
 def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
-    plan = launch.plan(op, rows, vocab, dtype, capability)
+    plan = softmax_plan.plan_softmax(op, rows, vocab, dtype, capability)
     if isinstance(plan, Tile):
         check_tile(plan, vocab)
     else:
@@ -400,8 +405,8 @@ def check_tile(tile, vocab):
     columns = tile.lanes * tile.vec * tile.steps
     assert vocab % tile.vec == 0
     assert columns - tile.lanes * tile.vec < vocab <= columns
-    assert tile.lanes in (2, 4, 8, 16, 32, launch.WARPGROUP)
-    assert tile.rows % (launch.WARPGROUP // tile.lanes) == 0
+    assert tile.lanes in (2, 4, 8, 16, 32, hardware.WARPGROUP)
+    assert tile.rows % (hardware.WARPGROUP // tile.lanes) == 0
     assert tile.rows * columns <= 12288
 
 
@@ -415,23 +420,25 @@ def check_parts(plan, rows, vocab, itemsize):
     assert plan.count <= 16 or not plan.cluster
     assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
     assert plan.walk.steps <= 32  # unrolled
-    together = launch.aligned_view(rows, vocab, plan.vec)[-1] // vocab
+    together = layout.aligned_view(rows, vocab, plan.vec)[-1] // vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * vocab, starts[:-1])
     if not plan.edges:
         assert (owned == plan.length).all() and plan.body == plan.length
         assert (firsts % plan.vec == 0).all()
         return
-    inner = launch.EDGE - firsts % plan.vec  # where the body of a part starts: in reach of its first elements
+    inner = (
+        softmax_plan.EDGE - firsts % plan.vec
+    )  # where the body of a part starts: in reach of its first elements
     assert ((firsts + inner) % plan.vec == 0).all()
     assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
-    assert (inner + plan.body >= plan.length - launch.EDGE).all() and plan.length >= launch.EDGE
+    assert (inner + plan.body >= plan.length - softmax_plan.EDGE).all() and plan.length >= softmax_plan.EDGE
 
 
 @FREE
 @given(st.integers(1, 100), st.integers(1, 10**6), st.sampled_from([4, 8]))
 def test_aligned_view(rows, vocab, vec):
     """All elements; every row of the view starts on 16 bytes and holds whole rows, as few as can be."""
-    view = launch.aligned_view(rows, vocab, vec)
+    view = layout.aligned_view(rows, vocab, vec)
     assert math.prod(view) == rows * vocab
     assert view[-1] % vocab == 0
     if len(view) == 2:
@@ -458,11 +465,11 @@ def test_mask_rows_are_those_of_broadcasting(dimensions):
 @example(216 * 64, 8, 4)
 def test_walk(accesses, vec, group):
     """The steps hold each element once."""
-    walk = launch.Walk(accesses * vec, vec, group)
+    walk = layout.Walk(accesses * vec, vec, group)
     sizes = [walk.step] * walk.full + [walk.left] * (walk.left > 0)
     assert len(sizes) == walk.steps >= 1
     assert sum(sizes) == walk.vocab
-    row, end = pieces.Row(walk, interpret=True), 0
+    row, end = staging.Row(walk, interpret=True), 0
     for i, size in enumerate(sizes):
         assert i * walk.step == end
         assert size % vec == 0  # a bulk copy
@@ -507,7 +514,7 @@ TOPK_PLANS = {
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
 def test_topk_plan(shape):
     """Few rows are split, and rows of which two would not lie in a multiprocessor."""
-    plan = launch.topk_plan(*shape, HOPPER)
+    plan = topk_plan.plan_topk(*shape, HOPPER)
     assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
 
 
@@ -515,7 +522,7 @@ def test_topk_plan(shape):
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,
-    st.one_of(st.integers(1, 128), st.integers(1, launch.MAX_K)),
+    st.one_of(st.integers(1, 128), st.integers(1, topk_plan.MAX_K)),
     st.sampled_from(DTYPES),
     st.sampled_from(CAPABILITIES),
 )
@@ -525,18 +532,18 @@ def test_topk_plan(shape):
 @example(129, 3_000_000, 2048, "float32", (12, 0))
 def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
     k = min(k, vocab)
-    plan = launch.topk_plan(rows, vocab, k, dtype, capability)
+    plan = topk_plan.plan_topk(rows, vocab, k, dtype, capability)
     if isinstance(plan, Tile):
         assert vocab * jnp.dtype(dtype).itemsize <= 8192 and plan.lanes <= 32  # a row is a warp's
         check_tile(plan, vocab)
-        winners = launch.winners(plan, k)
+        winners = topk_plan.winners_tile(plan, k)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
-        used = plan.size * jnp.dtype(dtype).itemsize + launch.selection_bytes(plan, k)
+        used = plan.size * jnp.dtype(dtype).itemsize + topk_plan.selection_bytes(plan, k)
         assert used + 2048 <= smem  # barriers, and scratch of the reductions
-        assert launch.capacity(k) >= 2 * k
+        assert topk_plan.candidate_slots(k) >= 2 * k
 
 
 def check_window(plan, rows, k, itemsize):
@@ -545,7 +552,7 @@ def check_window(plan, rows, k, itemsize):
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == plan.vocab
     assert owned.min() >= k and owned.max() == plan.longest
-    together = launch.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
+    together = layout.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
     before = -firsts % plan.vec  # elements of a part before its body, which are filled in one by one
     assert (before <= plan.head).all()
@@ -566,13 +573,13 @@ def check_window(plan, rows, k, itemsize):
 
 
 @FREE
-@given(st.integers(1, launch.MAX_K), st.integers(1, 1000))
+@given(st.integers(1, topk_plan.MAX_K), st.integers(1, 1000))
 def test_merges_come_to_an_end(k, count):
     """In a few launches, each of which has room for the lists that it merges."""
-    group, launches = launch.merged(k), 0
-    assert 2 <= group <= launch.WARPGROUP
-    slots = launch.power_of_two(group * k, launch.WARPGROUP)
-    assert 8 * slots + 8 * launch.padded(k) <= 95 * 1024
+    group, launches = topk_plan.lists_per_merge(k), 0
+    assert 2 <= group <= hardware.WARPGROUP
+    slots = topk_plan.power_of_two(group * k, hardware.WARPGROUP)
+    assert 8 * slots + 8 * topk_plan.padded_winners(k) <= 95 * 1024
     while count > 1:
         count, launches = -(-count // group), launches + 1
     assert launches <= 10

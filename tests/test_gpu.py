@@ -28,17 +28,21 @@ from oracle import UNITS
 from test_mosaic_interpret import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS, check, crowded, topk_rows
 
 import pallas_softmax as ps
-from pallas_softmax import paper, triton
-from pallas_softmax.mosaic_gpu import launch
-from pallas_softmax.mosaic_gpu.launch import Parts, Window
-from pallas_softmax.triton import launch as triton_launch
+from pallas_softmax import paper
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from pallas_softmax.implementations.triton import implementation as triton
+from pallas_softmax.implementations.triton import plan as triton_plan
+from pallas_softmax.implementations.triton import support as triton_support
 
 pytestmark = pytest.mark.gpu
 
 
 THREADS = 14  # that compile
 CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
-MAX_K = {"mosaic_gpu": launch.MAX_K, "triton": triton_launch.MAX_K}
+MAX_K = {"mosaic_gpu": topk_plan.MAX_K, "triton": triton_plan.MAX_K}
 both = pytest.mark.parametrize("implementation", [*CAPABILITY])
 only_triton = pytest.mark.parametrize("implementation", ["triton"])
 
@@ -51,7 +55,7 @@ def unavailable(implementation):
     found, least = gpus[0].compute_capability, CAPABILITY[implementation]
     if float(found) < least:
         return f"compute capability {found}, {implementation} needs {least}"
-    return triton_launch.missing() if implementation == "triton" else None
+    return triton_support.missing() if implementation == "triton" else None
 
 
 @pytest.fixture(autouse=True)
@@ -356,7 +360,7 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
 
 def test_topk_merges_of_merges(monkeypatch):
     """Two lists at a time: three launches after the first."""
-    monkeypatch.setattr(launch, "merged", lambda k: 2)
+    monkeypatch.setattr(window_kernel, "lists_per_merge", lambda k: 2)
     x = cases.rows(FEW, 2007)
     assert_topk(topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
 
@@ -713,8 +717,8 @@ def triton_topk_plans():
         (1, 2, 5, 9, 16, 17, 33, 64, 65, 128, 256), lengths, (2, 64, 500), (F32, BF16)
     ):
         if k <= v:
-            plan = triton_launch.topk_plan(rows, v, k, dtype)
-            fan = min(triton_launch.merged(plan.slots), triton_launch.power_of_two(plan.parts))
+            plan = triton_plan.plan_topk(rows, v, k, dtype)
+            fan = min(triton_plan.lists_per_merge(plan.slots), triton_plan.power_of_two(plan.parts))
             every.setdefault((plan, dtype), (v, dtype, k, plan, fan))
 
     def has(plan, fan):
@@ -769,8 +773,8 @@ def triton_softmax_plans():
     )
     every = {}
     for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
-        plan = triton_launch.plan(op, rows, v, dtype)
-        if isinstance(plan, triton_launch.Block):
+        plan = triton_plan.plan_softmax(op, rows, v, dtype)
+        if isinstance(plan, triton_plan.Block):
             program = plan.rows, plan.lanes, plan.warps
         else:
             program = plan.depth, plan.width, plan.warps, plan.parts > 1, v % 8 == 0

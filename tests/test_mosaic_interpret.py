@@ -12,9 +12,16 @@ import oracle
 import pytest
 from cases import BF16, F16, F32
 
-from pallas_softmax import folding, xla
-from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel, topk_tile_kernel
-from pallas_softmax.mosaic_gpu.launch import Parts, Tile, Window
+from pallas_softmax.implementations import folding, xla
+from pallas_softmax.implementations.mosaic_gpu.device import layout
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
+from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_rows
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.online import Normalizer
 
 try:
@@ -37,7 +44,7 @@ def run(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
     axes = tuple(a % arrays[0].ndim for a in axes)
     arrays = [jnp.asarray(a) for a in arrays]
     where = None if where is None else jnp.asarray(where)
-    out = softmax_kernel.rows(name, arrays, where, axes, plan=plan, interpret=interpret)[0]
+    out = softmax_rows.rows(name, arrays, where, axes, plan=plan, interpret=interpret)[0]
     return np.asarray(out.astype(arrays[-1].dtype))
 
 
@@ -68,7 +75,7 @@ TILES = [
 @pytest.mark.parametrize(("v", "dtype", "names"), TILES, ids=[f"{len(n)}x{v}-{d}" for v, d, n in TILES])
 @each
 def test_short_rows(name, v, dtype, names):
-    plan = launch.plan(name, len(names), v, dtype, (9, 0))
+    plan = softmax_plan.plan_softmax(name, len(names), v, dtype, (9, 0))
     assert isinstance(plan, Tile)
     if name == "logsumexp" and dtype != F32:  # XLA for CPUs loses the NaN in max(x.astype("float32"), 1)
         names = [n for n in names if n not in ("nan_and_inf", "everything")]
@@ -99,7 +106,7 @@ def test_long_rows(name, plan, dtype, names):
 
 def test_parts_are_of_every_kind():
     """Aligned to 16 bytes or not; views of one dimension and of two; parts that overlap."""
-    views = [launch.aligned_view(len(names), plan.vocab, plan.vec) for plan, _, names in PARTS]
+    views = [layout.aligned_view(len(names), plan.vocab, plan.vec) for plan, _, names in PARTS]
     assert {(len(view), plan.edges) for view, (plan, *_) in zip(views, PARTS)} == {
         (2, False),
         (2, True),
@@ -150,7 +157,7 @@ def test_axes(name, axes):
 def test_normalizer_of_logsumexp(plan):
     """Its backward needs it; m is exact."""
     x = cases.rows(ALL, 1003)
-    _, m, d = softmax_kernel.rows("logsumexp", (jnp.asarray(x),), None, (1,), plan=plan, interpret=INTERPRET)
+    _, m, d = softmax_rows.rows("logsumexp", (jnp.asarray(x),), None, (1,), plan=plan, interpret=INTERPRET)
     want_m, want_d = oracle.normalizer(x)
     oracle.assert_close(m, want_m, np.zeros_like(want_m), ALL)
     oracle.assert_close(d, want_d, oracle.normalizer_unit(x), ALL)
@@ -178,7 +185,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     if where is not None:
         rows = folding.mask_rows(where.shape[:-1], tuple(batch))
         mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
-    kernel = topk_tile_kernel if isinstance(plan, Tile) else topk_kernel
+    kernel = topk_tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
     return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
 
@@ -187,7 +194,7 @@ def assert_topk(
     x, k, names, plan=None, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET
 ):
     """Indices exactly; values and d within the units of float32, m exactly."""
-    plan = plan or launch.topk_plan(len(names), x.shape[-1], k, x.dtype, (9, 0))
+    plan = plan or topk_plan.plan_topk(len(names), x.shape[-1], k, x.dtype, (9, 0))
     got = topk_rows(x, k, plan, where, temperature, log, dtype, interpret)
     judge_topk(got, x, k, names, where, temperature, log, dtype)
 
@@ -214,7 +221,7 @@ def judge_topk(got, x, k, names, where, temperature, log, dtype):
 
 def short(rows, v, k, dtype):
     """The tile of the choice, with fewer rows: the interpreter is slow at many, one by one."""
-    plan = launch.topk_plan(rows, v, k, dtype, (9, 0))
+    plan = topk_plan.plan_topk(rows, v, k, dtype, (9, 0))
     assert isinstance(plan, Tile)
     return dataclasses.replace(plan, rows=min(plan.rows, 4))
 
@@ -270,9 +277,9 @@ def test_topk_windows_are_of_every_kind():
     assert {plan.full > 1 for plan in plans} == {plan.full > 0 for plan in plans} == {True, False}
     assert {plan.rest > 0 for plan in plans} == {True, False}
     assert any(plan.rest > plan.group for plan in plans)
-    views = {len(launch.aligned_view(len(names), plan.vocab, plan.vec)) for plan, *_, names in WINDOWS}
+    views = {len(layout.aligned_view(len(names), plan.vocab, plan.vec)) for plan, *_, names in WINDOWS}
     assert views == {1, 2}
-    assert any(plan.count > launch.merged(k) for plan, _, k, _ in WINDOWS)
+    assert any(plan.count > topk_plan.lists_per_merge(k) for plan, _, k, _ in WINDOWS)
 
 
 KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
@@ -344,7 +351,7 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     won, kept, indices, m, d = (jnp.concatenate(each, -1) for each in zip(*lists))
     kept = kept if masked else None
     parts = Normalizer(m, d)
-    kernel = topk_kernel.merge_rows(
+    kernel = window_kernel.merge_rows(
         won, kept, indices, parts, jnp.asarray(t), k, log=log, dtype=F32, interpret=INTERPRET
     )
     plain = xla.merge(won, kept, indices, parts, t, k=k, log=log, dtype=F32)
@@ -374,7 +381,7 @@ def crowded(v, k, dtype):
     middle = (at > v // 3) & (at < v - 8)
     few = np.where(middle, 1.0, 0.0)
     few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the very end, the last among the ties
-    late = np.where(at >= v - launch.capacity(k) - 1, 3.0, 0.0)
+    late = np.where(at >= v - topk_plan.candidate_slots(k) - 1, 3.0, 0.0)
     lane = at // 4 % 128
     return {
         "constant": np.full(v, 1.5),
@@ -409,5 +416,5 @@ def test_topk_of_more_candidates_than_slots(plan, dtype, k):
     x = np.stack([*tied.values(), *distinct.values()]).astype(dtype)
     keys = oracle.order_key(x[: len(tied)])
     bound = np.take_along_axis(keys, oracle.topk_indices(x[: len(tied)], k)[:, -1:], -1)
-    assert (np.sum(keys >= bound, -1) > launch.capacity(k)).all()
+    assert (np.sum(keys >= bound, -1) > topk_plan.candidate_slots(k)).all()
     assert_topk(x, k, [*tied, *distinct], plan)

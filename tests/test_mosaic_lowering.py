@@ -15,9 +15,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from pallas_softmax import folding
-from pallas_softmax.mosaic_gpu import launch, softmax_kernel, topk_kernel, topk_tile_kernel
-from pallas_softmax.mosaic_gpu.launch import Tile, Window
+from pallas_softmax.implementations import folding
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
+from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_rows
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
 ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in every dtype
 DTYPES = ("float32", "bfloat16", "float16")
@@ -73,13 +78,13 @@ def lowered_rows(name, rows, v, dtype, plan=None, mask=None):
     """The kernel of softmax_kernel on `rows` rows, with a mask of this shape."""
     arrays = [array(rows, v, dtype=dtype)] * (2 if name in oracle.BACKWARD else 1)
     where = None if mask is None else array(*mask, dtype="bool")
-    return lowered(lambda *args: softmax_kernel.rows(name, args[0], args[1], (1,), plan=plan), arrays, where)
+    return lowered(lambda *args: softmax_rows.rows(name, args[0], args[1], (1,), plan=plan), arrays, where)
 
 
 def names_of(name, plan=None):
     """The kernels that an operation runs as."""
     kernel = name if name in oracle.BACKWARD else f"{name}_forward"
-    if not isinstance(plan, launch.Parts) or plan.cluster:
+    if not isinstance(plan, softmax_plan.Parts) or plan.cluster:
         return [kernel]
     return [f"{kernel}_reduce"] if name == "logsumexp" else [f"{kernel}_reduce", kernel]
 
@@ -90,7 +95,14 @@ SHORT = (1, 2, 3, 7, 8, 15, 31, 127, 512, 1000, 1003, 5000)
 
 
 def test_short_rows_are_over_every_number_of_lanes():
-    assert {launch.plan("softmax", 5, v, "float32", (9, 0)).lanes for v in SHORT} == {2, 4, 8, 16, 32, 128}
+    assert {softmax_plan.plan_softmax("softmax", 5, v, "float32", (9, 0)).lanes for v in SHORT} == {
+        2,
+        4,
+        8,
+        16,
+        32,
+        128,
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,7 +137,7 @@ LONG = {
 @each_operation
 def test_long_rows(op, kind, dtype, rows):
     v, count, cluster = LONG[kind]
-    plan = launch.Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster)
+    plan = softmax_plan.Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster)
     assert names(lowered_rows(op, rows, v, dtype, plan)) == names_of(op, plan)
 
 
@@ -134,14 +146,14 @@ def test_long_rows(op, kind, dtype, rows):
 @pytest.mark.parametrize("op", oracle.OPERATIONS[::2])  # softmax, logsumexp, a backward
 def test_long_rows_with_masks(op, kind, mask):
     v, count, cluster = LONG[kind]
-    plan = launch.Parts(v, 8, 4, count, cluster)
+    plan = softmax_plan.Parts(v, 8, 4, count, cluster)
     text = lowered_rows(op, 5, v, "float16", plan, MASKS[mask](v))
     assert names(text) == names_of(op, plan)
 
 
 def lowered_topk(rows, v, k, dtype, plan, mask=None, temperatures=1, log=False):
     """The kernels of top-k on `rows` rows, with a mask of this shape."""
-    kernel = topk_tile_kernel if isinstance(plan, Tile) else topk_kernel
+    kernel = topk_tile_kernel if isinstance(plan, Tile) else window_kernel
 
     def f(x, temperature, where):
         if where is not None:
@@ -156,7 +168,7 @@ def merges(plan, k):
     """How often the lists of the parts are merged."""
     lists, times = plan.count if isinstance(plan, Window) else 1, 0
     while lists > 1:
-        lists, times = -(-lists // launch.merged(k)), times + 1
+        lists, times = -(-lists // topk_plan.lists_per_merge(k)), times + 1
     return ["topk_merge"] * times
 
 
@@ -165,7 +177,7 @@ def merges(plan, k):
     ("v", "k"), [(1, 1), (2, 2), (7, 7), (8, 1), (100, 17), (128, 5), (129, 3), (512, 8)]
 )
 def test_topk_of_short_rows(v, k, dtype):
-    plan = launch.topk_plan(5, v, k, dtype, (9, 0))
+    plan = topk_plan.plan_topk(5, v, k, dtype, (9, 0))
     assert isinstance(plan, Tile)
     assert names(lowered_topk(5, v, k, dtype, plan)) == ["softmax_topk"]
 
@@ -174,7 +186,7 @@ def test_topk_of_short_rows(v, k, dtype):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("v", "dtype"), [(15, "float16"), (512, "bfloat16"), (129, "float32")])
 def test_topk_of_short_rows_with_masks(v, dtype, mask, log):
-    plan = launch.topk_plan(5, v, 5, dtype, (9, 0))
+    plan = topk_plan.plan_topk(5, v, 5, dtype, (9, 0))
     assert isinstance(plan, Tile)
     assert names(lowered_topk(5, v, 5, dtype, plan, MASKS[mask](v), 5, log)) == ["softmax_topk"]
 
@@ -198,7 +210,7 @@ WINDOWS = {
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_topk_of_long_rows(kind, dtype):
     rows, v, k = WINDOWS[kind]
-    plan = launch.topk_plan(rows, v, k, dtype, (9, 0))
+    plan = topk_plan.plan_topk(rows, v, k, dtype, (9, 0))
     assert isinstance(plan, Window)
     assert (plan.count > 1) == ("parts" in kind)
     assert names(lowered_topk(rows, v, k, dtype, plan, temperatures=rows)) == [
@@ -208,7 +220,7 @@ def test_topk_of_long_rows(kind, dtype):
 
 
 def test_topk_merges_in_one_launch_or_in_several():
-    plans = [(launch.topk_plan(rows, v, k, "float32", (9, 0)), k) for rows, v, k in WINDOWS.values()]
+    plans = [(topk_plan.plan_topk(rows, v, k, "float32", (9, 0)), k) for rows, v, k in WINDOWS.values()]
     assert {len(merges(*plan)) for plan in plans} >= {0, 1, 2}
 
 
@@ -216,7 +228,7 @@ def test_topk_merges_in_one_launch_or_in_several():
 @pytest.mark.parametrize("kind", ["one CTA, unaligned", "parts", "aligned parts"])
 def test_topk_of_long_rows_with_masks(kind, mask):
     _, v, k = WINDOWS[kind]
-    plan = launch.topk_plan(5, v, k, "float16", (9, 0))
+    plan = topk_plan.plan_topk(5, v, k, "float16", (9, 0))
     text = lowered_topk(5, v, k, "float16", plan, MASKS[mask](v), log=True)
     assert names(text) == ["softmax_topk", *merges(plan, k)]
 
@@ -225,7 +237,7 @@ def test_topk_of_long_rows_with_masks(kind, mask):
 @pytest.mark.parametrize(("rows", "v"), [(5, 128), (256, 10003), (5, 30000)])
 def test_topk_under_x64(rows, v, masked, x64):
     """No number becomes one of 64 bits."""
-    plan = launch.topk_plan(rows, v, 5, "float32", (9, 0))
+    plan = topk_plan.plan_topk(rows, v, 5, "float32", (9, 0))
     text = lowered_topk(rows, v, 5, "float32", plan, (rows, v) if masked else None)
     assert names(text) == ["softmax_topk", *merges(plan, 5)]
 

@@ -12,7 +12,7 @@ from test_mosaic_interpret import ALL, INTERPRET
 from test_mosaic_lowering import array, lowered, names
 
 from pallas_softmax import paper
-from pallas_softmax.mosaic_gpu import direct
+from pallas_softmax.implementations.mosaic_gpu.device import memory
 
 ALGORITHMS = paper.SOFTMAX | paper.TOPK
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
@@ -107,13 +107,13 @@ def test_what_cannot_be_chosen():
 def test_accesses(name, monkeypatch):
     """The code of a kernel reads and writes the row as often as the paper counts. See test_gpu for the bytes."""
     accesses = []
-    for function in (direct.load_block, direct.store_block):
+    for function in (memory.load_block, memory.store_block):
 
         def counted(*args, function=function, **kwargs):
             accesses.append(function.__name__)
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(direct, function.__name__, counted)
+        monkeypatch.setattr(memory, function.__name__, counted)
     arguments = () if name in paper.SOFTMAX else (5,)
     lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(3, 128))  # one block is the row
     assert len(accesses) == ALGORITHMS[name].accesses

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax import dispatch
+from pallas_softmax import target
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -50,7 +50,7 @@ def seconds_of_import() -> float:
 
 
 def test_python_blocks_give_what_they_claim(monkeypatch):
-    monkeypatch.setattr(dispatch, "capability", lambda: (9, 0))  # whatever GPU is here
+    monkeypatch.setattr(target, "capability", lambda: (9, 0))  # whatever GPU is here
     jax.clear_caches()
     names = {}
     for block in blocks(README, "python"):

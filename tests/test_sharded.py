@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_checks import CHECKS, OPS, TOPK
 
-from pallas_softmax import online, spread
+from pallas_softmax import online
+from pallas_softmax.sharding import exchange
 
 HERE = Path(__file__).parent
 HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
@@ -91,7 +92,7 @@ def test_on_gpus(name, implementation, monkeypatch):
 def test_float16_is_widened_in_order():
     """Of every bit pattern, the NaNs too: on a GPU their sign would be lost."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    wide = spread._widen(jax.numpy.asarray(x))
+    wide = exchange._widen(jax.numpy.asarray(x))
     order = np.argsort(np.asarray(online.sort_key(jax.numpy.asarray(x))), kind="stable")
     assert (np.diff(np.asarray(online.sort_key(wide), np.int64)[order]) > 0).all()
     np.testing.assert_array_equal(wide, x.astype(np.float32))

@@ -22,10 +22,11 @@ from jax import export
 from test_dispatch import DTYPES, FREE, device, lengths, named, topk
 
 import pallas_softmax as ps
-from pallas_softmax import dispatch
-from pallas_softmax import triton as implementation
-from pallas_softmax.triton import launch
-from pallas_softmax.triton.launch import Block, TopK
+from pallas_softmax.call import Call
+from pallas_softmax.implementations.triton import implementation
+from pallas_softmax.implementations.triton import plan as triton_plan
+from pallas_softmax.implementations.triton import support as triton_support
+from pallas_softmax.implementations.triton.plan import Block, Slabs
 
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
@@ -50,7 +51,7 @@ def array(*shape, dtype="float32"):
 
 def launches(f, *args):
     """The parameters of every launch in a function, with the types of its arrays."""
-    from pallas_softmax.triton.call import launch_p
+    from pallas_softmax.implementations.triton.call import launch_p
 
     eqns = [eqn for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns if eqn.primitive is launch_p]
     return [(eqn.params, [v.aval for v in (*eqn.invars, *eqn.outvars)]) for eqn in eqns]
@@ -260,7 +261,7 @@ def calls(monkeypatch):
             del sys.modules[name]
 
     monkeypatch.setattr(jax._src.lib, "gpu_triton", plugin, raising=False)
-    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(triton_support, "missing", lambda: None)
     forget()
     yield made
     forget()
@@ -313,7 +314,7 @@ def test_lowered_for_the_device(calls):
     called(calls, lowered(named(ps.softmax, "triton"), X, kind=L4))
     (call,) = calls
     assert call.kernel.capability == 89 and ".target sm_89" in call.kernel.ptx
-    assert call.kernel.warps == launch.plan("softmax", *X.shape, X.dtype).warps
+    assert call.kernel.warps == triton_plan.plan_softmax("softmax", *X.shape, X.dtype).warps
     assert len(call.parameters) == 4  # a backward's second array and the mask are always there
 
 
@@ -405,7 +406,7 @@ def test_the_cache_directory_of_triton_stays(before, calls, monkeypatch):
 
 @pytest.fixture
 def works(monkeypatch):
-    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(triton_support, "missing", lambda: None)
 
 
 @needs_triton  # which the chosen kernel is traced with
@@ -454,12 +455,12 @@ def test_unsupported(works):
         (dict(op="topk", k=5, trailing=False), "not contiguous"),
         (dict(op="topk", k=129, dtype="bfloat16", vocab=2**31 - 2**20), "more than 65535 parts"),
     ):
-        call = dispatch.Call(**(dict(op="softmax", dtype="float32", rows=100, vocab=1000) | changes))
-        assert reason in launch.unsupported(call, (8, 0))
-    assert "not 7.5" in launch.unsupported(dispatch.Call("softmax", "float32", 100, 1000), (7, 5))
+        call = Call(**(dict(op="softmax", dtype="float32", rows=100, vocab=1000) | changes))
+        assert reason in triton_support.unsupported(call, (8, 0))
+    assert "not 7.5" in triton_support.unsupported(Call("softmax", "float32", 100, 1000), (7, 5))
     for dtype in DTYPES:
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
-            assert launch.unsupported(dispatch.Call("softmax", dtype, 2**24, 2**24), capability) is None
+            assert triton_support.unsupported(Call("softmax", dtype, 2**24, 2**24), capability) is None
 
 
 @needs_triton
@@ -492,7 +493,7 @@ VERSIONS = {
 
 @pytest.mark.parametrize("versions", VERSIONS, ids=str)
 def test_incompatible_versions(versions):
-    got, reason = launch.incompatible(*versions), VERSIONS[versions]
+    got, reason = triton_support.incompatible(*versions), VERSIONS[versions]
     assert got is None if reason is None else re.match(f".*{reason}", got)
 
 
@@ -507,7 +508,7 @@ def without(monkeypatch):
         return "3.6.0" if name == "triton" else version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", lacking)
-    monkeypatch.setattr(launch, "missing", launch.missing.__wrapped__)
+    monkeypatch.setattr(triton_support, "missing", triton_support.missing.__wrapped__)
 
 
 def test_without_jax_triton(without):
@@ -579,7 +580,7 @@ def merges(plan):
     parts, counts = plan.parts, []
     while parts > 1:
         counts.append(parts)
-        fan = min(launch.merged(plan.slots), launch.power_of_two(parts))
+        fan = min(triton_plan.lists_per_merge(plan.slots), triton_plan.power_of_two(parts))
         assert fan >= 2 and power_of_two(fan) and fan * plan.slots <= 4096
         parts = -(-parts // fan)
     return counts
@@ -587,14 +588,14 @@ def merges(plan):
 
 @pytest.mark.parametrize("shape", PLANS, ids=str)
 def test_plan(shape):
-    plan = launch.plan(*shape)
+    plan = triton_plan.plan_softmax(*shape)
     got = plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1))
     assert got == PLANS[shape]
 
 
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
 def test_topk_plan(shape):
-    assert len(merges(launch.topk_plan(*shape))) == TOPK_PLANS[shape]
+    assert len(merges(triton_plan.plan_topk(*shape))) == TOPK_PLANS[shape]
 
 
 def assert_parts(plan, vocab, step):
@@ -610,9 +611,9 @@ def assert_parts(plan, vocab, step):
 )
 @example("softmax_grad", 64, 32769, "float32", False)
 @example("softmax", 128, 32769, "float32", True)
-@example("softmax", 1, launch._MOST, "bfloat16", False)
+@example("softmax", 1, triton_plan.MAX_INDEX, "bfloat16", False)
 def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
-    plan = launch.plan(op, rows, vocab, dtype, masked)
+    plan = triton_plan.plan_softmax(op, rows, vocab, dtype, masked)
     arrays = 2 if op in oracle.BACKWARD else 1
     threads = 32 * plan.warps
     assert power_of_two(plan.warps) and threads <= 1024
@@ -631,14 +632,14 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,
-    st.one_of(st.integers(1, 16), st.integers(1, launch.MAX_K)),
+    st.one_of(st.integers(1, 16), st.integers(1, triton_plan.MAX_K)),
     st.sampled_from(DTYPES),
 )
 @example(1, 3_000_000, 256, "float32")
 @example(5000, 1, 1, "bfloat16")
 def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
     k = min(k, vocab)
-    plan = launch.topk_plan(rows, vocab, k, dtype)
+    plan = triton_plan.plan_topk(rows, vocab, k, dtype)
     assert_parts(plan, vocab, plan.groups * plan.vec)
     assert plan.slots // 2 < max(k, 2) <= plan.slots
     assert all(map(power_of_two, (plan.slots, plan.groups, plan.vec, plan.warps)))
@@ -651,7 +652,7 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
 def assert_levels(plan):
     """From groups of all slabs to single elements; each level reads those of the winners of the one before."""
     slabs_of_part = plan.length // (plan.groups * plan.vec)
-    elements = plan.vec * launch.power_of_two(slabs_of_part)
+    elements = plan.vec * triton_plan.power_of_two(slabs_of_part)
     for slabs, chosen in plan.levels:
         assert slabs * plan.vec == elements  # all of a winning group
         assert plan.slots * elements <= 8192
@@ -665,8 +666,8 @@ def assert_levels(plan):
 @FREE
 @given(st.integers(1, 32), st.integers(0, 8), st.integers(0, 11), st.integers(0, 3))
 def test_levels_of_any_plan(slabs, slots, groups, vec):
-    plan = TopK(1, slabs << groups << vec, 2 << min(slots, groups), 1 << groups, 1 << vec, 1)
-    elements = launch.power_of_two(slabs) << vec
+    plan = Slabs(1, slabs << groups << vec, 2 << min(slots, groups), 1 << groups, 1 << vec, 1)
+    elements = triton_plan.power_of_two(slabs) << vec
     for _, chosen in plan.levels:
         assert chosen < elements and elements % chosen == 0 and (chosen == 1 or chosen % plan.vec == 0)
         elements = chosen

@@ -19,10 +19,10 @@ import triton.language as tl
 from cases import BF16, F16, F32
 from triton.runtime import interpreter
 
-from pallas_softmax import triton as implementation
-from pallas_softmax.triton import launch
-from pallas_softmax.triton.call import launch_p
-from pallas_softmax.triton.launch import Block, Long, TopK
+from pallas_softmax.implementations.triton import implementation
+from pallas_softmax.implementations.triton import plan as triton_plan
+from pallas_softmax.implementations.triton.call import launch_p
+from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
@@ -135,7 +135,7 @@ def test_rows(op, v, dtype, names, plan):
 
 
 def test_plans_are_of_every_kind():
-    chosen = [plan or launch.plan("softmax", len(names), v, d) for v, d, names, plan in PLANS]
+    chosen = [plan or triton_plan.plan_softmax("softmax", len(names), v, d) for v, d, names, plan in PLANS]
     assert {type(plan) for plan in chosen} == {Block, Long}
     assert any(
         isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS)
@@ -212,13 +212,13 @@ def assert_topk(x, k, names, plan=None, where=None, temperature=ONE, log=False, 
 TOPK = [
     (1, F32, 1, FEW, None),
     (100, F32, 5, ALL, None),
-    (100, BF16, 100, FEW, TopK(1, 128, 128, 128, 1, 2)),
-    (1003, F32, 5, ALL, TopK(1, 1024, 8, 32, 4, 2)),
-    (1003, BF16, 5, ALL, TopK(1, 1024, 8, 16, 8, 2)),
-    (2048, F16, 64, FEW, TopK(1, 2048, 64, 64, 8, 2)),
-    (2000, F32, 16, FEW, TopK(1, 2048, 16, 16, 4, 2)),  # three levels
-    (1003, F32, 5, FEW, TopK(3, 384, 8, 16, 4, 2)),
-    (1003, F16, 1, FEW, TopK(3, 384, 2, 16, 8, 2)),
+    (100, BF16, 100, FEW, Slabs(1, 128, 128, 128, 1, 2)),
+    (1003, F32, 5, ALL, Slabs(1, 1024, 8, 32, 4, 2)),
+    (1003, BF16, 5, ALL, Slabs(1, 1024, 8, 16, 8, 2)),
+    (2048, F16, 64, FEW, Slabs(1, 2048, 64, 64, 8, 2)),
+    (2000, F32, 16, FEW, Slabs(1, 2048, 16, 16, 4, 2)),  # three levels
+    (1003, F32, 5, FEW, Slabs(3, 384, 8, 16, 4, 2)),
+    (1003, F16, 1, FEW, Slabs(3, 384, 2, 16, 8, 2)),
     (16000, BF16, 1, FEW[:3], None),
 ]
 
@@ -229,7 +229,7 @@ def test_topk(v, dtype, k, names, plan):
 
 
 def test_topk_plans_are_of_every_kind():
-    plans = [plan or launch.topk_plan(len(names), v, k, d) for v, d, k, names, plan in TOPK]
+    plans = [plan or triton_plan.plan_topk(len(names), v, k, d) for v, d, k, names, plan in TOPK]
     assert {len(plan.levels) for plan in plans} >= {0, 1, 2, 3}
     assert {plan.parts > 1 for plan in plans} == {True, False}
 
@@ -237,12 +237,12 @@ def test_topk_plans_are_of_every_kind():
 @pytest.mark.parametrize("parts", [5, 9])
 def test_merges_of_merges(parts, monkeypatch):
     """In three launches and four, of two lists each; the last list of the last merge is missing."""
-    monkeypatch.setattr(launch, "merged", lambda slots: 2)
+    monkeypatch.setattr(triton_plan, "lists_per_merge", lambda slots: 2)
     v, names = 128 * parts - 25, ["normal", "integers", "everything"]
-    assert_topk(cases.rows(names, v), 5, names, TopK(parts, 128, 8, 16, 4, 1), log=True)
+    assert_topk(cases.rows(names, v), 5, names, Slabs(parts, 128, 8, 16, 4, 1), log=True)
 
 
-ONE_PART, PARTS = TopK(1, 512, 32, 32, 4, 2), TopK(2, 256, 32, 32, 4, 2)
+ONE_PART, PARTS = Slabs(1, 512, 32, 32, 4, 2), Slabs(2, 256, 32, 32, 4, 2)
 
 
 @pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])

@@ -1,0 +1,132 @@
+"""Values that describe a call and the implementations that may run it; they compute nothing."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on.
+
+    Attributes:
+      op: the name of the operation, a key of `operations.TABLE`.
+      dtype: the name of the logits' dtype.
+      rows: the number of rows.
+      vocab: the number of elements of a row; of a row that is spread over a mesh, of one device's shard.
+      trailing: whether the reduced axes are the last ones, so that a row is contiguous in memory.
+      masked: whether there is a `where`.
+      k: the number of winners, for top-k.
+      objection: why no kernel can take the arrays, whatever it computes; None if one can.
+      mesh_axes: names of the mesh axes of `jax.shard_map` that each row is spread over.
+    """
+
+    op: str
+    dtype: str
+    rows: int
+    vocab: int
+    trailing: bool = True
+    masked: bool = False
+    k: int | None = None
+    objection: str | None = None
+    mesh_axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        k = "" if self.k is None else f", k={self.k}"
+        over = f" over {', '.join(self.mesh_axes)}" if self.mesh_axes else ""
+        return f"{self.op} {self.dtype}[{self.rows}, {self.vocab}]{k}{over}"
+
+
+def describe(
+    op: str,
+    x: jax.Array,
+    axes: tuple[int, ...],
+    where: jax.Array | None,
+    k: int | None = None,
+    mesh_axes: tuple[str, ...] = (),
+) -> Call:
+    """The `Call` of operation `op` on the rows of `x` along `axes`."""
+    vocab = math.prod(x.shape[a] for a in axes)
+    return Call(
+        op=op,
+        dtype=x.dtype.name,
+        rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
+        vocab=vocab,
+        trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
+        masked=where is not None,
+        k=k if k is None else min(k, vocab),
+        objection=symbolic(x.shape),
+        mesh_axes=mesh_axes,
+    )
+
+
+def symbolic(shape: tuple) -> str | None:
+    """The objection to a shape that is not known while tracing; None if it is known."""
+    return None if all(isinstance(d, int) for d in shape) else f"the shape {shape} is symbolic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation of one call on CUDA devices and on all other ones, and why others were passed over.
+
+    Attributes:
+      call: what is to be run.
+      cuda: the implementation on CUDA devices; None where the named one cannot run the call.
+      elsewhere: the implementation on other platforms; None where the named one needs a GPU.
+      reasons: (implementation, why it was passed over), in the order in which they were tried.
+      requested: the implementation that the user named, or None.
+    """
+
+    call: Call
+    cuda: str | None
+    elsewhere: str | None
+    reasons: tuple[tuple[str, str], ...] = ()
+    requested: str | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the call cannot be lowered for platforms other than CUDA; None if it can."""
+        if self.elsewhere is not None:
+            return None
+        return f"implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
+
+    def required_cuda(self) -> str:
+        """The implementation on CUDA devices.
+
+        Raises:
+          NotImplementedError: the named implementation cannot run the call; the message says why.
+        """
+        if self.cuda is None:
+            ((name, reason),) = self.reasons
+            raise NotImplementedError(f"implementation={name!r} cannot run {self.call}: {reason}")
+        return self.cuda
+
+    def __str__(self) -> str:
+        if self.cuda is None:
+            where = "nothing"
+        elif self.elsewhere is None:
+            where = f"{self.cuda} on cuda only"
+        elif self.cuda == self.elsewhere:
+            where = self.cuda
+        else:
+            where = f"{self.cuda} on cuda, {self.elsewhere} elsewhere"
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons)
+        return f"{self.call}: {where}" + (f" ({reasons})" if reasons else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """What an implementation offers.
+
+    Attributes:
+      functions: for each operation that it has, the function; all implementations of one operation take the
+        same arguments, those described in `implementations/xla.py`.
+      unsupported: (call, compute capability) -> why it cannot run the call, or None if it can.
+      slower: call -> why another implementation should be chosen for a call that this one can run, or None.
+    """
+
+    functions: Mapping[str, Callable]
+    unsupported: Callable[[Call, tuple[int, int]], str | None]
+    slower: Callable[[Call], str | None]

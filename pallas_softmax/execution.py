@@ -1,0 +1,55 @@
+"""A call on its way to its kernel: first vmap, here; then the mesh, the platform, and the implementation.
+
+execution.run            vmap: a batch becomes more rows
+  sharding.partition.run   mesh: each device takes its shard of sharded arrays
+    sharding.exchange.run    what devices send where a row is spread over them
+      platforms.run            platform, and so implementation: decided when the computation is lowered
+        implementations/...      a kernel, or plain JAX
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_softmax.call import Choice, symbolic
+from pallas_softmax.choice import choose_again
+from pallas_softmax.sharding import partition
+
+
+def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
+    """Runs a call; its choice is made anew for all rows of a vmap, and for each device's shard of sharded arrays.
+
+    Args:
+      choice: what to call.
+      *arrays: the positional arguments of the operation, of equal rank, the first of the full shape.
+      axes: the reduced axes, for an operation that has them as an argument.
+      **static: its other arguments.
+
+    Raises:
+      NotImplementedError: a named implementation does not support the call.
+    """
+    choice.required_cuda()
+    keywords = static if axes is None else {"axes": axes, **static}
+
+    @custom_vmap
+    def call(*arrays):
+        return partition.run(choice, arrays, keywords)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *arrays):
+        leaves, tree = jax.tree.flatten(arrays)
+        batched = jax.tree.leaves(in_batched)
+        full = leaves[0].shape[batched[0] :]
+        leaves = [a if b else a[None] for a, b in zip(leaves, batched)]
+        leaves = [jnp.broadcast_to(a, (axis_size, *full)) if a.shape[1:] == full else a for a in leaves]
+        objection = choice.call.objection or symbolic((axis_size,))
+        batch = dataclasses.replace(choice.call, rows=choice.call.rows * axis_size, objection=objection)
+        shifted = None if axes is None else tuple(a + 1 for a in axes)
+        batch_choice = choose_again(batch, choice.requested)
+        out = run(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*arrays)

@@ -1,0 +1,67 @@
+"""The operations that implementations compute: one table of what the rest of the package must know of them.
+
+An operation is a function of rows: `softmax` and its gradient are two. Which arguments it takes is said by
+three words, one for each array:
+
+    ROW      has an element for each element of a row, (..., V)
+    MASK     is boolean and broadcasts to that, or is None
+    PER_ROW  has one number, or a few, for each row, (..., 1) or (..., k)
+
+To add an operation, add its row here, and a function of its name to `functions` in each implementation that
+has it: in `implementations/xla.py` at least. If its rows may be spread over a mesh, `sharding/exchange.py`
+says what devices send.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+ROW, MASK, PER_ROW = "row", "mask", "per row"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What the package must know of an operation.
+
+    Attributes:
+      arguments: ROW, MASK or PER_ROW for each positional argument, in a tuple where that is a tuple of arrays.
+      results: the same for what it returns; one word for a tuple means each of its arrays.
+      gradient: the operation that is its backward, or None.
+      on_shard: the operation that each device computes on its shard of a row that is spread over a mesh; None
+        if the plain JAX form is computed there, with sums over the mesh.
+      is_gradient: whether it is the backward of another operation.
+      divided_by_xla: whether XLA by itself divides the plain JAX form over a mesh as well as `sharding` does.
+    """
+
+    arguments: tuple
+    results: Any
+    gradient: str | None = None
+    on_shard: str | None = None
+    is_gradient: bool = False
+    divided_by_xla: bool = True
+
+    @property
+    def row_arrays(self) -> int:
+        """Number of arrays of the full shape that a kernel reads, the mask not counted."""
+        return jax.tree.leaves(self.arguments).count(ROW)
+
+
+TABLE = {
+    "softmax": Operation((ROW, MASK), ROW, gradient="softmax_grad", on_shard="logsumexp"),
+    "softmax_grad": Operation(((ROW,), MASK, ROW), ROW, is_gradient=True),
+    "log_softmax": Operation((ROW, MASK), ROW, gradient="log_softmax_grad", on_shard="logsumexp"),
+    "log_softmax_grad": Operation(((ROW,), MASK, ROW), ROW, is_gradient=True),
+    "logsumexp": Operation((ROW, MASK), PER_ROW, gradient="logsumexp_grad", on_shard="logsumexp"),
+    "logsumexp_grad": Operation(((ROW, PER_ROW), MASK, PER_ROW), ROW, is_gradient=True),
+    "topk": Operation(
+        (ROW, MASK, PER_ROW), PER_ROW, gradient="topk_grad", on_shard="topk", divided_by_xla=False
+    ),
+    "topk_grad": Operation(
+        ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, PER_ROW),
+        (ROW, PER_ROW),
+        is_gradient=True,
+        divided_by_xla=False,
+    ),
+    "merge": Operation((ROW, MASK, ROW, PER_ROW, PER_ROW), PER_ROW),  # of the winners of several devices
+}

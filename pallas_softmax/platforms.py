@@ -1,0 +1,82 @@
+"""A call on the arrays of one device: the platform that it is lowered for decides the implementation."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from pallas_softmax import operations
+from pallas_softmax.call import Choice
+from pallas_softmax.choice import choose_again, choose_if_able
+from pallas_softmax.implementations import xla
+from pallas_softmax.implementations.load import load
+from pallas_softmax.refusal import placeholder
+from pallas_softmax.varying import vary_together
+
+
+def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Calls the chosen implementation.
+
+    Args:
+      choice: what to call.
+      arrays: the positional arguments of the operation; see `operations.TABLE`.
+      keywords: its static arguments.
+    """
+    on_cuda = choice.required_cuda()
+    operation = choice.call.op
+
+    def implementation(name: str) -> Callable:
+        function = functools.partial(load(name).functions[operation], **keywords)
+
+        def varying(*arrays):  # what a kernel returns does not vary over the axes of shard_map yet
+            return jax.tree.map(lambda out: vary_together(out, *arrays)[0], function(*arrays))
+
+        return varying
+
+    def refused(*arrays):
+        return placeholder(result_shapes(operation, arrays, keywords), str(choice.refusal))
+
+    if on_cuda == choice.elsewhere:
+        return load(on_cuda).functions[operation](*arrays, **keywords)
+    elsewhere = refused if choice.elsewhere is None else implementation(choice.elsewhere)
+    return lax.platform_dependent(*arrays, cuda=implementation(on_cuda), default=elsewhere)
+
+
+def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs `operation` on what one device has of the arrays, for whose shapes the choice is made anew.
+
+    Args:
+      choice: that for the user's whole call.
+      operation: the user's, or a step of it.
+      arrays, keywords: as for `run`.
+    """
+    x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
+    vocab = math.prod(x.shape[a] for a in axes)
+    call = dataclasses.replace(
+        choice.call,
+        op=operation,
+        masked=arrays[1] is not None,
+        mesh_axes=(),
+        rows=x.size // vocab if vocab else 0,
+        vocab=vocab,
+        dtype=x.dtype.name,
+        k=keywords.get("k"),
+    )
+    users_step = operation in (choice.call.op, operations.TABLE[choice.call.op].on_shard)
+    choose = choose_again if users_step else choose_if_able
+    return run(choose(call, choice.requested), arrays, keywords)
+
+
+def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
+    """The reduced axes: those that are named, or the last one of an operation that takes no others."""
+    return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
+
+
+def result_shapes(operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """What the operation returns, as `jax.ShapeDtypeStruct`s."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    return jax.eval_shape(functools.partial(xla.functions[operation], **keywords), *shapes)

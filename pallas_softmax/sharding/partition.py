@@ -1,0 +1,217 @@
+"""How a call is divided over the devices of a mesh, under jit.
+
+Each device takes the rows, or the shard of each row, that it has: nothing is gathered. There are three ways:
+
+    inside shard_map with axis_name=   the shards are in hand already: `exchange.run`
+    Explicit mesh axes                 types say how arrays are sharded: `jax.shard_map` around `exchange.run`
+    Auto mesh axes                     XLA decides on the sharding: `custom_partitioning` asks us for a device's program
+
+An array that no mesh divides goes to `platforms.run` as it is.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_softmax import operations, platforms
+from pallas_softmax.call import Choice
+from pallas_softmax.operations import PER_ROW
+from pallas_softmax.refusal import placeholder, refuse_unless_cuda
+from pallas_softmax.sharding import exchange
+from pallas_softmax.sharding.specs import explicit_axes, shared_axes, spec_of
+
+
+def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs a call on arrays that may be sharded.
+
+    Args:
+      choice: what to call.
+      arrays: the positional arguments of the operation, of one rank, the first of the full shape.
+      keywords: its static arguments.
+    """
+    operation = operations.TABLE[choice.call.op]
+    if choice.call.mesh_axes:
+        return exchange.run(choice, arrays, keywords, choice.call.mesh_axes)
+    leaves = jax.tree.leaves(arrays)
+    left_to_xla = choice.requested == "xla" and operation.divided_by_xla
+    if left_to_xla or not _divisible(leaves):
+        return platforms.run(choice, arrays, keywords)
+    dimensions = _Dimensions.of(choice, arrays, keywords)
+    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in leaves) if explicit_axes(m)), None)
+    if mesh is not None:
+        return _over_explicit_axes(choice, arrays, keywords, dimensions, mesh)
+    return _over_auto_axes(choice, arrays, keywords, dimensions)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dimensions:
+    """Which dimensions of each argument and result are those of the full shape, and so are sharded alike.
+
+    Attributes:
+      shape: the full shape.
+      row_axes: the dimensions of a row.
+      arguments: for each array, whether each of its dimensions is that of the full shape.
+      results: the same for what is returned.
+      result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
+    """
+
+    shape: tuple[int, ...]
+    row_axes: tuple[int, ...]
+    arguments: list[list[bool]]
+    results: list[list[bool]]
+    result_shapes: Any
+
+    @staticmethod
+    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_Dimensions":
+        """Those of a call."""
+        operation = operations.TABLE[choice.call.op]
+        shape = jax.tree.leaves(arrays)[0].shape
+        row_axes = platforms.row_axes(arrays, keywords)
+        results = platforms.result_shapes(choice.call.op, arrays, keywords)
+
+        def full(kinds, tree):
+            """Whether each dimension of each array of the tree is full; what has a number a row is not, along it."""
+            kinds = jax.tree.leaves(
+                jax.tree.map(lambda kind, sub: jax.tree.map(lambda _: kind, sub), kinds, tree)
+            )
+            return [
+                [
+                    n == size and (kind != PER_ROW or i not in row_axes)
+                    for i, (n, size) in enumerate(zip(a.shape, shape))
+                ]
+                for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
+            ]
+
+        return _Dimensions(
+            shape, row_axes, full(operation.arguments, arrays), full(operation.results, results), results
+        )
+
+    def lay_out(self, shardings, sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+        """The specs of arguments and results, given how the arguments are sharded, and the mesh axes along the row."""
+        given = [(getattr(s, "spec", ()), full) for s, full in zip(shardings, self.arguments)]
+        axes = shared_axes(self.shape, given, sizes)
+        arguments, results = (
+            [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
+        )
+        return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """Shardy's rule: a factor for each dimension of the full shape; and the factors of all other dimensions."""
+        others = []
+
+        def factors(full: list[bool]) -> str:
+            names = []
+            for i, is_full in enumerate(full):
+                if not is_full:
+                    others.append(f"w{len(others)}")
+                names.append(f"x{i}" if is_full else others[-1])
+            return " ".join(names)
+
+        sides = (", ".join(factors(full) for full in each) for each in (self.arguments, self.results))
+        return " -> ".join(sides), tuple(others)
+
+
+def _shard_function(choice: Choice, arrays: tuple, keywords, mesh_axes: tuple[str, ...]):
+    """A function of the leaves of a device's shards of the arrays, which returns those of its results."""
+    tree = jax.tree.structure(arrays)
+
+    def on_shard(*leaves):
+        return jax.tree.leaves(exchange.run(choice, jax.tree.unflatten(tree, leaves), keywords, mesh_axes))
+
+    return on_shard
+
+
+def _over_explicit_axes(choice: Choice, arrays: tuple, keywords, dimensions: _Dimensions, mesh) -> Any:
+    if not _available(mesh):  # of what is called for a vmap, only the shapes are used
+        return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
+    leaves = jax.tree.leaves(arrays)
+    shardings = [jax.typeof(a).sharding for a in leaves]
+    in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
+    mapped = jax.shard_map(
+        _shard_function(choice, arrays, keywords, mesh_axes),
+        mesh=mesh,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=explicit_axes(mesh),
+    )
+    laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, in_specs)]
+    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), mapped(*laid))
+
+
+def _over_auto_axes(choice: Choice, arrays: tuple, keywords, dimensions: _Dimensions) -> Any:
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def whole(*leaves):
+        return jax.tree.leaves(platforms.run(choice, jax.tree.unflatten(tree, leaves), keywords))
+
+    def partition(mesh, arg_shapes, _):
+        shardings = [a.sharding for a in arg_shapes]
+        if mesh.empty:  # nothing in the program names a mesh: what is sharded nevertheless is gathered
+            devices = sorted(shardings[0].device_set, key=lambda device: device.id)
+            mesh, shardings = Mesh(np.array(devices), ("devices",)), [None] * len(shardings)
+        in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
+        on_shard = _shard_function(choice, arrays, keywords, mesh_axes)
+        in_shardings, out_shardings = (
+            [NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs)
+        )
+        return mesh, on_shard, out_shardings, tuple(in_shardings)
+
+    function = custom_partitioning(whole)
+    rule, other_factors = dimensions.sharding_rule()
+    function.def_partition(partition, sharding_rule=rule, need_replication_factors=other_factors)
+    divided = jax.make_jaxpr(function)(*leaves)
+    results = _divided_p.bind(*leaves, whole=whole, divided=divided, refusal=choice.refusal)
+    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
+
+
+# It runs `divided`, by custom_partitioning; but in jax.export, which cannot keep Python functions, XLA divides `whole`.
+_divided_p = Primitive("pallas_softmax_divided")
+_divided_p.multiple_results = True
+_divided_p.def_impl(lambda *leaves, divided, **_: jax.jit(jaxpr_as_fun(divided))(*leaves))
+
+
+@_divided_p.def_abstract_eval
+def _(*_, divided, **__):
+    return divided.out_avals
+
+
+def _lower(ctx, *leaves, whole, divided, refusal):
+    refuse_unless_cuda(ctx, refusal)  # here, since an error inside a partition becomes one of XLA's
+    exported = ctx.module_context.lowering_parameters.for_export
+    function = whole if exported else jaxpr_as_fun(divided)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
+
+
+mlir.register_lowering(_divided_p, _lower)
+
+
+def _divisible(leaves: list[jax.Array]) -> bool:
+    """Whether a mesh may divide the arrays: not where their shards are in hand already."""
+    first, context = leaves[0], jax.sharding.get_abstract_mesh()
+    known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
+    real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
+    # custom_partitioning is not for arrays without a mesh among Explicit axes, nor for the older partitioner
+    typed = not explicit_axes(context) or any(explicit_axes(jax.typeof(a).sharding.mesh) for a in leaves)
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    return known and real and typed and shardy and not context.manual_axes
+
+
+def _available(mesh) -> bool:
+    """Whether `jax.shard_map` may have the Explicit axes: it may not have those that divide the batch of a vmap."""
+    probe = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(), out_specs=P(), axis_names=explicit_axes(mesh)
+    )
+    try:
+        jax.eval_shape(probe(lambda: jnp.zeros(())))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,59 @@
+"""How arrays that share dimensions are sharded alike: the mesh axes of each dimension."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def explicit_axes(mesh) -> set[str]:
+    """The mesh axes that are Explicit, so that the types of arrays say how they are sharded over them."""
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def lay_together(x: jax.Array, *others: Any) -> list:
+    """Reshards alike `x` and arrays (or None) that broadcast to it, where types say how they are sharded."""
+    arrays = [a for a in (x, *others) if a is not None]
+    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in arrays) if explicit_axes(m)), None)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return [x, *others]
+    full = {id(a): [n == size for n, size in zip(a.shape, x.shape)] for a in arrays}
+    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full[id(a)]) for a in arrays], mesh.shape)
+
+    def lay(a):
+        spec = spec_of(axes, full[id(a)])
+        return (
+            a if jax.typeof(a).sharding.spec == spec else jax.sharding.reshard(a, NamedSharding(mesh, spec))
+        )
+
+    return [None if a is None else lay(a) for a in (x, *others)]
+
+
+def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension: those of the first array that is sharded there, if it divides by them.
+
+    Args:
+      shape: the full shape.
+      arrays: for each array, its `PartitionSpec`, and which of its dimensions are those of the full shape.
+      sizes: the number of devices along each mesh axis.
+    """
+    spec, used = [], set()
+    for a, n in enumerate(shape):
+        entries = [_axes_of_entry(of[a]) for of, full in arrays if full[a] and a < len(of)]
+        fit = [e for e in entries if e and not used & {*e} and n % math.prod(sizes[name] for name in e) == 0]
+        spec.append(fit[0] if fit else ())
+        used |= {*spec[-1]}
+    return spec
+
+
+def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
+    """The `PartitionSpec` of an array, of whose dimensions those that are `full` have the mesh axes `axes`."""
+    return P(*(of or None if carries else None for of, carries in zip(axes, full)))
+
+
+def _axes_of_entry(entry) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

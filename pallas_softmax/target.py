@@ -1,0 +1,32 @@
+"""The GPU that a computation is lowered for."""
+
+import jax
+
+# Compute capabilities by a word of the device kind, for lowering with an abstract device, which names only that.
+_CAPABILITIES = {
+    "V100": (7, 0),
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "A800": (8, 0),
+    "A10": (8, 6),
+    "A40": (8, 6),
+    "RTX 30": (8, 6),
+    "L4": (8, 9),
+    "RTX 40": (8, 9),
+    "B200": (10, 0),
+    "RTX 50": (12, 0),
+}
+_HOPPER = (9, 0)
+
+
+def capability() -> tuple[int, int]:
+    """Compute capability (major, minor) of the abstract device if one is set, else of a visible GPU, else Hopper's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return next((c for kind, c in _CAPABILITIES.items() if kind in device.device_kind), _HOPPER)
+    try:
+        capability = jax.devices("cuda")[0].compute_capability
+    except RuntimeError:  # there is no CUDA device: this is jax.export, or a test of the lowering
+        return _HOPPER
+    major, minor = capability.split(".")
+    return int(major), int(minor)
