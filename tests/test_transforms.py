@@ -9,6 +9,7 @@ from jax import export
 import pallas_softmax as ps
 from tests.support import cases
 from tests.support.cases import F32
+from tests.support.covering import cover, slow
 
 V = 20
 X = cases.rows(["normal", "peaked", "integers", "ascending", "one_winner", "constant"], V)
@@ -26,8 +27,12 @@ FUNCTIONS = {
     "indices": lambda x, **kwargs: ps.fused_topk(x, 3, **kwargs).indices,
 }
 DIFFERENTIABLE = [name for name in FUNCTIONS if name != "indices"]
-each = pytest.mark.parametrize("name", FUNCTIONS)
-each_differentiable = pytest.mark.parametrize("name", DIFFERENTIABLE)
+# The others run through the same code.
+FAST = ("softmax", "logsumexp", "topk_log")
+each = pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in FUNCTIONS])
+each_differentiable = pytest.mark.parametrize(
+    "name", [name if name in FAST else slow(name) for name in DIFFERENTIABLE]
+)
 
 
 def close(got, want):
@@ -82,8 +87,7 @@ def test_hessian(name):
 # --- vmap ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_axis", [0, 1, -1, 2])
-@each
+@pytest.mark.parametrize(("name", "in_axis"), cover(FUNCTIONS, [0, 1, -1, 2]))
 def test_vmap(name, in_axis):
     f = FUNCTIONS[name]
     x = np.moveaxis(X3, 0, in_axis) if in_axis in (0, 1) else np.moveaxis(X3, 0, -1)
@@ -102,8 +106,7 @@ def test_vmap_with_out_axes(name):
     close(jax.vmap(f, out_axes=1)(X3), jnp.moveaxis(f(X3), 0, 1))
 
 
-@pytest.mark.parametrize("batched", ["both", "x", "where"])
-@each
+@pytest.mark.parametrize(("name", "batched"), cover(FUNCTIONS, ["both", "x", "where"]))
 def test_vmap_of_where(name, batched):
     f = FUNCTIONS[name]
     x = X3 if batched != "where" else X
@@ -201,8 +204,9 @@ def test_cond(name):
     close(got, f(X))
 
 
-@pytest.mark.parametrize("policy", [None, "nothing_saveable", "everything_saveable"])
-@each_differentiable
+@pytest.mark.parametrize(
+    ("name", "policy"), cover(DIFFERENTIABLE, [None, "nothing_saveable", "everything_saveable"])
+)
 def test_checkpoint(name, policy):
     f = loss(FUNCTIONS[name])
     policy = policy and getattr(jax.checkpoint_policies, policy)

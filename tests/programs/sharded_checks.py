@@ -3,7 +3,7 @@
 Some of them, on eight CPU devices; without the first line, on the machine's GPUs. Prints each with its error or null:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
-      PYTHONPATH=. python tests/sharded_checks.py 'partition-topk-*'
+      PYTHONPATH=. python tests/programs/sharded_checks.py 'partition-topk-*'
 """
 
 import contextlib
@@ -27,12 +27,13 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks import links
-from tests.support import bounds, cases, oracle
+from tests.support import bounds, cases, covering, oracle
 from tests.support.cases import BF16, F16, F32
 
 V = 256
 IMPLEMENTATION = None  # named where every call has kernels
 CHECKS = {}
+SLOW = set()  # the names of those that only the complete set has
 ELEMENTWISE = ("softmax", "log_softmax")
 TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40: more than a part of V / 8 has
 OPS = (*oracle.FORWARD, *TOPK)
@@ -40,13 +41,17 @@ SOME = ("softmax", "logsumexp", "topk")  # log_softmax is much as softmax
 HOW = ("auto", "explicit", "shard_map")
 
 
-def each(**parameters):
-    """Registers a check for every combination of the parameters."""
+def each(pairwise=False, **parameters):
+    """Registers a check for every combination of the parameters; the fast set has every value, or every pair."""
 
     def register(check):
-        for values in itertools.product(*parameters.values()):
-            name = "-".join([check.__name__, *map(str, values)])
-            CHECKS[name] = functools.partial(check, **dict(zip(parameters, values)))
+        values = [list(each) for each in parameters.values()]
+        fast = covering.pairs(*values) if pairwise else covering.once(*values)
+        for combination in itertools.product(*values):
+            name = "-".join([check.__name__, *map(str, combination)])
+            CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
+            if combination not in fast:
+                SLOW.add(name)
         return check
 
     return register
@@ -276,7 +281,7 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, pairwise=True)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16])
 @each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16])
@@ -286,7 +291,7 @@ def partition(op, layout, how, dtype=F32):
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW)
+@each(op=SOME, mask=masks(), how=HOW, pairwise=True)
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]

@@ -1,0 +1,54 @@
+"""Parameters of tests that are crossed: few combinations that still have every pair of values."""
+
+import itertools
+
+import pytest
+
+
+def pairs(*parameters):
+    """Returns combinations, a value of each parameter, in which every two values of two parameters come together.
+
+    The first ones have every value of each parameter, and each next one the most pairs that are new.
+    """
+    combinations = list(itertools.product(*map(range, map(len, parameters))))
+    missing = {pair for combination in combinations for pair in _pairs_of(combination)}
+    chosen = []
+    seen = set()
+
+    def gain(combination):
+        return len(set(enumerate(combination)) - seen), len(_pairs_of(combination) & missing)
+
+    while missing:
+        best = max(combinations, key=gain)
+        missing -= _pairs_of(best)
+        seen |= set(enumerate(best))
+        chosen.append(tuple(values[i] for values, i in zip(parameters, best)))
+    return chosen
+
+
+def _pairs_of(combination):
+    return set(itertools.combinations(enumerate(combination), 2)) or {(0, combination[0])}
+
+
+def once(*parameters):
+    """Returns combinations in which every value of each parameter comes at least once."""
+    longest = max(map(len, parameters))
+    return [combination for combination in pairs(*parameters)[:longest]]
+
+
+def cover(*parameters):
+    """Returns parameters for pytest that have every pair of values, and in the fast set every value.
+
+    The others are marked slow: they are of the complete set only.
+    """
+    parameters = [list(values) for values in parameters]
+    fast = len(once(*parameters))
+    return [
+        pytest.param(*combination, marks=pytest.mark.slow if i >= fast else [])
+        for i, combination in enumerate(pairs(*parameters))
+    ]
+
+
+def slow(*values):
+    """Returns one combination of parameters that only the complete set has."""
+    return pytest.param(*values, marks=pytest.mark.slow)
