@@ -159,11 +159,6 @@ def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
     bounds.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
 
 
-def on_the_cpu(f, *args):
-    with jax.default_device(jax.devices("cpu")[0]):
-        return jax.tree.map(np.asarray, f(*args))
-
-
 # --- Shapes, dtypes, special rows ---------------------------------------------------------------------
 
 
@@ -474,7 +469,7 @@ def random_shapes(count, max_k):
 def test_random_topk(implementation, capsys):
     """More than 5,000 rows, random and adversarial, of 60 shapes; of triton 2,500, of 30."""
     count, least = (30, 2500) if implementation == "triton" else (60, 5000)
-    total = checked = 0
+    total = 0
 
     def check_row(i, values, indices, x, k, name, t, where, log):
         one = None if where is None else where[i : i + 1]
@@ -503,16 +498,11 @@ def test_random_topk(implementation, capsys):
                 tasks = [
                     pool.submit(check_row, i, values, indices, x, k, name, t, full, log) for i in range(rows)
                 ]
-                if where is None:
-                    want = on_the_cpu(jax.lax.top_k, x.astype(F32), k)[1]
-                    np.testing.assert_array_equal(indices, want, err_msg=name)
-                    checked += rows
                 for task in tasks:
                     task.result()
                 total += rows
     with capsys.disabled():
-        of = f"{total} random rows of top-k by {implementation}"
-        print(f"\n{of}, {checked} of them as lax.top_k's on the CPU, seed {SEED}")
+        print(f"\n{total} random rows of top-k by {implementation}, seed {SEED}")
     assert total >= least
 
 

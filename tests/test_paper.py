@@ -9,6 +9,7 @@ import pytest
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.device import memory
 from tests.support.cases import F32
+from tests.support.covering import cover
 from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.paper_checks import ALGORITHMS, check, check_overflow
@@ -17,8 +18,7 @@ from tests.support.paper_checks import ALGORITHMS, check, check_overflow
 VOCABS = (1, 63, 128, 2100)
 
 
-@pytest.mark.parametrize("v", VOCABS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "v"), cover(ALGORITHMS, VOCABS))
 def test_kernels_in_the_interpreter(name, v):
     check(name, functools.partial(ALGORITHMS[name].kernel, interpret=INTERPRET), v)
 
@@ -72,9 +72,9 @@ def test_accesses(name, monkeypatch):
     assert accesses.count("store_block") == (name in paper.SOFTMAX or name == "safe_unfused")
 
 
-@pytest.mark.parametrize(("v", "k"), [(7, 7), (63, 5), (8257536, 5)])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_lowering(name, v, k):
+@pytest.mark.parametrize(("name", "shape"), cover(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)]), ids=str)
+def test_lowering(name, shape):
+    v, k = shape
     if name in paper.SOFTMAX:
         assert kernel_names(lowered(ALGORITHMS[name].kernel, array(10, v))) == [f"paper_{name}"]
         return
