@@ -18,6 +18,14 @@ def _on_the_cpu(request):
 
 
 @pytest.fixture
+def quick_to_compile():
+    """Has XLA for CPUs optimize little: for tests of the interpreter and of transformations, which compile most."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield

@@ -14,6 +14,8 @@ from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.paper_checks import ALGORITHMS, check, check_overflow
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
 VOCABS = (1, 63, 128, 2100)
 

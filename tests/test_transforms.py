@@ -11,6 +11,8 @@ from tests.support import cases
 from tests.support.cases import F32
 from tests.support.covering import cover, slow
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 V = 20
 X = cases.rows(["normal", "peaked", "integers", "ascending", "one_winner", "constant"], V)
 X3 = np.stack([X, X[::-1], X * 2, X - 3])

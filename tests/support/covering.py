@@ -1,5 +1,6 @@
 """Parameters of tests that are crossed: few combinations that still have every pair of values."""
 
+import collections
 import itertools
 
 import pytest
@@ -8,20 +9,22 @@ import pytest
 def pairs(*parameters):
     """Returns combinations, a value of each parameter, in which every two values of two parameters come together.
 
-    The first ones have every value of each parameter, and each next one the most pairs that are new.
+    The first ones have every value of each parameter, and each next one the most pairs that are new; of those alike,
+    it has the values that are in the fewest before it.
     """
     combinations = list(itertools.product(*map(range, map(len, parameters))))
     missing = {pair for combination in combinations for pair in _pairs_of(combination)}
     chosen = []
-    seen = set()
+    used = collections.Counter()
 
     def gain(combination):
-        return len(set(enumerate(combination)) - seen), len(_pairs_of(combination) & missing)
+        uses = [used[value] for value in enumerate(combination)]
+        return uses.count(0), len(_pairs_of(combination) & missing), -sum(uses)
 
     while missing:
         best = max(combinations, key=gain)
         missing -= _pairs_of(best)
-        seen |= set(enumerate(best))
+        used.update(enumerate(best))
         chosen.append(tuple(values[i] for values, i in zip(parameters, best)))
     return chosen
 
@@ -47,6 +50,11 @@ def cover(*parameters):
         pytest.param(*combination, marks=pytest.mark.slow if i >= fast else [])
         for i, combination in enumerate(pairs(*parameters))
     ]
+
+
+def first(n, values):
+    """Returns parameters for pytest of which the first n are of the fast set, too."""
+    return [*values[:n], *(slow(*value) if isinstance(value, tuple) else slow(value) for value in values[n:])]
 
 
 def slow(*values):

@@ -72,14 +72,15 @@ def fewer_rows(plan):
 # One CTA a row: exact blocks; several steps, the last short. Rows and parts off 16 bytes; parts that overlap,
 # or are all alike; the rows alone, or as many as together are a multiple of 16 bytes.
 PARTS = [
+    (Parts(1003, 4, 2, 1, True), F32, FEW),
+    (Parts(1003, 8, 1, 2, False), BF16, FEW),
+    (Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]),
+    (Parts(1000, 4, 2, 3, False), F32, FEW),
+    (Parts(1024, 8, 1, 2, False), BF16, FEW),
     (Parts(1024, 4, 2, 1, True), F32, ALL),
     (Parts(5000, 8, 2, 1, True), BF16, FEW),
     (Parts(1003, 4, 2, 1, True), F32, ALL),
-    (Parts(1003, 8, 1, 2, False), BF16, FEW),
-    (Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]),
     (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
-    (Parts(1000, 4, 2, 3, False), F32, FEW),
-    (Parts(1024, 8, 1, 2, False), BF16, FEW),
 ]
 
 
@@ -154,36 +155,36 @@ def judge_topk(got, x, k, names, where, temperature, log, dtype):
 
 
 TOPK_SHORT = [
-    (1, F32, 1, FEW),
-    (2, BF16, 1, FEW),
     (2, F16, 2, FEW),
-    (7, F32, 7, ALL),
     (8, BF16, 5, ALL),
-    (8, F16, 8, FEW),
     (100, F32, 64, FEW),
-    (128, F32, 5, ALL),
-    (128, BF16, 64, FEW),
     (129, F16, 33, FEW),
-    (512, F32, 1, FEW),
     (512, BF16, 8, FEW),
     (1003, F32, 5, FEW),
     (2047, BF16, 2, FEW),
+    (1, F32, 1, FEW),
+    (2, BF16, 1, FEW),
+    (7, F32, 7, ALL),
+    (8, F16, 8, FEW),
+    (128, F32, 5, ALL),
+    (128, BF16, 64, FEW),
+    (512, F32, 1, FEW),
     (2048, F32, 1, FEW),
 ]
 
-# One part: whole blocks; several steps; a short rest; a thread's groups smaller than a step; rows off 16 bytes,
-# alone and several in a row of the view. Then parts, merged: by one launch, and by two (1400 winners).
+# One part: several steps; a thread's groups smaller than a step; rows off 16 bytes, alone and several in a row of the
+# view; whole blocks; a short rest. Then parts, merged: by one launch, and by two (1400 winners).
 WINDOWS = [
+    (Window(2007, 8, 2, 1), BF16, 300, FEW),
+    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
+    (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
+    (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
     (Window(1024, 4, 2, 2), F32, 64, FEW),
     (Window(2007, 4, 1, 1), F32, 5, FEW),
-    (Window(2007, 8, 2, 1), BF16, 300, FEW),
     (Window(1021, 4, 2, 1), F32, 128, ALL),
-    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
     (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
-    (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
     (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
     (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
-    (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
 ]
 
 
@@ -216,9 +217,9 @@ def crowded(v, k, dtype):
 
 
 CROWDED = [
-    (Window(1203, 4, 8, 8), F32, 128),
     (Window(1003, 8, 4, 4), BF16, 5),
     (Window(2007, 4, 8, 4, 2), F32, 64),
+    (Window(1203, 4, 8, 8), F32, 128),
 ]
 
 
