@@ -13,7 +13,7 @@ from pallas_softmax.implementations import xla
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import BF16, F16, F32
-from tests.support.covering import cover, first, pairs, slow
+from tests.support.covering import cover, first, first_values, pairs, slow
 from tests.support.kernels import ALL, CROWDED, FEW, ONE, PARTS, TOPK_SHORT, WINDOWS, Parts, Tile, Window
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -23,16 +23,16 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 # Rows over 2 to 128 lanes, and several of them in a CTA; whole vectors and not; several vectors a lane.
 TILES = [
     (1000, F32, ALL),
-    (1, F32, FEW),
     (2, BF16, FEW),
     (7, F16, FEW),
     (127, F32, FEW),
     (128, BF16, FEW),
-    (129, F16, FEW),
-    (1000, BF16, ALL),
     (1003, F16, FEW),
     (5000, F32, FEW[:3]),
     (129, F32, FEW[:1]),
+    (1, F32, FEW),
+    (129, F16, FEW),
+    (1000, BF16, ALL),
 ]
 
 
@@ -43,7 +43,7 @@ def described(value):
     return f"{len(value)} rows" if isinstance(value, list) else str(value)
 
 
-@pytest.mark.parametrize(("name", "rows"), cover(oracle.OPERATIONS, TILES), ids=described)
+@pytest.mark.parametrize(("name", "rows"), first(8, pairs(oracle.OPERATIONS, TILES)), ids=described)
 def test_short_rows(name, rows):
     v, dtype, names = rows
     plan = kernels.plan_softmax(name, len(names), v, dtype)
@@ -81,7 +81,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize(
-    ("masked", "name"), first(6, pairs(MASKED, ["softmax", "logsumexp", "log_softmax_grad"])), ids=str
+    ("masked", "name"), first(5, pairs(MASKED, ["softmax", "logsumexp", "log_softmax_grad"])), ids=str
 )
 def test_where(masked, name):
     """NaN and infinities where it masks; the first row of the mask keeps nothing; of one row it keeps -inf."""
@@ -121,7 +121,7 @@ def test_axes(name, axes):
 
 
 @pytest.mark.parametrize(
-    "plan", first(1, [Parts(1003, 4, 2, 2, False), Parts(1003, 4, 2, 1, True), None]), ids=str
+    "plan", first_values(1, [Parts(1003, 4, 2, 2, False), Parts(1003, 4, 2, 1, True), None]), ids=str
 )
 def test_normalizer_of_logsumexp(plan):
     """Its backward needs it; m is exact."""
@@ -181,7 +181,7 @@ def length(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "log"), [("tile", False), slow("tile", True), slow("window", False), ("parts", True)]
+    ("kind", "log"), [("tile", False), slow("tile", True), slow("window", False), slow("parts", True)]
 )
 def test_topk_with_a_temperature_per_row(kind, log):
     names = FEW if log else list(cases.FINITE)
@@ -200,8 +200,8 @@ def test_topk_values_of_another_dtype(kind, dtype):
 
 TOPK_MASKED = [
     ("tile", "bhqv", BF16),
-    ("window", "1hqv", F32),
     ("parts", "b11v", F32),
+    slow("window", "1hqv", F32),
     slow("tile", "1h11", F32),
     slow("tile", "111v", F32),
     slow("tile", "bhq1", F32),

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 import pallas_softmax as ps
 from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32, F64
-from tests.support.covering import cover
+from tests.support.covering import cover, first, first_values, pairs
 
 NAMES = ["softmax", "log_softmax", "logsumexp"]
 ELEMENTWISE = NAMES[:2]
@@ -104,12 +104,12 @@ def accurate(name, dtype, v, names):
     assert not bad, "; ".join(bad)
 
 
-@pytest.mark.parametrize(("name", "v"), cover(NAMES, [*cases.SMALL, cases.GPT2]))
+@pytest.mark.parametrize(("name", "v"), first(4, pairs(NAMES, [129, cases.GPT2, 1, 1000, 2, 127, 128])))
 def test_float32_against_the_oracle(name, v):
     accurate(name, F32, v, list(cases.FINITE))
 
 
-@pytest.mark.parametrize(("name", "v"), cover(NAMES, cases.LARGE))
+@pytest.mark.parametrize(("name", "v"), first(1, pairs(NAMES, cases.LARGE[::-1])))
 def test_float32_large_vocabulary(name, v):
     accurate(name, F32, v, ["peaked"])
 
@@ -119,7 +119,7 @@ def test_16_bits_are_accumulated_in_float32(name, dtype, v):
     accurate(name, dtype, v, list(cases.FINITE))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_float64(name, x64):
     accurate(name, F64, 129, list(cases.FINITE))
 
@@ -173,10 +173,10 @@ def test_gradient_of_special_values_is_that_of_jax(name):
 # --- axis ---------------------------------------------------------------------------------------------
 
 X3 = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
-AXES = [-1, 0, 1, 2, -2, -3, (0,), (1, 2), (2, 0), (-1, 0), (0, 1, 2), None, ()]
+AXES = [0, (2, 0), None, -2, (1, 2), (), -1, 1, 2, -3, (0,), (-1, 0), (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("name", "axis"), cover(NAMES, AXES), ids=str)
+@pytest.mark.parametrize(("name", "axis"), first(6, pairs(NAMES, AXES)), ids=str)
 def test_axis(name, axis):
     """int, negative, tuple, None; () gives 1 (softmax), 0 (log_softmax), x (logsumexp)."""
     got, want = ours(name)(X3, axis), theirs(name)(X3, axis)
@@ -188,7 +188,7 @@ def test_empty_axis_tuple_gives_one():
     np.testing.assert_array_equal(ps.softmax(X3, ()), np.ones_like(X3))
 
 
-@pytest.mark.parametrize(("name", "axis"), cover(NAMES, [0, -2, (0, 2), None, ()]), ids=str)
+@pytest.mark.parametrize(("name", "axis"), first(3, pairs(NAMES, [0, (0, 2), None, -2, ()])), ids=str)
 def test_gradient_along_axis(name, axis):
     g = cases.cotangent(np.shape(theirs(name)(X3, axis)))
     got = value_and_vjp(lambda x: ours(name)(x, axis))(X3, g)[1]
@@ -202,7 +202,7 @@ def test_default_axis(name):
     assert_same(ours(name)(X3), theirs(name)(X3))
 
 
-@pytest.mark.parametrize("axis", [-1, (0, 2), None, ()], ids=str)
+@pytest.mark.parametrize("axis", first_values(2, [(0, 2), None, -1, ()]), ids=str)
 def test_logsumexp_keepdims(axis):
     assert_same(ps.logsumexp(X3, axis, keepdims=True), jax.nn.logsumexp(X3, axis, keepdims=True))
 
@@ -286,24 +286,21 @@ def test_where_of_higher_rank_broadcasts_x(name):
     assert_same(ours(name)(x, -1, where=where), got)
 
 
-@pytest.mark.parametrize(
-    ("name", "row"), cover(NAMES, ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"])
-)
-def test_kept_special_values_with_where(name, row):
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_special_values_with_where(name):
     """A row whose kept entries are all -inf: NaN where kept, 0 where masked. So for inf and NaN."""
-    x = cases.rows([row] * 2, 9)
+    rows = ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"]
+    x = cases.rows([row for row in rows for _ in range(2)], 9)
     x[:, 4] = 1.0
     where = np.ones(x.shape, bool)
     where[:, 4] = False
-    assert_same(ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where))
-    value = EXPECTED[name][0](x, -1, where=where)
-    assert bounds.error_units(ours(name)(x, -1, where=where), value, np.abs(value)) <= 4
     g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
-    np.testing.assert_allclose(
-        jax.vjp(lambda x: ours(name)(x, -1, where=where), x)[1](g)[0],
-        jax.vjp(lambda x: theirs(name)(x, -1, where=where), x)[1](g)[0],
-        atol=1e-6,
-    )
+    got, dx = value_and_vjp(lambda x: ours(name)(x, -1, where=where))(x, g)
+    want, their_dx = value_and_vjp(lambda x: theirs(name)(x, -1, where=where))(x, g)
+    assert_same(got, want)
+    value = EXPECTED[name][0](x, -1, where=where)
+    assert bounds.error_units(got, value, np.abs(value)) <= 4
+    np.testing.assert_allclose(dx, their_dx, atol=1e-6)
 
 
 # --- Gradients ----------------------------------------------------------------------------------------
@@ -318,7 +315,7 @@ def test_gradient_of_gradient(name, implementation):
             y = f(x, -1)
             return (y * (u if y.ndim == 2 else u[:, 0])).sum()
 
-        return jax.grad(lambda x: (jax.grad(scalar)(x) * w).sum())(x)
+        return jax.jit(jax.grad(lambda x: (jax.grad(scalar)(x) * w).sum()))(x)
 
     got = second(lambda x, axis: ours(name)(x, axis, implementation=implementation))
     np.testing.assert_allclose(got, second(theirs(name)), rtol=1e-4, atol=1e-5)
@@ -330,8 +327,8 @@ def test_gradient_of_gradient_with_where():
     x[:, 1] = np.nan
 
     def second(f):
-        first = jax.grad(lambda x: (f(x, where=where) * u).sum())
-        return jax.grad(lambda x: (first(x) * w).sum())(x)
+        gradient = jax.grad(lambda x: (f(x, where=where) * u).sum())
+        return jax.jit(jax.grad(lambda x: (gradient(x) * w).sum()))(x)
 
     got = np.asarray(second(ps.softmax))
     assert (got[:, ~where] == 0).all()
@@ -457,7 +454,7 @@ def calls(draw):
     return x, axis, where
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 @FREE
 @given(call=calls())
 def test_any_array_axis_and_mask(name, call):

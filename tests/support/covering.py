@@ -52,9 +52,15 @@ def cover(*parameters):
     ]
 
 
-def first(n, values):
-    """Returns parameters for pytest of which the first n are of the fast set, too."""
-    return [*values[:n], *(slow(*value) if isinstance(value, tuple) else slow(value) for value in values[n:])]
+def first(n, combinations):
+    """Returns parameters for pytest, of which the first n are of the fast set, too."""
+    return [*combinations[:n], *(slow(*combination) for combination in combinations[n:])]
+
+
+def first_values(n, values):
+    """Returns the values of one parameter for pytest, of which the first n are of the fast set, too."""
+    values = list(values)
+    return [*values[:n], *map(slow, values[n:])]
 
 
 def slow(*values):
