@@ -84,6 +84,7 @@ def test_lowering(name, shape):
     assert kernel_names(lowered(lambda x: ALGORITHMS[name].kernel(x, k), array(10, v))) == kernels
 
 
+@pytest.mark.slow
 def test_lowering_of_the_largest_k():
     text = lowered(lambda x: paper.TOPK["online_fused"].kernel(x, paper.MAX_K), array(10, 25000))
     assert kernel_names(text) == ["paper_online_fused"]

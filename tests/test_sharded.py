@@ -23,7 +23,7 @@ from pallas_softmax import online
 from pallas_softmax.sharding import exchange
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
-from tests.support.covering import slow
+from tests.support.covering import cover, slow
 
 PROGRAMS = Path(__file__).parent / "programs"
 HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
@@ -102,6 +102,7 @@ def test_float16_is_widened_in_order():
     np.testing.assert_array_equal(wide, x.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_two_processes():
     """A mesh over two processes."""
     with socket.socket() as s:
@@ -125,8 +126,7 @@ def assert_kernels_of_parts(op, text):
         assert any(merged in line for line in calls), calls
 
 
-@pytest.mark.parametrize("how", ["shard_map", "auto"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "how"), cover(OPS, ["shard_map", "auto"]))
 def test_the_kernels_for_cuda_are_those_of_a_part(op, how):
     """The eight devices need not exist. Under jit it is what `partition` has each of them run."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))

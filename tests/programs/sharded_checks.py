@@ -41,16 +41,19 @@ SOME = ("softmax", "logsumexp", "topk")  # log_softmax is much as softmax
 HOW = ("auto", "explicit", "shard_map")
 
 
-def each(pairwise=False, **parameters):
-    """Registers a check for every combination of the parameters; the fast set has every value, or every pair."""
+def each(fast=None, **parameters):
+    """Registers a check for every combination of the parameters.
+
+    The fast set has so many of those that cover pairs of values; None: as many as it takes to have every value.
+    """
 
     def register(check):
         values = [list(each) for each in parameters.values()]
-        fast = covering.pairs(*values) if pairwise else covering.once(*values)
+        chosen = covering.pairs(*values)[: fast or max(map(len, values))]
         for combination in itertools.product(*values):
             name = "-".join([check.__name__, *map(str, combination)])
             CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
-            if combination not in fast:
+            if combination not in chosen:
                 SLOW.add(name)
         return check
 
@@ -281,17 +284,17 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW, pairwise=True)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=10)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
-@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16])
-@each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16])
+@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=3)
+@each(op=["topk", "softmax"], layout=["both"], how=HOW, dtype=[F16], fast=1)
 def partition(op, layout, how, dtype=F32):
     """Values, gradient, where they lie, and what is sent for them."""
     x = logits(dtype)
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW, pairwise=True)
+@each(op=SOME, mask=masks(), how=HOW, fast=5)
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]
@@ -300,7 +303,7 @@ def where(op, mask, how):
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
 
 
-@each(op=TOPK, how=HOW)
+@each(op=TOPK, how=HOW, fast=2)
 def temperature(op, how):
     """One per row, and its gradient; float32 values of 16-bit logits."""
     names = ["normal", "peaked", "integers", "ascending"] * 2
@@ -322,17 +325,17 @@ def temperature(op, how):
 # (shape, spec, axis)
 AXES = {
     "rank_1": ((V,), (("b", "v"),), -1),
-    "first": ((V, 8), ("v", "b"), 0),
     "middle": ((8, V, 3), ("b", "v", None), 1),
-    "two_last_sharded": ((8, 4, 32), ("b", None, "v"), (-2, -1)),
     "two_first_sharded": ((8, 4, 32), ("b", "v", None), (-2, -1)),
-    "two_both_sharded": ((3, 4, 32), (None, "b", "v"), (-2, -1)),
     "two_apart": ((4, 3, 32), ("b", None, "v"), (0, 2)),
     "all": ((4, 32), ("b", "v"), None),
+    "first": ((V, 8), ("v", "b"), 0),
+    "two_last_sharded": ((8, 4, 32), ("b", None, "v"), (-2, -1)),
+    "two_both_sharded": ((3, 4, 32), (None, "b", "v"), (-2, -1)),
 }
 
 
-@each(case=AXES, how=HOW)
+@each(case=AXES, how=HOW, fast=5)
 def axes(case, how):
     """Ranks 1 to 3, and every axis."""
     shape, spec, axis = AXES[case]
@@ -447,7 +450,7 @@ def plain(op, x, axis_name):
     return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
 
 
-@each(op=OPS[:4], inside=[False, True])
+@each(op=OPS[:4], inside=[False, True], fast=3)
 def shard_map_without_check_vma(op, inside):
     """The gradient is that of the same function in plain jnp."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
@@ -461,7 +464,7 @@ def shard_map_without_check_vma(op, inside):
     np.testing.assert_allclose(*grads, rtol=1e-4, atol=3e-5)
 
 
-@each(op=OPS[:4])
+@each(op=OPS[:4], fast=2)
 def shard_map_over_one_axis_of_two(op):
     """The batch is left to the compiler."""
     at, x = split("both", "shard_map"), logits()
@@ -471,7 +474,7 @@ def shard_map_over_one_axis_of_two(op):
     assert_value(op, jax.jit(f)(at.place(x)), x, NAMES)
 
 
-@each(op=SOME, layout=("batch", "both"))
+@each(op=SOME, layout=("batch", "both"), fast=2)
 def exported(op, layout):
     """jax.export keeps no Python function that divides: XLA does."""
     at, x = split(layout, "auto"), logits()
@@ -495,7 +498,7 @@ def context_mesh(how):
         assert_value("softmax", ours("softmax", jnp.asarray(x), implementation=None), x, NAMES)
 
 
-@each(how=("auto", "explicit"))
+@each(how=("auto", "explicit"), fast=1)
 def sharded_by_the_mask(how):
     """What is not sharded itself is shared as the mask is, and so is its gradient."""
     at = split("both", how)
@@ -510,7 +513,7 @@ def sharded_by_the_mask(how):
     assert {each.kind for each in sent} == {"all-reduce"}, sent
 
 
-@each(op=SOME)
+@each(op=SOME, fast=1)
 def named_kernel_on_the_cpu(op):
     at = split("both", "auto")
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
@@ -563,7 +566,7 @@ def row_that_does_not_divide(how):
         at.place(x) if how != "shard_map" else jax.jit(on(at, how, "softmax", ours))(x)
 
 
-@each(op=OPS[:4])
+@each(op=OPS[:4], fast=2)
 def one_device(op):
     """An array that is not sharded: nothing is sent."""
     for f in (ours, lambda op, x: (pulled(lambda x: ours(op, x)[0])(x), None)):

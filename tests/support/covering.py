@@ -33,23 +33,13 @@ def _pairs_of(combination):
     return set(itertools.combinations(enumerate(combination), 2)) or {(0, combination[0])}
 
 
-def once(*parameters):
-    """Returns combinations in which every value of each parameter comes at least once."""
-    longest = max(map(len, parameters))
-    return [combination for combination in pairs(*parameters)[:longest]]
-
-
 def cover(*parameters):
     """Returns parameters for pytest that have every pair of values, and in the fast set every value.
 
     The others are marked slow: they are of the complete set only.
     """
     parameters = [list(values) for values in parameters]
-    fast = len(once(*parameters))
-    return [
-        pytest.param(*combination, marks=pytest.mark.slow if i >= fast else [])
-        for i, combination in enumerate(pairs(*parameters))
-    ]
+    return first(max(map(len, parameters)), pairs(*parameters))
 
 
 def first(n, combinations):
