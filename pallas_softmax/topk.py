@@ -20,7 +20,12 @@ from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary
 
 
 class TopK(NamedTuple):
-    """The winners of each row, best first: `values` (probabilities, or logs) and int32 `indices`."""
+    """The winners of each row, best first.
+
+    Attributes:
+      values: their probabilities, or the logs of these; the shape of the logits, with k along the axis of the row.
+      indices: int32, their positions in the row; the same shape.
+    """
 
     values: jax.Array
     indices: jax.Array
@@ -52,9 +57,9 @@ def fused_topk(
         and not positive gives NaN values. It is kept to where its reciprocal is a normal number.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device has an
-        equal part of it, of `logits` and `where`, in the order of `lax.axis_index`. `k` and the
-        indices are those of the whole row; the result is the same on all its devices.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
+        equal shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices are those of the
+        whole row; the result is the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
@@ -102,7 +107,7 @@ def fused_topk(
 
 
 def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.Array:
-    """To divide the rows by, (1, ..., 1) or batch + (1,): NaN where a traced temperature is not positive."""
+    """The checked temperature, of shape (1, ..., 1) or batch + (1,); NaN where a traced one is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
@@ -112,7 +117,9 @@ def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.A
         raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
-    tiny = jnp.finfo(t.dtype).tiny  # beyond these 1/t is no normal number, and 0 times an infinite x is NaN
+    tiny = jnp.finfo(
+        t.dtype
+    ).tiny  # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
