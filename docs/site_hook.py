@@ -45,7 +45,8 @@ def on_page_markdown(markdown, page, config, files):
             return link.group()
         path, hash_, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)).removeprefix("docs/")
-        if files.get_file_from_path(path) is None:
+        file = files.get_file_from_path(path)
+        if file is None or file.inclusion.is_excluded():
             return text
         path = posixpath.relpath(path, posixpath.dirname(page.file.src_uri) or ".")
         return f"{picture}[{text}]({path}{hash_}{anchor})"
