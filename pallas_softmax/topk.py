@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
@@ -39,7 +39,7 @@ def fused_topk(
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     log: bool = False,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> TopK:
