@@ -91,9 +91,9 @@ def fused_topk(
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :], floating)
-    dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
+    out_dtype = jnp.dtype(floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype))
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(f"{name}: dtype must be floating, got {out_dtype.name}")
 
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
@@ -102,7 +102,7 @@ def fused_topk(
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
-    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
+    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), out_dtype, choice)
     return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
