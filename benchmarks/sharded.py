@@ -15,7 +15,7 @@ kernels spin while they wait for other devices, so that a sum counts the waiting
 device, whose kernels overlap besides. In the programs a call waits for the whole result of the one before
 (`repeated`), and the dispatch, that of the first call and of the program, is the same in both.
 
-What goes over the links is read from the compiled program of one call (links.py).
+What goes over the links is read from the compiled program of one call (support/links.py).
 """
 
 import collections
