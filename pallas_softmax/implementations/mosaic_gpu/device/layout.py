@@ -68,9 +68,38 @@ class Tile:
         return self.rows, self.lanes * self.vec * self.steps
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A row of `vocab` elements, cut into `count` parts, a CTA each, whose lengths are multiples of `unit`.
+
+    The lengths differ by one unit at most, and the longer parts come last:
+
+        vocab = 11, unit = 1, count = 4:    |0 1|2 3 4|5 6 7|8 9 10|
+    """
+
+    vocab: int
+    unit: int
+    count: int
+
+    @property
+    def shortest(self) -> int:
+        """Number of elements of the first, shortest part."""
+        return self.vocab // (self.unit * self.count) * self.unit
+
+    @property
+    def longest(self) -> int:
+        """Number of elements of the last, longest part."""
+        return -(-self.vocab // (self.unit * self.count)) * self.unit
+
+    def start(self, part):
+        """First element of the part with this number, 0 to `count`: the end of one is the start of the next."""
+        return part_start(part, self.vocab, self.unit, self.count)
+
+
 def part_start(part, vocab: int, unit: int, count: int):
+    """`Cut(vocab, unit, count).start(part)`."""
     units, left = divmod(vocab // unit, count)
-    later = part - (count - left)  # the longer parts come last
+    later = part - (count - left)  # the number of longer parts before this one, if positive
     return (part * units + jnp.maximum(later, 0)) * unit
 
 

@@ -17,6 +17,7 @@ from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import memory, staging
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
+from pallas_softmax.implementations.mosaic_gpu.device.rows import part_place
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Operation
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, EDGE_WALK, Parts
 
@@ -43,26 +44,18 @@ class _Part:
     """The part of a row that this CTA holds: where it lies, and its elements in registers."""
 
     def __init__(self, plan: Parts, shape, view, mask, interpret, *, backwards):
-        rows, vocab = shape
         self.plan, self.mask, self.interpret = plan, mask, interpret
         self.row = staging.Row(plan.walk, interpret)
         self.edge = staging.Row(EDGE_WALK, interpret)
-        self.r = lax.axis_index("row")
-        self.index = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        if backwards:
-            self.r, self.index = rows - 1 - self.r, plan.count - 1 - self.index
-        self.start = plan.start(self.index)
-        self.owned = plan.start(self.index + 1) - self.start
-        together = view[-1] // vocab  # rows in a row of the view
-        self._view_row = self.r // together if len(view) > 1 else None
-        self.first = self.r % together * vocab + self.start  # element of the view's row
+        self.place = part_place(plan.cut, view, rows=shape[0], backwards=backwards)
+        self.r, self.index, self.start, self.owned, _, self.first = self.place
         self.inner = (
             EDGE - self.first % plan.vec if plan.edges else 0
         )  # element of the part: the body's first
 
     def of_row(self, gmem):
         """The row of the view with this part."""
-        return gmem if self._view_row is None else gmem.at[self._view_row]
+        return self.place.in_view(gmem)
 
     def ends(self, x_gmem, mask_gmem):
         """First and last elements: where, the blocks, the mask, and which of them only this block counts."""

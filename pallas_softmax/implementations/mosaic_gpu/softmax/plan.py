@@ -11,7 +11,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
 )
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, Walk, part_start, short_row_tile
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, Walk, short_row_tile
 
 EDGE = 128  # elements, one a thread, at each end of a part that starts anywhere
 EDGE_WALK = Walk(EDGE, 1, 1)
@@ -38,14 +38,19 @@ class Parts:
         return bool(self.vocab % (self.count * self.vec))
 
     @property
+    def cut(self) -> Cut:
+        """How the row is cut: at multiples of 16 bytes, if rows start there."""
+        return Cut(self.vocab, 1 if self.vocab % self.vec else self.vec, self.count)
+
+    @property
     def unit(self) -> int:
         """Parts start at multiples of it."""
-        return 1 if self.vocab % self.vec else self.vec
+        return self.cut.unit
 
     @property
     def length(self) -> int:
         """Elements of a part."""
-        return -(-self.vocab // (self.unit * self.count)) * self.unit
+        return self.cut.longest
 
     @property
     def body(self) -> int:
@@ -59,7 +64,7 @@ class Parts:
 
     def start(self, part):
         """First element of a part; it owns those up to the start of the next."""
-        return part_start(part, self.vocab, self.unit, self.count)
+        return self.cut.start(part)
 
 
 def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
