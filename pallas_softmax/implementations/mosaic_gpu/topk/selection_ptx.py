@@ -151,18 +151,18 @@ def collect(
     if all_groups:
         code += f"mov.b32 {n}, {window.groups};"
     else:
-        _list_hits(code, window, n, hits.shape[0], capacity, end="end")
+        _list_hits(code, window, n, hits.shape[0], capacity)
     code += f"mov.b32 {turn}, <thread>; next_group: setp.ge.u32 {p}, {turn}, {n}; @{p} bra end;"
     if all_groups:
         code += f"mad.lo.u32 {address}, {turn}, 4, <group_keys>; ld.shared.b32 {group}, [{address}];"
-        code += f"setp.lt.s32 {p}, {group}, <bound>; @{p} add.u32 {turn}, {turn}, {WARPGROUP}; @{p} bra next_group;"
+        code += f"setp.lt.s32 {p}, {group}, <bound>; " + _go_on(turn, f"@{p}")
         code += f"mov.b32 {group}, {turn};"
     else:
         code += f"mad.lo.u32 {address}, {turn}, 4, <hits>; ld.shared.b32 {group}, [{address}];"
     first, keys = _load_group(code, window, kind, group)
     append = _append_together if len(keys) <= _APPENDED_AT_ONCE else _append_one_by_one
-    append(code, window, kind, keys, first, capacity, end="end", appended="appended")
-    code += f"appended: add.u32 {turn}, {turn}, {WARPGROUP}; bra next_group; end: {BARRIER}"
+    append(code, window, kind, keys, first, capacity, turn)
+    code += f"end: {BARRIER}"
     insert(
         code,
         {"x": x_smem, "group_keys": group_keys, "hits": hits, "slots": slots, "counts": counts},
@@ -170,11 +170,16 @@ def collect(
     )
 
 
-def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int, end: str) -> None:
+def _go_on(turn: str, predicate: str = "") -> str:
+    """Returns PTX that goes on to the thread's next group, if a predicate ("@p") holds; `turn` counts the groups."""
+    return f"{predicate} add.u32 {turn}, {turn}, {WARPGROUP}; {predicate} bra next_group;"
+
+
+def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> None:
     """Lists in <hits> the numbers of the groups that reach <bound>, in any order; register n gets how many there are.
 
     A thread counts its groups that do, reserves as many places by an atomic addition, and writes them there. If
-    they are more than there is room for, it makes the number of candidates too large, and jumps to `end`.
+    they are more than there is room for, it makes the number of candidates too large, and jumps to label end.
     """
     keys = code.new("b32", min(window.groups_per_thread, _LOADED_AT_ONCE))
     group_keys, count, address, group = code.new("b32", 4)
@@ -194,7 +199,7 @@ def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int, end
         code += f"add.u32 {group}, <thread>, {WARPGROUP * i}; @{fits} st.shared.b32 [{address}], {group};"
         code += f"@{p} add.u32 {n}, {n}, 1;"
     code += f"listed: {BARRIER} ld.shared.b32 {n}, [<counts>+4]; setp.le.u32 {p}, {n}, {room}; @{p} bra room;"
-    code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.b32 [<counts>], {capacity + 1}; bra {end}; room:"
+    code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.b32 [<counts>], {capacity + 1}; bra end; room:"
 
 
 def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple[str, list[str]]:
@@ -222,16 +227,9 @@ def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple
 
 
 def _append_one_by_one(
-    code: Code,
-    window: Window,
-    kind: Elements,
-    keys: list[str],
-    first: str,
-    capacity: int,
-    end: str,
-    appended: str,
+    code: Code, window: Window, kind: Elements, keys: list[str], first: str, capacity: int, turn: str
 ) -> None:
-    """Appends those of up to 32 keys that reach <bound>, and jumps to `appended`; to `end` if the slots are full.
+    """Appends those of up to 32 keys that reach <bound>, and goes on; to label end if the slots are full.
 
     mask = a bit for each key that reaches the bound                 as a rule there is one
     while mask: take its lowest bit, and append that element, unless its position is outside the extent
@@ -241,7 +239,7 @@ def _append_one_by_one(
     code += f"mov.b32 {mask}, 0;"
     for i, value in enumerate(keys):
         code += f"setp.ge.s32 {p}, {value}, <bound>; @{p} or.b32 {mask}, {mask}, {1 << i};"
-    code += f"next_bit: setp.eq.u32 {p}, {mask}, 0; @{p} bra {appended};"
+    code += f"next_bit: setp.eq.u32 {p}, {mask}, 0; " + _go_on(turn, f"@{p}")
     code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {slot}, {mask}, 1;"
     code += f"and.b32 {mask}, {mask}, {slot};"
     code += (
@@ -255,7 +253,7 @@ def _append_one_by_one(
     _load_key(code, kind, position, key)  # once more, since a register cannot be chosen by number
     code += f"add.u32 {position}, {position}, <origin>;"
     code += f"atom.relaxed.cta.shared::cta.add.u32 {slot}, [<counts>], 1;"
-    code += f"setp.ge.u32 {p}, {slot}, {capacity}; @{p} bra {end};"
+    code += f"setp.ge.u32 {p}, {slot}, {capacity}; @{p} bra end;"
     code += store_slot("<slots>", slot, key, position) + "bra next_bit;"
 
 
@@ -272,16 +270,9 @@ def _load_key(code: Code, kind: Elements, position: str, key: str) -> None:
 
 
 def _append_together(
-    code: Code,
-    window: Window,
-    kind: Elements,
-    keys: list[str],
-    first: str,
-    capacity: int,
-    end: str,
-    appended: str,
+    code: Code, window: Window, kind: Elements, keys: list[str], first: str, capacity: int, turn: str
 ) -> None:
-    """Appends those of few keys that reach <bound>, and jumps to `appended`; to `end` if the slots are full.
+    """Appends those of few keys that reach <bound>, and goes on; to label end if the slots are full.
 
     chosen[i] = key[i] >= bound, and its position is in the extent
     slot = what an atomic addition of the number of the chosen ones gives: the first place that is free
@@ -296,13 +287,14 @@ def _append_together(
         code += f"add.s32 {position}, {first}, {start}; setp.ge.s32 {p}, {position}, <low>;"
         code += f"setp.lt.and.s32 {p}, {position}, <high>, {p};"
         code += f"setp.ge.and.s32 {q}, {key}, <bound>, {p}; @{q} add.u32 {count}, {count}, 1;"
-    code += f"setp.eq.u32 {p}, {count}, 0; @{p} bra {appended};"
+    code += f"setp.eq.u32 {p}, {count}, 0; @{p} bra appended;"
     code += f"atom.relaxed.cta.shared::cta.add.u32 {slot}, [<counts>], {count};"
-    code += f"add.u32 {count}, {count}, {slot}; setp.gt.u32 {p}, {count}, {capacity}; @{p} bra {end};"
+    code += f"add.u32 {count}, {count}, {slot}; setp.gt.u32 {p}, {count}, {capacity}; @{p} bra end;"
     code += f"add.s32 {first}, {first}, <origin>;"
     for i, (key, start, q) in enumerate(zip(keys, starts, chosen)):
         code += f"@!{q} bra not_chosen{i}; add.s32 {position}, {first}, {start};"
         code += store_slot("<slots>", slot, key, position) + f"add.u32 {slot}, {slot}, 1; not_chosen{i}:"
+    code += "appended:" + _go_on(turn)
 
 
 # ---- counts and ties
@@ -352,7 +344,8 @@ def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k
     code += f"mov.b32 {base}, <first>; mov.b32 {parity}, 0; mov.u32 {lower_lanes}, %lanemask_lt;"
     code += f"shr.u32 {warp}, <thread>, 5; mul.lo.u32 {first_position}, <thread>, {window.vec};"
     code += f"mad.lo.u32 {address}, <thread>, 16, <x>; mov.b32 {block}, 0;"
-    code += f"next_block: setp.ge.u32 {p}, {block}, {window.blocks}; setp.ge.or.s32 {p}, {base}, {k}, {p}; @{p} bra end;"
+    code += f"next_block: setp.ge.u32 {p}, {block}, {window.blocks};"
+    code += f"setp.ge.or.s32 {p}, {base}, {k}, {p}; @{p} bra end;"
     (words,) = kind.vectors(code, address, [0])
     keys = kind.keys(code, kind.bits(code, words))
     tied, before, in_warp = _tied_in_warp(code, keys, first_position, lower_lanes)
