@@ -151,7 +151,7 @@ def collect(
     if all_groups:
         code += f"mov.b32 {n}, {window.groups};"
     else:
-        _list_hits(code, window, n, hits.shape[0], capacity)
+        _list_hits(code, window, n, address, hits.shape[0], capacity)
     code += f"mov.b32 {turn}, <thread>; next_group: setp.ge.u32 {p}, {turn}, {n}; @{p} bra end;"
     if all_groups:
         code += f"mad.lo.u32 {address}, {turn}, 4, <group_keys>; ld.shared.b32 {group}, [{address}];"
@@ -159,9 +159,9 @@ def collect(
         code += f"mov.b32 {group}, {turn};"
     else:
         code += f"mad.lo.u32 {address}, {turn}, 4, <hits>; ld.shared.b32 {group}, [{address}];"
-    first, keys = _load_group(code, window, kind, group)
+    first, keys = _load_group(code, window, kind, group, address)
     append = _append_together if len(keys) <= _APPENDED_AT_ONCE else _append_one_by_one
-    append(code, window, kind, keys, first, capacity, turn)
+    append(code, window, kind, keys, first, capacity, turn, address)
     code += f"end: {BARRIER}"
     insert(
         code,
@@ -175,14 +175,14 @@ def _go_on(turn: str, predicate: str = "") -> str:
     return f"{predicate} add.u32 {turn}, {turn}, {WARPGROUP}; {predicate} bra next_group;"
 
 
-def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> None:
+def _list_hits(code: Code, window: Window, n: str, address: str, room: int, capacity: int) -> None:
     """Lists in <hits> the numbers of the groups that reach <bound>, in any order; register n gets how many there are.
 
     A thread counts its groups that do, reserves as many places by an atomic addition, and writes them there. If
     they are more than there is room for, it makes the number of candidates too large, and jumps to label end.
     """
     keys = code.new("b32", min(window.groups_per_thread, _LOADED_AT_ONCE))
-    group_keys, count, address, group = code.new("b32", 4)
+    group_keys, count, group = code.new("b32", 3)
     p, fits = code.new("pred", 2)
 
     def load(i):
@@ -202,9 +202,11 @@ def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> 
     code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.b32 [<counts>], {capacity + 1}; bra end; room:"
 
 
-def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple[str, list[str]]:
+def _load_group(
+    code: Code, window: Window, kind: Elements, group: str, address: str
+) -> tuple[str, list[str]]:
     """Loads the elements of the group with this number; returns its first position, and the registers of the keys."""
-    block, first, address, after = code.new("b32", 4)
+    block, first, after = code.new("b32", 3)
     block_bytes = window.block * kind.itemsize
     code += f"shr.u32 {block}, {group}, {WARPGROUP.bit_length() - 1};"
     code += f"mul.lo.u32 {block}, {block}, {window.group_blocks};"  # that of its first elements
@@ -227,14 +229,21 @@ def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple
 
 
 def _append_one_by_one(
-    code: Code, window: Window, kind: Elements, keys: list[str], first: str, capacity: int, turn: str
+    code: Code,
+    window: Window,
+    kind: Elements,
+    keys: list[str],
+    first: str,
+    capacity: int,
+    turn: str,
+    slot: str,
 ) -> None:
     """Appends those of up to 32 keys that reach <bound>, and goes on; to label end if the slots are full.
 
     mask = a bit for each key that reaches the bound                 as a rule there is one
     while mask: take its lowest bit, and append that element, unless its position is outside the extent
     """
-    mask, bit, position, key, slot = code.new("b32", 5)
+    mask, bit, position, key = code.new("b32", 4)
     (p,) = code.new("pred")
     code += f"mov.b32 {mask}, 0;"
     for i, value in enumerate(keys):
@@ -270,7 +279,14 @@ def _load_key(code: Code, kind: Elements, position: str, key: str) -> None:
 
 
 def _append_together(
-    code: Code, window: Window, kind: Elements, keys: list[str], first: str, capacity: int, turn: str
+    code: Code,
+    window: Window,
+    kind: Elements,
+    keys: list[str],
+    first: str,
+    capacity: int,
+    turn: str,
+    slot: str,
 ) -> None:
     """Appends those of few keys that reach <bound>, and goes on; to label end if the slots are full.
 
@@ -280,7 +296,7 @@ def _append_together(
     """
     starts = [b * window.block + j for b in range(window.group_blocks) for j in range(window.vec)]
     chosen = code.new("pred", len(keys))
-    count, position, slot = code.new("b32", 3)
+    count, position = code.new("b32", 2)
     (p,) = code.new("pred")
     code += f"mov.b32 {count}, 0;"
     for key, start, q in zip(keys, starts, chosen):
