@@ -66,7 +66,7 @@ def gpu_kernel(
 
 
 def _cost(inputs: list, outputs: list) -> dict[str, pl.CostEstimate]:
-    """What XLA's scheduler is told of a kernel that moves each array once, by the argument's name; older jax has none."""
+    """The argument of `plgpu.kernel` that tells XLA's scheduler what the kernel costs; jax has it since 0.12."""
     if jax.__version_info__ < (0, 12):
         return {}
     elements = max(a.size for a in inputs)
