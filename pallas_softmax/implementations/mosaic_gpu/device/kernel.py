@@ -65,7 +65,7 @@ def gpu_kernel(
     return launch
 
 
-def _cost(inputs: list, outputs: list) -> dict[str, pl.CostEstimate]:
+def _cost(inputs: list, outputs: list) -> dict[str, Any]:
     """The argument of `plgpu.kernel` that tells XLA's scheduler what the kernel costs; jax has it since 0.12."""
     if jax.__version_info__ < (0, 12):
         return {}
