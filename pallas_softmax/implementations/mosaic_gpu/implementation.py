@@ -14,7 +14,7 @@ from pallas_softmax.implementations.folding import fold_topk
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
-from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel, window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk
 from pallas_softmax.online import Normalizer
 
@@ -56,7 +56,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
     x, _, temperature, unfold = fold_topk(won, None, temperature)
     kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
-    winners_and_normalizer = window_kernel.merge_rows(
+    winners_and_normalizer = merge_kernel.merge_rows(
         x, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
     )
     return jax.tree.map(unfold, winners_and_normalizer)

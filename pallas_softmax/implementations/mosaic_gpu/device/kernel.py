@@ -23,9 +23,10 @@ def gpu_kernel(
 
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the
-        place of arrays; an input may be a list of arrays, or None, and then so is what the body gets.
+        place of arrays; an input may be a pytree of arrays, or None, and then so is what the body gets.
       grid: number of CTAs along each named axis.
-      out_type: shape and dtype of the output, or a list of those of several.
+      out_type: shape and dtype of the output; or a list or NamedTuple of several, which is then what the kernel
+        returns.
       scratch_types: shared memory and barriers, by name.
       name: the kernel's name in profiles, if it is not that of `body`.
       cluster: number of CTAs in a cluster. More than one must be all those of the grid's last axis.
@@ -40,15 +41,9 @@ def gpu_kernel(
         names, cluster_axis = [*grid], {}
 
     def launch(*inputs):
-        arrays, structure = jax.tree.flatten(inputs)
-
-        def structured_body(*refs, **scratch):
-            inputs_gmem = jax.tree.unflatten(structure, refs[: len(arrays)])
-            body(*inputs_gmem, *refs[len(arrays) :], **scratch)
-
-        structured_body.__name__ = name or body.__name__
         return plgpu.kernel(
-            structured_body,
+            body,
+            kernel_name=name or body.__name__,
             out_type=out_type,
             scratch_types=scratch_types,
             grid=tuple(grid[name] for name in names),
@@ -59,8 +54,8 @@ def gpu_kernel(
             ),
             interpret=interpret,
             **cluster_axis,
-            **_cost(arrays, jax.tree.leaves(out_type)),
-        )(*arrays)
+            **_cost(jax.tree.leaves(inputs), jax.tree.leaves(out_type)),
+        )(*inputs)
 
     return launch
 

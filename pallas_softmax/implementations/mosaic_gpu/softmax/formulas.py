@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_softmax import online
-from pallas_softmax.implementations.mosaic_gpu.device import sort_keys
+from pallas_softmax.implementations.mosaic_gpu.device.arithmetic import log_of_sum
 from pallas_softmax.online import Normalizer, shift
 
 
@@ -75,19 +75,10 @@ class Formula(NamedTuple):
     results_per_row: int = 0
 
 
-def _log(d):
-    """log(d), accurate near d = 1 as well, where the approximate log is not.
-
-    There d - 1 is what all logits but the largest add, and the log is nearly that.
-    """
-    u = d - 1
-    return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
-
-
 def _logsumexp(total: Normalizer) -> tuple:
     """logsumexp, m and d. With a +inf among the logits the first is +inf, where d is NaN."""
     m, d = total
-    return jnp.where(m == jnp.inf, m, m + _log(d)), m, d
+    return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
 
 
 FORMULAS = {
@@ -100,7 +91,7 @@ FORMULAS = {
     "log_softmax": Formula(
         ONLINE,
         term=lambda x: x,
-        constants=lambda total: (total.m, _log(total.d)),
+        constants=lambda total: (total.m, log_of_sum(total.d)),
         value=lambda x, m, log_d: x - m - log_d,
         masked_value=-jnp.inf,
     ),
@@ -118,18 +109,3 @@ FORMULAS = {
         value=lambda y, dy, total: dy - jnp.exp(y) * total,
     ),
 }
-
-
-def weight(key, dtype, total: Normalizer, scale, *, log: bool, masked: bool):
-    """The softmax of logits / temperature, or its log, for winners that are given by their sort keys.
-
-    Args:
-      key: int32, the sort keys of logits of `dtype`; see `sort_keys`.
-      total: the row's normalizer: m, and d, the sum of exp((x - m) * scale).
-      scale: 1 / temperature.
-      log: whether to return the log.
-      masked: whether masked logits have the lowest key, so that their softmax is 0.
-    """
-    scaled = (sort_keys.of_key(key, dtype) - total.m) * scale
-    value = scaled - _log(total.d) if log else jnp.exp(scaled) / total.d
-    return jnp.where(key == sort_keys.lowest_key(dtype), -jnp.inf if log else 0.0, value) if masked else value
