@@ -19,8 +19,9 @@ from pallas_softmax.call import Call, Choice
 from pallas_softmax.choice import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu import support
-from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout, staging
+from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 
@@ -396,7 +397,7 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
         arrays = 2 if op in oracle.BACKWARD else 1
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
         assert (
-            arrays * plan.walk.padded * jnp.dtype(dtype).itemsize + 2048 <= smem
+            arrays * plan.walk.padded_length * jnp.dtype(dtype).itemsize + 2048 <= smem
         )  # barriers, and what is sent
 
 
@@ -466,20 +467,20 @@ def test_mask_rows_are_those_of_broadcasting(dimensions):
 def test_walk(accesses, vec, group):
     """The steps hold each element once."""
     walk = layout.Walk(accesses * vec, vec, group)
-    sizes = [walk.step] * walk.full + [walk.left] * (walk.left > 0)
+    sizes = [walk.step_size] * walk.full_steps + [walk.rest] * (walk.rest > 0)
     assert len(sizes) == walk.steps >= 1
-    assert sum(sizes) == walk.vocab
-    row, end = staging.Row(walk, interpret=True), 0
+    assert sum(sizes) == walk.length
+    row, end = StagedRow(walk, interpret=True), 0
     for i, size in enumerate(sizes):
-        assert i * walk.step == end
+        assert i * walk.step_size == end
         assert size % vec == 0  # a bulk copy
         for at, held in row.blocks(i, size):
             assert at.start == end
-            assert 0 < held <= at.size == walk.block
-            assert end + walk.block <= walk.padded
+            assert 0 < held <= at.size == walk.block_size
+            assert end + walk.block_size <= walk.padded_length
             end += held
-    assert end == walk.vocab
-    assert walk.padded - walk.vocab < walk.block
+    assert end == walk.length
+    assert walk.padded_length - walk.length < walk.block_size
 
 
 # --- Launch choices of top-k --------------------------------------------------------------------------
