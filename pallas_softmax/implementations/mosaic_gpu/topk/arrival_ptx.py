@@ -170,9 +170,10 @@ def absorb_step(
     It writes the largest key of each of its groups in the step.
     """
     kind, code = Elements(x_smem.dtype), Code()
-    vectors = _load_step(code, window, kind, blocks)
+    x_at, keys_at = _step_addresses(code, window, kind)
+    vectors = kind.vectors(code, x_at, [b * window.block * kind.itemsize for b in range(blocks)])
     floats = [kind.floats(code, words, True) for words in vectors] if masked else None
-    largest = _largest_of_groups(code, window, vectors, floats, kind)
+    largest = _largest_of_groups(code, window, kind, vectors, floats, keys_at)
     code += f"max.f32 <new_m>, <m>, {code.tree('max.f32', 'f32', largest)};"
     s, rescale = code.new("f32", 2)
     (empty,) = code.new("pred")
@@ -195,33 +196,37 @@ def absorb_step(
     return Normalizer(*new)
 
 
-def _load_step(code: Code, window: Window, kind: Elements, blocks: int) -> list[list[str]]:
-    """Loads the thread's vectors of step <step>: for each block the registers of its four words."""
-    (address,) = code.new("b32")
-    block_bytes = window.block * kind.itemsize
-    code += f"mad.lo.u32 {address}, <step>, {window.step_blocks * block_bytes}, <x>;"
-    code += f"mad.lo.u32 {address}, <thread>, 16, {address};"
-    return kind.vectors(code, address, [b * block_bytes for b in range(blocks)])
+def _step_addresses(code: Code, window: Window, kind: Elements) -> tuple[str, str]:
+    """Returns registers with the addresses of the thread's first vector and first group key of step <step>."""
+    x_at, keys_at = code.new("b32", 2)
+    step_bytes = window.step_blocks * window.block * kind.itemsize
+    groups_per_step = window.step_blocks // window.group_blocks
+    code += f"mad.lo.u32 {x_at}, <step>, {step_bytes}, <x>; mad.lo.u32 {x_at}, <thread>, 16, {x_at};"
+    code += f"mad.lo.u32 {keys_at}, <step>, {groups_per_step * 4 * WARPGROUP}, <group_keys>;"
+    code += f"mad.lo.u32 {keys_at}, <thread>, 4, {keys_at};"
+    return x_at, keys_at
 
 
 def _largest_of_groups(
-    code: Code, window: Window, vectors: list[list[str]], floats: list[list[str]] | None, kind: Elements
+    code: Code,
+    window: Window,
+    kind: Elements,
+    vectors: list[list[str]],
+    floats: list[list[str]] | None,
+    keys_at: str,
 ) -> list[str]:
-    """Writes the largest key of each of the thread's groups in step <step>; returns the largest floats.
+    """Writes the largest key of each of the thread's groups in a step; returns registers with the largest floats.
 
     Args:
       vectors: the words of each block.
       floats: its elements as floats, where they may differ from the words since some are masked; or None.
+      keys_at: register with the address of the thread's first key.
     """
-    (address,) = code.new("b32")
-    groups_per_step = window.step_blocks // window.group_blocks
-    code += f"mad.lo.u32 {address}, <step>, {groups_per_step * 4 * WARPGROUP}, <group_keys>;"
-    code += f"mad.lo.u32 {address}, <thread>, 4, {address};"
     largest = []
     for i, start in enumerate(range(0, len(vectors), window.group_blocks)):
         group = slice(start, start + window.group_blocks)
         words, values = sum(vectors[group], []), sum(floats[group], []) if floats else None
         value, key = kind.best(code, words, values)
-        code += f"st.shared.b32 [{address}+{i * 4 * WARPGROUP}], {key};"
+        code += f"st.shared.b32 [{keys_at}+{i * 4 * WARPGROUP}], {key};"
         largest.append(value)
     return largest

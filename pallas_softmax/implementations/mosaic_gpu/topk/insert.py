@@ -39,18 +39,18 @@ def insert(
       The results, each as an array (128,).
     """
     scalars, blocks, results = scalars or {}, blocks or {}, results or {}
-    arg_types = (REF,) * len(refs) + (SCALAR,) * len(scalars) + (PER_THREAD,) * len(blocks)
+    arg_types = (REF,) * len(refs) + (PER_THREAD,) * len(blocks) + (SCALAR,) * len(scalars)
     return_type = tuple(per_thread(_DTYPES[t]) for t in results.values()) if results else None
 
     @inline(arg_types=arg_types, return_type=return_type)
     def emit(_, *arguments):
         values = iter(arguments)
         operands = {name: next(values) for name in refs} | {"thread": thread()}
-        operands |= {name: scalar(next(values)) for name in scalars}
         operands |= {name: one(next(values)) for name in blocks}
+        operands |= {name: scalar(next(values)) for name in scalars}
         written = run(code, operands, results)
         return (
             tuple(block(x, True if t == "i32" else None) for x, t in zip(written, results.values())) or None
         )
 
-    return emit(*refs.values(), *scalars.values(), *blocks.values()) or ()
+    return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()

@@ -82,9 +82,7 @@ def _rank_by_sorting(code: Code, size: int, k: int, padded: int) -> None:
     own, run, stride, rank = code.new("b32", 4)
     (p,) = code.new("pred")
     code += f"mad.lo.u32 {own}, <thread>, 8, <slots>;"
-    for i, v in enumerate(
-        values
-    ):  # 128 slots apart, so without bank conflicts; the order does not matter yet
+    for i, v in enumerate(values):  # in any order, so 128 slots apart, without bank conflicts
         code += f"ld.shared.b64 {v}, [{own}+{8 * WARPGROUP * i}];"
     _sort_halves_of_thread(code, values)
     code += f"mov.b32 {run}, 1;"
