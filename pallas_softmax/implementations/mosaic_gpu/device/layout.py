@@ -129,14 +129,9 @@ class Cut:
 
     def start(self, part):
         """First element of the part with this number; that of number `count` is the row's end."""
-        return part_start(part, self.vocab, self.unit, self.count)
-
-
-def part_start(part, vocab: int, unit: int, count: int):
-    """`Cut(vocab, unit, count).start(part)`."""
-    units, left = divmod(vocab // unit, count)
-    longer_before = part - (count - left)  # number of longer parts before this one, if it is positive
-    return (part * units + jnp.maximum(longer_before, 0)) * unit
+        units, left = divmod(self.vocab // self.unit, self.count)
+        longer_before = part - (self.count - left)  # number of longer parts before this one, if it is positive
+        return (part * units + jnp.maximum(longer_before, 0)) * self.unit
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:

@@ -246,10 +246,10 @@ class _Part:
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
-            row=mask.row(self.place.row),
-            start=self.place.start + at,
-            held=held,
-            vec=vec,
+            mask.row(self.place.row),
+            self.place.start + at,
+            held,
+            vec,
             interpret=self.job.interpret,
         )
 
