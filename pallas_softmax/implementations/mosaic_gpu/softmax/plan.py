@@ -104,8 +104,10 @@ class Parts:
 
     @property
     def body(self) -> int:
-        """Number of elements of a part that are copied in bulk."""
-        return (self.length - EDGE - self.vec) // self.vec * self.vec if self.edges else self.length
+        """Number of elements of a part that are copied in bulk, the same for all parts, a multiple of `vec`."""
+        if not self.edges:
+            return self.length
+        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
 
     def body_start(self, first):
         """Element of a part at which its body starts, if the part starts at element `first` of an aligned row."""
