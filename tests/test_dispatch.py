@@ -549,16 +549,16 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
 
 def check_window(plan, rows, k, itemsize):
     """The parts are the row, each with k elements at least; copies are of whole 16 bytes, inside each part."""
-    starts = np.asarray(plan.start(np.arange(plan.count + 1)))
+    starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == plan.vocab
-    assert owned.min() >= k and owned.max() == plan.longest
+    assert owned.min() >= k and owned.max() == plan.cut.longest
     together = layout.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
     before = -firsts % plan.vec  # elements of a part before its body, which are filled in one by one
     assert (before <= plan.head).all()
     assert (before + plan.body <= owned).all()
-    assert (owned - plan.body <= 2 * plan.vec + plan.unit).all()
+    assert (owned - plan.body <= 2 * plan.vec + plan.cut.unit).all()
     assert (plan.head - before + owned <= plan.size).all()
     copies = plan.copies()
     assert plan.vec * itemsize == 16 and 1 <= len(copies) <= 32  # unrolled
@@ -567,10 +567,12 @@ def check_window(plan, rows, k, itemsize):
     assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
     # steps: those before the last that its copy fills; groups: whole in a step, which is whole in the window
     assert plan.full in (len(copies), len(copies) - 1)
-    assert all(end == (i + 1) * plan.group * plan.block for i, end in enumerate(ends[: plan.full]))
-    assert 0 <= plan.rest <= plan.group + 1
-    assert plan.group % plan.pool == 0
-    assert plan.pools * plan.pool >= plan.blocks == plan.full * plan.group + plan.rest
+    assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
+    assert 0 <= plan.rest <= plan.step_blocks + 1
+    assert plan.step_blocks % plan.group_blocks == 0
+    assert (
+        plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
+    )
 
 
 @FREE

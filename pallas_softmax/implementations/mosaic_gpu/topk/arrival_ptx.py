@@ -68,7 +68,8 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask) -> None:
                 inside = arith.andi(inside, within)
                 x = _element(x_gmem, arith.addi(first, arith.subi(position, low)), inside, bits)
             if in_row and mask:
-                x = _masked(x, *mask, arith.addi(position, origin), inside)
+                mask_gmem, row = mask
+                x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside)
             _store_if(within, x_smem, position, x, kind.itemsize)
 
         if window.head:
@@ -151,10 +152,8 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int) -> Code:
         (words,) = kind.vectors(code, address, [b * block_bytes])
         for j in range(window.vec):
             word, ones = (words[j // 2], ("0xffff", "0xffff0000")[j % 2]) if kind.halves else (words[j], "-1")
-            code += (
-                f"and.b32 {keep}, <keep{b}_{j // 4}>, {255 << 8 * (j % 4)}; setp.eq.u32 {masked}, {keep}, 0;"
-            )
-            code += f"@{masked} or.b32 {word}, {word}, {ones};"
+            code += f"and.b32 {keep}, <keep{b}_{j // 4}>, {255 << 8 * (j % 4)};"
+            code += f"setp.eq.u32 {masked}, {keep}, 0; @{masked} or.b32 {word}, {word}, {ones};"
         code += f"@{in_body} st.shared.v4.b32 [{address}+{b * block_bytes}], {{{', '.join(words)}}};"
     return code
 

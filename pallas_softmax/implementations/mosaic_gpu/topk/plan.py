@@ -7,8 +7,8 @@ or is cut into `count` parts with a CTA each. The array of shared memory that ho
               |           |         |                             |            |              |
     contents  | -inf -inf | x x x x | x x x x x x x ... x x x x x | x x x x x  | -inf .. -inf |
               '-------- head -------'------------ body -----------'----------- tail ----------'
-              written one element     copied in bulk, in both       written one element
-              at a time               memories from 16 bytes on     at a time
+              written one element     copied in bulk: it starts     written one element
+              at a time               at a multiple of 16 bytes     at a time
 
     blocks    |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |   8   |   vec elements a thread
     steps     |            step 0             |            step 1             | last  |   step_blocks = 4 blocks
@@ -41,13 +41,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, s
 # What follows rests on device times of one H100 80GB HBM3. They stand in benchmarks/results/topk_targets and
 # topk_shapes, or are named here; the limits between two plans were tuned on variants whose times were not kept.
 
-# The lists of 2048 winners take 64 KB of shared memory (`selection_bytes`), and a CTA of a GPU of compute
+# The lists of 2048 winners take at least 64 KB of shared memory (`selection_bytes`), and a CTA of a GPU of compute
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
 # A tile finds its winners in k rounds, in each of which a thread looks at all elements that it holds of a row. Its
 # time goes with the product of the two, and up to these products it is faster than a window: 4000 x 1008 float32
 # takes 11.7 us for k = 5 where a window takes 14.2 us, and for k = 1 it is 4.7 us against 13.8 us.
+# In 16 bits a round has one reduction over the lanes, and two in float32.
 TILE_WORK_2KB = {4: 256, 2: 512}  # winners times elements, by bytes of an element; for rows of up to 2 KB
 TILE_WORK_4KB = 160  # winners times elements, for rows of up to 4 KB
 TILE_WORK = 64  # winners times elements, for longer rows: of up to 8 KB, since a thread then has 64 elements

@@ -53,10 +53,9 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
         for row, registers in enumerate(np.split(key.registers.flatten(), rows)):
             held = [x for register in registers for x in elements(register)]
             operands |= {f"x{row}_{i}": x for i, x in enumerate(held)}
-        names = [
-            f"{name}{row}_{j}" for row in range(rows) for j in range(out.steps) for name in ("key", "column")
-        ]
-        written = emit_ptx(code, operands, dict.fromkeys(names, "i32"))
+        winners = [f"{row}_{j}" for row in range(rows) for j in range(out.steps)]
+        results = {f"{name}{winner}": "i32" for winner in winners for name in ("key", "column")}
+        written = emit_ptx(code, operands, results)
         outputs = [[pack([x]) for x in written[i::2]] for i in (0, 1)]
         for a in per_row:
             of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
@@ -110,9 +109,8 @@ def _load_keys(
         for i, (key, column, start) in enumerate(zip(keys[row], columns[row], starts)):
             code += f"mov.b32 {key}, <x{row}_{i}>; add.u32 {column}, {at}, {start};"
             if narrow:
-                code += (
-                    f"shl.b32 {key}, {key}, 16; sub.u32 {low}, 0xffff, {column}; or.b32 {key}, {key}, {low};"
-                )
+                code += f"shl.b32 {key}, {key}, 16; sub.u32 {low}, 0xffff, {column};"
+                code += f"or.b32 {key}, {key}, {low};"
             if tile.shape[1] > vocab:
                 code += f"setp.ge.u32 {p}, {column}, {vocab};"
                 code += f"@{p} mov.b32 {key}, {_LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"

@@ -151,7 +151,7 @@ def collect(
     if all_groups:
         code += f"mov.b32 {n}, {window.groups};"
     else:
-        _list_hits(code, window, n, hits.shape[0], capacity)
+        _list_hits(code, window, n, address, hits.shape[0], capacity)
     code += f"mov.b32 {turn}, <thread>; next_group: setp.ge.u32 {p}, {turn}, {n}; @{p} bra end;"
     if all_groups:
         code += f"mad.lo.u32 {address}, {turn}, 4, <group_keys>; ld.shared.b32 {group}, [{address}];"
@@ -159,9 +159,9 @@ def collect(
         code += f"mov.b32 {group}, {turn};"
     else:
         code += f"mad.lo.u32 {address}, {turn}, 4, <hits>; ld.shared.b32 {group}, [{address}];"
-    first, keys = _load_group(code, window, kind, group)
+    first, keys = _load_group(code, window, kind, group, address)
     append = _append_together if len(keys) <= _APPENDED_AT_ONCE else _append_one_by_one
-    append(code, window, kind, keys, first, capacity, turn)
+    append(code, window, kind, keys, first, capacity, turn, address)
     code += f"end: {BARRIER}"
     insert(
         code,
@@ -175,14 +175,20 @@ def _go_on(turn: str, predicate: str = "") -> str:
     return f"{predicate} add.u32 {turn}, {turn}, {WARPGROUP}; {predicate} bra next_group;"
 
 
-def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> None:
+def _list_hits(code: Code, window: Window, n: str, address: str, room: int, capacity: int) -> None:
     """Lists in <hits> the numbers of the groups that reach <bound>, in any order; register n gets how many there are.
 
     A thread counts its groups that do, reserves as many places by an atomic addition, and writes them there. If
     they are more than there is room for, it makes the number of candidates too large, and jumps to label end.
+
+    Args:
+      n: register for the result.
+      address: register for scratch.
+      room: number of places in <hits>.
+      capacity: number of slots for candidates.
     """
     keys = code.new("b32", min(window.groups_per_thread, _LOADED_AT_ONCE))
-    group_keys, count, address, group = code.new("b32", 4)
+    group_keys, count, group = code.new("b32", 3)
     p, fits = code.new("pred", 2)
 
     def load(i):
@@ -202,9 +208,16 @@ def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> 
     code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.b32 [<counts>], {capacity + 1}; bra end; room:"
 
 
-def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple[str, list[str]]:
-    """Loads the elements of the group with this number; returns its first position, and the registers of the keys."""
-    block, first, address, after = code.new("b32", 4)
+def _load_group(
+    code: Code, window: Window, kind: Elements, group: str, address: str
+) -> tuple[str, list[str]]:
+    """Loads the elements of a group; returns a register with its first position, and those with the keys.
+
+    Args:
+      group: register with the number of the group.
+      address: register for scratch.
+    """
+    block, first, after = code.new("b32", 3)
     block_bytes = window.block * kind.itemsize
     code += f"shr.u32 {block}, {group}, {WARPGROUP.bit_length() - 1};"
     code += f"mul.lo.u32 {block}, {block}, {window.group_blocks};"  # that of its first elements
@@ -216,9 +229,8 @@ def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple
         if j and window.blocks % window.group_blocks:
             # The last block stands for those that would come after it; no position of theirs is in the extent.
             code += f"add.u32 {after}, {block}, {j}; min.u32 {after}, {after}, {window.blocks - 1};"
-            code += (
-                f"sub.u32 {after}, {after}, {block}; mad.lo.u32 {after}, {after}, {block_bytes}, {address};"
-            )
+            code += f"sub.u32 {after}, {after}, {block};"
+            code += f"mad.lo.u32 {after}, {after}, {block_bytes}, {address};"
             (words,) = kind.vectors(code, after, [0])
         else:
             (words,) = kind.vectors(code, address, [j * block_bytes])
@@ -227,14 +239,27 @@ def _load_group(code: Code, window: Window, kind: Elements, group: str) -> tuple
 
 
 def _append_one_by_one(
-    code: Code, window: Window, kind: Elements, keys: list[str], first: str, capacity: int, turn: str
+    code: Code,
+    window: Window,
+    kind: Elements,
+    keys: list[str],
+    first: str,
+    capacity: int,
+    turn: str,
+    slot: str,
 ) -> None:
     """Appends those of up to 32 keys that reach <bound>, and goes on; to label end if the slots are full.
 
     mask = a bit for each key that reaches the bound                 as a rule there is one
     while mask: take its lowest bit, and append that element, unless its position is outside the extent
+
+    Args:
+      first: register with the first position of the group.
+      capacity: number of slots.
+      turn: register that counts the groups of the thread; see `_go_on`.
+      slot: register for scratch.
     """
-    mask, bit, position, key, slot = code.new("b32", 5)
+    mask, bit, position, key = code.new("b32", 4)
     (p,) = code.new("pred")
     code += f"mov.b32 {mask}, 0;"
     for i, value in enumerate(keys):
@@ -242,12 +267,10 @@ def _append_one_by_one(
     code += f"next_bit: setp.eq.u32 {p}, {mask}, 0; " + _go_on(turn, f"@{p}")
     code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {slot}, {mask}, 1;"
     code += f"and.b32 {mask}, {mask}, {slot};"
-    code += (
-        f"shr.u32 {position}, {bit}, {window.vec.bit_length() - 1}; and.b32 {bit}, {bit}, {window.vec - 1};"
-    )
-    code += (
-        f"mad.lo.u32 {position}, {position}, {window.block}, {bit}; add.u32 {position}, {position}, {first};"
-    )
+    code += f"shr.u32 {position}, {bit}, {window.vec.bit_length() - 1};"
+    code += f"and.b32 {bit}, {bit}, {window.vec - 1};"
+    code += f"mad.lo.u32 {position}, {position}, {window.block}, {bit};"
+    code += f"add.u32 {position}, {position}, {first};"
     code += f"setp.lt.s32 {p}, {position}, <low>; @{p} bra next_bit;"
     code += f"setp.ge.s32 {p}, {position}, <high>; @{p} bra next_bit;"
     _load_key(code, kind, position, key)  # once more, since a register cannot be chosen by number
@@ -270,17 +293,26 @@ def _load_key(code: Code, kind: Elements, position: str, key: str) -> None:
 
 
 def _append_together(
-    code: Code, window: Window, kind: Elements, keys: list[str], first: str, capacity: int, turn: str
+    code: Code,
+    window: Window,
+    kind: Elements,
+    keys: list[str],
+    first: str,
+    capacity: int,
+    turn: str,
+    slot: str,
 ) -> None:
     """Appends those of few keys that reach <bound>, and goes on; to label end if the slots are full.
 
     chosen[i] = key[i] >= bound, and its position is in the extent
     slot = what an atomic addition of the number of the chosen ones gives: the first place that is free
     for all i: if chosen[i], write the candidate, and go to the next slot
+
+    The arguments are those of `_append_one_by_one`; `first` is changed.
     """
     starts = [b * window.block + j for b in range(window.group_blocks) for j in range(window.vec)]
     chosen = code.new("pred", len(keys))
-    count, position, slot = code.new("b32", 3)
+    count, position = code.new("b32", 2)
     (p,) = code.new("pred")
     code += f"mov.b32 {count}, 0;"
     for key, start, q in zip(keys, starts, chosen):
@@ -311,9 +343,8 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
     (p,) = code.new("pred")
     code += f"mov.b32 <reach>, 0; mov.b32 <exceed>, 0; mad.lo.u32 {address}, <thread>, 16, <x>;"
     code += f"mad.lo.u32 {group}, <thread>, 4, <group_keys>; mov.b32 {left}, {window.blocks};"
-    code += (
-        f"next_group: ld.shared.b32 {largest}, [{group}]; min.u32 {blocks}, {left}, {window.group_blocks};"
-    )
+    code += f"next_group: ld.shared.b32 {largest}, [{group}];"
+    code += f"min.u32 {blocks}, {left}, {window.group_blocks};"
     code += f"sub.u32 {left}, {left}, {blocks}; setp.ge.s32 {p}, {largest}, <bound>; @{p} bra next_block;"
     code += f"mad.lo.u32 {address}, {blocks}, {block_bytes}, {address}; bra counted; next_block:"
     (words,) = kind.vectors(code, address, [0])
@@ -425,9 +456,8 @@ def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound
         for i, key, index in zip(turns, keys, indices):
             code += f"add.u32 {number}, <thread>, {i * WARPGROUP}; setp.lt.u32 {p}, {number}, <n>;"
             code += f"mov.b32 {key}, 0x80000000; mov.b32 {index}, 0; add.u64 {wide}, {at}, <keys>;"
-            code += (
-                f"@{p} ld.global.b32 {key}, [{wide}+{4 * WARPGROUP * i}]; add.u64 {wide}, {at}, <indices>;"
-            )
+            code += f"@{p} ld.global.b32 {key}, [{wide}+{4 * WARPGROUP * i}];"
+            code += f"add.u64 {wide}, {at}, <indices>;"
             code += f"@{p} ld.global.b32 {index}, [{wide}+{4 * WARPGROUP * i}];"
         for i, key, index in zip(turns, keys, indices):
             code += f"add.u32 {number}, <thread>, {i * WARPGROUP}; setp.lt.u32 {p}, {number}, <n>;"

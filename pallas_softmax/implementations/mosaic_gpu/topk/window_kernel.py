@@ -188,15 +188,17 @@ def _mask_of_step(window: Window, part: _Part, i, interpret) -> tuple:
     if part.mask is None:
         return ()
     mask_gmem, mask_row = part.mask
-    load = functools.partial(blocks.load_mask, mask_gmem, mask_row, vec=window.vec, interpret=interpret)
-    starts = [
-        (i * window.step_blocks + b) * window.block for b in range(max(window.step_blocks, window.rest))
-    ]
-    return tuple(
-        load(
+
+    def load(b):
+        position = (i * window.step_blocks + b) * window.block
+        return blocks.load_mask(
+            mask_gmem,
+            mask_row,
             start=position + part.extent.origin,
             held=window.head + window.body - position,
+            vec=window.vec,
             skip=window.head - jnp.minimum(position, window.head),
+            interpret=interpret,
         )
-        for position in starts
-    )
+
+    return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
