@@ -32,11 +32,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.online import Candidates, Normalizer
 
-MAX_K = (
-    128  # winners that a thread keeps in its 255 registers, values and indices; at 128 a few of them spill
-)
-
-
+MAX_K = 128  # winners that a thread keeps in its 255 registers; at 128 a few of them spill
 MANY_ROWS = 1024  # rows from which 8 loads of a thread are on their way together, and not 16
 WINNERS_TIMES_LOADS = 80  # winners of a thread times its loads at most, for each of which it needs registers
 

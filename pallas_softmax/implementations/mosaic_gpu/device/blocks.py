@@ -64,7 +64,7 @@ def store(ref, block, *, interpret):
         ref[...] = block
 
 
-def load_from_row(ref, *, row, start, held, fill, stride=1, interpret):
+def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
     """A block of 128 elements of a row of `ref` (rows, vocab): its element i is at start + stride * i.
 
     From its element `held` on the block holds `fill`, which is 0 or -inf, and nothing is read.
@@ -90,7 +90,7 @@ def load_from_row(ref, *, row, start, held, fill, stride=1, interpret):
     return load_from_row(ref, row, start, held)
 
 
-def store_to_row(ref, *, row, start, held, block, interpret):
+def store_to_row(ref, row, *, start, held, block, interpret):
     """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from `start` on."""
     vocab = ref.shape[1]
     block = block.astype(ref.dtype)
@@ -109,7 +109,7 @@ def store_to_row(ref, *, row, start, held, block, interpret):
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 
 
-def load_mask(ref, *, row, start, held, vec: int, skip=0, interpret):
+def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, interpret):
     """A block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
 
     Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.

@@ -37,22 +37,29 @@ class Tile:
         return self.rows, self.lanes * self.vec * self.steps
 
 
-def short_row_tile(vocab: int, itemsize: int, warp: float = 2_048) -> Tile:
+# Bytes of a row up to which the lanes of one warp hold it. The float32 softmax of (50000, 256), 1 KB a row, reaches
+# 95% of a copy's bandwidth in warps, that of (16000, 1024), 4 KB, 97% over all threads (benchmarks/results/launch).
+WARP_ROW_BYTES = 2_048
+THREAD_ELEMENTS = 8  # elements that a thread holds at least, so that enough loads are on their way
+
+
+def short_row_tile(vocab: int, itemsize: int, warp_row_bytes: float = WARP_ROW_BYTES) -> Tile:
     """The tile for rows of `vocab` elements of `itemsize` bytes.
 
-    A row has a power of two of lanes, at least 2, and at most one vector a lane while it has fewer than 32.
-    Rows of more than `warp` bytes are over all threads of the CTA. A thread has at least 8 elements, those of
-    several rows where rows are very short, so that enough loads are on their way.
+    Args:
+      warp_row_bytes: bytes of a row up to which the lanes of one warp hold it.
     """
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
-    vectors = -(-vocab // vec)
-    lanes = 2
-    while lanes < min(vectors, 32):
-        lanes *= 2
-    if vocab * itemsize > warp:
+    vectors = vocab // vec
+    if vocab * itemsize > warp_row_bytes:
         lanes = WARPGROUP
+    else:  # the power of two, from 2 to 32, with which a lane has one vector, or more where 32 are too few
+        lanes = 2
+        while lanes < min(vectors, 32):
+            lanes *= 2
     steps = -(-vectors // lanes)
-    return Tile(max(1, 8 // (vec * steps)) * (WARPGROUP // lanes), lanes, vec, steps)
+    rows_of_thread = max(1, THREAD_ELEMENTS // (vec * steps))
+    return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +136,11 @@ class Cut:
 
     def start(self, part):
         """First element of the part with this number; that of number `count` is the row's end."""
-        return part_start(part, self.vocab, self.unit, self.count)
-
-
-def part_start(part, vocab: int, unit: int, count: int):
-    """`Cut(vocab, unit, count).start(part)`."""
-    units, left = divmod(vocab // unit, count)
-    longer_before = part - (count - left)  # number of longer parts before this one, if it is positive
-    return (part * units + jnp.maximum(longer_before, 0)) * unit
+        units, left = divmod(self.vocab // self.unit, self.count)
+        longer_before = part - (
+            self.count - left
+        )  # number of longer parts before this one, if it is positive
+        return (part * units + jnp.maximum(longer_before, 0)) * self.unit
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:

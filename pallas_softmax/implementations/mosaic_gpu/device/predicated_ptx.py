@@ -8,7 +8,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import asm, elements, i32, pack
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import elements, emit_ptx, i32, pack
 
 
 def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
@@ -32,7 +32,7 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     itemsize = utils.bytewidth(element)
     count, access, word = _words(vec * itemsize)
     names = [f"x{i}" for i in range(count)]
-    words = asm(
+    words = emit_ptx(
         ".reg .pred p; setp.ne.b32 p, <inside>, 0;"
         + "".join(f" mov.b{word[1:]} <{name}>, {_bits(fill, element, word)};" for name in names)
         + f" @p ld.global.{access} {_operand(names)}, [<at>];",
@@ -51,7 +51,7 @@ def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
     packed = pack(elements(register)[:vec])
     words = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(word)), packed))
     names = [f"x{i}" for i in range(count)]
-    asm(
+    emit_ptx(
         f".reg .pred p; setp.ne.b32 p, <inside>, 0; @p st.global.{access} [<at>], {_operand(names)};",
         {
             "at": _address(pointer, offset, itemsize),
@@ -88,7 +88,7 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     count = vec // 4
     words = [f"w{i}" for i in range(count + 1)]
     needed = ["some"] * count + ["unaligned"]
-    registers = asm(
+    registers = emit_ptx(
         f".reg .pred some, unaligned; .reg .b64 aligned; .reg .b32 shift, {', '.join(words)};"
         " setp.ne.b32 some, <inside>, 0; and.b64 aligned, <at>, -4; cvt.u32.u64 shift, <at>;"
         " and.b32 shift, shift, 3; shl.b32 shift, shift, 3; setp.ne.and.b32 unaligned, shift, 0, some;"

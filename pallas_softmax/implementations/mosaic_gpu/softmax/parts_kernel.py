@@ -246,10 +246,10 @@ class _Part:
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
-            row=mask.row(self.place.row),
-            start=self.place.start + at,
-            held=held,
-            vec=vec,
+            mask.row(self.place.row),
+            self.place.start + at,
+            held,
+            vec,
             interpret=self.job.interpret,
         )
 
@@ -324,10 +324,10 @@ class _Part:
             gmem[self.place.row] = constant
 
     def write(self, total) -> None:
-        """Writes the elements of the part, after `reduce`.
+        """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.
 
-        In shared memory masked elements are neutral since then, from which their masked value follows without
-        the mask, unless they meet a NaN or an infinity.
+        From neutral elements the formula gives the value that masked ones get, so the mask need not be read again,
+        unless they meet a NaN or an infinity in the row's reduction.
         """
         if self.job.mask is None:
             self.write_elements(total, read_mask=False)

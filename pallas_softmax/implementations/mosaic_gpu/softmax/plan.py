@@ -28,9 +28,7 @@ FEW_ROWS_TILE_ELEMENTS = 10_240
 UNALIGNED_TILE_ELEMENTS = 5_120
 
 FEW_ROWS = 16  # rows at most that are few: what counts is how soon each is done, not how many are at once
-MANY_ROWS = (
-    2_000  # rows from which the last ones that run, on a GPU that is partly idle by then, weigh little
-)
+MANY_ROWS = 2_000  # rows from which the time when the last of them leave multiprocessors idle weighs little
 
 # Elements of a part at most, unless the cluster is the largest. Smaller parts let more CTAs run on each
 # multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
@@ -104,8 +102,10 @@ class Parts:
 
     @property
     def body(self) -> int:
-        """Number of elements of a part that are copied in bulk."""
-        return (self.length - EDGE - self.vec) // self.vec * self.vec if self.edges else self.length
+        """Number of elements of a part that are copied in bulk, the same for all parts, a multiple of `vec`."""
+        if not self.edges:
+            return self.length
+        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
 
     def body_start(self, first):
         """Element of a part at which its body starts, if the part starts at element `first` of an aligned row."""
@@ -132,6 +132,9 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
     vec = ACCESS_BYTES // itemsize
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
 
+    def parts(count: int, cluster: bool) -> Parts:
+        return Parts(vocab, vec, STEP_BLOCKS, count, cluster)
+
     def fits(parts: Parts) -> bool:
         return parts.walk.padded_length * itemsize * arrays <= smem
 
@@ -139,26 +142,20 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
     if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):
         return short_row_tile(vocab, itemsize)
 
-    # In the shared memory of one CTA, or of a cluster: the row is read once.
-    count = 1
-    while count < MAX_CLUSTER[capability[0]]:
-        if vocab <= count * _part_elements(rows, itemsize) and fits(
-            Parts(vocab, vec, STEP_BLOCKS, count, True)
-        ):
-            break
+    # In the shared memory of one CTA, or of a cluster: the row is read once. The smallest cluster that will do.
+    count, enough = 1, _part_elements(rows, itemsize)
+    while count < MAX_CLUSTER[capability[0]] and (vocab > count * enough or not fits(parts(count, True))):
         count *= 2
-    parts = Parts(vocab, vec, STEP_BLOCKS, count, cluster=True)
-    slow = (
-        rows <= FEW_ROWS and parts.length > FEW_ROWS_LONGEST_PART
-    )  # most multiprocessors would have nothing
-    if fits(parts) and not slow:
-        return parts
+    clustered = parts(count, cluster=True)
+    idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
+    if fits(clustered) and not idle:
+        return clustered
 
     # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
     count = SPLIT
-    while not fits(Parts(vocab, vec, STEP_BLOCKS, count, cluster=False)):
+    while not fits(parts(count, cluster=False)):
         count += SPLIT
-    return Parts(vocab, vec, STEP_BLOCKS, count, cluster=False)
+    return parts(count, cluster=False)
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:

@@ -5,6 +5,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     BARRIER,
@@ -12,15 +13,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     Code,
-    Elements,
     elements,
+    emit_ptx,
     i32,
     inline,
-    run,
     scalar,
     thread,
 )
-from pallas_softmax.implementations.mosaic_gpu.device.memory import load_bytes, load_vector
+from pallas_softmax.implementations.mosaic_gpu.device.predicated_ptx import load_mask, load_vector
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.online import Normalizer
@@ -92,7 +92,7 @@ def _element(x_gmem, at, inside, bits) -> ir.Value:
 def _masked(x, mask_gmem, row, column, inside) -> ir.Value:
     """Returns the bits x, or those of the lowest key, all ones, if the position is `inside` and the mask has 0."""
     columns = ir.MemRefType(mask_gmem.type).shape[1]
-    keep = load_bytes(utils.memref_ptr(mask_gmem), 1, scalar(row), column, columns, inside)
+    keep = load_mask(utils.memref_ptr(mask_gmem), 1, scalar(row), column, columns, inside)
     (keep,) = elements(keep)
     masked = arith.cmpi(arith.CmpIPredicate.eq, keep, utils.c(0, keep.type))
     return arith.select(arith.andi(inside, masked), utils.c(-1, x.type), x)
@@ -106,7 +106,7 @@ def _store_if(condition, x_smem, position, x, itemsize: int) -> None:
     code += f"setp.ne.b32 {p}, <condition>, 0; mad.lo.u32 {address}, <position>, {itemsize}, <smem>;"
     code += f"@{p} st.shared.b{8 * itemsize} [{address}], <x>;"
     condition = arith.extui(ir.IntegerType.get_signless(32), condition)
-    run(code, {"smem": x_smem, "position": position, "x": x, "condition": condition})
+    emit_ptx(code, {"smem": x_smem, "position": position, "x": x, "condition": condition})
 
 
 # ---- a step
@@ -126,7 +126,7 @@ def mask_step(window: Window, x_smem, step, keep) -> None:
         operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
         for b, of_block in enumerate(keep):
             operands |= {f"keep{b}_{i}": word for i, word in enumerate(_words(of_block, window.vec // 4))}
-        run(code, operands)
+        emit_ptx(code, operands)
 
     emit(x_smem, step, keep)
 

@@ -7,11 +7,11 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     Code,
-    block,
+    as_block,
+    emit_ptx,
     inline,
-    one,
-    per_thread,
-    run,
+    own_element,
+    per_thread_type,
     scalar,
     thread,
 )
@@ -40,17 +40,18 @@ def insert(
     """
     scalars, blocks, results = scalars or {}, blocks or {}, results or {}
     arg_types = (REF,) * len(refs) + (PER_THREAD,) * len(blocks) + (SCALAR,) * len(scalars)
-    return_type = tuple(per_thread(_DTYPES[t]) for t in results.values()) if results else None
+    return_type = tuple(per_thread_type(_DTYPES[t]) for t in results.values()) if results else None
 
     @inline(arg_types=arg_types, return_type=return_type)
     def emit(_, *arguments):
         values = iter(arguments)
         operands = {name: next(values) for name in refs} | {"thread": thread()}
-        operands |= {name: one(next(values)) for name in blocks}
+        operands |= {name: own_element(next(values)) for name in blocks}
         operands |= {name: scalar(next(values)) for name in scalars}
-        written = run(code, operands, results)
+        written = emit_ptx(code, operands, results)
         return (
-            tuple(block(x, True if t == "i32" else None) for x, t in zip(written, results.values())) or None
+            tuple(as_block(x, True if t == "i32" else None) for x, t in zip(written, results.values()))
+            or None
         )
 
     return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()

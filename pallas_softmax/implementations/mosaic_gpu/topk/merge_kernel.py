@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.implementations.mosaic_gpu.device import memory, sort_keys, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
@@ -111,7 +111,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
             slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
             interpret=interpret,
         )  # fmt: skip
-        load = functools.partial(memory.load_block, row=row, start=first, held=held, interpret=interpret)
+        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.across(lane, scale=row_scale)
         write_winners(
@@ -139,11 +139,11 @@ def _bound(keys_gmem, row, first, held, k: int, interpret):
     Thread t looks at list first + t; there are no more lists than threads.
     """
     load = functools.partial(
-        memory.load_block, keys_gmem, row=row, held=held, stride=k, fill=0, interpret=interpret
+        blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0, interpret=interpret
     )
     share = load(start=first * k + (k + held - 1) // held - 1)
     last = load(start=first * k + k - 1)
-    thread = staging.laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), interpret)
+    thread = blocks.positions(interpret=interpret)
     listed = thread < held
     return jnp.maximum(
         jnp.min(jnp.where(listed, share, _INT_MAX)), jnp.max(jnp.where(listed, last, _INT_MIN))

@@ -166,7 +166,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    tile = short_row_tile(vocab, itemsize, warp=math.inf)  # over 32 lanes at most, whatever the row's length
+    tile = short_row_tile(vocab, itemsize, warp_row_bytes=math.inf)  # over one warp at most
     if k * tile.steps * tile.vec <= _tile_work(vocab * itemsize, itemsize):
         return tile  # the rounds of a tile take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES

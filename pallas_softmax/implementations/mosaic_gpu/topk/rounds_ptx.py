@@ -10,16 +10,16 @@ A row lies over the `lanes` lanes of a tile, and a thread may have several rows.
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
-from pallas_softmax.implementations.mosaic_gpu.device import memory
+from pallas_softmax.implementations.mosaic_gpu.device import tiles
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     LANES,
     Code,
     array,
     elements,
+    emit_ptx,
     inline,
     pack,
-    run,
     thread,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
@@ -41,7 +41,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
     the lowest column, and one reduction over the lanes does for both.
     """
     out = winners_tile(tile, k)
-    layout, out_layout = memory.tile_layout(tile), memory.tile_layout(out)
+    layout, out_layout = tiles.layout(tile), tiles.layout(out)
     dtypes = ["int32", "int32"] + ["float32"] * len(per_row)
     result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
     rows = tile.rows // (WARPGROUP // tile.lanes)  # of a thread
@@ -55,7 +55,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
             operands |= {f"x{row}_{i}": x for i, x in enumerate(held)}
         winners = [f"{row}_{j}" for row in range(rows) for j in range(out.steps)]
         results = {f"{name}{winner}": "i32" for winner in winners for name in ("key", "column")}
-        written = run(code, operands, results)
+        written = emit_ptx(code, operands, results)
         outputs = [[pack([x]) for x in written[i::2]] for i in (0, 1)]
         for a in per_row:
             of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_softmax.implementations.mosaic_gpu.device import sort_keys, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
@@ -147,7 +147,7 @@ class Search:
 
         def load(i):
             block = self.group_keys_smem.at[pl.ds(i * WARPGROUP, WARPGROUP)]
-            return staging.load(block, staging.per_thread(self.interpret))
+            return blocks.load(block, interpret=self.interpret)
 
         of_thread = lax.fori_loop(
             1, self.window.groups_per_thread, lambda i, best: jnp.maximum(best, load(i)), load(0)

@@ -4,6 +4,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 
+from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     BARRIER,
@@ -11,9 +12,8 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     Code,
-    Elements,
+    emit_ptx,
     inline,
-    run,
     thread,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
@@ -63,7 +63,7 @@ def threshold(group_keys, scratch, groups: int, k: int):
     @inline(arg_types=(REF, REF), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
     def emit(_, group_keys, scratch):
         operands = {"group_keys": group_keys, "scratch": scratch, "thread": thread()}
-        (bound,) = run(code, operands, {"bound": "i32"})
+        (bound,) = emit_ptx(code, operands, {"bound": "i32"})
         return fragmented_array.FragmentedArray.splat(bound, (), is_signed=True)
 
     return emit(group_keys, scratch)

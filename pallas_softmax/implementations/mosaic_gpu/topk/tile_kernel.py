@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
-from pallas_softmax.implementations.mosaic_gpu.device import memory, sort_keys
+from pallas_softmax.implementations.mosaic_gpu.device import sort_keys, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
@@ -32,26 +32,26 @@ def topk_rows(
 
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
-        x = memory.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
         key, x = sort_keys.key(x), x.astype(jnp.float32)
         if mask is not None:
-            keep = memory.load_mask(mask_gmem, plan, row, (rows, vocab), mask.row, interpret=interpret)
+            keep = tiles.load_mask(mask_gmem, plan, row, (rows, vocab), mask.row, interpret=interpret)
             key = jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
             x = jnp.where(keep, x, -jnp.inf)
         if len(scale) > 1:
-            row_scale = memory.load_per_row(scale_gmem, plan, row, interpret=interpret)
+            row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
         else:
             row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
         m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale))
-        memory.store(m_gmem, plan, row, m, interpret=interpret)
-        memory.store(d_gmem, plan, row, d, interpret=interpret)
+        tiles.store(m_gmem, plan, row, m, interpret=interpret)
+        tiles.store(d_gmem, plan, row, d, interpret=interpret)
         (key, index), (m, d, row_scale) = selection.take(
             plan, vocab, k, key, (m, d, row_scale), narrow=x_gmem.dtype.itemsize == 2, interpret=interpret
         )
         value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         winners = winners_tile(plan, k)
-        memory.store(values_gmem, winners, row, value, interpret=interpret)
-        memory.store(indices_gmem, winners, row, index, interpret=interpret)
+        tiles.store(values_gmem, winners, row, value, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
 
     values, indices, m, d = gpu_kernel(
         softmax_topk,

@@ -30,7 +30,7 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
-from pallas_softmax.implementations.mosaic_gpu.device import memory, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
@@ -173,7 +173,7 @@ def _arrive(part: _Part, search: Search, landed, scale) -> Normalizer:
         )  # fmt: skip
         return lane, next_keep
 
-    empty = [staging.laid_out(jnp.full((WARPGROUP,), x, jnp.float32), interpret) for x in (-jnp.inf, 0)]
+    empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
     carry = Normalizer(*empty), _mask_of_step(window, part, 0, interpret)
     if window.full:
         full_step = functools.partial(absorb, blocks=window.step_blocks, copied=True)
@@ -191,7 +191,7 @@ def _mask_of_step(window: Window, part: _Part, i, interpret) -> tuple:
 
     def load(b):
         position = (i * window.step_blocks + b) * window.block
-        return memory.load_mask_block(
+        return blocks.load_mask(
             mask_gmem,
             mask_row,
             start=position + part.extent.origin,

@@ -7,7 +7,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_softmax.implementations.mosaic_gpu.device import memory, sort_keys, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.arithmetic import log_of_sum
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
@@ -86,7 +86,7 @@ def write_winners(
     selection.rank(slots, n, ranked, k, interpret=interpret)
     for first in range(0, k, WARPGROUP):
         key, index = (
-            staging.load(ranked.at[pl.ds(start, WARPGROUP)], staging.per_thread(interpret))
+            blocks.load(ranked.at[pl.ds(start, WARPGROUP)], interpret=interpret)
             for start in (first, padded_winners(k) + first)
         )
         value = key
@@ -96,7 +96,7 @@ def write_winners(
             )
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
             held = min(WARPGROUP, k - first)
-            memory.store_block(gmem, row=at, start=first, block=block, held=held, interpret=interpret)
+            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held, interpret=interpret)
     lists_gmem.m[at], lists_gmem.d[at] = normalizer
 
 
