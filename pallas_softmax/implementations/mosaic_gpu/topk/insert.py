@@ -49,9 +49,8 @@ def insert(
         operands |= {name: own_element(next(values)) for name in blocks}
         operands |= {name: scalar(next(values)) for name in scalars}
         written = emit_ptx(code, operands, results)
-        return (
-            tuple(as_block(x, True if t == "i32" else None) for x, t in zip(written, results.values()))
-            or None
-        )
+        signed = {"i32": True, "f32": None}
+        out = tuple(as_block(x, signed[t]) for x, t in zip(written, results.values()))
+        return out or None
 
     return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()
