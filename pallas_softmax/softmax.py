@@ -34,8 +34,8 @@ def softmax(
         integers are promoted to float.
       axis: the axis, axes or (None) all axes of a row.
       where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device has an
-        equal part of it, of `x` and `where`, and gets that part of the result. Not for complex `x`.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
+        equal shard of `x` and `where`, and gets that shard of the result. Not for complex `x`.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
@@ -61,7 +61,20 @@ def log_softmax(
 ) -> jax.Array:
     """x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
 
-    Arguments and errors as for `softmax`. Masked positions, and fully masked rows, give -inf.
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+
+    Args:
+      x: logits of any shape, with the dtypes of `softmax`.
+      axis: the axis, axes or (None) all axes of a row.
+      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give -inf.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `softmax`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is -inf.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`.
     """
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
     return _log_softmax(rows.x, rows.where, rows.axes, _choose("log_softmax", rows, implementation))
@@ -78,8 +91,23 @@ def logsumexp(
 ) -> jax.Array:
     """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` (without `b` and `return_sign`).
 
-    Arguments and errors as for `softmax`; booleans count as 0 and 1. An empty or fully masked row gives -inf.
-    With `axis_name` the result is that of the whole row, the same on all devices that it is spread over.
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
+
+    Args:
+      a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
+      axis: the axis, axes or (None, the default) all axes of a row.
+      where: boolean, broadcastable to `a`. Masked positions are left out.
+      keepdims: whether the reduced dimensions stay, with size 1.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result is that of
+        the whole row, the same on all its devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `a` without the reduced dimensions. An empty or fully masked row, or one of nothing
+      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`.
     """
     rows = arguments.rows("logsumexp", "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))

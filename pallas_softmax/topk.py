@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
@@ -20,7 +20,12 @@ from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary
 
 
 class TopK(NamedTuple):
-    """The winners of each row, best first: `values` (probabilities, or logs) and int32 `indices`."""
+    """The winners of each row, best first.
+
+    Attributes:
+      values: their probabilities, or the logs of these; the shape of the logits, with k along the axis of the row.
+      indices: int32, their positions in the row; the same shape.
+    """
 
     values: jax.Array
     indices: jax.Array
@@ -34,7 +39,7 @@ def fused_topk(
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     log: bool = False,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> TopK:
@@ -52,9 +57,9 @@ def fused_topk(
         and not positive gives NaN values. It is kept to where its reciprocal is a normal number.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device has an
-        equal part of it, of `logits` and `where`, in the order of `lax.axis_index`. `k` and the
-        indices are those of the whole row; the result is the same on all its devices.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
+        equal shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices are those of the
+        whole row; the result is the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
@@ -86,9 +91,9 @@ def fused_topk(
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :], floating)
-    dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
+    out_dtype = jnp.dtype(floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype))
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(f"{name}: dtype must be floating, got {out_dtype.name}")
 
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
@@ -97,12 +102,12 @@ def fused_topk(
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
-    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
+    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), out_dtype, choice)
     return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
 def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.Array:
-    """To divide the rows by, (1, ..., 1) or batch + (1,): NaN where a traced temperature is not positive."""
+    """The checked temperature, of shape (1, ..., 1) or batch + (1,); NaN where a traced one is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
@@ -112,7 +117,9 @@ def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.A
         raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
-    tiny = jnp.finfo(t.dtype).tiny  # beyond these 1/t is no normal number, and 0 times an infinite x is NaN
+    tiny = jnp.finfo(
+        t.dtype
+    ).tiny  # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 

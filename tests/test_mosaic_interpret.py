@@ -16,7 +16,7 @@ from tests.support.cases import BF16, F16, F32
 from tests.support.covering import cover, first, first_values, pairs, slow
 from tests.support.kernels import ALL, CROWDED, FEW, ONE, PARTS, TOPK_SHORT, WINDOWS, Parts, Tile, Window
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # --- softmax, log_softmax, logsumexp and their backwards ----------------------------------------------
 

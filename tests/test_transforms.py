@@ -11,7 +11,7 @@ from tests.support import cases
 from tests.support.cases import F32
 from tests.support.covering import first, pairs, slow
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 V = 20
 X = cases.rows(["normal", "peaked", "integers", "ascending", "one_winner", "constant"], V)

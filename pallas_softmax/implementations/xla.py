@@ -1,7 +1,15 @@
-"""Implementation `xla`: plain JAX on `online`, for every device, dtype, shape and mask.
+"""Implementation `xla`: plain JAX, for every device, dtype, shape and mask.
 
-The functions have the names and arguments that every implementation has. `axes` are the reduced axes;
-reduced dimensions stay with size 1; arithmetic is in float32, or wider where the input is.
+It is the reference for what each operation takes and returns; the kernels of other implementations have functions
+with the same names and arguments:
+
+    x, logits     the logits, of any rank; integers for top-k only
+    where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
+    axes          the reduced axes, whose dimensions stay with size 1; top-k reduces the last one
+    temperature   (1, ..., 1) or (..., 1), positive; the logits of a row are divided by it
+    mesh_axes     for gradients, the mesh axes that each row is spread over, if any
+
+Arithmetic is in float32, or wider where the logits are.
 """
 
 import math
@@ -16,37 +24,45 @@ from pallas_softmax.online import Candidates, Normalizer, widen
 
 
 def softmax(x, where, *, axes):
-    e, d = online.exponentials(logits_of(x, where), axes)
-    return masked(e / d, where, 0).astype(x.dtype)
+    """exp(x - m) / d; 0 where masked.
+
+    Nothing but the exponentials may use m here, and no select may lie between, if XLA is to fuse the maximum with them.
+    So a row of nothing but -inf is NaN by itself, and a fully masked one is put right by the mask.
+    """
+    logits = logits_of(x, where)
+    e = jnp.exp(logits - jnp.max(logits, axes, keepdims=True, initial=-jnp.inf))
+    return masked(e / jnp.sum(e, axes, keepdims=True), where, 0).astype(x.dtype)
 
 
 def softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
-    """The backwards take the mesh axes that the row is spread over, too."""
+    """dx = y (dy - sum(y dy)) for the result y of `softmax`."""
     (y,) = residuals
     p, g = widen(y), masked(widen(dy), where, 0)
-    dx = p * (g - online.total(p * g, axes, mesh_axes))
+    dx = p * (g - _sum(p * g, axes, mesh_axes))
     return masked(dx, where, 0).astype(y.dtype)
 
 
 def log_softmax(x, where, *, axes):
+    """x - m - log(d); -inf where masked."""
     return log_normalized(x, where, online.reduce(logits_of(x, where), axes))
 
 
 def log_normalized(x, where, normalizer: Normalizer):
-    """x less the log of the normalizer: the log of the softmax."""
+    """The log of the softmax, given the normalizer of each row."""
     m, d = normalizer
     return masked(logits_of(x, where) - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
 
 
 def log_softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
+    """dx = dy - exp(y) sum(dy) for the result y of `log_softmax`."""
     (y,) = residuals
     g = masked(widen(dy), where, 0)
-    dx = g - jnp.exp(widen(y)) * online.total(g, axes, mesh_axes)
+    dx = g - jnp.exp(widen(y)) * _sum(g, axes, mesh_axes)
     return masked(dx, where, 0).astype(y.dtype)
 
 
 def logsumexp(x, where, *, axes):
-    """log(sum(exp(x))), and the normalizer."""
+    """m + log(d), and the normalizer (m, d)."""
     normalizer = online.reduce(logits_of(x, where), axes)
     return log_of(normalizer), normalizer
 
@@ -58,7 +74,10 @@ def log_of(normalizer: Normalizer):
 
 
 def logsumexp_grad(residuals, where, cotangents, *, axes, mesh_axes=()):
-    """By exp(x - m) / d, since exp(x - lse) has the rounding of lse in it; the derivative of d besides."""
+    """dx = exp(x - m) / d dy, for exp(x - lse) would have the rounding of lse in it; and the derivative of d.
+
+    The normalizer is that of the whole row, so devices that a row is spread over (`mesh_axes`) exchange nothing.
+    """
     x, (m, d) = residuals
     dy, (_, dd) = cotangents
     d = jnp.where(m == jnp.inf, 1, d)  # a +inf among numbers has all the weight
@@ -67,95 +86,110 @@ def logsumexp_grad(residuals, where, cotangents, *, axes, mesh_axes=()):
 
 
 def topk(logits, where, temperature, *, k, log, dtype):
-    """The winners of the last axis, values and indices, and the normalizer of logits / temperature.
+    """The k winners of the last axis, as `Candidates`, and the normalizer of logits / temperature.
 
-    m is the first winner (a -NaN, which wins last, still makes d NaN); it is not divided by the temperature,
-    for (x - m) / temperature neither overflows nor rounds x first.
+    The normalizer's m is that of the logits, not divided by the temperature: (x - m) / temperature neither
+    overflows nor rounds x first. It is the first winner, unless that is a -NaN, which makes d NaN all the same.
+
+    Args:
+      k: the number of winners.
+      log: whether the values are logs of probabilities.
+      dtype: that of the values.
     """
     x = logits_of(online.to_float(logits, (-1,), where), where)
-    indices = _top_k(logits, where, k)
+    indices = best_order(logits, where, k)
     winners = jnp.take_along_axis(x, indices, -1)
     m = winners[..., :1] if k else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
     normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
-    kept = None if where is None else online.take(where, logits, indices)
-    values = masked(online.weights(winners, normalizer, temperature, log), kept, -jnp.inf if log else 0)
-    return Candidates(values.astype(dtype), indices), normalizer
+    kept = None if where is None else mask_at(where, logits, indices)
+    return Candidates(_values(winners, kept, normalizer, temperature, log, dtype), indices), normalizer
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
-    """As topk, of a row whose parts were searched.
+    """As `topk`, for rows whose parts were searched one by one.
 
     Args:
-      won: the winners of each part, best first, part after part.
+      won: (..., parts * n), the logits of the n winners of each part, best first, part after part.
       kept: which of them are not masked, or None.
-      indices: theirs in the row.
-      parts: m, or the largest of integers, and d of each part.
-      temperature: as for topk.
+      indices: (..., parts * n), their indices in the row.
+      parts: m (of integer logits, the largest one) and d of each part, (..., parts) each.
+      temperature, k, log, dtype: as for `topk`.
     """
     tops, d = parts
     normalizer = online.merge_normalizers(Normalizer(online.to_float(tops, (-1,)), d), temperature)
-    some = () if kept is None else (kept,)
-    won, indices, *some = best_of((won, indices, *some), kept, k)
-    kept = some[0] if some else None
-    values = online.weights(online.to_float(won, (-1,), kept), normalizer, temperature, log)
-    return Candidates(masked(values, kept, -jnp.inf if log else 0).astype(dtype), indices), normalizer
+    order = best_order(won, kept, k)
+    kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
+    winners = online.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
+    values = _values(winners, kept, normalizer, temperature, log, dtype)
+    return Candidates(values, jnp.take_along_axis(indices, order, -1)), normalizer
 
 
-def best_of(arrays, kept, k):
-    """The arrays at the k largest of the first, that which is not kept after all other."""
-    order = _top_k(arrays[0], kept, k)
-    return [jnp.take_along_axis(a, order, -1) for a in arrays]
+def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype):
+    """The softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
+    scaled = (winners - normalizer.m) / temperature
+    p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
+    return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
 
 
 def topk_grad(residuals, where, cotangents, *, log, mesh_axes=()):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 
-    Elementwise but for the winners, which are put in place afterwards: one read and one write. The second
-    derivative asks for that of d, too. Of a row that is spread over mesh axes each device knows its own winners.
+    It is elementwise but for the winners, which are put in place afterwards: one read and one write.
+
+    Args:
+      residuals: logits, temperature T, m, d and the winners' indices, of which a device of a mesh that the row is
+        spread over has those of the whole row.
+      cotangents: g, those of the winners' values, and that of d, which the second derivative asks for.
+      log: whether the values are logs.
 
     Returns:
-      dx, and the derivative with respect to the temperature of each row, of which a device has its part.
+      dx, and the derivative with respect to the temperature, (..., 1).
     """
     logits, temperature, m, d, indices = residuals
     g, g_d = cotangents
     x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
-    own = None
+    own = None  # which winners lie in this device's shard of the row
     if mesh_axes:
-        indices = indices - lax.axis_index(mesh_axes) * logits.shape[-1]
-        own = (indices >= 0) & (indices < logits.shape[-1])
-        beyond = logits.shape[-1] + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-        indices = jnp.where(own, indices, beyond)  # where nothing is put
+        indices, own = _indices_in_shard(indices, logits.shape[-1], mesh_axes)
 
-    def won_of(a):
+    def at_winners(a):
         return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
 
-    def weigh(x):
-        scaled = (x - m) / temperature
-        return scaled, jnp.exp(scaled) / d
-
-    scaled, p = weigh(x)
-    scaled_won, p_won = weigh(won_of(x))
+    scaled, scaled_won = (x - m) / temperature, (at_winners(x) - m) / temperature
+    p, p_won = jnp.exp(scaled) / d, jnp.exp(scaled_won) / d
     g = masked(g, own, 0)
-    if where is not None:  # of a fully masked row p is NaN
-        kept = won_of(jnp.broadcast_to(where, logits.shape))
+    if where is not None:  # the p of a fully masked row is NaN
+        kept = at_winners(jnp.broadcast_to(where, logits.shape))
         p, g, p_won = masked(p, where, 0), masked(g, kept, 0), masked(p_won, kept, 0)
-    direct = widen(g) if log else g * masked(p_won, own, 0)  # what reaches the winners themselves
-    rest = g_d * d - online.total(direct, (-1,), mesh_axes)  # times p, what reaches every logit
+    direct = widen(g) if log else g * masked(p_won, own, 0)  # what reaches a winner by its own value
+    rest = g_d * d - _sum(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
 
     everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
     dtype = logits.dtype if jnp.issubdtype(logits.dtype, jnp.floating) else x.dtype
     dx = _put(everywhere.astype(dtype), indices, won.astype(dtype))
 
-    def slope(weight, scaled):  # 0 at x = -inf, too
+    def slope(weight, scaled):
+        """The sum of weight * scaled, in which a weight of 0 counts as 0 also where x is -inf."""
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
     dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
     return dx, lax.psum(dt, mesh_axes) if mesh_axes else dt
 
 
+def _indices_in_shard(indices, vocab: int, mesh_axes):
+    """Indices of the whole row as those of this device's shard of `vocab` elements, and which of them lie in it.
+
+    The others become different indices beyond the shard, where `_put` puts nothing.
+    """
+    indices = indices - lax.axis_index(mesh_axes) * vocab
+    own = (indices >= 0) & (indices < vocab)
+    beyond = vocab + lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where(own, indices, beyond), own
+
+
 def _put(x, indices, values):
-    """x with the values at the indices of its last axis, which differ; what is beyond it is dropped."""
+    """Puts the values at the indices of the last axis of x, which all differ; indices beyond it are dropped."""
 
     def put(x, indices, values):
         return x.at[indices].set(values, unique_indices=True, mode="drop")
@@ -165,24 +199,35 @@ def _put(x, indices, values):
     return jax.vmap(put)(*rows).reshape(x.shape)
 
 
+def _sum(x, axes, mesh_axes):
+    """The sum over `axes`, whose dimensions stay, and over the mesh axes that the row is spread over."""
+    part = jnp.sum(x, axes, keepdims=True)
+    return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
+
+
+def mask_at(where, x, indices):
+    """The mask, which broadcasts to `x`, at indices of the last axis."""
+    return jnp.take_along_axis(jnp.broadcast_to(where, x.shape), indices, -1)
+
+
 def masked(x, where, value):
-    """x, and the value where it does not count."""
+    """x, with `value` where the mask is False."""
     return x if where is None else jnp.where(where, x, value)
 
 
 def logits_of(x, where):
-    """x in the dtype of the arithmetic, -inf where it does not count."""
+    """x in the dtype of the arithmetic, with -inf where the mask is False."""
     return masked(widen(x), where, -jnp.inf)
 
 
-def _top_k(logits, where, k):
-    """Indices of lax.top_k, masked positions after all others."""
+def best_order(logits, where, k):
+    """Indices of the k largest of the last axis, in the order of lax.top_k; masked positions come after all others."""
     if jnp.issubdtype(logits.dtype, jnp.integer):
         if where is None:
             return lax.top_k(logits, k)[1]
         index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        masked = jnp.broadcast_to(~where, logits.shape)
-        return lax.sort((masked, jnp.where(masked, 0, ~logits), index), num_keys=3)[2][..., :k]
+        left_out = jnp.broadcast_to(~where, logits.shape)
+        return lax.sort((left_out, jnp.where(left_out, 0, ~logits), index), num_keys=3)[2][..., :k]
     x = widen(logits) if logits.dtype.itemsize == 1 else logits
     if where is not None:
         last = lax.bitcast_convert_type(jnp.array(-1, f"int{8 * x.dtype.itemsize}"), x.dtype)
@@ -195,9 +240,9 @@ def _top_k(logits, where, k):
         return lax.top_k(online.sort_key(x), k)[1]
 
     def on_cuda(x):
-        if k <= 16:  # XLA's kernel for these is faster for float32, its sort for larger k in 16 bits
+        if k <= 16:  # XLA's kernel for k <= 16 is faster in float32, its sort for larger k in 16 bits
             x = widen(x)
-        # that kernel misplaces -NaN (openxla/xla issue 48119)
+        # XLA's kernel misplaces -NaN (openxla/xla issue 48119)
         return lax.cond(jnp.any(jnp.isnan(x) & jnp.signbit(x)), by_key, by_value, x)
 
     return lax.platform_dependent(x, cuda=on_cuda, default=lambda x: by_value(widen(x)))

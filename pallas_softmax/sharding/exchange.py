@@ -75,12 +75,13 @@ def _topk(choice, logits, where, temperature, *, k, log, dtype, mesh_axes):
         top = _widen(jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min))
     position = indices + lax.axis_index(mesh_axes) * vocab
     if where is not None:  # the complement, which is negative, says that the position is masked
-        position = jnp.where(online.take(where, logits, indices), position, ~position)
+        position = jnp.where(xla.mask_at(where, logits, indices), position, ~position)
     for mesh_axis in mesh_axes[:0:-1]:
         won, position, tops, d = _gather((won, position, top, d), mesh_axis)
         _, d = online.merge_normalizers(Normalizer(online.to_float(tops, (-1,)), d), temperature)
         top = jnp.max(tops, -1, keepdims=True)
-        won, position = xla.best_of((won, position), _kept(position, where), min(k, won.shape[-1]))
+        order = xla.best_order(won, _kept(position, where), min(k, won.shape[-1]))
+        won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
     list_length = won.shape[-1]
     won, position, tops, d = _gather((won, position, top, d), mesh_axes[0])
     lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature

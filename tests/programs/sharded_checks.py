@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from benchmarks import links
+from benchmarks.support import links
 from tests.support import bounds, cases, covering, oracle
 from tests.support.cases import BF16, F16, F32
 

@@ -14,9 +14,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligne
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
-from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32
@@ -97,7 +97,7 @@ MAX_K = topk_plan.MAX_K
 
 def merge_so_many_lists(monkeypatch, lists):
     """Has a launch merge so many lists of winners into one."""
-    monkeypatch.setattr(window_kernel, "lists_per_merge", lambda k: lists)
+    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
 
 
 def launches_that_merge(plan, k):
@@ -122,7 +122,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
     """Returns what the kernel makes of the winners and normalizers that several devices have found."""
-    return window_kernel.merge_rows(
+    return merge_kernel.merge_rows(
         won, kept, indices, normalizers, jnp.asarray(temperature), k, log=log, dtype=F32, interpret=interpret
     )
 
@@ -232,7 +232,7 @@ def exceeds_slots(x, k):
 
 def steps(plan):
     """Returns the number of full steps of a window, the blocks after them, and the blocks of a step."""
-    return plan.full, plan.rest, plan.group
+    return plan.full, plan.rest, plan.step_blocks
 
 
 def views(plans):
