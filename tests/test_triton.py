@@ -51,7 +51,7 @@ def array(*shape, dtype="float32"):
 
 def launches(f, *args):
     """The parameters of every launch in a function, with the types of its arrays."""
-    from pallas_softmax.implementations.triton.call import launch_p
+    from pallas_softmax.implementations.triton.launch import launch_p
 
     eqns = [eqn for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns if eqn.primitive is launch_p]
     return [(eqn.params, [v.aval for v in (*eqn.invars, *eqn.outvars)]) for eqn in eqns]
@@ -62,7 +62,7 @@ def launches_of(op, rows, v, dtype="float32", mask=None, plan=None):
     x, where = array(rows, v, dtype=dtype), None if mask is None else array(*mask, dtype="bool")
     arrays = [x] * (2 if op in oracle.BACKWARD else 1)
     return launches(
-        lambda where, *arrays: implementation._rows(op, arrays, where, (1,), plan), where, *arrays
+        lambda where, *arrays: implementation.softmax_rows(op, arrays, where, (1,), plan), where, *arrays
     )
 
 
@@ -350,7 +350,7 @@ def test_lowered_under_grad_and_scan(calls):
     ids=["a result", "all of top-k", "all in a jit", "its values"],
 )
 def test_lowered_with_unused_results(f, kernels, calls):
-    """Dead code: jax 0.12 fails to remove the operation of jax-triton 0.4.1, for which call.py has its own."""
+    """Dead code: jax 0.12 fails to remove the operation of jax-triton 0.4.1, for which launch.py has its own."""
     assert len(called(calls, lowered(f, X))) == kernels
 
 

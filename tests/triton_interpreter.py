@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from pallas_softmax.implementations.triton import implementation
 from pallas_softmax.implementations.triton import plan as triton_plan
-from pallas_softmax.implementations.triton.call import launch_p
+from pallas_softmax.implementations.triton.launch import launch_p
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,7 +103,7 @@ def check(op, x, names, where=None, plan=None):
         arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
         mask = jnp.asarray(where)
     axes = (x.ndim - 1,)
-    out = implementation._rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
+    out = implementation.softmax_rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
     y = out[0].astype(x.dtype) if op == "logsumexp" else out
     oracle.assert_operation(op, y, arrays, names, where)
     if op == "logsumexp":
