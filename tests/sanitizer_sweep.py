@@ -8,10 +8,8 @@ import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import cases
 import jax
 import numpy as np
-import oracle
 from test_mosaic_interpret import topk_rows
 
 from pallas_softmax import paper
@@ -22,6 +20,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from pallas_softmax.implementations.triton.support import missing
+from tests.support import bounds, cases, oracle
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
 # (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
@@ -73,7 +72,7 @@ def mosaic_gpu():
             arrays = cases.operands(name, x, where)
             kernel = jax.jit(functools.partial(softmax_rows.rows, name, axes=(1,), plan=plan))
             got = np.asarray(kernel(arrays, where)[0]).astype("float32")
-            want, *_ = oracle.expected(name, arrays, where)
+            want, *_ = bounds.expected(name, arrays, where)
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
     for rows, v, dtype, plan, masked, ks in TOPK:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
@@ -107,7 +106,7 @@ def triton_rows(rows, v, dtype, plan, masked, name):
     def check():
         out = compiled(arrays, where)
         got = np.asarray(out[0] if name == "logsumexp" else out).astype("float32")
-        want, *_ = oracle.expected(name, arrays, where)
+        want, *_ = bounds.expected(name, arrays, where)
         np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
 
     return check

@@ -16,20 +16,19 @@ import sys
 import traceback
 from typing import Any, NamedTuple
 
-import cases
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks import links
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32
 
 V = 256
 IMPLEMENTATION = None  # named where every call has kernels
@@ -202,7 +201,7 @@ def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
     y, indices = got
     if op not in TOPK:
         y = np.asarray(y)[:, None] if op == "logsumexp" else y
-        return oracle.assert_operation(op, y, (x,), names, where)
+        return bounds.assert_operation(op, y, (x,), names, where)
     topk = TOPK[op] | topk
     log = topk.get("log", False)
     want, best = oracle.fused_topk(x, where=where, temperature=temperature, **topk)
@@ -211,32 +210,32 @@ def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
     assert indices.dtype == np.int32
     with np.errstate(all="ignore"):
         scaled = x.astype(F32) / np.reshape(np.asarray(temperature, F32), (-1, 1))
-        terms = np.nansum(oracle.softmax_unit(scaled, where=where), -1, keepdims=True)
-        unit = oracle.fused_topk_unit(x, where=where, temperature=temperature, **topk)
+        terms = np.nansum(bounds.softmax_unit(scaled, where=where), -1, keepdims=True)
+        unit = bounds.fused_topk_unit(x, where=where, temperature=temperature, **topk)
         unit = unit + terms * (1 if log else want)
-    oracle.assert_close(y, want, unit, names)
+    bounds.assert_close(y, want, unit, names)
 
 
 def assert_gradient(op, dx, y, g, x, names, where=None, temperature: Any = 1.0):
     """Judged on y where the backward begins with it."""
     if op in ELEMENTWISE:
-        return oracle.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
+        return bounds.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
     if op == "logsumexp":
         g = g[:, None]
-        want, unit = oracle.logsumexp_vjp(x, g, -1, where), oracle.logsumexp_vjp_unit(x, g, -1, where)
+        want, unit = oracle.logsumexp_vjp(x, g, -1, where), bounds.logsumexp_vjp_unit(x, g, -1, where)
     else:
         want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
         if where is not None:  # masked elements of a row that is NaN may be NaN, too
             dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
     slack = 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True)
-    oracle.assert_close(dx, want, unit, names, slack)
+    bounds.assert_close(dx, want, unit, names, slack)
 
 
 def topk_vjp(op, x, g, where, temperature):
     """The gradients by x and by the temperature, and their units."""
     arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
     with np.errstate(all="ignore"):
-        return oracle.fused_topk_vjp(*arguments), oracle.fused_topk_vjp_unit(*arguments)
+        return oracle.fused_topk_vjp(*arguments), bounds.fused_topk_vjp_unit(*arguments)
 
 
 def on(at: Split, how, op, f, *operands):
@@ -312,7 +311,7 @@ def temperature(op, how):
     pullback = jax.jit(lambda x, t, g: jax.vjp(lambda t: f(x, t)[0], t)[1](g)[0])
     dt = pullback(at.place(x), at.place(t[:, None]), jax.device_put(g, y.sharding))
     want, unit = (part[1][:, None] for part in topk_vjp(op, x, g, None, t))
-    oracle.assert_close(dt, want, unit, names, 10)
+    bounds.assert_close(dt, want, unit, names, 10)
 
 
 # (shape, spec, axis)

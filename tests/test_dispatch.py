@@ -7,11 +7,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
 from pallas_softmax import target
@@ -23,31 +21,17 @@ from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout, s
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from tests.support import oracle
+from tests.support.calls import DTYPES, FREE, device, lengths, named, topk
 
-FREE = settings(max_examples=200, deadline=None, derandomize=True)
 X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
 HOPPER = (9, 0)
 CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
 OPS = (*oracle.OPERATIONS, "topk")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
     return Call(op, dtype, rows, vocab, **({"k": 5 if op == "topk" else None} | kwargs))
-
-
-def named(f, name):
-    return lambda *args, **kwargs: f(*args, implementation=name, **kwargs)
-
-
-def topk(x, **kwargs):
-    return ps.fused_topk(x, 5, **kwargs)
-
-
-def device(kind):
-    """Lowering for this kind of GPU, which need not exist."""
-    gpu = AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
 
 
 # --- What the kernels take ----------------------------------------------------------------------------
@@ -371,9 +355,6 @@ def test_plan(shape):
     plan = softmax_plan.plan_softmax(*shape, HOPPER)
     got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
     assert got == PLANS[shape]
-
-
-lengths = st.one_of(st.integers(1, 20_000), st.integers(1, 3_000_000))
 
 
 @settings(FREE, max_examples=1000)

@@ -15,16 +15,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import paper_traffic
 import pytest
 import test_paper as the_paper
-from cases import BF16, F16, F32
-from oracle import UNITS
 from test_mosaic_interpret import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS, check, crowded, topk_rows
 
 import pallas_softmax as ps
@@ -36,6 +32,9 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton import plan as triton_plan
 from pallas_softmax.implementations.triton import support as triton_support
+from tests.support import bounds, cases, oracle
+from tests.support.bounds import UNITS
+from tests.support.cases import BF16, F16, F32
 
 pytestmark = pytest.mark.gpu
 
@@ -122,12 +121,12 @@ def assert_forward_and_grad(implementation, op, x, names, where=None, dy=None):
 def judge(op, got, x, dy, names, where):
     """The backward is judged on the y of the forward, which is judged itself."""
     y, dx = map(np.asarray, got)
-    oracle.assert_operation(op, y, (x,), names, where)
+    bounds.assert_operation(op, y, (x,), names, where)
     if op == "logsumexp":
-        want, unit = oracle.logsumexp_vjp(x, dy, -1, where), oracle.logsumexp_vjp_unit(x, dy, -1, where)
-        oracle.assert_close(dx, want, unit, names, 1 + np.abs(dy.astype(F32)))
+        want, unit = oracle.logsumexp_vjp(x, dy, -1, where), bounds.logsumexp_vjp_unit(x, dy, -1, where)
+        bounds.assert_close(dx, want, unit, names, 1 + np.abs(dy.astype(F32)))
     else:
-        oracle.assert_operation(f"{op}_grad", dx, (y, dy), names, where)
+        bounds.assert_operation(f"{op}_grad", dx, (y, dy), names, where)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "k", "log", "dtype"))
@@ -159,10 +158,10 @@ def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
         np.testing.assert_array_equal(indices[i :: len(x)], alike, err_msg=name)
     t = np.reshape(np.asarray(temperature, F32), (-1, 1))
     with np.errstate(all="ignore"):
-        terms = np.nansum(oracle.softmax_unit(x.astype(F32) / t, where=where), -1, keepdims=True)
-        unit = oracle.fused_topk_unit(x, k, where, temperature, log) + terms * (1 if log else want)
+        terms = np.nansum(bounds.softmax_unit(x.astype(F32) / t, where=where), -1, keepdims=True)
+        unit = bounds.fused_topk_unit(x, k, where, temperature, log) + terms * (1 if log else want)
     repeats = len(values) // len(x)
-    oracle.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
+    bounds.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
 
 
 def on_the_cpu(f, *args):
@@ -407,11 +406,11 @@ def test_topk_grad(implementation, v, masked, log):
 
     dx, dt = grad(x, t, g, where)
     want_dx, want_dt = oracle.fused_topk_vjp(x, g, 5, where, t, log)
-    unit_dx, unit_dt = oracle.fused_topk_vjp_unit(x, g, 5, where, t, log)
+    unit_dx, unit_dt = bounds.fused_topk_vjp_unit(x, g, 5, where, t, log)
     # p is formed again from x, m and d: the units of the forward twice
     flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]  # a denormal p, times this
-    assert oracle.error_units(dx, want_dx, unit_dx, slack_times=flushed) <= 4 * UNITS
-    assert oracle.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
+    assert bounds.error_units(dx, want_dx, unit_dx, slack_times=flushed) <= 4 * UNITS
+    assert bounds.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
     if masked:
         assert not np.asarray(dx)[~where].any()
 
@@ -602,7 +601,7 @@ def test_more_elements_than_32_bits_count(implementation, op, rows, v):
 
     assert rows * v > 2**31
     y, alike = run(x)
-    oracle.assert_operation(op, y, (x,), [f"row {i}" for i in range(few)])
+    bounds.assert_operation(op, y, (x,), [f"row {i}" for i in range(few)])
     assert alike
 
 
@@ -661,7 +660,7 @@ def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k
     where = cases.broadcast_mask("bv", x.shape) if masked else None
     x = cases.spoilt(x, where) if masked else x
     values, indices = map(np.asarray, topk(implementation, x, k, where=where))
-    tolerance = {"rtol": max(1e-4, 2 * oracle.eps(dtype)), "atol": 2 * oracle.slack(dtype)}
+    tolerance = {"rtol": max(1e-4, 2 * bounds.eps(dtype)), "atol": 2 * bounds.slack(dtype)}
     for other in others(implementation):
         got = topk(other, x, k, where=where)
         np.testing.assert_array_equal(got.indices, indices, err_msg=other)
@@ -679,14 +678,14 @@ def test_every_implementation_gives_the_same_gradient(implementation, op, masked
     where = cases.broadcast_mask("bv", x.shape) if masked else None
     x, dy = operands(op, x, where)
     y, dx = map(np.asarray, forward_and_grad(implementation, op, x, dy, where))
-    unit, unit_dx = (getattr(oracle, f"{op}{name}_unit") for name in ("", "_vjp"))
+    unit, unit_dx = (getattr(bounds, f"{op}{name}_unit") for name in ("", "_vjp"))
     seen = dy if where is None or op == "logsumexp" else np.where(where, dy, 0)
     units = unit(x, -1, where), unit_dx(x, seen, -1, where)
     slacks = 1, 1 + np.sum(np.abs(seen), -1, keepdims=True)  # a denormal p may be flushed
     for other in others(implementation):
         for got, want, unit, slack in zip(forward_and_grad(other, op, x, dy, where), (y, dx), units, slacks):
             unit = unit if unit.ndim == 2 else unit[:, None]
-            assert oracle.error_units(got, want, unit, slack_times=slack) <= 4 * UNITS, other
+            assert bounds.error_units(got, want, unit, slack_times=slack) <= 4 * UNITS, other
 
 
 # --- Every plan of triton -----------------------------------------------------------------------------
@@ -790,7 +789,7 @@ def test_every_triton_plan_of_softmax(implementation):
         arrays = cases.operands(op, cases.rows(names, v, dtype))
         out = jax.jit(lambda arrays: triton._rows(op, arrays, None, (1,), plan))(arrays)
         got = np.asarray(out[0] if op == "logsumexp" else out).astype(dtype)
-        oracle.assert_operation(op, got, arrays, names)
+        bounds.assert_operation(op, got, arrays, names)
 
     plans = triton_softmax_plans()
     failed = failures(check, plans)

@@ -5,12 +5,9 @@ What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX it
 
 import dataclasses
 
-import cases
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32
 
 from pallas_softmax.implementations import folding, xla
 from pallas_softmax.implementations.mosaic_gpu.device import layout
@@ -23,6 +20,8 @@ from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_t
 from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.online import Normalizer
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -53,7 +52,7 @@ def check(name, x, names, where=None, plan=None, interpret=INTERPRET):
     if where is not None:
         arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
     got = run(name, arrays, where, plan=plan, interpret=interpret)
-    oracle.assert_operation(name, got, arrays, names, where)
+    bounds.assert_operation(name, got, arrays, names, where)
 
 
 # Rows over 2 to 128 lanes, and several of them in a CTA; whole vectors and not; several vectors a lane.
@@ -159,8 +158,8 @@ def test_normalizer_of_logsumexp(plan):
     x = cases.rows(ALL, 1003)
     _, m, d = softmax_rows.rows("logsumexp", (jnp.asarray(x),), None, (1,), plan=plan, interpret=INTERPRET)
     want_m, want_d = oracle.normalizer(x)
-    oracle.assert_close(m, want_m, np.zeros_like(want_m), ALL)
-    oracle.assert_close(d, want_d, oracle.normalizer_unit(x), ALL)
+    bounds.assert_close(m, want_m, np.zeros_like(want_m), ALL)
+    bounds.assert_close(d, want_d, bounds.normalizer_unit(x), ALL)
 
 
 @pytest.mark.parametrize("plan", [None, Parts(128 * 3, 4, 2, 1, True)], ids=str)
@@ -170,7 +169,7 @@ def test_special_cotangents(name, plan):
     names = [n for n in ALL if n != "huge"]  # its sum may overflow in float32
     y, _ = cases.operands(name, cases.rows(["normal"], v).repeat(len(names), 0))
     arrays = y, cases.rows(names, v)
-    oracle.assert_operation(name, run(name, arrays, plan=plan), arrays, names)
+    bounds.assert_operation(name, run(name, arrays, plan=plan), arrays, names)
 
 
 # --- top-k --------------------------------------------------------------------------------------------
@@ -211,11 +210,11 @@ def judge_topk(got, x, k, names, where, temperature, log, dtype):
     for i, name in enumerate(names):
         np.testing.assert_array_equal(winners.indices[i], indices[i], err_msg=name)
     # 1 / temperature is rounded once, and multiplied: one more unit each way
-    oracle.assert_close(winners.values, want, 1.5 * oracle.fused_topk_unit(x, k, where, t, log), names)
+    bounds.assert_close(winners.values, want, 1.5 * bounds.fused_topk_unit(x, k, where, t, log), names)
     assert m.shape == d.shape == (len(x), 1)
     want_m = oracle.normalizer(x, where)[0]
     ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN, whatever they are
-    np.testing.assert_allclose(np.asarray(m)[ordinary], want_m[ordinary], rtol=0, atol=oracle.slack(F32))
+    np.testing.assert_allclose(np.asarray(m)[ordinary], want_m[ordinary], rtol=0, atol=bounds.slack(F32))
     assert np.isfinite(np.asarray(d)[ordinary]).all()
 
 

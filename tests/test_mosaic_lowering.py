@@ -8,7 +8,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import oracle
 import pytest
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -23,6 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from tests.support import oracle
 
 ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in every dtype
 DTYPES = ("float32", "bfloat16", "float16")

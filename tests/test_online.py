@@ -1,18 +1,17 @@
 """online: the pair (m, d), the operator's laws, prefixes, totals, and the merge of candidates."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import F32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pallas_softmax import online
 from pallas_softmax.online import Candidates, Normalizer
+from tests.support import cases, oracle
+from tests.support.cases import F32
 
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
 combine = jax.jit(online.combine)

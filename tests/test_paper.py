@@ -2,17 +2,16 @@
 
 import functools
 
-import cases
 import jax
 import numpy as np
-import oracle
 import pytest
-from cases import F32, F64
 from test_mosaic_interpret import ALL, INTERPRET
 from test_mosaic_lowering import array, lowered, names
 
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.device import memory
+from tests.support import bounds, cases, oracle
+from tests.support.cases import F32, F64
 
 ALGORITHMS = paper.SOFTMAX | paper.TOPK
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
@@ -27,11 +26,11 @@ def check(name, run, v, k=5, ordered=ORDERED):
     if name in paper.SOFTMAX:
         rows = MILD if name == "naive" else ALL
         x = cases.rows(rows, v)
-        want, unit = oracle.softmax(x), oracle.softmax_unit(x)
+        want, unit = oracle.softmax(x), bounds.softmax_unit(x)
         if name == "naive":  # x is rounded before exp, not x - m
             size = np.abs(x.astype(F64))
             unit = unit + want * (size + np.sum(want * size, -1, keepdims=True))
-        oracle.assert_close(run(x), want, unit, rows)
+        bounds.assert_close(run(x), want, unit, rows)
         return
     k = min(k, v)
     x = cases.rows(ordered, v)
@@ -40,16 +39,16 @@ def check(name, run, v, k=5, ordered=ORDERED):
     if name == "topk":
         np.testing.assert_array_equal(values, np.take_along_axis(x, best, -1))
     else:
-        oracle.assert_close(values, oracle.fused_topk(x, k)[0], oracle.fused_topk_unit(x, k), ordered)
+        bounds.assert_close(values, oracle.fused_topk(x, k)[0], bounds.fused_topk_unit(x, k), ordered)
     if name != "safe_unfused":
         np.testing.assert_array_equal(indices, best)
         return
     # probabilities that have rounded to the same number are ties: the indices are any with the values
     assert all(len(set(row)) == k for row in indices)
-    oracle.assert_close(
+    bounds.assert_close(
         np.take_along_axis(oracle.softmax(x), indices, -1).astype(F32),
         values,
-        2 * oracle.fused_topk_unit(x, k),
+        2 * bounds.fused_topk_unit(x, k),
         ordered,
     )
 
@@ -80,7 +79,7 @@ def check_overflow(run):
     np.testing.assert_array_equal(naive[1], [np.nan, 0, 0])  # inf / inf, 1 / inf
     assert np.isnan(naive[2]).all()  # 0 / 0
     for name in ("safe", "online"):
-        oracle.assert_operation("softmax", run(name, x), (x,), "abc")
+        bounds.assert_operation("softmax", run(name, x), (x,), "abc")
 
 
 @pytest.mark.parametrize("kernel", [True, False])

@@ -1,17 +1,16 @@
 """softmax, log_softmax and logsumexp: the values and gradients of the contract, and of jax.nn."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32, F64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import pallas_softmax as ps
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32, F64
 
 NAMES = ["softmax", "log_softmax", "logsumexp"]
 ELEMENTWISE = NAMES[:2]
@@ -47,23 +46,23 @@ def assert_same(got, want, units=4.0):
 
 def assert_as_accurate(got, theirs, value, unit, factor=2.0):
     """Not further from the oracle than four units, or than `factor` times what jax.nn is."""
-    limit = max(4.0, factor * oracle.error_units(theirs, value, unit))
-    assert oracle.error_units(got, value, unit) <= limit
+    limit = max(4.0, factor * bounds.error_units(theirs, value, unit))
+    assert bounds.error_units(got, value, unit) <= limit
 
 
 # --- Accuracy -----------------------------------------------------------------------------------------
 
 EXPECTED = {
-    "softmax": (oracle.softmax, oracle.softmax_unit),
-    "log_softmax": (oracle.log_softmax, oracle.log_softmax_unit),
-    "logsumexp": (oracle.logsumexp, oracle.logsumexp_unit),
+    "softmax": (oracle.softmax, bounds.softmax_unit),
+    "log_softmax": (oracle.log_softmax, bounds.log_softmax_unit),
+    "logsumexp": (oracle.logsumexp, bounds.logsumexp_unit),
 }
 GRADIENT = {
-    "softmax": (oracle.softmax_vjp, oracle.softmax_vjp_unit),
-    "log_softmax": (oracle.log_softmax_vjp, oracle.log_softmax_vjp_unit),
+    "softmax": (oracle.softmax_vjp, bounds.softmax_vjp_unit),
+    "log_softmax": (oracle.log_softmax_vjp, bounds.log_softmax_vjp_unit),
     "logsumexp": (
         oracle.logsumexp_vjp,
-        lambda x, g, axis: np.abs(g) * oracle.softmax_unit(x, axis) * oracle.logsumexp_unit(x, axis)[:, None],
+        lambda x, g, axis: np.abs(g) * bounds.softmax_unit(x, axis) * bounds.logsumexp_unit(x, axis)[:, None],
     ),
 }
 
@@ -87,15 +86,15 @@ def accurate(name, dtype, v, names):
     if dtype in (F32, F64):
         reference = value_and_vjp(lambda x: theirs(name)(x, -1))(x, g)
     else:
-        unit = oracle.stored_unit(value, unit, dtype)
+        unit = bounds.stored_unit(value, unit, dtype)
     bad = []
     for part, want, units, slack_times in [(0, value, unit, 1.0), (1, grad, grad_unit, flushed)]:
         assert got[part].dtype == dtype
         for i, row in enumerate(names):
             args = want[i], units[i]
-            error = oracle.error_units(got[part][i], *args, slack_times=slack_times)
+            error = bounds.error_units(got[part][i], *args, slack_times=slack_times)
             if reference is not None:
-                their = oracle.error_units(reference[part][i], *args, slack_times=slack_times)
+                their = bounds.error_units(reference[part][i], *args, slack_times=slack_times)
                 limit = max(2.0, 2 * their if np.isfinite(their) else 0)
             else:
                 limit = 2.0 if part else 1.0
@@ -141,7 +140,7 @@ def test_rows_do_not_disturb_each_other(n, v):
     """A batch of 1 and of a prime: row i alone is row i of the batch, next to NaN and inf rows."""
     x = cases.rows([*cases.FINITE, *cases.SPECIAL][-n:], v)
     alone = np.concatenate([ps.softmax(row[None]) for row in x])
-    assert oracle.error_units(ps.softmax(x), alone, np.abs(alone)) <= 2
+    assert bounds.error_units(ps.softmax(x), alone, np.abs(alone)) <= 2
 
 
 # --- Special values -----------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ def test_special_values(name, v, dtype):
     bad = [
         f"{row}: {got[i].ravel()[:3]}"
         for i, row in enumerate(names)
-        if oracle.error_units(got[i], value[i], unit[i]) > 2
+        if bounds.error_units(got[i], value[i], unit[i]) > 2
     ]
     assert not bad, bad
 
@@ -309,7 +308,7 @@ def test_kept_special_values_with_where(name, row):
     where[:, 4] = False
     assert_same(ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where))
     value = EXPECTED[name][0](x, -1, where=where)
-    assert oracle.error_units(ours(name)(x, -1, where=where), value, np.abs(value)) <= 4
+    assert bounds.error_units(ours(name)(x, -1, where=where), value, np.abs(value)) <= 4
     g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
     np.testing.assert_allclose(
         jax.vjp(lambda x: ours(name)(x, -1, where=where), x)[1](g)[0],
@@ -396,7 +395,7 @@ def test_unsigned_integers_are_not_wrapped(name):
     """jax.nn.softmax lets x - m wrap around in uint8; never a wrong number."""
     x = jnp.asarray([1, 2, 0], jnp.uint8)
     value, unit = (f(np.asarray(x), -1) for f in EXPECTED[name])
-    assert oracle.error_units(ours(name)(x, -1), value, unit) <= 4
+    assert bounds.error_units(ours(name)(x, -1), value, unit) <= 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -482,7 +481,7 @@ def test_any_array_axis_and_mask(name, call):
     x, axis, where = call
     value, unit = (f(x, axis, where=where) for f in EXPECTED[name])
     got = _compiled(name, axis, where is None)(x, where)
-    assert oracle.error_units(got, value, unit) <= 4
+    assert bounds.error_units(got, value, unit) <= 4
 
 
 _cache = {}

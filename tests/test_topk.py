@@ -2,19 +2,18 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32, F64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
 
 from pallas_softmax import TopK, fused_topk
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32, F64
 
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
 ALL = [*cases.FINITE, *cases.SPECIAL]
@@ -41,13 +40,13 @@ def composed(logits, k, where=None, temperature=1.0, log=False):
 def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
     """Indices exactly the oracle's, values within `limit` units of it."""
     values, indices = oracle.fused_topk(x, k, **kwargs)
-    unit = oracle.fused_topk_unit(x, k, **kwargs)
+    unit = bounds.fused_topk_unit(x, k, **kwargs)
     if got.values.dtype in (BF16, F16):
-        unit, limit = oracle.stored_unit(values, unit, got.values.dtype), 1.0
+        unit, limit = bounds.stored_unit(values, unit, got.values.dtype), 1.0
     assert got.indices.dtype == np.int32
     np.testing.assert_array_equal(got.indices, indices)
     for i in range(len(x)):
-        error = oracle.error_units(got.values[i], values[i], unit[i])
+        error = bounds.error_units(got.values[i], values[i], unit[i])
         assert error <= limit, f"{names[i] if names else i}: {error} units"
 
 
@@ -355,9 +354,9 @@ def test_gradient_against_the_formula(mask, log):
     x = X if where is None else np.where(where, X, F32.type(np.nan))
     dx, dt = map(np.asarray, pullback(lambda x, t: _ours(x, t, where, log), x, t, g))
     want_dx, want_dt = oracle.fused_topk_vjp(X, g, 5, where, t, log)
-    unit_dx, unit_dt = oracle.fused_topk_vjp_unit(X, g, 5, where, t, log)
-    assert oracle.error_units(dx, want_dx, unit_dx, slack_times=100) <= 4
-    assert oracle.error_units(dt, want_dt, unit_dt, slack_times=100) <= 4
+    unit_dx, unit_dt = bounds.fused_topk_vjp_unit(X, g, 5, where, t, log)
+    assert bounds.error_units(dx, want_dx, unit_dx, slack_times=100) <= 4
+    assert bounds.error_units(dt, want_dt, unit_dt, slack_times=100) <= 4
     if where is not None:
         assert (dx[~np.broadcast_to(where, X.shape)] == 0).all()
 
@@ -379,9 +378,9 @@ def test_gradient_of_peaked_rows(v):
     x, t, g = cases.rows(names, v), np.ones(4, F32), cases.cotangent((4, 5))
     dx, dt = pullback(lambda x, t: _ours(x, t, None, False), x, t, g)
     args = (x, g, 5, None, t)
-    want, units = oracle.fused_topk_vjp(*args), oracle.fused_topk_vjp_unit(*args)
-    assert oracle.error_units(dx, want[0], units[0], slack_times=v) <= 4
-    assert oracle.error_units(dt, want[1], units[1], slack_times=100 * v) <= 4
+    want, units = oracle.fused_topk_vjp(*args), bounds.fused_topk_vjp_unit(*args)
+    assert bounds.error_units(dx, want[0], units[0], slack_times=v) <= 4
+    assert bounds.error_units(dt, want[1], units[1], slack_times=100 * v) <= 4
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -412,8 +411,8 @@ def test_gradient_of_16_bits(dtype):
     x, g = cases.rows(names, 129, dtype), cases.cotangent((4, 5), dtype)
     dx = jax.vjp(lambda x: fused_topk(x, 5).values, x)[1](g)[0]
     assert dx.dtype == dtype
-    units = oracle.fused_topk_vjp_unit(x, g, 5)[0]
-    assert oracle.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
+    units = bounds.fused_topk_vjp_unit(x, g, 5)[0]
+    assert bounds.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
 
 
 def test_gradient_of_nan_rows_stays_in_its_row():

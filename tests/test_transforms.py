@@ -1,14 +1,14 @@
 """Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation. Sharding is in test_sharded.py."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import F32
 from jax import export
 
 import pallas_softmax as ps
+from tests.support import cases
+from tests.support.cases import F32
 
 V = 20
 X = cases.rows(["normal", "peaked", "integers", "ascending", "one_winner", "constant"], V)
