@@ -702,7 +702,7 @@ def triton_topk_plans():
     ):
         if k <= v:
             plan = triton_plan.plan_topk(rows, v, k, dtype)
-            fan = min(triton_plan.lists_per_merge(plan.slots), triton_plan.power_of_two(plan.parts))
+            fan = triton_plan.merge_fan_in(plan.parts, plan.slots)
             every.setdefault((plan, dtype), (v, dtype, k, plan, fan))
 
     def has(plan, fan):
@@ -772,7 +772,7 @@ def test_every_triton_plan_of_softmax(implementation):
 
     def check(op, v, dtype, plan):
         arrays = cases.operands(op, cases.rows(names, v, dtype))
-        out = jax.jit(lambda arrays: triton._rows(op, arrays, None, (1,), plan))(arrays)
+        out = jax.jit(lambda arrays: triton.softmax_rows(op, arrays, None, (1,), plan))(arrays)
         got = np.asarray(out[0] if op == "logsumexp" else out).astype(dtype)
         bounds.assert_operation(op, got, arrays, names)
 

@@ -96,7 +96,7 @@ def triton_rows(rows, v, dtype, plan, masked, name):
     x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
     where = np.arange(v)[None] % 3 > 0 if masked else None
     arrays = cases.operands(name, x, where)
-    kernel = jax.jit(lambda arrays, where: triton._rows(name, arrays, where, (1,), plan))
+    kernel = jax.jit(lambda arrays, where: triton.softmax_rows(name, arrays, where, (1,), plan))
     compiled = kernel.lower(arrays, where).compile()
 
     def check():
