@@ -1,20 +1,15 @@
 """softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, execution, online, operations
+from pallas_softmax import arguments, execution, online
 from pallas_softmax.arguments import Axis, AxisName
-from pallas_softmax.call import Choice, describe
-from pallas_softmax.choice import choose
-from pallas_softmax.implementations import xla
-from pallas_softmax.online import Normalizer
-from pallas_softmax.varying import sum_cotangents
+from pallas_softmax.call import describe
+from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
 
 
 def softmax(
@@ -48,7 +43,8 @@ def softmax(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     rows = _float_rows("softmax", x, axis, where, axis_name)
-    return _softmax(rows.x, rows.where, rows.axes, _choose("softmax", rows, implementation))
+    (y,) = _run(_softmax, "softmax", rows, implementation)
+    return y
 
 
 def log_softmax(
@@ -77,7 +73,8 @@ def log_softmax(
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
-    return _log_softmax(rows.x, rows.where, rows.axes, _choose("log_softmax", rows, implementation))
+    (y,) = _run(_log_softmax, "log_softmax", rows, implementation)
+    return y
 
 
 def logsumexp(
@@ -111,18 +108,8 @@ def logsumexp(
     """
     rows = arguments.rows("logsumexp", "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
-    choice = choose(
-        describe("logsumexp", rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes), implementation
-    )
-    out, _ = _logsumexp(rows.x, rows.where, rows.axes, Choices(choice, None))
+    out, _ = _run(_logsumexp, "logsumexp", rows, implementation)
     return (out if keepdims else jnp.squeeze(out, rows.axes)).astype(rows.x.dtype)
-
-
-class Choices(NamedTuple):
-    """The implementations of an operation and of its gradient, which is None where it is always plain JAX."""
-
-    forward: Choice
-    gradient: Choice | None
 
 
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
@@ -131,74 +118,35 @@ def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
 
 
-def _choose(op: str, rows: arguments.Rows, implementation: str | None) -> Choices:
-    """The choices for the operation and for its gradient."""
-    gradient = str(operations.TABLE[op].gradient)
-    calls = (
-        describe(name, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes) for name in (op, gradient)
-    )
-    return Choices(*(choose(call, implementation) for call in calls))
+def _run(function: Callable, op: str, rows: arguments.Rows, implementation: str | None):
+    """The results of an operation of this file: those that have derivatives."""
+    call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes)
+    ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
+    return ys
 
 
-def _differentiable(op: str, residuals: Callable) -> Callable:
-    """A function (x, where, axes, choices) of the operation `op`, with reverse-mode derivatives of any order.
-
-    The forward and its gradient are both `jax.custom_vjp` functions, since kernels have no derivatives of their own:
-
-        forward    run op                      backward: the gradient below
-        gradient   run the gradient of op      backward: jax.vjp of its plain JAX form
-
-    Args:
-      op: the operation, a key of `operations.TABLE`.
-      residuals: (x, y) -> what the gradient needs of the logits and of the result.
-    """
-    gradient_op = str(operations.TABLE[op].gradient)
-
-    def run(x, where, axes, choices):
-        return execution.run(choices.forward, x, where, axes=axes)
-
-    run.__name__ = op  # for profiles
-    forward = jax.custom_vjp(run, nondiff_argnums=(2, 3))
-
-    def plain_gradient(axes, choices):
-        return functools.partial(
-            xla.functions[gradient_op], axes=axes, mesh_axes=choices.forward.call.mesh_axes
-        )
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-    def gradient(saved, where, dy, axes, choices):
-        if choices.gradient is None:
-            return plain_gradient(axes, choices)(saved, where, dy)
-        return execution.run(choices.gradient, saved, where, dy, axes=axes)
-
-    def forward_fwd(x, where, axes, choices):
-        y = forward(x, where, axes, choices)
-        return y, (residuals(x, y), where)
-
-    def forward_bwd(axes, choices, saved, dy):
-        saved, where = saved
-        if (
-            choices.gradient is None
-        ):  # logsumexp: the result is the same on all devices that the row is spread over
-            dy = sum_cotangents(dy, choices.forward.call.mesh_axes)
-        return gradient(saved, where, dy, axes, choices), None
-
-    def gradient_fwd(saved, where, dy, axes, choices):
-        return gradient(saved, where, dy, axes, choices), (saved, where, dy)
-
-    def gradient_bwd(axes, choices, saved, ddx):
-        saved, where, dy = saved
-        _, vjp = jax.vjp(lambda saved, dy: plain_gradient(axes, choices)(saved, where, dy), saved, dy)
-        d_saved, d_dy = vjp(ddx)
-        return d_saved, None, d_dy
-
-    forward.defvjp(forward_fwd, forward_bwd)
-    gradient.defvjp(gradient_fwd, gradient_bwd)
-    return jax.jit(forward, static_argnums=(2, 3))
+def _same_shape(static: Static, xs, constants):
+    """softmax and log_softmax: one result like the logits."""
+    return (execution.run(static.forward, *xs, *constants, **dict(static.keywords)),), ()
 
 
-_softmax = _differentiable("softmax", lambda x, y: (y,))
-_log_softmax = _differentiable("log_softmax", lambda x, y: (y,))
-# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write. No derivative depends on
-# m, which is a constant here and in d.
-_logsumexp = _differentiable("logsumexp", lambda x, y: (x, Normalizer(jax.lax.stop_gradient(y[1].m), y[1].d)))
+def _save_result(xs, constants, ys, others):
+    """What the derivatives of softmax and log_softmax need: their result, and the mask."""
+    return ys, *constants
+
+
+def _logsumexp_and_d(static: Static, xs, constants):
+    """logsumexp, and the normalizer (m, d), of which m counts as a constant: no derivative depends on it."""
+    lse, (m, d) = execution.run(static.forward, *xs, *constants, **dict(static.keywords))
+    return (lse, d), (m,)
+
+
+def _save_normalizer(xs, constants, ys, others):
+    """What the derivatives of logsumexp need: the logits, (m, d), and the mask."""
+    return (*xs, *others, ys[1]), *constants
+
+
+_softmax = differentiable("softmax", _same_shape, _save_result, maps_of("softmax"))
+_log_softmax = differentiable("log_softmax", _same_shape, _save_result, maps_of("log_softmax"))
+# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
+_logsumexp = differentiable("logsumexp", _logsumexp_and_d, _save_normalizer, maps_of("logsumexp"))

@@ -1,8 +1,7 @@
 """fused_topk: what it promises, and how its gradient is wired."""
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,9 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe
-from pallas_softmax.choice import choose, choose_plain
-from pallas_softmax.implementations import xla
+from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable, maps_of
 from pallas_softmax.sharding.specs import lay_together
-from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
+from pallas_softmax.varying import share_cotangent, varies, vary_together
 
 
 class TopK(NamedTuple):
@@ -98,12 +96,16 @@ def fused_topk(
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
 
-    choice = choose(describe("topk", x, (axis,), mask, k, mesh_axes), implementation)
+    call = describe("topk", x, (axis,), mask, k, mesh_axes)
+    stored = (
+        dtype if jnp.finfo(dtype).bits >= 16 else jnp.dtype(jnp.float32)
+    )  # kernels store no narrower floats
+    static = choose_all(call, implementation, own={"k": k, "dtype": stored}, log=bool(log))
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
-    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), dtype, choice)
-    return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
+    (values, _), (_, indices) = _topk(static, (x, t), (mask,))
+    return TopK(jnp.moveaxis(values.astype(dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
 def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.Array:
@@ -123,64 +125,47 @@ def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.A
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
-# Like the functions of softmax.py, top-k and its gradient are both `jax.custom_vjp` functions.
+def _values_and_d(static: Static, xs, constants):
+    """The winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it."""
+    logits, temperature = xs
+    winners, (m, d) = execution.run(static.forward, logits, *constants, temperature, **dict(static.keywords))
+    return (winners.values, d), (m, winners.indices)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _topk(logits, where, temperature, k, log, dtype, choice):
-    """TopK of the last axis, and the normalizer of the logits."""
-    stored = (
-        dtype if jnp.finfo(dtype).bits >= 16 else jnp.dtype(jnp.float32)
-    )  # kernels store no narrower floats
-    winners, normalizer = execution.run(choice, logits, where, temperature, k=k, log=log, dtype=stored)
-    return TopK(winners.values.astype(dtype), winners.indices), normalizer
+def _save(xs, constants, ys, others):
+    """What the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
+    m, indices = others
+    return (*xs, m, ys[1], indices), *constants
 
 
-def _topk_fwd(logits, where, temperature, k, log, dtype, choice):
-    out: Any = _topk(logits, where, temperature, k, log, dtype, choice)
-    (_, indices), (m, d) = out
-    # p does not depend on m, which is a constant here and in d
-    return out, (logits, where, temperature, jax.lax.stop_gradient(m), d, indices)
+def _topk_maps() -> Maps:
+    """The derivatives in the logits, unless they are integers, and in the temperature, which rows may share."""
+    maps = maps_of("topk")
+
+    def tangent(function: Callable) -> Callable:
+        def run(static: Static, saved, dxs):
+            logits, *_ = saved[0]
+            dlogits = dxs[:-1] or (jnp.zeros_like(logits, jnp.float32),)
+            return function(static, saved, (*dlogits, dxs[-1]))
+
+        return run
+
+    def cotangent(function: Callable) -> Callable:
+        def run(static: Static, saved, dys):
+            logits, temperature, *_ = saved[0]
+            dlogits, dt = function(static, saved, dys)
+            of_all_rows = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
+            dt = share_cotangent(jnp.sum(dt, of_all_rows, keepdims=True), static.forward.call.mesh_axes)
+            return (dlogits, dt) if jnp.issubdtype(logits.dtype, jnp.floating) else (dt,)
+
+        return run
+
+    return Maps(
+        tangent(maps.tangent),
+        cotangent(maps.cotangent),
+        tangent(maps.plain_tangent),
+        cotangent(maps.plain_cotangent),
+    )
 
 
-def _topk_bwd(k, log, dtype, choice, saved, cotangents):
-    """The cotangents of logits and temperature; see `implementations.xla.topk_grad`."""
-    logits, where, temperature, m, d, indices = saved
-    floating = jnp.issubdtype(logits.dtype, jnp.floating)
-    if not k:  # without winners nothing depends on the logits
-        return jnp.zeros_like(logits) if floating else None, None, jnp.zeros_like(temperature)
-    (g, _), (_, g_d) = cotangents
-    mesh_axes = choice.call.mesh_axes
-    residuals = logits, temperature, m, d, indices
-    gradient: Any = _gradient(residuals, where, sum_cotangents((g, g_d), mesh_axes), log, choice)
-    dlogits, dt = gradient
-    one_for_all = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-    dt = share_cotangent(jnp.sum(dt, one_for_all, keepdims=True), mesh_axes)
-    return dlogits if floating else None, None, dt
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gradient(residuals, where, cotangents, log, choice):
-    gradient = dataclasses.replace(choice.call, op="topk_grad")
-    return execution.run(choose_plain(gradient), residuals, where, cotangents, log=log)
-
-
-def _gradient_fwd(residuals, where, cotangents, log, choice):
-    return _gradient(residuals, where, cotangents, log, choice), (residuals, where, cotangents)
-
-
-def _gradient_bwd(log, choice, saved, dd):
-    (logits, temperature, m, d, indices), where, cotangents = saved
-
-    def gradient(logits, temperature, d, cotangents):
-        residuals = logits, temperature, m, d, indices
-        return xla.topk_grad(residuals, where, cotangents, log=log, mesh_axes=choice.call.mesh_axes)
-
-    _, vjp = jax.vjp(gradient, logits, temperature, d, cotangents)
-    d_logits, d_temperature, d_d, d_cotangents = vjp(dd)
-    return (d_logits, d_temperature, None, d_d, None), None, d_cotangents
-
-
-_gradient.defvjp(_gradient_fwd, _gradient_bwd)
-_topk.defvjp(_topk_fwd, _topk_bwd)
-_jitted_topk = jax.jit(_topk, static_argnums=(3, 4, 5, 6))
+_topk = differentiable("topk", _values_and_d, _save, _topk_maps())
