@@ -98,17 +98,21 @@ def _better_by_xla(call: Call) -> str | None:
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
     """The implementations that `function(*args, **kwargs)` would run, in the order of the calls.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line. Inside jax.vmap
-    it is the choice for one slice; the batch chooses again, for all its rows.
-
-    Of arrays sharded by mesh axes it is the choice for the whole; each device chooses again, for its part.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line. Inside `jax.vmap` it
+    is the choice for one slice, and of sharded arrays that for the whole; the batch, and each device for its shard,
+    chooses again.
 
       >>> explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32"))  # doctest: +SKIP
 
     Args:
-      function: a function of this package, or one of yours that calls them. A part of it that jax.jit has
-        traced before with the same arguments is not traced again, so its calls are not listed.
-      *args, **kwargs: as for the call itself.
+      function: a function of this package, or one of yours that calls them. A part of it that jax.jit has traced
+        before with the same arguments is not traced again, so its calls are not listed.
+      *args: the positional arguments of the function.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      One `Choice` for each call: the implementation on CUDA devices, that on other ones, and why others were passed
+      over.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}

@@ -35,6 +35,7 @@ def softmax(
 
     Returns:
       An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is 0.
+      Differentiable in `x`, in both modes and to any order (`jax.experimental.jet` excepted: use nested `jax.jvp`).
 
     Raises:
       TypeError: `x` or `where` is not an array, `x` is boolean, or `axis_name` is no name.
@@ -68,6 +69,7 @@ def log_softmax(
 
     Returns:
       An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is -inf.
+      Differentiable as `softmax`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
@@ -80,36 +82,68 @@ def log_softmax(
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
-    *,
-    where: ArrayLike | None = None,
+    b: ArrayLike | None = None,
     keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
     axis_name: AxisName = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` (without `b` and `return_sign`).
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
 
     Args:
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
       axis: the axis, axes or (None, the default) all axes of a row.
-      where: boolean, broadcastable to `a`. Masked positions are left out.
+      b: factors of the exponentials, broadcastable to `a`. With them, and for complex `a` or `return_sign`, the call
+        is JAX's own, in float32 for 16-bit logits.
       keepdims: whether the reduced dimensions stay, with size 1.
+      return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
+      where: boolean, broadcastable to `a`. Masked positions are left out.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result is that of
         the whole row, the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
       An array of the shape of `a` without the reduced dimensions. An empty or fully masked row, or one of nothing
-      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN.
+      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN. Differentiable as `softmax`; the gradient of a
+      row with a +inf is 1 there and 0 elsewhere, not NaN as JAX's.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
-    rows = arguments.rows("logsumexp", "a", a, axis, where, axis_name, boolean=True)
+    name = "logsumexp"
+    if (
+        b is not None
+        or return_sign
+        or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
+    ):
+        if implementation not in (None, "xla") or axis_name is not None:
+            raise NotImplementedError(
+                f"{name}: b, return_sign and complex a need implementation=None or 'xla' and no axis_name, "
+                f"got {implementation!r} and {axis_name!r}"
+            )
+        return _by_jax(name, a, axis, b, keepdims, return_sign, where)
+    rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
-    out, _ = _run(_logsumexp, "logsumexp", rows, implementation)
+    out, _ = _run(_logsumexp, name, rows, implementation)
     return (out if keepdims else jnp.squeeze(out, rows.axes)).astype(rows.x.dtype)
+
+
+def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
+    """What no kernel has, by `jax.nn.logsumexp`; 16-bit numbers are computed in float32."""
+    a = arguments.array(name, "a", a)
+    axes = arguments.normalized_axes(name, axis, a.ndim)
+    b = None if b is None else arguments.array(name, "b", b)
+    out_dtype = jnp.result_type(a, *(() if b is None else (b,)), jax.eval_shape(jnp.exp, a).dtype)
+    wide = [
+        x if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating) else online.widen(x.astype(out_dtype))
+        for x in (a, b)
+    ]
+    out = jax.nn.logsumexp(wide[0], axes, wide[1], keepdims, return_sign, where)
+    return jax.tree.map(lambda x: x.astype(out_dtype) if jnp.isrealobj(x) else x, out)
 
 
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:

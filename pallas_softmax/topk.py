@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
@@ -37,7 +37,7 @@ def fused_topk(
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
     log: bool = False,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> TopK:
@@ -51,8 +51,9 @@ def fused_topk(
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
-      temperature: positive scalar, or one per row (shape of `logits` without `axis`). One that is traced
-        and not positive gives NaN values. It is kept to where its reciprocal is a normal number.
+      temperature: positive scalar, or one per row: what broadcasts to the shape of `logits` without `axis`, or with
+        size 1 there. One that is traced and not positive gives NaN values. It is kept to where its reciprocal is a
+        normal number.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
@@ -64,7 +65,7 @@ def fused_topk(
       TopK(values, indices). `indices` (int32) are exactly those of `lax.top_k(logits, k)`: descending by
       +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked
       winners have value 0 (log: -inf); a row with an unmasked NaN or +inf has NaN values.
-      Differentiable (reverse mode) in `logits` and `temperature`.
+      Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
       TypeError: `logits` is no real array, `k` is traced or not an integer, `axis` is not an int, or
@@ -88,40 +89,45 @@ def fused_topk(
         raise ValueError(f"{name}: k must be from 0 to the row's length {length}, got {k}")
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
-    t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :], floating)
-    dtype = floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name}: dtype must be floating, got {dtype.name}")
+    t = _temperature(name, temperature, x.shape, axis, floating)
+    out_dtype = jnp.dtype(floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype))
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(f"{name}: dtype must be floating, got {out_dtype.name}")
 
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
 
     call = describe("topk", x, (axis,), mask, k, mesh_axes)
-    stored = (
-        dtype if jnp.finfo(dtype).bits >= 16 else jnp.dtype(jnp.float32)
-    )  # kernels store no narrower floats
-    static = choose_all(call, implementation, own={"k": k, "dtype": stored}, log=bool(log))
+    # kernels store no floats of 8 bits
+    stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
+    own = {"k": k, "dtype": stored}
+    static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
     (values, _), (_, indices) = _topk(static, (x, t), (mask,))
-    return TopK(jnp.moveaxis(values.astype(dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
+    return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
-def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.Array:
+def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """The checked temperature, of shape (1, ..., 1) or batch + (1,); NaN where a traced one is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
     if not isinstance(temperature, Tracer) and not np.all(np.asarray(temperature) > 0):
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
-    if t.shape not in ((), batch):
-        raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
+    batch, given = shape[:axis] + shape[axis + 1 :], t.shape
+    if t.ndim == len(shape) and t.shape[axis] == 1:
+        t = jnp.squeeze(t, axis)
+    if t.ndim > len(batch) or any(n not in (1, full) for n, full in zip(t.shape[::-1], batch[::-1])):
+        raise ValueError(
+            f"{name}: temperature must be a scalar or broadcast to the batch shape {batch}, got {given}"
+        )
+    t = jnp.broadcast_to(t, batch) if t.size > 1 else t.reshape(())
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
-    tiny = jnp.finfo(
-        t.dtype
-    ).tiny  # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    tiny = jnp.finfo(t.dtype).tiny
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
