@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -128,8 +127,8 @@ def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Cal
 
     Args:
       op: the operation, for profiles.
-      primal: (static, xs, constants) -> (ys, others), tuples of arrays; ys depend on xs as `maps` say, while others
-        and the constants (which may be None) have no derivatives.
+      primal: (static, xs, constants) -> (ys, others), tuples of arrays; ys depend on xs as `maps` say, while others,
+        floating as well, and the constants, which may be None, have no derivatives.
       save: (xs, constants, ys, others) -> the arguments of the maps before the tangents or cotangents.
       maps: the derivatives.
     """
@@ -159,16 +158,9 @@ def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Cal
         saved, tree = jax.tree.flatten(save(xs, constants, ys, others))
         dxs = [dx for x, dx in zip(xs, tangents[0]) if jnp.issubdtype(x.dtype, jnp.inexact)]
         dys = _linear(_Map(maps, static, tree), saved, dxs)
-        return (ys, others), (tuple(dys), jax.tree.map(_no_tangent, others))
+        return (ys, others), (tuple(dys), tuple(map(jnp.zeros_like, others)))
 
     return jax.jit(both_modes, static_argnums=0)
-
-
-def _no_tangent(x: jax.Array):
-    """The tangent of what has no derivative."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 @dataclasses.dataclass(frozen=True)

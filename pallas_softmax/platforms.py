@@ -29,21 +29,21 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     on_cuda = choice.required_cuda()
     operation = choice.call.op
 
+    if on_cuda == choice.elsewhere:
+        return load(on_cuda).functions[operation](*arrays, **keywords)
+
+    def varying(function: Callable) -> Callable:
+        """The function, whose results vary over the axes of `jax.shard_map` that an argument varies over."""
+        return lambda *arrays: jax.tree.map(lambda out: vary_together(out, *arrays)[0], function(*arrays))
+
     def implementation(name: str) -> Callable:
-        function = functools.partial(load(name).functions[operation], **keywords)
-
-        def varying(*arrays):  # what a kernel returns does not vary over the axes of shard_map yet
-            return jax.tree.map(lambda out: vary_together(out, *arrays)[0], function(*arrays))
-
-        return varying
+        return functools.partial(load(name).functions[operation], **keywords)
 
     def refused(*arrays):
         return placeholder(result_shapes(operation, arrays, keywords), str(choice.refusal))
 
-    if on_cuda == choice.elsewhere:
-        return load(on_cuda).functions[operation](*arrays, **keywords)
     elsewhere = refused if choice.elsewhere is None else implementation(choice.elsewhere)
-    return lax.platform_dependent(*arrays, cuda=implementation(on_cuda), default=elsewhere)
+    return lax.platform_dependent(*arrays, cuda=varying(implementation(on_cuda)), default=varying(elsewhere))
 
 
 def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:

@@ -137,13 +137,12 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     a = arguments.array(name, "a", a)
     axes = arguments.normalized_axes(name, axis, a.ndim)
     b = None if b is None else arguments.array(name, "b", b)
-    out_dtype = jnp.result_type(a, *(() if b is None else (b,)), jax.eval_shape(jnp.exp, a).dtype)
-    wide = [
-        x if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating) else online.widen(x.astype(out_dtype))
-        for x in (a, b)
-    ]
-    out = jax.nn.logsumexp(wide[0], axes, wide[1], keepdims, return_sign, where)
-    return jax.tree.map(lambda x: x.astype(out_dtype) if jnp.isrealobj(x) else x, out)
+    factors = () if b is None else (b,)
+    out_dtype = jnp.result_type(*factors, jax.eval_shape(jnp.exp, a).dtype)
+    wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
+    a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
+    out = jax.nn.logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)
+    return jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:

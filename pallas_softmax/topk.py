@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
@@ -105,7 +106,8 @@ def fused_topk(
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
-    (values, _), (_, indices) = _topk(static, (x, t), (mask,))
+    (values, _), (_, bits) = _topk(static, (x, t), (mask,))
+    indices = _indices(bits)
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
@@ -132,16 +134,24 @@ def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtyp
 
 
 def _values_and_d(static: Static, xs, constants):
-    """The winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it."""
+    """The winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it.
+
+    The indices are returned as floats of the same bits, for JAX has no zero tangent of an integer that varies over
+    the mesh axes of `jax.shard_map`.
+    """
     logits, temperature = xs
     winners, (m, d) = execution.run(static.forward, logits, *constants, temperature, **dict(static.keywords))
-    return (winners.values, d), (m, winners.indices)
+    return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
+
+
+def _indices(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def _save(xs, constants, ys, others):
     """What the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
-    m, indices = others
-    return (*xs, m, ys[1], indices), *constants
+    m, bits = others
+    return (*xs, m, ys[1], _indices(bits)), *constants
 
 
 def _topk_maps() -> Maps:
