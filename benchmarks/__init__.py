@@ -1,1 +1,1 @@
-"""Checked and timed comparisons; `python -m benchmarks --help` lists every flag."""
+"""Checked and timed comparisons: one program per question, such as `python -m benchmarks.softmax --help`."""

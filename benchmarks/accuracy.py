@@ -1,46 +1,44 @@
-"""Errors in ulps, ours and XLA's: python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
+"""How many ulps are ours and XLA's off? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
-import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import app
 
-from benchmarks import report, settings, softmax
-from benchmarks.cases import Case, make_cases
-from benchmarks.run import note, progress, question, require_extra, rows_of
+from benchmarks import softmax
+from benchmarks.support import flags, report
+from benchmarks.support.cases import Case, make_cases
+from benchmarks.support.driver import note, progress, question, require_extra, rows_of
 
 
 @dataclasses.dataclass
 class Row:
-    """One output of one of our implementations on one case: the columns of the CSV."""
+    """The columns of the CSV for one output of one of our implementations on one case."""
 
     case: Case
     output: str  # y or dx
     contender: str
     ran: str = ""
     status: str = "ok"  # ok, WORSE, not run, error
-    reason: str = ""  # of the last two
+    reason: str = ""  # why it is not run or an error
     ulps: float | None = None
     xla_ulps: float | None = None
 
 
 def worse(ulps: float, xla_ulps: float, dtype: str) -> bool:
-    """Whether ours is less exact than XLA.
+    """Tells whether ours is less exact than XLA by more than is allowed.
 
-    In 16 bits the rounding of the result, or of the y that a backward starts from, may fall the other way:
-    an ulp. In float32 a term of d has passed two exponentials, of an ulp or so each, where XLA's has one:
-    the price of one read (the online normalizer rescales what it has summed).
+    In 16 bits an ulp is allowed: the rounding of the result, or of the y that a backward starts from, may fall
+    the other way. In float32 two are allowed: a term of d has passed two exponentials, of an ulp or so each,
+    where XLA's has one. That is the price of one read (the online normalizer rescales what it has summed).
     """
     return not ulps <= 1.05 * xla_ulps + (2 if dtype == "float32" else 1)
 
 
-def _compare(case: Case, chosen: settings.Settings) -> list[Row]:
-    """Every output of every implementation, on all rows of the case.
+def _compare(case: Case, chosen: flags.Settings) -> list[Row]:
+    """Compares every output of every implementation with the answer, on all rows of the case.
 
-    An error is in ulps of the output's dtype at the size that oracle.Answer relates it to: the true value
+    An error is in ulps of the output's dtype at the size that answers.Answer relates it to: the true value
     of y (of log_softmax 1 if that is more), and for dx its terms, which may cancel.
     """
     outputs = {"forward": ["y"], "backward": ["dx"], "both": ["y", "dx"]}[case.direction]
@@ -49,7 +47,7 @@ def _compare(case: Case, chosen: settings.Settings) -> list[Row]:
     xla: dict[str, float] = {}
     rows = []
     contenders = softmax.contenders(dataclasses.replace(chosen, peers=("jax",)), case)
-    for contender in reversed(contenders):  # the peer first
+    for contender in reversed(contenders):  # the peer comes first
         found = {output: Row(case, output, contender.name) for output in outputs}
         try:
             call = contender.prepare(contender, case.direction, arrays, g)
@@ -57,7 +55,7 @@ def _compare(case: Case, chosen: settings.Settings) -> list[Row]:
             for output, row in found.items():
                 expected = answer.output if output == "y" else answer.gradient
                 got = rows_of(call.fetch, result[output], case, everything)
-                row.ran, row.ulps = call.ran, expected.ulps(got, case.dtype)
+                row.ran, row.ulps = call.ran, expected.ulps(got)
         except Exception as error:
             if not contender.ours:
                 raise
@@ -75,7 +73,7 @@ def _compare(case: Case, chosen: settings.Settings) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Returns the rows as aligned text."""
     lines = [["case", "output", "contender", "ran", "ulps", "XLA's", ""]]
     notes = report.Notes()
     for row in rows:
@@ -85,8 +83,20 @@ def table(rows: list[Row]) -> str:
     return report.columns(lines, left=4) + str(notes)
 
 
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_shapes()
+    flags.define_dtype()
+    flags.define_function()
+    flags.define_direction()
+    flags.define_implementations()
+    flags.define_logits()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    chosen = settings.from_flags(argv)
+    """Runs the benchmark and returns its exit code."""
+    chosen = flags.read(argv)
     require_extra()
     try:
         cases = make_cases(chosen)
@@ -94,21 +104,13 @@ def main(argv: list[str]) -> int:
         raise SystemExit(str(error)) from None
     rows = [row for case in progress(cases, "accuracy") for row in _compare(case, chosen)]
     where = report.environment(chosen.commit)
-    records: list[dict[str, Any]] = []
-    for row in rows:
-        record = dataclasses.asdict(row)
-        records.append(record.pop("case") | record)
-    report.write(Path(chosen.output_dir), "accuracy", records, chosen, where)
+    report.write("accuracy", rows, chosen, where)
     print(f"\naccuracy on {where['device']}, jax {where['jax']}; largest errors against float64")
     print(table(rows))
     print(f"files: {chosen.output_dir}/accuracy.csv, .json")
-    failed = sum(row.status in ("WORSE", "error") for row in rows)
-    if failed:
-        print(f"accuracy: {failed} of {len(rows)} rows failed", file=sys.stderr)
-    return 1 if failed else 0
+    return report.exit_code("accuracy", sum(row.status in ("WORSE", "error") for row in rows), rows)
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

@@ -1,4 +1,4 @@
-"""Beam search, for real: python -m benchmarks.beam_search --flagfile=configs/beam_search.flags
+"""How fast is beam search with fused_topk? python -m benchmarks.beam_search --flagfile=configs/beam_search.flags
 
 A small language model (a GRU) is trained for --training_steps on the text beside this file, then decodes:
 --batch prompts, --k beams each, hypotheses of --sequence tokens, every step with real logits of shape
@@ -24,8 +24,6 @@ import collections
 import dataclasses
 import functools
 import re
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,28 +31,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks import report, settings, timing
-from benchmarks.contenders import Call, jax_call
-from benchmarks.run import note, progress, require_extra
+from benchmarks.support import flags, report, timing
+from benchmarks.support.contenders import Call, jax_call
+from benchmarks.support.driver import note, progress, require_extra
 
 TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
 UNKNOWN = 0
-PROMPT = 8  # tokens of a speech that the search goes on from: who speaks, and a few words
-_TRAINED = 32  # length of the sequences in training
-_LEAST_SAMPLES = 3
-_SHOWN = 4  # hypotheses that are printed
+PROMPT = 8  # tokens of a speech that the search continues: who speaks, and a few words
+_TRAINED = 32  # tokens of a sequence in training
+_SHOWN = 4  # number of hypotheses that are printed
 
-# (scores, logits) -> (scores, parents, tokens), of shape (batch, beams), but for the logits (batch, beams, V)
+# (scores, logits) -> (scores, parents, tokens): the logits are (batch, beams, V), all others (batch, beams).
 Select = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """One search: so many beams for each prompt, over a vocabulary."""
+    """One search: a number of beams for each prompt, over a vocabulary."""
 
     batch: int
     beams: int
@@ -64,34 +61,34 @@ class Search:
 
     @property
     def label(self) -> str:
-        """The search in few words."""
+        """A name of the search in few words."""
         return f"{self.batch}x{self.beams} beams V={self.vocab} {self.dtype}, {self.sequence} tokens"
 
 
 @dataclasses.dataclass
 class Row:
-    """One contender in one search: the columns of the CSV. Empty means: not measured."""
+    """The columns of the CSV for one contender in one search; what is empty was not measured."""
 
     search: Search
     contender: str  # jax, jax_rows, or one of our implementations
     ours: bool
     ran: str = ""  # the implementation found in the lowered program
     status: str = "ok"  # ok, FAILED, not run, error
-    reason: str = ""  # of any status but ok, or why there is no device time
+    reason: str = ""  # why the status is not ok, or why there is no device time
     training_loss: float | None = None
     hypotheses: int = 0
-    same: int | None = None  # of these, token for token as jax
-    score_error: float | None = None  # claimed scores against the replay
-    gap: float | None = None  # what a choice lacks to the best, in the replay: of near ties
+    same: int | None = None  # how many of these are those of jax, token for token
+    score_error: float | None = None  # the largest error of a claimed score, by the replay
+    gap: float | None = None  # the most that a choice falls short of the best, in the replay: near ties
     samples: int = 0
     p20_us: float | None = None  # wall time of a search
     p50_us: float | None = None
     p80_us: float | None = None
     tokens_per_s: float | None = None
-    speedup: float | None = None  # over jax, by p50
-    device_us_per_step: float | None = None  # of all kernels in a step of the search; on a GPU
+    speedup: float | None = None  # p50 of jax over this p50
+    device_us_per_step: float | None = None  # device time of the kernels in a step of the search, on a GPU
     first_result_s: float | None = None
-    explain: str = ""  # of ours: what pallas_softmax.explain says
+    explain: str = ""  # what pallas_softmax.explain says of ours
 
     @property
     def fails(self) -> bool:
@@ -101,20 +98,20 @@ class Row:
 
 @functools.cache
 def text_tokens() -> tuple[list[str], list[str]]:
-    """The text as tokens, and the different ones: one for the unknown, then the frequent first."""
+    """Returns the text as tokens, and the vocabulary: a token for the unknown, then the most frequent first."""
     text = re.findall(r"\n\n|\n|--|[\w']+(?:-[\w']+)*|[^\w\s]", TEXT.read_text())
     return text, ["<unknown>", *(word for word, _ in collections.Counter(text).most_common())]
 
 
 def token_ids(vocab: int) -> np.ndarray:
-    """The text as ids below vocab."""
+    """Returns the text as ids below vocab."""
     text, words = text_tokens()
     known = {word: i for i, word in enumerate(words[:vocab])}
     return np.array([known.get(word, UNKNOWN) for word in text], np.int32)
 
 
 def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
-    """The first tokens of speeches, spread over the text."""
+    """Returns the first tokens of `batch` speeches that lie all over the text."""
     text, _ = text_tokens()
     ends = np.flatnonzero([word == "\n\n" for word in text])
     starts = ends[:-1][np.diff(ends) > PROMPT] + 1
@@ -123,13 +120,14 @@ def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
 
 
 def as_text(ids: np.ndarray) -> str:
-    """A line of text, in which / is the end of a line and // that of a speech."""
+    """Returns ids as a line of text, in which / is the end of a line and // that of a speech."""
     _, words = text_tokens()
     line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
     return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
 
 
 def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns the next hidden state of a gated recurrent unit."""
     x = weights["embed"][token].astype(jnp.float32) @ weights["input"] + weights["bias"]
     h = hidden @ weights["hidden"]
     x_update, x_reset, x_new = jnp.split(x, 3, -1)
@@ -140,7 +138,7 @@ def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> 
 
 
 def _model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The next hidden state and the logits, in the dtype of the output layer (which embeds, too).
+    """Returns the next hidden state and the logits, in the dtype of the output layer (which embeds, too).
 
     The barriers keep the compiler from mixing the model with a selection, or from leaving out the rounding
     to 16 bits, so that all programs have the same logits.
@@ -151,8 +149,8 @@ def _model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -
     return lax.optimization_barrier((hidden, hidden.astype(embed.dtype) @ embed.T))
 
 
-def train(vocab: int, chosen: settings.Settings) -> tuple[dict[str, jax.Array], float]:
-    """The weights after --training_steps of Adam, and the last losses' mean."""
+def train(vocab: int, chosen: flags.Settings) -> tuple[dict[str, jax.Array], float]:
+    """Returns the weights after --training_steps of Adam, and the mean of the last losses."""
     width, steps = chosen.width, chosen.training_steps
     ids = jnp.asarray(token_ids(vocab))
     keys = iter(jax.random.split(jax.random.key(chosen.seed), 4))
@@ -195,19 +193,23 @@ def train(vocab: int, chosen: settings.Settings) -> tuple[dict[str, jax.Array], 
 
 
 def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
-    """Those of the candidates, (batch, beams, V)."""
+    """Returns the scores of all candidates, (batch, beams, V)."""
     return scores[..., None] + jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
 def select_at_once(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best of all beams * V candidates of a prompt."""
+    """Selects the best of all beams * V candidates of a prompt."""
     batch, beams, vocab = logits.shape
     scores, best = lax.top_k(all_scores(scores, logits).reshape(batch, -1), beams)
     return scores, best // vocab, best % vocab
 
 
 def select_by_rows(winners: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]) -> Select:
-    """The best of the beams * beams that `winners` leaves: log p in float32 and tokens of every row."""
+    """Returns a selection of the best of the beams * beams candidates that `winners` leaves of a prompt.
+
+    Args:
+      winners: maps the logits and k to log p in float32 and the tokens of the k best of every row.
+    """
 
     def select(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         batch, beams, _ = logits.shape
@@ -231,7 +233,7 @@ def _ours(logits: jax.Array, k: int, implementation: str | None) -> tuple[jax.Ar
 
 
 def selection(contender: str) -> Select:
-    """That of jax, of jax_rows, or of one of our implementations."""
+    """Returns the selection of jax, of jax_rows, or of one of our implementations."""
     if contender == "jax":
         return select_at_once
     if contender == "jax_rows":
@@ -242,7 +244,7 @@ def selection(contender: str) -> Select:
 def _start(
     weights: dict[str, jax.Array], prompts: jax.Array, beams: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Hidden state, last token and score of every beam; all but a prompt's first are out of the race."""
+    """Returns hidden state, last token and score of every beam; only a prompt's first has a score above -inf."""
     batch = len(prompts)
     hidden = jnp.zeros((batch, weights["hidden"].shape[0]))
     hidden, _ = lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)
@@ -257,7 +259,7 @@ def _start(
 def decode(
     select: Select, search: Search, weights: dict[str, jax.Array], prompts: jax.Array
 ) -> dict[str, jax.Array]:
-    """The search: (sequence, batch, beams) each the hypotheses, best first, and the choices of every step."""
+    """Searches; returns the hypotheses, best first, and the choices of every step, each (sequence, batch, beams)."""
 
     def step(carry: Any, _: None) -> tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]:
         hidden, token, scores = carry
@@ -278,7 +280,7 @@ def decode(
 
 
 def _of(state: jax.Array, beams: jax.Array) -> jax.Array:
-    """What these beams have of (batch, beams, ...)."""
+    """Returns the part of `state`, (batch, beams, ...), that these beams have."""
     return jax.vmap(lambda state, beams: state[beams])(state, beams)
 
 
@@ -290,7 +292,7 @@ def replay(
     tokens: jax.Array,
     parents: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores by jax.nn, (sequence, batch, beams): of what was chosen in a step, and the best there were."""
+    """Returns scores by jax.nn, (sequence, batch, beams): those of a step's choices, and the best that there were."""
 
     def step(carry: Any, chosen: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         hidden, token, scores = carry
@@ -306,10 +308,10 @@ def replay(
 
 
 def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> tuple[float, float, str]:
-    """Holds a search against its replay: largest error of a score, largest near tie, and what is wrong if any.
+    """Returns the largest error of a score and the largest near tie, by the replay, and what is wrong if anything.
 
-    A step adds to the error of a score its own rounding, and a few of log p: of eps times the largest logits,
-    their exponentials' sum and its logarithm, 32 in all.
+    A step adds to the error of a score its own rounding and 32 eps for those of log p: of the largest logits, of
+    their exponentials' sum and of its logarithm.
     """
     tokens, parents, claimed = (np.asarray(found[name]) for name in ("tokens", "parents", "scores"))
     for name, ids, end in (("token", tokens, search.vocab), ("parent", parents, search.beams)):
@@ -332,8 +334,8 @@ def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> t
     return *largest, ""
 
 
-def make_searches(chosen: settings.Settings) -> list[Search]:
-    """Every combination of the flags."""
+def make_searches(chosen: flags.Settings) -> list[Search]:
+    """Returns a search for every combination of the flags."""
     if max(chosen.k) > min(chosen.vocab):
         raise SystemExit(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
     return [
@@ -346,67 +348,63 @@ def make_searches(chosen: settings.Settings) -> list[Search]:
     ]
 
 
-def wall_times(calls: dict[str, Call], repeats: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of every call in turn, until all are started and finished; as long as timing.interleave."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    deadline = time.monotonic() + seconds
-    for sample in range(repeats):
-        if sample >= _LEAST_SAMPLES and time.monotonic() > deadline:
-            break
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call.wait(call.run())
-            times[name].append(time.perf_counter() - start)
-    return times
+def _prepare(
+    row: Row, weights: dict[str, jax.Array], starts: jax.Array, expected: np.ndarray | None
+) -> tuple[Call, np.ndarray]:
+    """Makes a contender's search and writes into its row what it is; returns its call and its hypotheses.
+
+    Args:
+      row: the contender's row. Its status says whether the search holds against its replay.
+      weights: those of the model, the output layer in the dtype of the search.
+      starts: the prompts, (batch, PROMPT).
+      expected: the hypotheses of jax, unless this is jax.
+    """
+    search, name = row.search, row.contender
+    program = functools.partial(decode, selection(name), search)
+    call = jax_call(program, weights, starts, ran="" if row.ours else "jax")
+    row.ran, row.first_result_s = call.ran, call.first_result_s
+    if row.ours:
+        _explain(row)
+    found = call.run()
+    hypotheses = np.asarray(found["hypotheses"])
+    expected = hypotheses if name == "jax" else expected
+    row.hypotheses = search.batch * search.beams
+    if expected is not None:
+        row.same = int(np.sum(np.all(hypotheses == expected, axis=0)))
+    replayed = replay(search, weights, starts, found["tokens"], found["parents"])
+    error, gap, row.reason = check(search, found, *replayed)
+    if np.isfinite(error) and np.isfinite(gap):
+        row.score_error, row.gap = error, gap
+    if row.reason:
+        row.status = "FAILED"
+    return call, hypotheses
 
 
-def run_search(
-    search: Search, chosen: settings.Settings, weights: dict[str, jax.Array]
-) -> tuple[list[Row], np.ndarray | None]:
-    """Every contender in one search, checked, then timed together; and jax's best hypotheses."""
-    names = ["jax", "jax_rows", *chosen.implementations]
-    rows = {name: Row(search, name, ours=name in chosen.implementations) for name in names}
-    weights = weights | {"embed": weights["embed"].astype(search.dtype)}
-    starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
+def _explain(row: Row) -> None:
+    """Writes into a row of ours what explain says, and raises unless the program runs it."""
+    search, name = row.search, row.contender
     logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
-    calls: dict[str, Call] = {}
-    expected: np.ndarray | None = None
-    for name, row in rows.items():
-        try:
-            program = functools.partial(decode, selection(name), search)
-            call = jax_call(program, weights, starts, ran="" if row.ours else "jax")
-            row.ran, row.first_result_s = call.ran, call.first_result_s
-            if row.ours:
-                flag = None if name == "auto" else name
-                choices = pallas_softmax.explain(_ours, logits, search.beams, flag)
-                row.explain = "; ".join(map(str, choices))
-                said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
-                if said != {call.ran} or name not in ("auto", call.ran):
-                    raise AssertionError(f"asked for {name}, explained as {said}, lowered to {call.ran}")
-            found = call.run()
-            hypotheses = np.asarray(found["hypotheses"])
-            if name == "jax":
-                expected = hypotheses
-            row.hypotheses = search.batch * search.beams
-            if expected is not None:
-                row.same = int(np.sum(np.all(hypotheses == expected, axis=0)))
-            replayed = replay(search, weights, starts, found["tokens"], found["parents"])
-            error, gap, row.reason = check(search, found, *replayed)
-            if np.isfinite(error) and np.isfinite(gap):
-                row.score_error, row.gap = error, gap
-        except Exception as error:
-            note(row, error)
-            continue
-        if row.reason:
-            row.status = "FAILED"
-        else:
-            calls[name] = call
-    times = wall_times(calls, chosen.repeats, chosen.seconds)
+    choices = pallas_softmax.explain(_ours, logits, search.beams, None if name == "auto" else name)
+    row.explain = "; ".join(map(str, choices))
+    said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
+    if said != {row.ran} or name not in ("auto", row.ran):
+        raise AssertionError(f"asked for {name}, explained as {said}, lowered to {row.ran}")
+
+
+def _write_times(rows: dict[str, Row], calls: dict[str, Call], chosen: flags.Settings) -> None:
+    """Times the calls together and writes into the rows what follows from their times."""
+    times = timing.interleave(
+        calls,
+        chosen.repeats,
+        chosen.seconds,
+        lambda name, error: note(rows[name], error),
+        timing.wall_times,
+    )
     for name, seconds in times.items():
         row = rows[name]
         row.samples = len(seconds)
-        row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
-        row.tokens_per_s = search.batch * search.sequence / float(np.median(seconds))
+        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
+        row.tokens_per_s = row.search.batch * row.search.sequence / float(np.median(seconds))
         if "jax" in times:
             row.speedup = float(np.median(times["jax"]) / np.median(seconds))
     if timing.on_gpu():
@@ -416,12 +414,35 @@ def run_search(
 
         kernels = timing.interleave(calls, chosen.repeats, chosen.seconds, failed)
         for name, seconds in kernels.items():
-            rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / search.sequence
+            rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / rows[name].search.sequence
+
+
+def run_search(
+    search: Search, chosen: flags.Settings, weights: dict[str, jax.Array]
+) -> tuple[list[Row], np.ndarray | None]:
+    """Checks every contender in one search, then times them together; returns jax's best hypotheses, too."""
+    names = ["jax", "jax_rows", *chosen.implementations]
+    rows = {name: Row(search, name, ours=name in chosen.implementations) for name in names}
+    weights = weights | {"embed": weights["embed"].astype(search.dtype)}
+    starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
+    calls: dict[str, Call] = {}
+    expected: np.ndarray | None = None
+    for name, row in rows.items():
+        try:
+            call, hypotheses = _prepare(row, weights, starts, expected)
+        except Exception as error:
+            note(row, error)
+            continue
+        if name == "jax":
+            expected = hypotheses
+        if row.status == "ok":  # the time of a wrong search is worth nothing
+            calls[name] = call
+    _write_times(rows, calls, chosen)
     return list(rows.values()), None if expected is None else expected[:, :, 0].T
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Returns the rows as aligned text."""
     head = ["search", "contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
     lines = [[*head, "device us/step", "first s", ""]]
     notes = report.Notes()
@@ -441,14 +462,31 @@ def table(rows: list[Row]) -> str:
 
 
 def examples(search: Search, hypotheses: np.ndarray) -> str:
-    """The first prompts, each with its best hypothesis."""
+    """Returns the first prompts as text, each with its best hypothesis."""
     starts = choose_prompts(token_ids(search.vocab), search.batch)
     pairs = zip(starts[:_SHOWN], hypotheses[:_SHOWN], strict=True)
     return "\n".join(f"  {as_text(start)} ... {as_text(ids)}" for start, ids in pairs)
 
 
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_integers("batch", "How many prompts are searched at a time.")
+    flags.define_integers("k", "How many beams a prompt has.")
+    flags.define_integers("vocab", "Sizes V of the vocabulary.")
+    flags.define_integers("sequence", "Lengths of the hypotheses.")
+    flags.define_integer("tokens", "Tokens of a step of training.")
+    flags.define_integer("width", "Size of the hidden state.")
+    flags.define_integer("training_steps", "Steps that the language model is trained.")
+    flags.define_dtype()
+    flags.define_implementations()
+    flags.define_seed()
+    flags.define_sampling()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    chosen = settings.from_flags(argv)
+    """Runs the benchmark and returns its exit code."""
+    chosen = flags.read(argv)
     require_extra()
     trained = functools.cache(lambda vocab: train(vocab, chosen))
     rows: list[Row] = []
@@ -461,23 +499,15 @@ def main(argv: list[str]) -> int:
             title = f"{search.label} (training loss {training_loss:.2f}), best hypotheses by jax:"
             texts[search.vocab] = f"{title}\n{examples(search, hypotheses)}"
     where = report.environment(chosen.commit)
-    records = []
-    for row in rows:
-        record = dataclasses.asdict(row)
-        records.append(record.pop("search") | record)
-    report.write(Path(chosen.output_dir), "beam_search", records, chosen, where)
+    report.write("beam_search", rows, chosen, where)
     print("", *texts.values(), sep="\n")
     print(f"\nbeam_search on {where['device']}, jax {where['jax']}; wall time of a whole search")
     print(table(rows))
     print(*dict.fromkeys(row.explain for row in rows if row.explain), sep="\n")
     print(f"files: {chosen.output_dir}/beam_search.csv, .json")
-    failed = sum(row.fails for row in rows)
-    if failed:
-        print(f"beam_search: {failed} of {len(rows)} rows failed", file=sys.stderr)
-    return 1 if failed else 0
+    return report.exit_code("beam_search", sum(row.fails for row in rows), rows)
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

@@ -1,9 +1,10 @@
-"""Figures 1 to 4 and the K sweep of the paper: python -m benchmarks.paper --flagfile=configs/figure1.flags
+"""Do the figures of the paper hold? python -m benchmarks.paper --flagfile=configs/figure1.flags
 
-Elements per second of the algorithms of "Online normalizer calculation for softmax" (arXiv 1805.02867), those
-that --algorithms names, beside our softmax or fused_topk and their peers; and, as bars, the speed-up that the
-paper is about: of online over safe softmax, of the online fused over the safe unfused top-k. In float32 and
-forward, whatever the flags say. On a CPU the algorithms are plain jax.numpy, and the figures say so.
+This draws figures 1 to 4 and the sweep over K of "Online normalizer calculation for softmax" (arXiv
+1805.02867). They show the elements per second of the algorithms that --algorithms names, beside our softmax or
+fused_topk and their peers; and, as bars, the speed-up that the paper is about: of online over safe softmax, of
+the online fused over the safe unfused top-k. All is in float32 and forward. On a CPU the algorithms are plain
+jax.numpy, and the figures say so.
 """
 
 import dataclasses
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import app
+from absl.flags import register_validator
 
-from benchmarks import plot, report, settings, softmax, timing, topk
-from benchmarks.cases import Case, make_cases, only_softmax
-from benchmarks.contenders import Contender, prepare_jax
-from benchmarks.report import Row
-from benchmarks.run import Benchmark, run
+from benchmarks import softmax, topk
+from benchmarks.support import flags, plot, report, timing
+from benchmarks.support.cases import Case, make_cases
+from benchmarks.support.contenders import Contender, prepare_jax
+from benchmarks.support.driver import Benchmark, run
+from benchmarks.support.report import Row
 from pallas_softmax import paper
 
 _ALGORITHMS = paper.SOFTMAX | paper.TOPK
@@ -44,7 +47,7 @@ _PEERS = {
 
 
 def _algorithm(name: str, case: Case) -> Contender:
-    """One of the seven: its kernel, which must run as such, or on a CPU its plain twin."""
+    """Returns one of the paper's algorithms: its kernel, which must run as such, or on a CPU its plain twin."""
     algorithm = _ALGORITHMS[name]
     function: Callable[..., Any] = algorithm.kernel if timing.on_gpu() else algorithm.plain
     return Contender(
@@ -58,30 +61,28 @@ def _algorithm(name: str, case: Case) -> Contender:
     )
 
 
-def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
-    """The paper's algorithms, then ours and the peers of the same case."""
+def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
+    """Returns the paper's algorithms, then our implementations and the peers of the same case."""
     others = softmax if case.k is None else topk
     return [_algorithm(name, case) for name in chosen.algorithms] + others.contenders(chosen, case)
 
 
-def _ks(chosen: settings.Settings) -> tuple[int | None, ...]:
+def _ks(chosen: flags.Settings) -> tuple[int | None, ...]:
+    """Returns the numbers of winners if the algorithms are those of top-k."""
     return chosen.k if set(chosen.algorithms) <= set(paper.TOPK) else (None,)
 
 
-def _cases(chosen: settings.Settings) -> list[Case]:
-    plain = dataclasses.replace(only_softmax(chosen), dtype=("float32",), direction=("forward",))
-    return make_cases(plain, _ks(chosen))
-
-
 def _pair(k: int | None) -> tuple[str, str]:
-    """Whose speed-up the bars are, and over what."""
+    """Returns the algorithm whose speed-up the bars are, and the one that it is over."""
     return ("online", "safe") if k is None else ("online_fused", "safe_unfused")
 
 
-def benchmark(chosen: settings.Settings) -> Benchmark:
-    """That of softmax, or of softmax and top-k, as the algorithms are."""
+def benchmark(chosen: flags.Settings) -> Benchmark:
+    """Returns the benchmark of softmax, or that of softmax and top-k, as the algorithms are."""
     _, baseline = _pair(_ks(chosen)[0])
-    return Benchmark("paper", _cases, contenders, baseline, table, draw)
+    return Benchmark(
+        "paper", lambda chosen: make_cases(chosen, _ks(chosen)), contenders, baseline, table, draw
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +95,20 @@ class _Panel:
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Whose speed-up the bars are, and over what."""
+        """The algorithm whose speed-up the bars are, and the one that it is over."""
         rows = next(iter(self.points.values()))
         return _pair(next(iter(rows.values())).case.k)
 
     @property
     def ratios(self) -> dict[int, float]:
-        """The bars, where both have run."""
+        """The heights of the bars, where both algorithms have run."""
         fast, _ = self.pair
         speedups = {x: rows[fast].speedup for x, rows in self.points.items() if fast in rows}
         return {x: speedup for x, speedup in speedups.items() if speedup is not None}
 
 
 def _panels(rows: list[Row]) -> list[_Panel]:
+    """Returns the rows as panels: a batch and K each, over V; or a batch and V each, over K."""
     over_k = len({row.case.vocab for row in rows}) == 1 < len({row.case.k for row in rows})
     panels: dict[str, _Panel] = {}
     for row in rows:
@@ -124,7 +126,7 @@ def _panels(rows: list[Row]) -> list[_Panel]:
 
 
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """As the paper's own program has it: a line a V (or K), a column a contender."""
+    """Returns the rows as the paper's own program prints them: a line per V (or K), a column per contender."""
     text = "" if timing.on_gpu() else f"{_CPU}\n"
     names = list(dict.fromkeys(row.contender for row in rows))
     notes = report.Notes()
@@ -147,7 +149,7 @@ def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
 
 
 def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
-    """Writes the figure as PNG and, beside it, as SVG: lines over a logarithmic axis, behind them the bars."""
+    """Writes the figure as PNG and as SVG: lines over a logarithmic axis, and the bars behind them."""
     plt = plot.pyplot()
     panels = _panels(rows)
     styles = _styles(rows)
@@ -170,14 +172,16 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
     kind = ", device time" if timing.on_gpu() else f"\n{_CPU}"
     figure.suptitle(f"{where['device']}, jax {where['jax']}{kind}", fontsize=10)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paper"}):  # small, and the same each time
+    with plt.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "paper"}
+    ):  # text stays text, and ids stay the same
         figure.savefig(path, dpi=130)
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     plt.close(figure)
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Of each contender's line: the paper's algorithms in colours, ours thick and blue, peers dashed."""
+    """Returns the style of each line: the paper's algorithms are in colours, ours thick and blue, peers dashed."""
     ours, peers = iter(plot.OURS), iter(plot.PEERS)
     function = "softmax" if rows[0].case.k is None else "fused_topk"
     styles = {}
@@ -194,7 +198,7 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _lines(axis: Any, panel: _Panel, styles: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Draws a line for each contender that ran; returns what the legend shows, by label."""
+    """Draws a line for each contender that ran, and returns what the legend shows, by label."""
     handles = {}
     for name, style in styles.items():
         rates = [rows[name].elements_per_s or np.nan for rows in panel.points.values()]
@@ -205,7 +209,7 @@ def _lines(axis: Any, panel: _Panel, styles: dict[str, dict[str, Any]]) -> dict[
 
 
 def _bars(axis: Any, panel: _Panel) -> dict[str, Any]:
-    """Draws the speed-ups, each with its number, on a second axis behind the first; returns as _lines does."""
+    """Draws the speed-ups, each with its number, on a second axis behind the first, and returns as _lines does."""
     ratios = panel.ratios
     if not ratios:
         return {}
@@ -225,12 +229,37 @@ def _bars(axis: Any, panel: _Panel) -> dict[str, Any]:
     return {"speed-up (right)": bars}
 
 
+def _not_mixed(algorithms: list[str]) -> bool:
+    """Refuses algorithms of softmax and of top-k together: a figure of the paper is of either."""
+    kinds = (flags.SOFTMAX_ALGORITHMS, flags.TOPK_ALGORITHMS)
+    if not any(set(algorithms) <= set(kind) for kind in kinds):
+        either = " or ".join(", ".join(kind) for kind in kinds)
+        flags.refuse("algorithms", ",".join(algorithms), f"it takes some of either {either}")
+    return True
+
+
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_shapes(with_k=True)
+    flags.define_words(
+        "algorithms",
+        flags.SOFTMAX_ALGORITHMS + flags.TOPK_ALGORITHMS,
+        "Which of the paper's algorithms to time: those of softmax, or those of softmax and top-k.",
+    )
+    register_validator("algorithms", _not_mixed)
+    flags.define_implementations()
+    flags.define_peers(flags.SOFTMAX_PEERS, flags.TOPK_PEERS)
+    flags.define_logits()
+    flags.define_sampling()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    chosen = settings.from_flags(argv)
+    """Runs the benchmark and returns its exit code."""
+    chosen = flags.read(argv)
     return run(benchmark(chosen), chosen)
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

@@ -1,4 +1,6 @@
-"""Whole programs with our softmax and with jax.nn's: python -m benchmarks.programs --flagfile=...
+"""What does ours save in whole programs? python -m benchmarks.programs --flagfile=configs/programs.flags
+
+The programs run with our functions and with those of jax.nn:
 
 block, block_where   a pre-norm transformer block with causal attention, the mask as -inf in the scores or
                      as `where`
@@ -9,25 +11,23 @@ Each is one call of jax.value_and_grad with respect to weights and inputs, with 
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app
 
 import pallas_softmax
-from benchmarks import report, settings, timing
-from benchmarks.contenders import jax_call
-from benchmarks.run import note, progress, require_extra
+from benchmarks.support import flags, report, timing
+from benchmarks.support.contenders import jax_call
+from benchmarks.support.driver import note, progress, require_extra
 
-# Largest relative error (norm of the difference over norm) of the loss and of every gradient, against the
-# same program with jax.nn. In float32 the matrix products may be in TF32, and in 16 bits both softmaxes round
-# their results, of which a gradient is the sum of many: a few eps in all of them.
+# The largest relative error (norm of the difference over norm) that the loss and every gradient may have
+# against the same program with jax.nn: a few eps. In float32 the matrix products may be in TF32, and in 16 bits
+# both softmaxes round their results, of which a gradient sums many.
 TOLERANCE = {"float32": 4 * 2**-11, "bfloat16": 4 * 2**-7, "float16": 4 * 2**-10}
 
 
@@ -42,28 +42,30 @@ class Program:
 
     @property
     def label(self) -> str:
-        """The program in few words."""
+        """A name of the program in few words."""
         return f"{self.program} {self.size} {self.dtype}{' remat' if self.remat else ''}"
 
 
 @dataclasses.dataclass
 class Row:
-    """One contender in one program: the columns of the CSV. Empty means: not measured."""
+    """The columns of the CSV for one contender in one program; what is empty was not measured."""
 
     program: Program
     contender: str  # jax, or one of our implementations
     ours: bool
     ran: str = ""  # the implementation found in the lowered program
     status: str = "ok"  # ok, FAILED, not run, error
-    reason: str = ""  # of any status but ok
+    reason: str = ""  # why the status is not ok
     loss: float | None = None
-    error: float | None = None  # against jax, as TOLERANCE
+    error: float | None = None  # against jax, in the measure of TOLERANCE
     samples: int = 0
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None
-    speedup: float | None = None  # over jax, by p50
-    first_result_s: float | None = None  # jax's, the first, includes XLA's tuning of the matrix products
+    speedup: float | None = None  # p50 of jax over this p50
+    first_result_s: float | None = (
+        None  # that of jax, which runs first, includes XLA's tuning of the matrix products
+    )
 
     @property
     def fails(self) -> bool:
@@ -72,8 +74,8 @@ class Row:
 
 
 def functions(implementation: str) -> SimpleNamespace:
-    """softmax, log_softmax and logsumexp of the last axis: jax.nn's for jax, or ours."""
-    names = settings.FUNCTIONS
+    """Returns softmax, log_softmax and logsumexp of the last axis: those of jax.nn for jax, or else ours."""
+    names = flags.FUNCTIONS
     if implementation == "jax":
         return SimpleNamespace(**{name: getattr(jax.nn, name) for name in names})
     name = None if implementation == "auto" else implementation
@@ -85,12 +87,13 @@ def functions(implementation: str) -> SimpleNamespace:
 
 
 def _normed(x: jax.Array) -> jax.Array:
+    """Returns x divided by its root mean square along the last axis."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """The loss of a block on x of shape (batch, sequence, width): the mean of its squared output."""
+    """Returns the loss of a block on x of shape (batch, sequence, width): the mean of its squared output."""
     batch, sequence, width = x.shape
     qkv = (_normed(x) @ weights["qkv"]).reshape(batch, sequence, 3, heads, -1)
     q, k, v = jnp.moveaxis(qkv, 2, 0)
@@ -108,7 +111,7 @@ def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array
 def loss(
     nn: Any, by_logsumexp: bool, labels: jax.Array, weights: dict[str, jax.Array], hidden: jax.Array
 ) -> jax.Array:
-    """The mean cross entropy of hidden @ weights against the labels."""
+    """Returns the mean cross entropy of the logits hidden @ head against the labels."""
     logits = hidden @ weights["head"]
 
     def at_label(a: jax.Array) -> jax.Array:
@@ -119,8 +122,8 @@ def loss(
     return -jnp.mean(at_label(nn.log_softmax(logits)))
 
 
-def make_programs(chosen: settings.Settings) -> list[Program]:
-    """Every program on every size: the block on the sequences, the loss on the Vs."""
+def make_programs(chosen: flags.Settings) -> list[Program]:
+    """Returns every program on every size: the block on the sequences, the loss on the Vs."""
     if chosen.width % chosen.heads:
         raise SystemExit(
             f"--width={chosen.width} is not accepted; with --heads={chosen.heads} it takes a multiple of"
@@ -137,8 +140,8 @@ def make_programs(chosen: settings.Settings) -> list[Program]:
     ]
 
 
-def build(program: Program, chosen: settings.Settings) -> tuple[Callable[[str], Callable], tuple]:
-    """The program as a function of an implementation's name, and its arguments (weights, inputs, labels)."""
+def build(program: Program, chosen: flags.Settings) -> tuple[Callable[[str], Callable], tuple]:
+    """Returns the program as a function of an implementation's name, and its arguments (weights, inputs, labels)."""
     width, tokens = chosen.width, chosen.tokens
     keys = iter(jax.random.split(jax.random.key(chosen.seed), 8))
 
@@ -177,6 +180,8 @@ def build(program: Program, chosen: settings.Settings) -> tuple[Callable[[str], 
 
 @jax.jit
 def _errors(got: Any, want: Any) -> Any:
+    """Returns the relative error, norm of the difference over norm, of each array."""
+
     def error(got: jax.Array, want: jax.Array) -> jax.Array:
         got, want = got.astype(jnp.float32), want.astype(jnp.float32)
         return jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want))
@@ -184,8 +189,8 @@ def _errors(got: Any, want: Any) -> Any:
     return jax.tree.map(error, got, want)
 
 
-def run_program(program: Program, chosen: settings.Settings) -> list[Row]:
-    """Every contender on one program: held against jax.nn's, then timed together."""
+def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
+    """Holds every contender of one program against that of jax.nn, then times them together."""
     names = ["jax", *chosen.implementations]
     rows = {name: Row(program, name, ours=name != "jax") for name in names}
     calls = {}
@@ -221,14 +226,14 @@ def run_program(program: Program, chosen: settings.Settings) -> list[Row]:
     for name, seconds in times.items():
         row = rows[name]
         row.samples = len(seconds)
-        row.p20_us, row.p50_us, row.p80_us = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
         if "jax" in times:
             row.speedup = float(np.median(times["jax"]) / np.median(seconds))
     return list(rows.values())
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Returns the rows as aligned text."""
     lines = [["program", "contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s", ""]]
     notes = report.Notes()
     last = None
@@ -243,28 +248,39 @@ def table(rows: list[Row]) -> str:
     return report.columns(lines, left=4) + str(notes)
 
 
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_integers("sequence", "Lengths of the transformer block's sequences.")
+    flags.define_integers("vocab", "Row lengths V of the classifier's logits.")
+    flags.define_integer(
+        "tokens",
+        "Tokens of a batch: rows of the classifier's logits; the block has as many sequences as hold so many, at"
+        " least one.",
+    )
+    flags.define_integer("heads", "Attention heads of the transformer block.")
+    flags.define_integer("width", "Size of the hidden state of a token.")
+    flags.define_dtype()
+    flags.define_implementations()
+    flags.define_seed()
+    flags.define_sampling()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    chosen = settings.from_flags(argv)
+    """Runs the benchmark and returns its exit code."""
+    chosen = flags.read(argv)
     require_extra()
     programs = make_programs(chosen)
     rows = [row for program in progress(programs, "programs") for row in run_program(program, chosen)]
     where = report.environment(chosen.commit)
-    records = []
-    for row in rows:
-        record = dataclasses.asdict(row)
-        records.append(record.pop("program") | record)
-    report.write(Path(chosen.output_dir), "programs", records, chosen, where)
+    report.write("programs", rows, chosen, where)
     kind = "device time" if timing.on_gpu() else "wall time"
     print(f"\nprograms on {where['device']}, jax {where['jax']}; {kind} of one value_and_grad")
     print(table(rows))
     print(f"files: {chosen.output_dir}/programs.csv, .json")
-    failed = sum(row.fails for row in rows)
-    if failed:
-        print(f"programs: {failed} of {len(rows)} rows failed", file=sys.stderr)
-    return 1 if failed else 0
+    return report.exit_code("programs", sum(row.fails for row in rows), rows)
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

@@ -1,4 +1,4 @@
-"""Softmax and top-k of logits that lie over several devices: python -m benchmarks.sharded --flagfile=...
+"""How do softmax and top-k scale over devices? python -m benchmarks.sharded --flagfile=configs/sharded.flags
 
 A shape BATCHxV is a softmax, BATCHxVxK a softmax with top-k. --sharding=batch spreads the rows over the first
 devices, vocab each row; on one device there is nothing to spread, and both are measured against that.
@@ -15,40 +15,36 @@ kernels spin while they wait for other devices, so that a sum counts the waiting
 device, whose kernels overlap besides. In the programs a call waits for the whole result of the one before
 (`repeated`), and the dispatch, that of the first call and of the program, is the same in both.
 
-What goes over the links is read from the compiled program of one call (links.py).
+What goes over the links is read from the compiled program of one call (support/links.py).
 """
 
 import collections
 import dataclasses
 import functools
 import re
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax
-from benchmarks import cases, links, oracle, plot, report, settings, timing
-from benchmarks.cases import Case
-from benchmarks.contenders import fetch_jax
-from benchmarks.run import note, progress, require_extra
-from benchmarks.settings import Settings
+from benchmarks.support import answers, cases, flags, links, plot, report, timing
+from benchmarks.support.cases import Case
+from benchmarks.support.contenders import Call, fetch_jax
+from benchmarks.support.driver import note, progress, require_extra
+from benchmarks.support.flags import Settings
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
-ALONE = "none"  # the sharding on one device
+ALONE = "none"  # the name of the sharding on one device
 OURS, JAX, SOFTMAX = "ours", "jax", "jax.nn.softmax"
-FEW, MANY = 2, 8  # calls of the programs that the device time is from
-PICTURED = (1024, 262144, 64)
-
-_LEAST_SAMPLES = 3
+FEW, MANY = 2, 8  # how many calls the two programs have from which the device time is taken
+PICTURED = (1024, 262144, 64)  # batch, V and k of the case in the picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,24 +57,24 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """The layout in few words."""
+        """A name of the layout in few words."""
         return f"{self.case.label} {self.sharding} {self.devices}"
 
 
 @dataclasses.dataclass
 class Row:
-    """One contender on one layout: the columns of the CSV. Empty means: not measured."""
+    """The columns of the CSV for one contender on one layout; what is empty was not measured."""
 
     layout: Layout
     contender: str
     ours: bool
     ran: str = ""  # the implementations found in the compiled program
     status: str = "ok"  # ok, FAILED (ours), differs (a peer), not run, error
-    reason: str = ""  # of any status but ok, or why there is no device time
+    reason: str = ""  # why the status is not ok, or why there is no device time
     rows_checked: int = 0
     error_eps: float | None = None  # largest relative error, in eps of the dtype
-    collectives: str = ""  # their kinds and number in a call
-    link_bytes: float | None = None  # that each device receives in a call, at most
+    collectives: str = ""  # how many of which kind a call has
+    link_bytes: float | None = None  # the most bytes that a device receives in a call
     samples: int = 0
     wall_p20_us: float | None = None
     wall_p50_us: float | None = None
@@ -94,20 +90,13 @@ class Row:
         """Whether this row makes the run fail: ours is wrong, or broke."""
         return self.ours and self.status in ("FAILED", "error")
 
-    def record(self) -> dict[str, Any]:
-        """The row as flat columns, those of its case among them."""
-        columns = dataclasses.asdict(self)
-        layout = columns.pop("layout")
-        return layout.pop("case") | layout | columns
-
 
 def make_layouts(chosen: Settings) -> list[Layout]:
-    """Every case, forward and of normal logits, in every layout that there are devices for."""
-    forward = dataclasses.replace(cases.only_softmax(chosen), direction=("forward",), logits=("normal",))
+    """Returns every case in every layout that there are devices for."""
     found = []
     for shape in chosen.shapes or [(b, v, k) for b in chosen.batch for v in chosen.vocab for k in chosen.k]:
         ks = chosen.k if len(shape) == 3 else (None,)
-        found += cases.make_cases(dataclasses.replace(forward, shapes=(shape,)), ks)
+        found += cases.make_cases(dataclasses.replace(chosen, shapes=(shape,)), ks)
     layouts = [
         Layout(case, sharding, devices)
         for case in found
@@ -123,7 +112,7 @@ def make_layouts(chosen: Settings) -> list[Layout]:
 
 
 def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
-    """Ours, the peer that it is compared with, and at last jax.nn.softmax, which of softmax is the peer."""
+    """Returns the contenders by name: ours, the peer of a top-k, and jax.nn.softmax, which is the peer of softmax."""
     k = case.k
     if k is None:
         return {OURS: lambda x: pallas_softmax.softmax(x), SOFTMAX: lambda x: jax.nn.softmax(x)}
@@ -135,7 +124,7 @@ def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
 
 
 def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
-    """The case's logits, drawn where they lie: the same numbers in every layout."""
+    """Returns the case's logits, drawn where they lie; they are the same numbers in every layout."""
 
     def lying(axis_type: AxisType) -> NamedSharding:
         devices = jax.devices()[: layout.devices]
@@ -143,17 +132,17 @@ def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
         return NamedSharding(mesh, SHARDINGS.get(layout.sharding, P()))
 
     x = jax.jit(lambda: cases.logits(layout.case), out_shardings=lying(AxisType.Auto))()
-    return jax.device_put(x, lying(axis_type))  # moves nothing
+    return jax.device_put(x, lying(axis_type))  # this moves nothing
 
 
 def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.Array], Any]:
-    """A program of so many calls in a row, each of which starts when the one before has its whole result.
+    """Returns a program of so many calls in a row, each of which starts when the one before has its whole result.
 
     A barrier ties the input of a call to the results before it. An array of x's shape is itself the next
     input: if nothing used it, XLA would take it out of the barrier, and the call with it. Other results are
     small, and all are returned.
     """
-    call = jax.jit(function)  # traced and lowered once
+    call = jax.jit(function)  # so that it is traced and lowered once
 
     def program(x: jax.Array) -> Any:
         kept = []
@@ -170,20 +159,20 @@ def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.
 
 
 def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
-    """The compiled program of so many calls."""
+    """Returns the compiled program of so many calls."""
     # XLA drops the barriers after scheduling on a GPU, but on a CPU before it merges what is equal.
     options = {} if timing.on_gpu() else {"xla_disable_hlo_passes": "cse_barrier_expander"}
     return jax.jit(repeated(function, calls)).lower(x).compile(compiler_options=options)
 
 
 def parts(hlo_text: str) -> collections.Counter[str]:
-    """How many collectives of each kind, and kernels of each implementation, a compiled program holds."""
+    """Counts the collectives of each kind and the kernels of each implementation in a compiled program."""
     kernels = re.findall(r'custom_call_target="[^"]*?(mosaic_gpu|triton)', hlo_text)
     return collections.Counter([*kernels, *(each.kind for each in links.collectives(hlo_text))])
 
 
 def _not_repeated(single: Any, programs: dict[int, Any], x: jax.Array) -> str:
-    """Why the programs do not hold so many calls like the single one; empty if they do."""
+    """Returns why the programs do not hold so many calls like the single one, or "" if they do."""
     (sharding, *others) = jax.tree.leaves(single.output_shardings)
     if not others and not sharding.is_equivalent_to(x.sharding, x.ndim):
         return "no device time: the result does not lie as the logits do, and cannot be the next call's"
@@ -196,15 +185,14 @@ def _not_repeated(single: Any, programs: dict[int, Any], x: jax.Array) -> str:
 
 
 @functools.lru_cache(1)  # the same for all layouts of a case
-def _answer(case: Case, devices: int) -> tuple[np.ndarray, oracle.Answer]:
-    """Rows to check, some of every one of up to so many devices, and the answer for them."""
+def _answer(case: Case, devices: int) -> tuple[np.ndarray, answers.Answer]:
+    """Returns rows to check, some on every one of up to so many devices, and the answer for them."""
     rows = np.union1d(case.checked_rows, np.arange(devices) * case.batch // devices)
-    x = fetch_jax(cases.logits(case), rows, 0).astype(np.float32)
-    return rows, oracle.Answer(x, None, case.dtype, case.function, case.k)
+    return rows, answers.Answer(fetch_jax(cases.logits(case), rows, 0), None, case.function, case.k)
 
 
 def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """Some rows, from the devices that hold them: nothing is moved between devices."""
+    """Returns some rows from the devices that hold them; nothing moves between devices."""
     found = np.empty((len(rows), array.shape[1]), array.dtype)
     for shard in array.addressable_shards:
         held, columns = shard.index
@@ -214,15 +202,16 @@ def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def _check(result: Any, answer: oracle.Answer, rows: np.ndarray) -> oracle.Check:
+def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Check:
+    """Holds y, or values and indices, against the answer; jax.nn.softmax gives y in a case of top-k, too."""
     if isinstance(result, jax.Array):
-        return answer.output.check("y", _fetch(result, rows), answer.dtype)
+        return answer.output.check("y", _fetch(result, rows))
     values, indices = (_fetch(each, rows) for each in result)
-    return oracle.all_of([answer.check_output(values), answer.check_indices(indices)])
+    return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
 def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> dict[int, Any]:
-    """Checks a contender and writes into its row what it is; the warm programs to time, by number of calls."""
+    """Checks a contender, writes into its row what it is, and returns the warm programs to time, by number of calls."""
     single: Any = jax.jit(function).lower(x).compile()
     found = links.collectives(single.as_text())
     counts = collections.Counter(each.kind for each in found)
@@ -246,59 +235,58 @@ def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devic
     return {1: single} | programs
 
 
-def _sample(
-    programs: dict[tuple[str, int], Any], x: jax.Array, repeats: int, seconds: float
-) -> dict[tuple[str, int], list[float]]:
-    """Wall times of every program in turn, as timing.interleave takes them."""
-    times: dict[tuple[str, int], list[float]] = {name: [] for name in programs}
-    deadline = time.monotonic() + seconds
-    for taken in range(repeats):
-        if taken >= _LEAST_SAMPLES and time.monotonic() > deadline:
-            break
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(x))
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
 def run_layout(layout: Layout, chosen: Settings) -> list[Row]:
-    """Every contender on one layout: held against the oracle, then timed together."""
+    """Holds every contender on one layout against the oracle, then times them together."""
     rows = {name: Row(layout, name, ours=name == OURS) for name in functions(layout.case)}
     present = max(n for n in chosen.devices if n <= jax.device_count())
-    programs: dict[tuple[str, int], Any] = {}
+    calls: dict[tuple[str, int], Call] = {}
     try:
         x = draw(layout, AxisType[chosen.axis_type])
         for name, function in functions(layout.case).items():
             try:
                 found = _prepare(rows[name], function, x, present)
-                programs |= {(name, calls): program for calls, program in found.items()}
+                calls |= {(name, count): _call(program, x) for count, program in found.items()}
             except Exception as error:
                 note(rows[name], error)
-        times = _sample(programs, x, chosen.repeats, chosen.seconds)
     except Exception as error:
         for row in rows.values():
             note(row, error)
         return list(rows.values())
-    for (name, calls), seconds in times.items():
-        row = rows[name]
-        if calls == 1:
-            row.samples = len(seconds)
-            walls = (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
-            row.wall_p20_us, row.wall_p50_us, row.wall_p80_us = walls
-        elif calls == MANY:
-            added = np.median(seconds) - np.median(times[name, FEW])
-            if added > 0:  # or else the noise is more than the calls
-                row.device_us = 1e6 * float(added) / (MANY - FEW)
+    times = timing.interleave(
+        calls,
+        chosen.repeats,
+        chosen.seconds,
+        lambda name, error: note(rows[name[0]], error),
+        timing.wall_times,
+    )
+    for name, row in rows.items():
+        _write_times(row, {count: seconds for (each, count), seconds in times.items() if each == name})
     return list(rows.values())
 
 
+def _call(program: Any, x: jax.Array) -> Call:
+    """Returns the call of a compiled program on x."""
+    return Call(lambda: program(x), jax.block_until_ready, fetch_jax, ran="jax")
+
+
+def _write_times(row: Row, times: dict[int, list[float]]) -> None:
+    """Writes into the row what follows from the seconds of its programs, by number of calls."""
+    if 1 in times:
+        row.samples = len(times[1])
+        row.wall_p20_us, row.wall_p50_us, row.wall_p80_us = timing.percentiles_us(times[1])
+    if FEW in times and MANY in times:
+        added = float(np.median(times[MANY]) - np.median(times[FEW]))
+        if added > 0:  # or else the noise is more than the calls
+            row.device_us = 1e6 * added / (MANY - FEW)
+
+
 def _ratio(over: float | None, under: float | None) -> float | None:
+    """Returns over / under, or None where either is missing or 0."""
     return over / under if over and under else None
 
 
 def compare(rows: list[Row]) -> None:
-    """Writes into the rows how they compare with others."""
+    """Writes into the rows how their times compare with those of others."""
     by = {(row.layout, row.contender): row for row in rows}
     for row in rows:
         case = row.layout.case
@@ -313,7 +301,7 @@ def compare(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Returns the rows as aligned text."""
     head = ["case", "sharding", "devices", "contender", "ran", "check", "wall us", "speed-up", "of softmax"]
     lines = [[*head, "device us", "speed-up", "of linear", "link MB", "collectives", ""]]
     notes = report.Notes()
@@ -336,7 +324,7 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
-    """Writes the PNG: device time over the number of devices, for one case."""
+    """Writes the PNG: the device time of one case over the number of devices."""
     plt = plot.pyplot()
     every = list(dict.fromkeys(row.layout.case for row in rows))
     case = next((case for case in every if (case.batch, case.vocab, case.k) == PICTURED), every[0])
@@ -375,8 +363,25 @@ def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
     plt.close(figure)
 
 
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_shapes(with_k=True)
+    flags.define_dtype()
+    flags.define_words(
+        "sharding",
+        tuple(SHARDINGS),
+        "How the logits lie over the devices: the rows spread over them (batch), or each row (vocab).",
+    )
+    flags.define_integers("devices", "Over how many devices; more than there are is passed over.")
+    flags.define_word("axis_type", ("Auto", "Explicit"), "Type of the mesh axis, a jax.sharding.AxisType.")
+    flags.define_seed()
+    flags.define_sampling()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    chosen = settings.from_flags(argv)
+    """Runs the benchmark and returns its exit code."""
+    chosen = flags.read(argv)
     require_extra()
     skipped = [str(n) for n in chosen.devices if n > jax.device_count()]
     if skipped:
@@ -394,18 +399,14 @@ def main(argv: list[str]) -> int:
     for layout in progress(layouts, "sharded"):
         rows += run_layout(layout, chosen)
         compare(rows)
-        report.write(directory, "sharded", [row.record() for row in rows], chosen, where)  # if it is cut off
+        report.write("sharded", rows, chosen, where)  # so that a run that is cut off leaves its results
     picture(directory / "sharded.png", rows, where)
     print(f"\nsharded on {where['device']}, jax {where['jax']}")
     print(table(rows))
     print(f"files: {directory}/sharded.*")
-    failed = sum(row.fails for row in rows)
-    if failed:
-        print(f"sharded: {failed} of {len(rows)} rows failed", file=sys.stderr)
-    return 1 if failed else 0
+    return report.exit_code("sharded", sum(row.fails for row in rows), rows)
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

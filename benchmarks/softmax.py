@@ -1,16 +1,16 @@
-"""softmax, log_softmax, logsumexp against their peers: python -m benchmarks.softmax [--flagfile=...]."""
+"""How fast are softmax, log_softmax and logsumexp? python -m benchmarks.softmax --flagfile=configs/targets.flags."""
 
 import functools
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app
 
 import pallas_softmax
-from benchmarks import settings
-from benchmarks.cases import Case, make_cases
-from benchmarks.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
-from benchmarks.run import Benchmark, run
+from benchmarks.support import flags
+from benchmarks.support.cases import Case, make_cases
+from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
+from benchmarks.support.driver import Benchmark, run
 
 
 def _ours(
@@ -35,8 +35,8 @@ def _quack(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
     return softmax(x), None
 
 
-def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
-    """Our implementations, then the peers, as the flags name them."""
+def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
+    """Returns our implementations and then the peers of softmax, as the flags name them."""
     what = {"function": case.function, "axis": case.axis}
     peers = {
         "jax": Contender("jax", False, functools.partial(_jax, **what), prepare_jax),
@@ -51,11 +51,24 @@ def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
 BENCHMARK = Benchmark("softmax", make_cases, contenders, baseline="jax")
 
 
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_shapes()
+    flags.define_dtype()
+    flags.define_function()
+    flags.define_direction()
+    flags.define_implementations()
+    flags.define_peers(flags.SOFTMAX_PEERS)
+    flags.define_logits()
+    flags.define_sampling()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    return run(BENCHMARK, settings.from_flags(argv))
+    """Runs the benchmark and returns its exit code."""
+    return run(BENCHMARK, flags.read(argv))
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

@@ -1,18 +1,18 @@
-"""Softmax and the k largest against their peers: python -m benchmarks.topk [--k=5,64]."""
+"""How fast is fused_topk? python -m benchmarks.topk --flagfile=configs/topk_targets.flags."""
 
 import functools
 import inspect
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks import settings, timing
-from benchmarks.cases import Case, make_cases, only_softmax
-from benchmarks.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
-from benchmarks.run import Benchmark, run
+from benchmarks.support import flags, timing
+from benchmarks.support.cases import Case, make_cases, only_softmax
+from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
+from benchmarks.support.driver import Benchmark, run
 
 
 def _ours(x: jax.Array, k: int, implementation: str | None) -> tuple[jax.Array, jax.Array]:
@@ -33,7 +33,7 @@ def _jax_unstable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _jax_raft(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    if not timing.on_gpu():  # elsewhere XLA takes the option, and passes over it
+    if not timing.on_gpu():  # elsewhere XLA takes the option and ignores it
         raise NotImplementedError("XLA has the kernels of RAFT on GPUs only")
     return _jax_stable(x, k)
 
@@ -50,11 +50,11 @@ def _quack(x: Any, k: int) -> tuple[Any, Any]:
     from quack import softmax  # pyright: ignore[reportMissingImports]
     from quack.topk import topk  # pyright: ignore[reportMissingImports]
 
-    return topk(softmax(x), k)  # its own softmax is that of the winners alone
+    return topk(softmax(x), k)  # the softmax in QuACK's topk is over the winners alone
 
 
-def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
-    """Our implementations, then the peers, as the flags name them."""
+def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
+    """Returns our implementations and then the peers of top-k, as the flags name them."""
     assert case.k is not None
     k = case.k
     raft = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
@@ -77,18 +77,30 @@ def contenders(chosen: settings.Settings, case: Case) -> list[Contender]:
     ]
 
 
-def _cases(chosen: settings.Settings) -> list[Case]:
+def _cases(chosen: flags.Settings) -> list[Case]:
     return make_cases(only_softmax(chosen), chosen.k)
 
 
 BENCHMARK = Benchmark("topk", _cases, contenders, baseline="jax_stable")
 
 
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_shapes(with_k=True)
+    flags.define_dtype()
+    flags.define_direction()
+    flags.define_implementations()
+    flags.define_peers(flags.TOPK_PEERS)
+    flags.define_logits()
+    flags.define_sampling()
+    flags.define_output()
+
+
 def main(argv: list[str]) -> int:
-    return run(BENCHMARK, settings.from_flags(argv))
+    """Runs the benchmark and returns its exit code."""
+    return run(BENCHMARK, flags.read(argv))
 
 
 if __name__ == "__main__":
-    settings.define()
-    flags.adopt_module_key_flags(settings)  # so that --help lists them
+    define_flags()
     app.run(main)

@@ -1,16 +1,18 @@
-"""The seven algorithms of the paper's benchmark, for the record: `softmax` and `fused_topk` are our answer.
+"""The seven algorithms of the paper's benchmark, for the record: `softmax` and `fused_topk` are our answer to them.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), sections 2 to 5. The
-kernels run one thread block a row, as the paper's do, and stream the row from device memory once for each
-access that the paper counts: between two sweeps no register or shared memory keeps any of it. They are forward
-only, take float32 of shape (rows, V), and mean what the printed algorithms mean:
+kernels run one thread block (CTA) for each row, as the paper's do, and read the row from device memory once for
+each access that the paper counts: between two sweeps over it no register or shared memory keeps any of it. They
+are forward only, take float32 of shape (rows, V), and mean what the printed algorithms mean:
 
-- naive softmax is NaN where a logit is above 88.7, or all are so low that the sum is 0; if only the sum overflows, 0;
-- top-k compares floats: of ties the lowest index is first, -0 and 0 among them; a NaN is never chosen; the index
-  is -1 where fewer than k are above -inf. `fused_topk` has lax.top_k's total order;
-- unfused, top-k sees probabilities: those that have rounded to the same number, or to 0, are ties.
+- Naive softmax is NaN where a logit is above 88.7, or where all are so low that the sum is 0. If only the sum
+  overflows, it is 0.
+- Top-k compares floats: of ties the lowest index is first, -0 and 0 being ties. A NaN is never chosen. The index
+  is -1 where fewer than k logits are above -inf. (`fused_topk` has the total order of lax.top_k.)
+- Where softmax and top-k are not fused, top-k sees probabilities: those that have rounded to the same number, or
+  to 0, are ties.
 
-A row with a NaN or +inf has only NaN for probabilities, and so has one of nothing but -inf.
+A row with a NaN or +inf has only NaN for probabilities, and so has a row of nothing but -inf.
 """
 
 import dataclasses
@@ -25,70 +27,84 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.arguments import static_int
-from pallas_softmax.implementations.mosaic_gpu.device import memory, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.online import Candidates, Normalizer
 
-MAX_K = 128  # a thread keeps its k best in registers, of which it has 255; at 128 a few of them spill
+MAX_K = 128  # winners that a thread keeps in its 255 registers; at 128 a few of them spill
+MANY_ROWS = 1024  # rows from which 8 loads of a thread are on their way together, and not 16
+WINNERS_TIMES_LOADS = 80  # winners of a thread times its loads at most, for each of which it needs registers
 
 
 # --- Kernels ------------------------------------------------------------------------------------------
 
 
 class _Row:
-    """The row of this thread block in an array (rows, V) in device memory, in blocks of an element a thread."""
+    """The row of this thread block in an array (rows, V) in device memory.
 
-    def __init__(self, gmem, interpret, loads):
+    It is read in blocks of 128 elements, one for each thread; after its end blocks hold -inf.
+
+    Attributes:
+      gmem: the array.
+      interpret: as for `pallas_call`.
+      index: number of the row.
+      vocab: number of its elements.
+      loads: number of blocks that are on their way together.
+    """
+
+    def __init__(self, gmem, interpret, loads: int):
         self.gmem, self.interpret = gmem, interpret
         self.index = lax.axis_index("row")
         self.vocab = gmem.shape[1]
         self.loads = min(loads, pl.cdiv(self.vocab, WARPGROUP))
 
-    def full(self, value, dtype=jnp.float32):
-        """A block of one value."""
-        return staging.laid_out(jnp.full((WARPGROUP,), value, dtype), self.interpret)
+    def filled(self, value, dtype=jnp.float32):
+        """A block whose elements are all `value`."""
+        return blocks.filled(value, dtype=dtype, interpret=self.interpret)
 
     def positions(self, start):
-        """The block of the positions from `start` on."""
-        return start + staging.laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), self.interpret)
+        """The block of the 128 positions from `start` on, int32."""
+        return start + blocks.positions(interpret=self.interpret)
 
     def sweep(self, step, state):
-        """state = step(starts, blocks, state) along the row: one access. After its end the blocks are -inf."""
+        """Calls state = step(starts, x_blocks, state) along the row, for blocks that start there: one access."""
 
         def body(i, state):
             starts = [(i * self.loads + j) * WARPGROUP for j in range(self.loads)]
-            load = functools.partial(memory.load_block, self.gmem, row=self.index, interpret=self.interpret)
-            blocks = [load(start=start, held=self.vocab - start, fill=-jnp.inf) for start in starts]
-            return step(starts, blocks, state)
+            load = functools.partial(
+                blocks.load_from_row, self.gmem, row=self.index, interpret=self.interpret
+            )
+            x_blocks = [load(start=start, held=self.vocab - start, fill=-jnp.inf) for start in starts]
+            return step(starts, x_blocks, state)
 
         return lax.fori_loop(0, pl.cdiv(self.vocab, self.loads * WARPGROUP), body, state)
 
     def maximum(self):
-        """Of the row; one access."""
-        lane = self.sweep(lambda _, blocks, m: functools.reduce(jnp.maximum, blocks, m), self.full(-jnp.inf))
+        """The maximum of the row: one access."""
+        lane = self.sweep(lambda _, x, m: functools.reduce(jnp.maximum, x, m), self.filled(-jnp.inf))
         return jnp.max(lane)
 
     def total(self, term):
-        """The sum of term(x) over the row; one access."""
-        lane = self.sweep(lambda _, blocks, d: d + online.tree_sum(map(term, blocks)), self.full(0.0))
+        """The sum of term(x) over the row: one access."""
+        lane = self.sweep(lambda _, x, d: d + online.tree_sum(map(term, x)), self.filled(0.0))
         return jnp.sum(lane)
 
     def normalizer(self):
-        """(m, d), online (algorithm 3, lines 1 to 6); one access."""
-        return online.across(self.sweep(lambda _, blocks, lane: online.absorb(lane, blocks), self.empty()))
+        """The normalizer (m, d) of the row, online (algorithm 3, lines 1 to 6): one access."""
+        return online.across(self.sweep(lambda _, x, lane: online.absorb(lane, x), self.empty()))
 
     def empty(self):
-        """The normalizers of threads that have seen nothing."""
-        return Normalizer(self.full(-jnp.inf), self.full(0.0))
+        """The normalizers of threads that have seen nothing, a block of each field."""
+        return Normalizer(self.filled(-jnp.inf), self.filled(0.0))
 
     def write(self, value, gmem):
-        """Writes value(x) to the row of `gmem`; two accesses, for x is read once more."""
+        """Writes value(x) to the row of `gmem`: two accesses, since x is read once more."""
 
-        def step(starts, blocks, state):
-            for start, x in zip(starts, blocks, strict=True):
+        def step(starts, x_blocks, state):
+            for start, x in zip(starts, x_blocks, strict=True):
                 held = self.vocab - start
-                memory.store_block(
+                blocks.store_to_row(
                     gmem, row=self.index, start=start, block=value(x), held=held, interpret=self.interpret
                 )
             return state
@@ -97,20 +113,20 @@ class _Row:
 
 
 def _naive(x: _Row, y_gmem):
-    """Algorithm 1."""
+    """Algorithm 1: naive softmax."""
     scale = 1 / x.total(jnp.exp)
     x.write(lambda x: jnp.exp(x) * scale, y_gmem)
 
 
 def _safe(x: _Row, y_gmem):
-    """Algorithm 2."""
+    """Algorithm 2: safe softmax, which subtracts the maximum."""
     m = x.maximum()
     scale = 1 / x.total(lambda x: jnp.exp(x - m))
     x.write(lambda x: jnp.exp(x - m) * scale, y_gmem)
 
 
 def _online(x: _Row, y_gmem):
-    """Algorithm 3."""
+    """Algorithm 3: safe softmax with an online normalizer."""
     m, d = x.normalizer()
     scale = 1 / d
     x.write(lambda x: jnp.exp(x - m) * scale, y_gmem)
@@ -124,17 +140,17 @@ class _Best(NamedTuple):
 
 
 def _nothing(x: _Row, k: int) -> _Best:
-    """Of no logits (algorithm 4, lines 3 and 4)."""
-    return _Best([x.full(-jnp.inf)] * k, [x.full(-1, jnp.int32)] * k)
+    """The k best of no logits (algorithm 4, lines 3 and 4)."""
+    return _Best([x.filled(-jnp.inf)] * k, [x.filled(-1, jnp.int32)] * k)
 
 
-def _insert(x: _Row, starts, blocks, best: _Best) -> _Best:
-    """With the elements of `blocks` (algorithm 4, lines 8 to 15)."""
+def _insert(x: _Row, starts, x_blocks, best: _Best) -> _Best:
+    """The k best of each thread with its elements of the blocks among them (algorithm 4, lines 8 to 15)."""
     values, indices = map(list, best)
-    for start, new in zip(starts, blocks, strict=True):
+    for start, new in zip(starts, x_blocks, strict=True):
         beaten = [new > value for value in values]
         entries = (values, new), (indices, x.positions(start))
-        for i in reversed(range(len(values))):  # from the last on: it is lost, and its register is free
+        for i in reversed(range(len(values))):  # from the last one on, which is lost: its register is free
             for kept, entry in entries:
                 above = jnp.where(beaten[i - 1], kept[i - 1], entry) if i else entry
                 kept[i] = jnp.where(beaten[i], above, kept[i])
@@ -142,7 +158,7 @@ def _insert(x: _Row, starts, blocks, best: _Best) -> _Best:
 
 
 def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
-    """Writes the k best of all threads, one after another: value(logit) and index."""
+    """Writes the k best of all threads, one after another: value(logit), and the index."""
 
     def step(r, best):
         first, its_index = best.values[0], best.indices[0]
@@ -151,40 +167,46 @@ def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
         values_gmem[x.index, r] = value(top)
         indices_gmem[x.index, r] = index
 
-        def left(blocks, last):
-            return [jnp.where(its_index == index, *pair) for pair in zip([*blocks[1:], last], blocks)]
+        def without_winner(entries, last):
+            """The thread that had the winner moves its entries up by one."""
+            moved_up = [*entries[1:], last]
+            return [jnp.where(its_index == index, *pair) for pair in zip(moved_up, entries)]
 
-        return _Best(left(best.values, x.full(-jnp.inf)), left(best.indices, x.full(-1, jnp.int32)))
+        return _Best(
+            without_winner(best.values, x.filled(-jnp.inf)),
+            without_winner(best.indices, x.filled(-1, jnp.int32)),
+        )
 
     lax.fori_loop(0, len(best.values), step, best)
 
 
 def _topk(x: _Row, values_gmem, indices_gmem):
-    """Of the row itself."""
+    """Top-k of the row as it is, without a softmax."""
     k = values_gmem.shape[1]
     best = x.sweep(functools.partial(_insert, x), _nothing(x, k))
     _rank(x, best, lambda y: y, values_gmem, indices_gmem)
 
 
 def _safe_fused(x: _Row, values_gmem, indices_gmem):
+    """Top-k fused with the second sweep of safe softmax."""
     m = x.maximum()
 
-    def step(starts, blocks, state):
+    def step(starts, x_blocks, state):
         d, best = state
-        d = d + online.tree_sum(jnp.exp(block - m) for block in blocks)
-        return d, _insert(x, starts, blocks, best)
+        d = d + online.tree_sum(jnp.exp(block - m) for block in x_blocks)
+        return d, _insert(x, starts, x_blocks, best)
 
-    d, best = x.sweep(step, (x.full(0.0), _nothing(x, values_gmem.shape[1])))
+    d, best = x.sweep(step, (x.filled(0.0), _nothing(x, values_gmem.shape[1])))
     scale = 1 / jnp.sum(d)
     _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
 
 
 def _online_fused(x: _Row, values_gmem, indices_gmem):
-    """Algorithm 4."""
+    """Algorithm 4: top-k fused with the online normalizer, in one sweep."""
 
-    def step(starts, blocks, state):
+    def step(starts, x_blocks, state):
         lane, best = state
-        return online.absorb(lane, blocks), _insert(x, starts, blocks, best)
+        return online.absorb(lane, x_blocks), _insert(x, starts, x_blocks, best)
 
     lane, best = x.sweep(step, (x.empty(), _nothing(x, values_gmem.shape[1])))
     m, d = online.across(lane)
@@ -193,24 +215,40 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
 
 def _launch(algorithm, x, outputs, k, interpret):
-    """The kernel `algorithm` on the rows of x, with exp as the paper has it (__expf)."""
+    """The outputs of an algorithm on the rows of x, with exp as the paper has it (__expf of CUDA).
+
+    Args:
+      algorithm: a function of a `_Row` and of references to the outputs.
+      x: float32, (rows, V).
+      outputs: shapes and dtypes of the outputs.
+      k: number of winners that a thread keeps, or 1.
+      interpret: as for `pallas_call`.
+    """
 
     def body(x_gmem, *out_gmem):
         algorithm(_Row(x_gmem, interpret, _loads(len(x), k)), *out_gmem)
 
-    body.__name__ = f"paper{algorithm.__name__}"
-    kernel = gpu_kernel(body, grid={"row": len(x)}, out_type=outputs, approximate=True, interpret=interpret)
+    kernel = gpu_kernel(
+        body,
+        grid={"row": len(x)},
+        out_type=outputs,
+        name=f"paper{algorithm.__name__}",
+        approximate=True,
+        interpret=interpret,
+    )
     return kernel(x)
 
 
 def _loads(rows: int, k: int) -> int:
-    """How many loads of a thread are under way together.
+    """Number of blocks whose loads are on their way together.
 
-    Few rows are faster the more there are; with 16 they are as fast as the paper's own program, whose blocks
-    have 256 threads where V is large. Many rows would be faster, too, but for the wrong reason: each thread
-    block needs more registers, fewer run at once, and a cache holds their rows until the next sweep.
+    With few rows, the more the faster. With 16 the kernels are as fast as the paper's own program, whose thread
+    blocks have 256 threads where V is large. Many rows would be faster with 16, too, but for the wrong reason:
+    each thread block needs more registers, fewer thread blocks run at once, and a cache holds their rows until the
+    next sweep. With many winners a thread has fewer registers for loads.
     """
-    return min(8 if rows >= 1024 else 16, max(1, 80 // k))
+    loads = 8 if rows >= MANY_ROWS else 16
+    return min(loads, max(1, WINNERS_TIMES_LOADS // k))
 
 
 def _softmax(algorithm, x, *, interpret=None):
@@ -228,7 +266,12 @@ def _safe_unfused(x, k, *, interpret=None):
     return _winners(_topk, _softmax(_safe, x, interpret=interpret), k, interpret=interpret)
 
 
-def _rows(x):
+def _rows(x) -> jax.Array:
+    """`x` as an array, if it is one that the kernels take.
+
+    Raises:
+      ValueError: it is not.
+    """
     x = jnp.asarray(x)
     if x.ndim != 2 or x.size == 0 or x.dtype != jnp.float32:
         raise ValueError(f"x must be float32 of shape (rows, V), neither of them 0; got {x.dtype}{x.shape}")
@@ -236,6 +279,12 @@ def _rows(x):
 
 
 def _static_k(x, k) -> int:
+    """`k` as an int, if the kernels can find so many winners in the rows of x.
+
+    Raises:
+      TypeError: it is not a static integer.
+      ValueError: it is out of range.
+    """
     k = static_int("paper", "k", k)
     if not 1 <= k <= min(MAX_K, x.shape[1]):
         raise ValueError(f"k must be from 1 to {MAX_K}, and at most V={x.shape[1]}; got {k}")
@@ -282,7 +331,7 @@ def _plain_fused(x, k, normalizer):
     return Candidates(jnp.exp(logits - normalizer.m) / normalizer.d, indices)
 
 
-# --- All seven ----------------------------------------------------------------------------------------
+# --- The seven ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,12 +339,11 @@ class Algorithm:
     """One of the seven.
 
     Attributes:
-      title: as in the legends of the paper's figures.
-      accesses: to device memory for each logit, as the paper counts them.
-      kernel: x -> y, or (x, k) -> (values, indices); a Pallas kernel, or two, for Hopper and newer GPUs. Takes
-        `interpret`, as `pallas_call` does.
-      plain: the same algorithm in jax.numpy, for any device; XLA decides on its accesses, and its top-k is
-        lax.top_k.
+      title: its name in the legends of the paper's figures.
+      accesses: number of accesses to device memory for each logit, as the paper counts them.
+      kernel: x -> y, or (x, k) -> `Candidates`: a Pallas kernel, or two, for Hopper and newer GPUs. It takes the
+        keyword `interpret`, as `pallas_call` does.
+      plain: the same algorithm in jax.numpy, for any device. XLA decides on its accesses; its top-k is lax.top_k.
     """
 
     title: str

@@ -2,10 +2,9 @@
 
 import jax
 import pytest
-from absl import flags
-from absl.testing import flagsaver
+from absl.flags import FLAGS
 
-from benchmarks import settings
+from benchmarks.support import flags
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +23,25 @@ def x64():
 
 
 @pytest.fixture
+def quick_compilation():
+    """XLA leaves out most of its optimizations, which take longer than the small programs of a test run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def parse():
-    """Parses a command line; the flags are as before at the end."""
-    if "batch" not in flags.FLAGS:
-        settings.define()
-    with flagsaver.flagsaver():
-        yield lambda *args: settings.from_flags(flags.FLAGS(["benchmarks", *args]))
+    """Parses the command line of a benchmark, given as its module, which leaves no flags behind."""
+
+    def settings(benchmark, *args):
+        others = set(FLAGS)
+        benchmark.define_flags()
+        own = set(FLAGS) - others
+        try:
+            return flags.read(FLAGS([benchmark.__name__, *args]))
+        finally:
+            for name in own:
+                delattr(FLAGS, name)
+
+    return settings

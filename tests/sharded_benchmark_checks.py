@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import cases, links, sharded, timing
-from benchmarks.cases import Case
+from benchmarks import sharded
+from benchmarks.support import cases, links, timing
+from benchmarks.support.cases import Case
 
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 ALL = ("a", "b")

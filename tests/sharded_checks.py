@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from benchmarks import links
+from benchmarks.support import links
 
 V = 256
 IMPLEMENTATION = None  # named where every call has kernels

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 import pallas_softmax
-from benchmarks import beam_search, settings
+from benchmarks import beam_search
 from benchmarks.beam_search import Search
-from benchmarks.settings import Settings
+from benchmarks.support import flags
+from benchmarks.support.flags import Settings
 
 FUSED_TOPK = pallas_softmax.fused_topk
+slow = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture
@@ -62,11 +63,12 @@ def held_against_replay(search: Search, contender: str, weights: dict[str, jax.A
     return beam_search.check(search, found, *replayed)
 
 
+@slow
 def test_end_to_end(small, monkeypatch, capsys):
     chosen = dataclasses.replace(
         small, dtype=("bfloat16",), implementations=("auto", "mosaic_gpu"), vocab=(4000,)
     )
-    monkeypatch.setattr(settings, "from_flags", lambda argv: chosen)
+    monkeypatch.setattr(flags, "read", lambda argv: chosen)
     assert beam_search.main([]) == 0
     with open(Path(chosen.output_dir) / "beam_search.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -108,6 +110,7 @@ def nan_scores(logits, k, **kwargs):
     return found._replace(values=found.values * jnp.nan)
 
 
+@slow  # the check alone refuses the same in test_a_near_tie_may_turn_but_no_more
 @pytest.mark.parametrize(
     "planted, reason",
     [
@@ -122,12 +125,16 @@ def test_a_wrong_selection_is_found(monkeypatch, planted, reason):
     monkeypatch.setattr(pallas_softmax, "fused_topk", planted)
     search, weights = search_of(), weights_of(90)
     assert reason in held_against_replay(search, "auto", weights)[2]
-    assert not held_against_replay(search, "jax_rows", weights)[2]
+
+
+def test_a_right_selection_is_not_refused():
+    assert not held_against_replay(search_of(), "jax_rows", weights_of(90))[2]
 
 
 def test_a_wrong_selection_fails_the_run(small, monkeypatch, capsys):
     monkeypatch.setattr(pallas_softmax, "fused_topk", second_passed_over)
-    monkeypatch.setattr(settings, "from_flags", lambda argv: small)
+    monkeypatch.setattr(flags, "read", lambda argv: small)
+    monkeypatch.setattr(beam_search, "train", lambda vocab, chosen: (weights_of(vocab), 1.0))
     assert beam_search.main([]) == 1
     with open(Path(small.output_dir) / "beam_search.csv", newline="") as file:
         reference, by_rows, ours = csv.DictReader(file)
@@ -151,6 +158,11 @@ def test_a_near_tie_may_turn_but_no_more():
     error, gap, reason = beam_search.check(search, found, scores, near)
     assert error < 1e-5 and 0 < gap < 1e-5 and not reason
     assert "at step 4, prompt 2, beam 1" in beam_search.check(search, found, scores, far)[2]
+    wrong = {"scores": found["scores"] * np.nan}
+    assert "score off by nan" in beam_search.check(search, found | wrong, scores, best)[2]
+    assert "score off by 0.001" in beam_search.check(search, found, scores + 1e-3, best)[2]
+    wrong = {"tokens": found["tokens"] + 90}
+    assert "a token is not from 0 to 89" in beam_search.check(search, found | wrong, scores, best)[2]
 
 
 @pytest.mark.parametrize("contender", ["jax", "auto"])
@@ -183,6 +195,7 @@ def log_p(weights: dict[str, jax.Array], text: list[int], token: int) -> float:
     return logits[token] - np.log(np.sum(np.exp(logits)))
 
 
+@slow
 def test_training_teaches_which_tokens_there_are(small):
     vocab, words = 5000, beam_search.text_tokens()[1]
     chosen = dataclasses.replace(small, width=32, tokens=256, training_steps=60)
@@ -214,15 +227,8 @@ def test_more_beams_than_tokens_are_refused(small):
         beam_search.make_searches(dataclasses.replace(small, k=(3, 91)))
 
 
-def test_flags_become_searches():
-    if "batch" not in flags.FLAGS:
-        settings.define()
+def test_flags_become_searches(parse):
     file = Path(__file__).parent.parent / "configs" / "beam_search.flags"
-    with flagsaver.flagsaver():
-        searches = beam_search.make_searches(
-            settings.from_flags(flags.FLAGS(["beam_search", f"--flagfile={file}"]))
-        )
-        with pytest.raises(flags.IllegalFlagValueError, match="training_steps"):
-            flags.FLAGS(["beam_search", "--training_steps=0"])
+    searches = beam_search.make_searches(parse(beam_search, f"--flagfile={file}"))
     assert {search.vocab for search in searches} == {32000, 128256}
     assert {search.dtype for search in searches} == {"float32", "bfloat16"}

@@ -19,8 +19,9 @@ from pallas_softmax.call import Call, Choice
 from pallas_softmax.choice import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu import support
-from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout, staging
+from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 
@@ -396,7 +397,7 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
         arrays = 2 if op in oracle.BACKWARD else 1
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
         assert (
-            arrays * plan.walk.padded * jnp.dtype(dtype).itemsize + 2048 <= smem
+            arrays * plan.walk.padded_length * jnp.dtype(dtype).itemsize + 2048 <= smem
         )  # barriers, and what is sent
 
 
@@ -466,20 +467,20 @@ def test_mask_rows_are_those_of_broadcasting(dimensions):
 def test_walk(accesses, vec, group):
     """The steps hold each element once."""
     walk = layout.Walk(accesses * vec, vec, group)
-    sizes = [walk.step] * walk.full + [walk.left] * (walk.left > 0)
+    sizes = [walk.step_size] * walk.full_steps + [walk.rest] * (walk.rest > 0)
     assert len(sizes) == walk.steps >= 1
-    assert sum(sizes) == walk.vocab
-    row, end = staging.Row(walk, interpret=True), 0
+    assert sum(sizes) == walk.length
+    row, end = StagedRow(walk, interpret=True), 0
     for i, size in enumerate(sizes):
-        assert i * walk.step == end
+        assert i * walk.step_size == end
         assert size % vec == 0  # a bulk copy
         for at, held in row.blocks(i, size):
             assert at.start == end
-            assert 0 < held <= at.size == walk.block
-            assert end + walk.block <= walk.padded
+            assert 0 < held <= at.size == walk.block_size
+            assert end + walk.block_size <= walk.padded_length
             end += held
-    assert end == walk.vocab
-    assert walk.padded - walk.vocab < walk.block
+    assert end == walk.length
+    assert walk.padded_length - walk.length < walk.block_size
 
 
 # --- Launch choices of top-k --------------------------------------------------------------------------
@@ -548,16 +549,16 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
 
 def check_window(plan, rows, k, itemsize):
     """The parts are the row, each with k elements at least; copies are of whole 16 bytes, inside each part."""
-    starts = np.asarray(plan.start(np.arange(plan.count + 1)))
+    starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == plan.vocab
-    assert owned.min() >= k and owned.max() == plan.longest
+    assert owned.min() >= k and owned.max() == plan.cut.longest
     together = layout.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
     before = -firsts % plan.vec  # elements of a part before its body, which are filled in one by one
     assert (before <= plan.head).all()
     assert (before + plan.body <= owned).all()
-    assert (owned - plan.body <= 2 * plan.vec + plan.unit).all()
+    assert (owned - plan.body <= 2 * plan.vec + plan.cut.unit).all()
     assert (plan.head - before + owned <= plan.size).all()
     copies = plan.copies()
     assert plan.vec * itemsize == 16 and 1 <= len(copies) <= 32  # unrolled
@@ -566,10 +567,12 @@ def check_window(plan, rows, k, itemsize):
     assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
     # steps: those before the last that its copy fills; groups: whole in a step, which is whole in the window
     assert plan.full in (len(copies), len(copies) - 1)
-    assert all(end == (i + 1) * plan.group * plan.block for i, end in enumerate(ends[: plan.full]))
-    assert 0 <= plan.rest <= plan.group + 1
-    assert plan.group % plan.pool == 0
-    assert plan.pools * plan.pool >= plan.blocks == plan.full * plan.group + plan.rest
+    assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
+    assert 0 <= plan.rest <= plan.step_blocks + 1
+    assert plan.step_blocks % plan.group_blocks == 0
+    assert (
+        plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
+    )
 
 
 @FREE

@@ -30,8 +30,8 @@ from test_mosaic_interpret import ALL, CROWDED, FEW, PARTS, TOPK_SHORT, WINDOWS,
 import pallas_softmax as ps
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
-from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton import plan as triton_plan
@@ -360,7 +360,7 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
 
 def test_topk_merges_of_merges(monkeypatch):
     """Two lists at a time: three launches after the first."""
-    monkeypatch.setattr(window_kernel, "lists_per_merge", lambda k: 2)
+    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: 2)
     x = cases.rows(FEW, 2007)
     assert_topk(topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
 

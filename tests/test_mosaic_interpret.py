@@ -18,9 +18,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_rows
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
-from pallas_softmax.implementations.mosaic_gpu.topk import window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.online import Normalizer
 
@@ -276,7 +276,7 @@ def test_topk_windows_are_of_every_kind():
     plans = [plan for plan, *_ in WINDOWS]
     assert {plan.full > 1 for plan in plans} == {plan.full > 0 for plan in plans} == {True, False}
     assert {plan.rest > 0 for plan in plans} == {True, False}
-    assert any(plan.rest > plan.group for plan in plans)
+    assert any(plan.rest > plan.step_blocks for plan in plans)
     views = {len(layout.aligned_view(len(names), plan.vocab, plan.vec)) for plan, *_, names in WINDOWS}
     assert views == {1, 2}
     assert any(plan.count > topk_plan.lists_per_merge(k) for plan, _, k, _ in WINDOWS)
@@ -351,7 +351,7 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     won, kept, indices, m, d = (jnp.concatenate(each, -1) for each in zip(*lists))
     kept = kept if masked else None
     parts = Normalizer(m, d)
-    kernel = window_kernel.merge_rows(
+    kernel = merge_kernel.merge_rows(
         won, kept, indices, parts, jnp.asarray(t), k, log=log, dtype=F32, interpret=INTERPRET
     )
     plain = xla.merge(won, kept, indices, parts, t, k=k, log=log, dtype=F32)

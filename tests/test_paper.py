@@ -12,7 +12,7 @@ from test_mosaic_interpret import ALL, INTERPRET
 from test_mosaic_lowering import array, lowered, names
 
 from pallas_softmax import paper
-from pallas_softmax.implementations.mosaic_gpu.device import memory
+from pallas_softmax.implementations.mosaic_gpu.device import blocks
 
 ALGORITHMS = paper.SOFTMAX | paper.TOPK
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
@@ -107,17 +107,17 @@ def test_what_cannot_be_chosen():
 def test_accesses(name, monkeypatch):
     """The code of a kernel reads and writes the row as often as the paper counts. See test_gpu for the bytes."""
     accesses = []
-    for function in (memory.load_block, memory.store_block):
+    for function in (blocks.load_from_row, blocks.store_to_row):
 
         def counted(*args, function=function, **kwargs):
             accesses.append(function.__name__)
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(memory, function.__name__, counted)
+        monkeypatch.setattr(blocks, function.__name__, counted)
     arguments = () if name in paper.SOFTMAX else (5,)
     lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(3, 128))  # one block is the row
     assert len(accesses) == ALGORITHMS[name].accesses
-    assert accesses.count("store_block") == (name in paper.SOFTMAX or name == "safe_unfused")
+    assert accesses.count("store_to_row") == (name in paper.SOFTMAX or name == "safe_unfused")
 
 
 @pytest.mark.parametrize(("v", "k"), [(7, 7), (63, 5), (8257536, 5)])

@@ -11,14 +11,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from absl import flags
+from absl.flags import IllegalFlagValueError
 
 import pallas_softmax
-from benchmarks import links, settings, sharded
-from benchmarks.links import Collective, Machine, predicted
+from benchmarks import sharded
+from benchmarks.support import flags, links
+from benchmarks.support.links import Collective, Machine, predicted
 
 ROOT = Path(__file__).parent.parent
 MACHINE = Machine(bandwidth=3e12, link_bandwidth=3e11, latency=1.5e-5, hop=2e-6, merge_cost=2e-11)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def on_eight_devices(*command):
@@ -32,6 +35,7 @@ def on_eight_devices(*command):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_on_eight_devices():
     done = on_eight_devices("tests/sharded_benchmark_checks.py")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -124,6 +128,7 @@ def test_what_a_device_receives(kind, received):
 # --- What is measured -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_end_to_end(tmp_path):
     command = ["-m", "benchmarks.sharded", "--flagfile=configs/sharded.flags", "--shapes=16x64x3,16x64"]
     command += [
@@ -165,7 +170,7 @@ def small(tmp_path, monkeypatch):
 
     def run(*shape):
         chosen = sharded.Settings(shapes=(shape,), repeats=3, seconds=0, output_dir=str(tmp_path))
-        monkeypatch.setattr(settings, "from_flags", lambda argv: chosen)
+        monkeypatch.setattr(flags, "read", lambda argv: chosen)
         code = sharded.main([])
         rows = json.loads((tmp_path / "sharded.json").read_text())["rows"]
         return code, {row["contender"]: row for row in rows}
@@ -173,25 +178,44 @@ def small(tmp_path, monkeypatch):
     return run
 
 
-def test_a_wrong_result_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
+@pytest.mark.slow
+def test_a_wrong_top_k_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
     monkeypatch.setattr(pallas_softmax, "fused_topk", lambda x, k: jax.lax.top_k(x, k))
     code, rows = small(6, 40, 5)
     assert code == 1 and "1 of 3 rows failed" in capsys.readouterr().err
     assert rows["ours"]["status"] == "FAILED" and rows["ours"]["wall_p50_us"] is None
     assert "values" in rows["ours"]["reason"] and rows["jax"]["status"] == "ok"
+
+
+def test_a_wrong_softmax_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
     monkeypatch.setattr(pallas_softmax, "softmax", lambda x: 1.001 * jax.nn.softmax(x))
     code, rows = small(6, 40)
-    assert code == 1 and rows["ours"]["status"] == "FAILED"
+    assert code == 1 and "1 of 2 rows failed" in capsys.readouterr().err
+    assert rows["ours"]["status"] == "FAILED" and rows["ours"]["wall_p50_us"] is None
+    assert rows["jax.nn.softmax"]["status"] == "ok"
+
+
+def test_one_device_is_measured_and_written(small, tmp_path, capsys):
+    code, rows = small(6, 40)
+    assert code == 0 and list(rows) == ["ours", "jax.nn.softmax"]
+    for row in rows.values():
+        assert row["status"] == "ok" and row["ran"] == ("xla" if row["ours"] else "jax") and not row["reason"]
+        assert row["samples"] == 3 and row["rows_checked"] == 6 and row["sharding"] == "none"
+        assert 0 < row["wall_p20_us"] <= row["wall_p50_us"] <= row["wall_p80_us"]
+        assert row["of_softmax"] and row["speedup_wall"] and row["link_bytes"] == 0 and not row["collectives"]
+    with open(tmp_path / "sharded.csv", newline="") as file:
+        assert [row["contender"] for row in csv.DictReader(file)] == list(rows)
+    assert "of linear" in capsys.readouterr().out
 
 
 def test_an_exception_is_a_row_that_says_so(small, monkeypatch):
-    def broken(x, k):
+    def broken(x):
         raise KeyError("no such kernel")
 
-    monkeypatch.setattr(pallas_softmax, "fused_topk", broken)
-    code, rows = small(6, 40, 5)
+    monkeypatch.setattr(pallas_softmax, "softmax", broken)
+    code, rows = small(6, 40)
     assert code == 1 and rows["ours"]["status"] == "error" and "no such kernel" in rows["ours"]["reason"]
-    assert rows["jax"]["status"] == "ok" and rows["jax"]["speedup_wall"] == 1
+    assert rows["jax.nn.softmax"]["status"] == "ok" and rows["jax.nn.softmax"]["speedup_wall"] == 1
 
 
 def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
@@ -203,6 +227,16 @@ def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
     monkeypatch.setattr(sharded, "functions", functions)
     code, rows = small(6, 40, 5)
     assert code == 0 and rows["jax"]["status"] == "differs" and rows["jax"]["wall_p50_us"] > 0
+
+
+def test_the_device_time_is_what_more_calls_add():
+    (layout,) = sharded.make_layouts(sharded.Settings(shapes=((8, 64, 5),), devices=(1,)))
+    row = sharded.Row(layout, "ours", ours=True)
+    sharded._write_times(row, {1: [3e-6, 2e-6, 1e-6], sharded.FEW: [5e-6], sharded.MANY: [17e-6]})
+    assert (row.samples, row.wall_p50_us, row.device_us) == (3, pytest.approx(2), pytest.approx(2))
+    noisy = sharded.Row(layout, "ours", ours=True)
+    sharded._write_times(noisy, {1: [2e-6], sharded.FEW: [5e-6], sharded.MANY: [4e-6]})
+    assert noisy.wall_p50_us == pytest.approx(2) and noisy.device_us is None
 
 
 def test_how_rows_compare():
@@ -227,29 +261,31 @@ def test_how_rows_compare():
 
 def test_flags_become_layouts(parse, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    chosen = parse("--shapes=8x64x5,12x20", "--devices=4,1,8,4", "--dtype=float32,bfloat16")
+    chosen = parse(sharded, "--shapes=8x64x5,12x20", "--devices=4,1,8,4", "--dtype=float32,bfloat16")
     assert (chosen.devices, chosen.sharding, chosen.axis_type) == ((4, 1, 8), ("batch", "vocab"), "Auto")
     found = [
         (each.case.batch, each.case.k, each.sharding, each.devices) for each in sharded.make_layouts(chosen)
     ]
     of_topk = [(8, 5, "batch", 4), (8, 5, "vocab", 4), (8, 5, "none", 1)]
     assert found == 2 * of_topk + 2 * [(12, None, *rest) for _, _, *rest in of_topk]
-    found = sharded.make_layouts(parse("--shapes=", "--batch=8", "--vocab=64", "--k=3", "--sharding=vocab"))
+    found = sharded.make_layouts(
+        parse(sharded, "--shapes=", "--batch=8", "--vocab=64", "--k=3", "--sharding=vocab")
+    )
     assert {(each.case.k, each.sharding) for each in found} == {(3, "none"), (3, "vocab")}
     for shape in ("6x64", "8x66x5"):
         with pytest.raises(ValueError, match="4 devices cannot share 6"):
-            sharded.make_layouts(parse(f"--shapes={shape}", "--sharding=batch,vocab"))
+            sharded.make_layouts(parse(sharded, f"--shapes={shape}", "--sharding=batch,vocab"))
 
 
 @pytest.mark.parametrize("flag", ["--sharding=rows", "--devices=0", "--axis_type=Manual", "--sharding="])
 def test_bad_values_are_refused(parse, flag):
-    with pytest.raises(flags.IllegalFlagValueError):
-        parse(flag)
+    with pytest.raises(IllegalFlagValueError):
+        parse(sharded, flag)
 
 
 def test_flag_files_are_the_issue(parse, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    found = sharded.make_layouts(parse(f"--flagfile={ROOT}/configs/sharded.flags"))
+    found = sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded.flags"))
     assert {(each.sharding, each.devices) for each in found} == {
         ("none", 1),
         *((sharding, n) for sharding in ("batch", "vocab") for n in (2, 4, 8)),
@@ -257,7 +293,8 @@ def test_flag_files_are_the_issue(parse, monkeypatch):
     shapes = {(each.case.batch, each.case.vocab, each.case.k) for each in found}
     assert {sharded.PICTURED, (1024, 262144, 5), (1024, 262144, None)} < shapes
     (bf16,) = {
-        each.case for each in sharded.make_layouts(parse(f"--flagfile={ROOT}/configs/sharded_bf16.flags"))
+        each.case
+        for each in sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded_bf16.flags"))
     }
     assert bf16.dtype == "bfloat16" and (bf16.batch, bf16.vocab, bf16.k) == sharded.PICTURED
 

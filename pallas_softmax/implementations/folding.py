@@ -1,9 +1,20 @@
-"""Arrays of any rank as rows, for the kernels: the reduced axes made one, the last; the others the rows."""
+"""Arrays of any rank as rows (rows, vocab), which is what the kernels take, and their mask.
+
+The reduced axes become one, the last; all other axes together number the rows. With axes = (1, 3):
+
+    array       (b, s, h, v)   --transpose-->  (b, h, s, v)   --reshape-->  (b * h, s * v)
+    axes             s     v                    batch  axes                 rows    vocab
+    mask        (1, s, h, v)   --transpose-->  (1, h, s, v)   --reshape-->  (h,     s * v)
+    result      (b, 1, h, 1)  <--transpose--   (b, h, 1, 1)  <--reshape--   (b * h, 1)
+
+A mask that is broadcast along batch dimensions stays small: it has fewer rows than the array, and `MaskRows`
+tells which one belongs to a row.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +22,33 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class MaskRows:
-    """Which row of the mask belongs to a row: the sum of (row // after % size) * stride over the terms."""
+    """Which row of the mask belongs to a row: the sum of (row // after % size) * stride over the terms.
+
+    Row number `row` has an index in each batch dimension: row // after % size, where `after` is the number of
+    rows that share it, the product of the batch dimensions after it. The mask's row is found from the indices in
+    those of its dimensions that are not broadcast. For batch dimensions (4, 2, 3) and those of the mask (4, 1, 3):
+
+        batch dimension     4                    2            3
+        after               6                    3            1
+        term                (row // 6 % 4) * 3   broadcast    (row // 1 % 3) * 1
+
+    Attributes:
+      terms: (after, size, stride) for each dimension that is not broadcast.
+    """
 
     terms: tuple[tuple[int, int, int], ...]
 
-    def __call__(self, row):
-        """The mask's row."""
+    def __call__(self, row) -> Any:
+        """The mask's row for `row`, a number, an array, or anything else with //, %, * and +."""
         return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
 
 
 class Mask(NamedTuple):
-    """Which elements of (rows, vocab) count.
+    """Which elements of an array (rows, vocab) count.
 
     Attributes:
-      array: boolean, (mask rows, vocab or 1).
-      row: which of its rows belongs to a row.
+      array: boolean, (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all.
+      row: which row of `array` belongs to a row.
     """
 
     array: jax.Array
@@ -33,7 +56,12 @@ class Mask(NamedTuple):
 
 
 def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
-    """For a mask whose dimensions but the row's are `mask`, each 1 or that of `batch`."""
+    """Which row of the mask belongs to a row.
+
+    Args:
+      mask: the mask's batch dimensions, each 1 or that of `batch`.
+      batch: the array's batch dimensions.
+    """
     terms = []
     after = stride = 1
     for size, dimension in zip(mask[::-1], batch[::-1]):
@@ -41,56 +69,76 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
             terms.append((after, size, stride))
             stride *= size
         after *= dimension
-    if stride == after:  # no dimension is broadcast
+    if stride == after:  # no dimension is broadcast: the mask's row is the row
         terms = [(1, max(after, 1), 1)]
     return MaskRows(tuple(terms))
 
 
 def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
-    """Of an array of this shape, whose first `batch` dimensions are its rows', and which `where` broadcasts to."""
+    """The mask of an array of this shape, whose first `batch` dimensions number the rows; None if `where` is None.
+
+    Args:
+      where: boolean, of the array's rank, each dimension 1 or that of the array; or None.
+    """
     if where is None:
         return None
     of_batch, of_row = where.shape[:batch], where.shape[batch:]
-    if any(n > 1 for n in of_row):  # along the row it is whole, or one
+    if any(size > 1 for size in of_row):  # along the row the kernels take all of the mask, or one element
         where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
     return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
 
 
 def fold(
     arrays: Sequence[jax.Array], where, axes: tuple[int, ...]
-) -> tuple[list[jax.Array], Mask | None, Callable]:
-    """The arrays as (rows, vocab), the mask, and what gives a result, of all elements or one a row, their rank.
+) -> tuple[list[jax.Array], Mask | None, Callable[[jax.Array], jax.Array]]:
+    """Arrays as rows.
 
     Args:
-      arrays: of one shape. Where `axes` are not their last ones, they are transposed.
+      arrays: arrays of one shape. They are transposed if `axes` are not their last ones.
       where: None, or a boolean of their rank that broadcasts to them.
-      axes: those of a row.
+      axes: the axes of a row, ascending.
+
+    Returns:
+      The arrays (rows, vocab); their mask, or None; and the function that gives a result its rank back, be it of
+      all elements or of one number for each row, whose reduced axes then have size 1.
     """
     shape = arrays[0].shape
     batch = tuple(a for a in range(len(shape)) if a not in axes)
     order = (*batch, *axes)
-    turned = tuple(shape[a] for a in order)
-    vocab = math.prod(turned[len(batch) :])
-    mask = fold_mask(None if where is None else where.transpose(order), turned, len(batch))
+    transposed = tuple(shape[a] for a in order)
+    of_batch, of_row = transposed[: len(batch)], transposed[len(batch) :]
+    mask = fold_mask(None if where is None else where.transpose(order), transposed, len(batch))
 
-    def unfold(out):
-        kept = turned[len(batch) :] if out.size == arrays[0].size else (1,) * len(axes)
-        return out.reshape(*turned[: len(batch)], *kept).transpose(
-            [order.index(a) for a in range(len(shape))]
-        )
+    def unfold(result):
+        kept = of_row if result.size == arrays[0].size else (1,) * len(axes)
+        back = [order.index(a) for a in range(len(shape))]
+        return result.reshape(*of_batch, *kept).transpose(back)
 
-    return [a.transpose(order).reshape(-1, vocab) for a in arrays], mask, unfold
+    return [a.transpose(order).reshape(-1, math.prod(of_row)) for a in arrays], mask, unfold
 
 
 def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
-    """As `fold` over the last axis of one array, with the temperatures between: (rows,), or (1,) for one of all."""
+    """Logits as rows over their last axis, with their mask and temperatures.
+
+    Args:
+      logits: (..., vocab).
+      where: None, or a boolean of the rank of the logits that broadcasts to them.
+      temperature: of one element, or of the rank of the logits and of size 1 in the last dimension.
+
+    Returns:
+      The logits (rows, vocab); their mask, or None; the temperatures, (rows,), or (1,) if there is one for all;
+      and the function that gives a result (rows, k) its rank back.
+    """
     *batch, vocab = logits.shape
     if temperature.size > 1:
         temperature = jnp.broadcast_to(temperature, (*batch, 1))
-    mask = fold_mask(where, logits.shape, len(batch))
+
+    def unfold(result):
+        return result.reshape(*batch, result.shape[-1])
+
     return (
         logits.reshape(-1, vocab),
-        mask,
+        fold_mask(where, logits.shape, len(batch)),
         temperature.reshape(-1),
-        lambda out: out.reshape(*batch, out.shape[-1]),
+        unfold,
     )

@@ -1,6 +1,7 @@
-"""Implementation `mosaic_gpu`: Pallas kernels for Hopper and newer GPUs.
+"""Implementation `mosaic_gpu`: Pallas kernels for Hopper and newer GPUs, through Mosaic GPU.
 
-The functions take what those of `xla` take, for calls that `unsupported` has no objection to.
+The functions have the names, arguments and results that every implementation has (see `implementations/xla.py`).
+They take the calls that `support.unsupported` has no objection to.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from pallas_softmax.implementations.folding import fold_topk
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
-from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel, window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk
 from pallas_softmax.online import Normalizer
 
@@ -45,19 +46,20 @@ def log_softmax_grad(residuals, where, dy, *, axes):
 
 def topk(logits, where, temperature, *, k, log, dtype):
     x, mask, temperature, unfold = fold_topk(logits, where, temperature)
-    plan = plan_topk(x.shape[0], x.shape[1], k, x.dtype, target.capability())
+    rows, vocab = x.shape
+    plan = plan_topk(rows, vocab, k, x.dtype, target.capability())
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
-    out = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
-    return jax.tree.map(unfold, out)
+    winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
+    return jax.tree.map(unfold, winners_and_normalizer)
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
-    folded, _, temperature, unfold = fold_topk(won, None, temperature)
-    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(folded), -1), (kept, indices, *parts))
-    out = window_kernel.merge_rows(
-        folded, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
+    x, _, temperature, unfold = fold_topk(won, None, temperature)
+    kept, indices, *parts = jax.tree.map(lambda a: a.reshape(len(x), -1), (kept, indices, *parts))
+    winners_and_normalizer = merge_kernel.merge_rows(
+        x, kept, indices, Normalizer(*parts), temperature, k, log=log, dtype=dtype
     )
-    return jax.tree.map(unfold, out)
+    return jax.tree.map(unfold, winners_and_normalizer)
 
 
 IMPLEMENTATION = Implementation(

@@ -1,4 +1,4 @@
-"""Which calls the kernels take, and which of these XLA runs faster."""
+"""Which calls the kernels can run, and which of these XLA runs faster."""
 
 import jax.numpy as jnp
 
@@ -8,25 +8,31 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYT
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
 
-_LONE_ROW = 65_536
+# The calls on a single row that XLA runs faster, measured on an H100. benchmarks/results/launch has the float32
+# softmax_grad of (1, 128256), 5.0 us to XLA's 4.3, and of (1, 50257), 4.2 us for both.
+LONE_ROW = 65_536  # elements of a single row above which it is too long
+LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which they are too many
+
+INT32_LIMIT = 2**31  # elements of a row, as bulk copies see it, are numbered in int32
 
 
 def slower(call: Call) -> str | None:
-    """Why XLA is faster than the kernels at a call that they support; None if it is not.
+    """Why XLA is faster at a call that the kernels can run; None if it is not.
 
-    The kernels are at least as fast at nearly every shape measured (benchmarks/results/launch, figure2) but for
-    the backward and thousands of winners of one very long row.
+    The kernels are at least as fast at nearly all shapes that were measured (benchmarks/results/launch and
+    figure2), but for the backward and for thousands of winners of one very long row.
     """
-    if call.op == "topk" and call.rows == 1 and call.vocab > _LONE_ROW and (call.k or 0) > 1_024:
-        if call.dtype == "float32":
-            return f"slower than xla for more than 1024 of a single float32 row of more than {_LONE_ROW}"
-    if operations.TABLE[call.op].is_gradient and call.rows == 1 and call.vocab > _LONE_ROW:
-        return f"slower than xla for the backward of a single row of more than {_LONE_ROW}"
+    if call.rows != 1 or call.vocab <= LONE_ROW:
+        return None
+    if call.op == "topk" and (call.k or 0) > LONE_ROW_WINNERS and call.dtype == "float32":
+        return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
+    if operations.TABLE[call.op].is_gradient:
+        return f"slower than xla for the backward of a single row of more than {LONE_ROW}"
     return None
 
 
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
-    """Why the kernels do not take this call on a GPU of this compute capability; None if they do."""
+    """Why the kernels cannot run a call on a GPU of this compute capability; None if they can."""
     if capability[0] not in SMEM_BYTES:
         return f"needs compute capability 9.0 or newer, not {capability[0]}.{capability[1]}"
     if call.dtype not in DTYPES:
@@ -34,20 +40,12 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
     if call.op in ("topk", "merge"):
-        reason = _topk_unsupported(call)
-        if reason is not None:
-            return reason
-    vec = ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
-    view = aligned_view(call.rows, call.vocab, vec)
-    if view[-1] >= 2**31:
-        what = (
-            "a row" if call.vocab >= 2**31 else f"rows of which neither V nor number is a multiple of {vec}"
-        )
-        return f"{what}, {call.rows} x {call.vocab} {call.dtype}, of 2^31 elements or more"
-    return None
+        return _topk_unsupported(call) or _too_large(call)
+    return _too_large(call)
 
 
 def _topk_unsupported(call: Call) -> str | None:
+    """Why the kernels cannot find or merge the winners of a call; None if they can."""
     if not call.trailing:
         return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
@@ -55,3 +53,16 @@ def _topk_unsupported(call: Call) -> str | None:
     if call.op == "merge" and call.vocab > lists_per_merge(call.k) * call.k:
         return f"{call.vocab // call.k} lists of {call.k} are more than the {lists_per_merge(call.k)} that a CTA merges"
     return None
+
+
+def _too_large(call: Call) -> str | None:
+    """Why the elements of a call's rows, in the view that bulk copies need, have no int32 number; None if they have."""
+    vec = ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
+    view = aligned_view(call.rows, call.vocab, vec)
+    if view[-1] < INT32_LIMIT:
+        return None
+    if call.vocab >= INT32_LIMIT:
+        what = "a row"
+    else:
+        what = f"rows of which neither V nor number is a multiple of {vec}"
+    return f"{what}, {call.rows} x {call.vocab} {call.dtype}, of 2^31 elements or more"

@@ -1,10 +1,10 @@
-"""Numbers of the GPU and of the kernels' thread blocks, on which every launch plan rests."""
+"""Numbers of the GPUs and of the kernels' thread blocks (CTAs), on which every launch plan rests."""
 
-WARPGROUP = 128  # threads of a CTA: one warpgroup
-ACCESS_BYTES = 16  # of a thread, and the alignment of bulk copies between device and shared memory
-DTYPES = ("float32", "bfloat16", "float16")
+WARPGROUP = 128  # threads of a CTA: all kernels run one warpgroup, of four warps
+ACCESS_BYTES = 16  # bytes that a thread loads at once at most; bulk copies start at multiples of it, too
+DTYPES = ("float32", "bfloat16", "float16")  # of the arrays that the kernels read
 
-# Shared memory a CTA may use, by major compute capability, in bytes.
-SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}
-MAX_CLUSTER = {9: 16, 10: 16, 12: 8}  # CTAs of a cluster at most; 16 is more than the portable 8
-RESERVED_SMEM_BYTES = 4 * 1024  # barriers, reduction scratch
+# The keys are major compute capabilities: 9 is Hopper, 10 and 12 are Blackwell.
+SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # shared memory that a CTA may use
+MAX_CLUSTER = {9: 16, 10: 16, 12: 8}  # CTAs of a cluster at most; sizes above 8 are not portable
+RESERVED_SMEM_BYTES = 4 * 1024  # shared memory kept for barriers, and for what Mosaic reduces with

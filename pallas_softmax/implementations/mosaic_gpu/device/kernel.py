@@ -1,4 +1,7 @@
-"""plgpu.kernel with the settings of this package."""
+"""`plgpu.kernel` with the settings that all kernels of this package share."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -6,43 +9,62 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 
 def gpu_kernel(
-    body, *, grid: dict[str, int], out_type, scratch_types=(), cluster=1, approximate=False, interpret=None
-):
-    """`plgpu.kernel` with CTAs of one warpgroup.
+    body: Callable[..., None],
+    *,
+    grid: dict[str, int],
+    out_type: Any,
+    scratch_types: Any = (),
+    name: str | None = None,
+    cluster: int = 1,
+    approximate: bool = False,
+    interpret: Any = None,
+) -> Callable[..., Any]:
+    """The function that launches a kernel with CTAs of one warpgroup on its inputs.
 
     Args:
-      body: the kernel; its name is that of the kernel in profiles.
-      grid: the number of CTAs along each named axis.
-      cluster: the CTAs of a cluster; more than one are all those of the last axis.
-      approximate: whether exp and log are; see `softmax.plan.approximate`.
+      body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the
+        place of arrays; an input may be a pytree of arrays, or None, and then so is what the body gets.
+      grid: number of CTAs along each named axis.
+      out_type: shape and dtype of the output; or a list or NamedTuple of several, which is then what the kernel
+        returns.
+      scratch_types: shared memory and barriers, by name.
+      name: the kernel's name in profiles, if it is not that of `body`.
+      cluster: number of CTAs in a cluster. More than one must be all those of the grid's last axis.
+      approximate: whether exp and log are computed by the fast instructions of the GPU; see
+        `softmax.plan.approximate`.
+      interpret: as for `pallas_call`.
     """
     if cluster > 1:
         *names, last = grid
-        shape = {"cluster": (cluster,), "cluster_names": (last,)}
+        cluster_axis: dict[str, Any] = {"cluster": (cluster,), "cluster_names": (last,)}
     else:
-        names, shape = [*grid], {}
+        names, cluster_axis = [*grid], {}
 
-    def run(*inputs):
-        if jax.__version_info__ >= (0, 12):
-            moved = [*inputs, *jax.tree.leaves(out_type)]
-            elements = max(a.size for a in inputs)
-            shape["cost_estimate"] = pl.CostEstimate(
-                flops=4 * elements,
-                transcendentals=2 * elements,
-                bytes_accessed=sum(a.size * a.dtype.itemsize for a in moved),
-            )
+    def launch(*inputs):
         return plgpu.kernel(
             body,
+            kernel_name=name or body.__name__,
             out_type=out_type,
             scratch_types=scratch_types,
             grid=tuple(grid[name] for name in names),
             grid_names=tuple(names),
-            # the default semantics are Lane in jax 0.10 and Warpgroup from 0.11 on
+            # Versions of jax differ in their default, which is Lane in 0.10 and Warpgroup from 0.11 on.
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=approximate
             ),
             interpret=interpret,
-            **shape,
+            **cluster_axis,
+            **_cost(jax.tree.leaves(inputs), jax.tree.leaves(out_type)),
         )(*inputs)
 
-    return run
+    return launch
+
+
+def _cost(inputs: list, outputs: list) -> dict[str, Any]:
+    """The argument of `plgpu.kernel` that tells XLA's scheduler what the kernel costs; jax has it since 0.12."""
+    if jax.__version_info__ < (0, 12):
+        return {}
+    elements = max(a.size for a in inputs)
+    bytes_accessed = sum(a.size * a.dtype.itemsize for a in [*inputs, *outputs])
+    cost = pl.CostEstimate(flops=4 * elements, transcendentals=2 * elements, bytes_accessed=bytes_accessed)
+    return {"cost_estimate": cost}

@@ -1,6 +1,7 @@
 """What the softmax kernels compute: a reduction of each row, and what is made of the row by its result.
 
-Plain jax.numpy on blocks in registers (float32), the same for every way in which rows lie over a GPU.
+These are functions of blocks and tiles in registers, in float32 and plain jax.numpy, and the same for every way
+in which rows lie over a GPU.
 """
 
 import operator
@@ -10,20 +11,21 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_softmax import online
-from pallas_softmax.implementations.mosaic_gpu.device import sort_keys
+from pallas_softmax.implementations.mosaic_gpu.device.arithmetic import log_of_sum
 from pallas_softmax.online import Normalizer, shift
 
 
 class Reduction(NamedTuple):
-    """An associative and commutative reduction of blocks.
+    """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays.
 
     Attributes:
-      lift: a block as a state for each of its elements.
-      absorb: (state, blocks), the blocks added to the state, lane by lane.
-      across: the state's elements merged, all or along an axis; see `online.across`.
-      merge: the operator.
+      lift: x -> the state of each single element of x.
+      absorb: (state, blocks) -> the state with the elements of the blocks added, each thread's to its own.
+      across: state -> the state of all its elements together; (state, axis, broadcast) -> the states along an
+        axis of a tile, where `broadcast` makes a per-row value as wide as the tile.
+      merge: (state, state) -> the state of both, the operator itself.
       empty: the state of no elements.
-      neutral: an element that changes nothing.
+      neutral: the element that changes no state.
     """
 
     lift: Callable[[Any], Any]
@@ -45,86 +47,65 @@ ONLINE = Reduction(
 SUM = Reduction(
     lift=lambda x: x,
     absorb=lambda total, blocks: total + online.tree_sum(blocks),
-    across=lambda x, axis=None, spread=None: jnp.sum(x, axis),
+    across=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
     merge=operator.add,
     empty=0.0,
     neutral=0.0,
 )
 
 
-class Operation(NamedTuple):
-    """A function of the rows of one or two arrays.
+class Formula(NamedTuple):
+    """An operation of the softmax family, on the rows of one or two arrays.
 
     Attributes:
-      reduction: of the terms.
-      term: of the row's elements; masked ones are neutral.
-      constants: what the values need of the reduction's result.
-      value: (elements, constants), what is written; None writes the constants, a number a row each.
-      masked: what is written at masked positions.
-      per_row: the number of constants, where they are what is written.
+      reduction: what is reduced along a row.
+      term: the elements, one of each array -> the element that is reduced.
+      constants: the row's reduction -> the numbers that `value` takes besides the elements.
+      value: (*elements, *constants) -> the element that is written. None if the constants themselves are
+        written, one number for each row in each of as many arrays.
+      masked_value: the element that is written where the mask is False.
+      results_per_row: number of constants, where they are what is written.
     """
 
     reduction: Reduction
     term: Callable[..., Any]
     constants: Callable[[Any], tuple]
     value: Callable[..., Any] | None = None
-    masked: float = 0.0
-    per_row: int = 0
-
-
-def _log(d):
-    """log(d), accurate near 1, too, where the approximate one is not: d - 1 is what other logits add."""
-    u = d - 1
-    return jnp.where(jnp.abs(u) < 2**-6, u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4))), jnp.log(d))
-
-
-def weight(key, dtype, total: Normalizer, scale, *, log: bool, masked: bool):
-    """The probability, or its log, of the element of `dtype` with this key; of the lowest key, if `masked`, 0.
-
-    Args:
-      total: m, and d, the sum of exp((x - m) scale).
-    """
-    scaled = (sort_keys.of_key(key, dtype) - total.m) * scale
-    value = scaled - _log(total.d) if log else jnp.exp(scaled) / total.d
-    return jnp.where(key == sort_keys.lowest_key(dtype), -jnp.inf if log else 0.0, value) if masked else value
+    masked_value: float = 0.0
+    results_per_row: int = 0
 
 
 def _logsumexp(total: Normalizer) -> tuple:
+    """logsumexp, m and d. With a +inf among the logits the first is +inf, where d is NaN."""
     m, d = total
-    return jnp.where(m == jnp.inf, m, m + _log(d)), m, d  # +inf among numbers: the sum is +inf, not NaN
+    return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
 
-
-softmax = Operation(
-    ONLINE,
-    term=lambda x: x,
-    constants=lambda total: (shift(total.m), 1 / total.d),
-    value=lambda x, s, scale: jnp.exp(x - s) * scale,
-)
-log_softmax = Operation(
-    ONLINE,
-    term=lambda x: x,
-    constants=lambda total: (total.m, _log(total.d)),
-    value=lambda x, m, log_d: x - m - log_d,
-    masked=-jnp.inf,
-)
-logsumexp = Operation(ONLINE, term=lambda x: x, constants=_logsumexp, per_row=3)
-softmax_grad = Operation(
-    SUM,
-    term=lambda y, dy: y * dy,
-    constants=lambda total: (total,),
-    value=lambda y, dy, total: y * (dy - total),
-)
-log_softmax_grad = Operation(
-    SUM,
-    term=lambda y, dy: dy,
-    constants=lambda total: (total,),
-    value=lambda y, dy, total: dy - jnp.exp(y) * total,
-)
 
 FORMULAS = {
-    "softmax": softmax,
-    "log_softmax": log_softmax,
-    "logsumexp": logsumexp,
-    "softmax_grad": softmax_grad,
-    "log_softmax_grad": log_softmax_grad,
+    "softmax": Formula(
+        ONLINE,
+        term=lambda x: x,
+        constants=lambda total: (shift(total.m), 1 / total.d),
+        value=lambda x, m, scale: jnp.exp(x - m) * scale,
+    ),
+    "log_softmax": Formula(
+        ONLINE,
+        term=lambda x: x,
+        constants=lambda total: (total.m, log_of_sum(total.d)),
+        value=lambda x, m, log_d: x - m - log_d,
+        masked_value=-jnp.inf,
+    ),
+    "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, results_per_row=3),
+    "softmax_grad": Formula(
+        SUM,
+        term=lambda y, dy: y * dy,
+        constants=lambda total: (total,),
+        value=lambda y, dy, total: y * (dy - total),
+    ),
+    "log_softmax_grad": Formula(
+        SUM,
+        term=lambda y, dy: dy,
+        constants=lambda total: (total,),
+        value=lambda y, dy, total: dy - jnp.exp(y) * total,
+    ),
 }

@@ -1,10 +1,18 @@
-"""Long rows, in shared memory: each over one CTA, a cluster of them, or, in two launches, over any number.
+"""Long rows, in shared memory: each over one CTA, a cluster of CTAs, or, in two launches, any number of CTAs.
 
-Device memory is read once and written once, but by the two launches, of which the second reads again.
+A row of one CTA, or of a cluster, is read from device memory once, and written once:
+
+    load -> reduce -> (of a cluster: merge with the other CTAs) -> write
+
+A row of more CTAs is read by two launches, between which XLA merges the reductions of its parts:
+
+    load -> reduce -> write the part's reduction
+    load -> write
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,225 +22,367 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
-from pallas_softmax.implementations.mosaic_gpu.device import memory, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
-from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Operation
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, EDGE_WALK, Parts
+from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow, part_place
+from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, Parts
 
 
-def run(op: Operation, name: str, arrays, mask: Mask | None, plan: Parts, **settings):
-    """`op` on the rows of the arrays (rows, vocab): a list of its results, whose shapes are theirs or (rows,).
+def launch(
+    formula: Formula,
+    arrays: list[jax.Array],
+    mask: Mask | None,
+    parts: Parts,
+    *,
+    name: str,
+    approximate: bool,
+    interpret=None,
+) -> list[jax.Array]:
+    """Computes a formula on the rows of the arrays (rows, vocab), a part of a row in each CTA.
 
     Args:
-      name: of the kernel.
-      mask: of the elements, or None.
-      plan: how the rows are cut into parts.
-      **settings: as for `gpu_kernel`.
+      formula: what is computed.
+      arrays: those that the formula reads, of one shape.
+      mask: which elements count, or None.
+      parts: how rows are cut into parts.
+      name: the kernel's name in profiles; of two launches the first one's has "_reduce" after it.
+      approximate: whether exp may be approximate; see `plan.approximate`.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      One array of the last array's dtype and the size of all rows; or, of a formula that has numbers for each
+      row, float32 arrays (rows,).
     """
-    launched = functools.partial(_launch, op, arrays, mask, plan, **settings)
-    if plan.cluster:
-        return launched(name)
-    leaves = launched(f"{name}_reduce", to_totals=True)
-    structure = jax.tree.structure(op.reduction.empty)
-    total = op.reduction.across(jax.tree.unflatten(structure, leaves), 1, lambda per_row: per_row[:, None])
-    return op.constants(total) if op.value is None else launched(name, totals=jax.tree.leaves(total))
+    job = _Job(formula, arrays, mask, parts, approximate, interpret)
+    if formula.value is None:
+        results = [jax.ShapeDtypeStruct((job.rows,), jnp.float32)] * formula.results_per_row
+    else:
+        results = [jax.ShapeDtypeStruct(job.view, job.dtype)]
+    if parts.cluster:
+        return job.launch(_compute, name, results)
+
+    structure = jax.tree.structure(formula.reduction.empty)
+    of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, job.launch(_reduce_only, f"{name}_reduce", of_parts))
+    totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
+    if formula.value is None:
+        return list(formula.constants(totals))
+    return job.launch(_write_only, name, results, totals)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A formula, the arrays (rows, vocab) on whose rows it is computed, and how; arguments as for `launch`."""
+
+    formula: Formula
+    arrays: list[jax.Array]
+    mask: Mask | None
+    parts: Parts
+    approximate: bool
+    interpret: Any
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.arrays[0].shape[0]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the elements that are written."""
+        return self.arrays[-1].dtype
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape in which the kernels see the arrays and the result."""
+        return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
+
+    @property
+    def clustered(self) -> bool:
+        """Whether a row is over several CTAs that merge their reductions in the kernel."""
+        return self.parts.cluster and self.parts.count > 1
+
+    def launch(self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], totals=None) -> list[jax.Array]:
+        """The results of a launch, with a CTA for each part of each row, whose body is kernel(part).
+
+        Args:
+          kernel: a function of a `_Part`.
+          name: the kernel's name in profiles.
+          out_type: shapes and dtypes of the results.
+          totals: the reductions of the rows, arrays (rows,), if they are known. Then the CTAs take the rows from
+            the last one on, since the L2 cache holds what the launch before read last.
+        """
+        walk, count = self.parts.walk, self.parts.count
+        scratch: dict[str, Any] = {
+            "x_smem": [plgpu.SMEM((walk.padded_length,), a.dtype) for a in self.arrays],
+            "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(self.arrays),
+        }
+        if self.clustered:
+            reduction_smem = plgpu.SMEM((EDGE,), jnp.float32)
+            scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
+            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
+
+        def body(x_gmem, mask_gmem, totals_gmem, *out_gmem, **scratch):
+            refs = _Refs(x_gmem, mask_gmem, totals_gmem, out_gmem, **scratch)
+            kernel(_Part(self, refs, backwards=totals is not None))
+
+        inputs = [a.reshape(self.view) for a in self.arrays]
+        return gpu_kernel(
+            body,
+            grid={"row": self.rows, "part": count} if count > 1 else {"row": self.rows},
+            cluster=count if self.clustered else 1,
+            out_type=out_type,
+            scratch_types=scratch,
+            name=name,
+            approximate=self.approximate,
+            interpret=self.interpret,
+        )(inputs, None if self.mask is None else self.mask.array, totals)
+
+
+class _Refs(NamedTuple):
+    """What a CTA reads and writes.
+
+    Attributes:
+      x_gmem: the arrays, in the shape of the view.
+      mask_gmem: the mask, (mask rows, vocab or 1), or None.
+      totals_gmem: the rows' reductions, with references (rows,) for arrays, or None.
+      out_gmem: the results.
+      x_smem: for each array, the body of the CTA's part; the last one also holds what is to be written.
+      landed: for each array, a barrier for each step of the body, which completes when the step has arrived.
+      sent_smem: in a cluster, the reduction of the CTA's part, for the others to read, a copy for each thread.
+      met: in a cluster, the barrier at which its CTAs meet.
+    """
+
+    x_gmem: list
+    mask_gmem: Any
+    totals_gmem: Any
+    out_gmem: tuple
+    x_smem: list
+    landed: list
+    sent_smem: Any = None
+    met: Any = None
+
+
+# --- What a CTA does ----------------------------------------------------------------------------------
+
+
+def _compute(part: "_Part") -> None:
+    """All in one launch: a CTA, or a cluster, has the whole row."""
+    total = part.reduce()
+    if part.job.clustered:
+        total = part.merge_over_cluster(total)
+    if part.job.formula.value is None:
+        part.write_constants(total)
+    else:
+        part.write(total)
+    if part.job.clustered:
+        plgpu.barrier_wait(part.refs.met)  # no CTA leaves while another one may read its shared memory
+
+
+def _reduce_only(part: "_Part") -> None:
+    """The first of two launches: writes the reduction of each part."""
+    total = part.reduce()
+    for gmem, leaf in zip(part.refs.out_gmem, jax.tree.leaves(total), strict=True):
+        gmem[part.place.row, part.place.index] = leaf
+
+
+def _write_only(part: "_Part") -> None:
+    """The second of two launches: writes the elements by the reductions of the rows, which are known."""
+    total = jax.tree.map(lambda gmem: gmem[part.place.row], part.refs.totals_gmem)
+    for landed in part.refs.landed:
+        part.body.wait(landed)
+    part.write_elements(total, read_mask=part.job.mask is not None)
 
 
 class _Part:
-    """The part of a row that this CTA holds: where it lies, and its elements in registers."""
+    """The part of a row that this CTA holds: its body in shared memory, its edges in registers; see `Parts`."""
 
-    def __init__(self, plan: Parts, shape, view, mask, interpret, *, backwards):
-        rows, vocab = shape
-        self.plan, self.mask, self.interpret = plan, mask, interpret
-        self.row = staging.Row(plan.walk, interpret)
-        self.edge = staging.Row(EDGE_WALK, interpret)
-        self.r = lax.axis_index("row")
-        self.index = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        if backwards:
-            self.r, self.index = rows - 1 - self.r, plan.count - 1 - self.index
-        self.start = plan.start(self.index)
-        self.owned = plan.start(self.index + 1) - self.start
-        together = view[-1] // vocab  # rows in a row of the view
-        self._view_row = self.r // together if len(view) > 1 else None
-        self.first = self.r % together * vocab + self.start  # element of the view's row
-        self.inner = (
-            EDGE - self.first % plan.vec if plan.edges else 0
-        )  # element of the part: the body's first
+    def __init__(self, job: _Job, refs: _Refs, *, backwards: bool):
+        """Starts the copies of the body, and loads the edges."""
+        self.job, self.refs = job, refs
+        self.place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
+        self.body_start = job.parts.body_start(self.place.first)  # element of the part
+        self.body = StagedRow(job.parts.walk, job.interpret)
+        for x_gmem, x_smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
+            self.body.copy_in(self.place.in_view(x_gmem), x_smem, landed, self.place.first + self.body_start)
+        self.edges = self._load_edges() if job.parts.edges else []
 
-    def of_row(self, gmem):
-        """The row of the view with this part."""
-        return gmem if self._view_row is None else gmem.at[self._view_row]
+    # --- Loads
 
-    def ends(self, x_gmem, mask_gmem):
-        """First and last elements: where, the blocks, the mask, and which of them only this block counts."""
-        if not self.plan.edges:
-            return
-        lane, tail = self.edge.positions(), self.plan.length - EDGE
-        after_body = (lane + tail >= self.inner + self.plan.body) & (lane + tail < self.owned)
-        for at, own in ((0, lane < self.inner), (tail, after_body)):
+    def _load_edges(self) -> list["_Edge"]:
+        """The first and the last EDGE elements of the part, in registers."""
+        parts, interpret = self.job.parts, self.job.interpret
+        position, last = blocks.positions(interpret=interpret), parts.length - EDGE
+        after_body = position + last >= self.body_start + parts.body
+        owned_after_body = after_body & (position + last < self.place.owned)
+        before_body = position < self.body_start
+        edges = []
+        for at, counted in ((0, before_body), (last, owned_after_body)):
+            where = pl.ds(self.place.first + at, EDGE)
             x = [
-                staging.load(self.of_row(gmem).at[pl.ds(self.first + at, EDGE)], self.edge.layout)
-                for gmem in x_gmem
+                blocks.load(self.place.in_view(x_gmem).at[where], interpret=interpret)
+                for x_gmem in self.refs.x_gmem
             ]
-            keep = None if self.mask is None else self._mask(mask_gmem, at, EDGE, 1) != 0
-            yield at, [block.astype(jnp.float32) for block in x], keep, own
+            keep = None if self.job.mask is None else self._load_mask(at, EDGE, 1) != 0
+            edges.append(_Edge(at, [block.astype(jnp.float32) for block in x], keep, counted))
+        return edges
 
-    def elements(self, smem, i, size, fill):
-        """The blocks of a step of the body, of each array."""
-        return zip(*(self.row.load(s, i, size, fill) for s in smem), strict=True)
+    def _load_body(self, i, size: int):
+        """The blocks of step i of the body: for each block, those of all arrays."""
+        fill = self.job.formula.reduction.neutral
+        return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
 
-    def mask_blocks(self, mask_gmem, i):
-        """The mask of a step of the body, as blocks of int8; of no step, zeros. None without a mask."""
-        walk = self.plan.walk
-        if self.mask is None:
-            return [None] * walk.group
-        starts = [i * walk.step + b * walk.block for b in range(walk.group)]
-        return [self._mask(mask_gmem, self.inner + at, walk.vocab - at, walk.vec) for at in starts]
+    def _load_body_mask(self, i) -> list:
+        """The mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
+        walk = self.job.parts.walk
+        if self.job.mask is None:
+            return [None] * walk.step_blocks
+        starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
+        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
-    def _mask(self, mask_gmem, at, held, vec):
-        row, start = self.mask.row(self.r), self.start + at
-        return memory.load_mask_block(mask_gmem, row, start, held, vec, interpret=self.interpret)
+    def _load_mask(self, at, held, vec: int):
+        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+        mask: Any = self.job.mask
+        return blocks.load_mask(
+            self.refs.mask_gmem,
+            mask.row(self.place.row),
+            self.place.start + at,
+            held,
+            vec,
+            interpret=self.job.interpret,
+        )
 
+    # --- Reduction
 
-def _launch(
-    op: Operation, arrays, mask, plan: Parts, name, *, totals=(), to_totals=False, interpret, **settings
-):
-    """One launch: reduce, merge over the cluster, write.
-
-    Args:
-      totals: the rows' reductions, if known.
-      to_totals: whether to write the parts' reductions, and not what becomes of the row.
-    """
-    rows, vocab = shape = arrays[0].shape
-    dtype, count, walk = arrays[-1].dtype, plan.count, plan.walk
-    structure, fill = jax.tree.structure(op.reduction.empty), op.reduction.neutral
-    view = aligned_view(rows, vocab, plan.vec)
-    clustered = plan.cluster and count > 1
-    inputs = [a.reshape(view) for a in arrays] + ([] if mask is None else [mask.array]) + list(totals)
-    if to_totals:
-        out_type = [jax.ShapeDtypeStruct((rows, count), jnp.float32)] * structure.num_leaves
-    elif op.value is None:
-        out_type = [jax.ShapeDtypeStruct((rows,), jnp.float32)] * op.per_row
-    else:
-        out_type = [jax.ShapeDtypeStruct(view, dtype)]
-    scratch = {
-        "smem": [plgpu.SMEM((walk.padded,), a.dtype) for a in arrays],
-        "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(arrays),
-    }
-    if clustered:
-        scratch["sent"] = [plgpu.SMEM((EDGE,), jnp.float32)] * structure.num_leaves
-        scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
-
-    def body(*refs, smem, landed, sent: Any = None, met: Any = None):
-        x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
-        mask_gmem = None if mask is None else refs[len(arrays)]
-        totals_gmem = refs[len(inputs) - len(totals) : len(inputs)]
-        part = _Part(plan, shape, view, mask, interpret, backwards=bool(totals))  # first what L2 read last
-        for gmem, s, barriers in zip(x_gmem, smem, landed, strict=True):
-            part.row.copy_in(part.of_row(gmem), s, barriers, part.first + part.inner)
-        ends = list(part.ends(x_gmem, mask_gmem))
-
-        def term(x, *conditions):
-            t = op.term(*x)
-            for condition in conditions:
-                t = t if condition is None else jnp.where(condition, t, fill)
-            return t
-
-        def kept(blocks):
-            return [None if block is None else block != 0 for block in blocks]
-
-        def absorb(i, size, state):
-            total, blocks = state
-            keeps, following = kept(blocks), part.mask_blocks(mask_gmem, i + 1)  # a step ahead
-            for barriers in landed:
-                plgpu.barrier_wait(barriers.at[i])
-            terms = []
-            for (at, _), x, keep in zip(part.row.blocks(i, size), part.elements(smem, i, size, fill), keeps):
-                terms.append(term(x, keep))
-                if keep is not None and op.value is not None:  # so that the mask is read once
-                    smem[-1][at] = jnp.where(keep, x[-1], fill).astype(dtype)
-            return op.reduction.absorb(total, terms), following
-
-        def reduce():
-            lanes = jax.tree.map(part.row.full, op.reduction.empty)
-            lanes, _ = part.row.sweep(absorb, (lanes, part.mask_blocks(mask_gmem, 0)))
-            total = op.reduction.across(lanes)
-            if not ends:
-                return total
-            side = jax.tree.map(part.edge.full, op.reduction.empty)
-            side = op.reduction.absorb(side, [term(x, keep, own) for _, x, keep, own in ends])
-            return op.reduction.merge(total, op.reduction.across(side))
-
-        def merge(total):
-            """⊕ over the cluster, in the same order in every CTA."""
-            for ref, leaf in zip(sent, jax.tree.leaves(total), strict=True):
-                ref[...] = part.edge.full(leaf)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(met)
-            plgpu.barrier_wait(met)
-            peers = [
-                [
-                    staging.load(plgpu.cluster_ref(ref, {"part": jnp.int32(j)}), part.edge.layout)
-                    for ref in sent
-                ]
-                for j in range(count)
-            ]
-            total = online.tree(op.reduction.merge, [jax.tree.unflatten(structure, peer) for peer in peers])
-            total = jax.tree.map(jnp.max, total)  # every lane has the same; all threads have read now
-            plgpu.barrier_arrive(met)
+    def reduce(self):
+        """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
+        reduction = self.job.formula.reduction
+        lanes = jax.tree.map(self.body.filled, reduction.empty)
+        lanes, _ = self.body.sweep(self._absorb_step, (lanes, self._load_body_mask(0)))
+        total = reduction.across(lanes)
+        if not self.edges:
             return total
+        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
+        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
+        return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
 
-        def write(total, masked):
-            constants = op.constants(total)
-            formula: Any = op.value
+    def _absorb_step(self, i, size: int, state):
+        """Adds step i of the body to the reduction of each lane. Its mask was loaded in the step before."""
+        lanes, mask_blocks = state
+        formula, x_smem = self.job.formula, self.refs.x_smem
+        keeps, next_mask_blocks = _as_conditions(mask_blocks), self._load_body_mask(i + 1)
+        for landed in self.refs.landed:
+            plgpu.barrier_wait(landed.at[i])
+        terms = []
+        for (at, _), x, keep in zip(self.body.blocks(i, size), self._load_body(i, size), keeps):
+            terms.append(self._term(x, keep))
+            if (
+                keep is not None and formula.value is not None
+            ):  # for `write`, which need not read the mask then
+                kept = jnp.where(keep, x[-1], formula.reduction.neutral)
+                x_smem[-1][at] = kept.astype(self.job.dtype)
+        return formula.reduction.absorb(lanes, terms), next_mask_blocks
 
-            def value(x, keep):
-                y = formula(*x, *constants)
-                return y if keep is None else jnp.where(keep, y, op.masked)
+    def _term(self, x, *conditions):
+        """What is reduced of the blocks x, one of each array; neutral where a condition is False."""
+        term = self.job.formula.term(*x)
+        for condition in conditions:
+            if condition is not None:
+                term = jnp.where(condition, term, self.job.formula.reduction.neutral)
+        return term
 
-            def values(i, size):
-                keeps = kept(part.mask_blocks(mask_gmem, i)) if masked else [None] * walk.group
-                return (value(x, keep) for x, keep in zip(part.elements(smem, i, size, fill), keeps))
+    def merge_over_cluster(self, total):
+        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
+        interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
+        for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
+            smem[...] = blocks.filled(leaf, interpret=interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
 
-            (out,) = out_gmem
-            for at, x, keep, _ in ends:
-                block = value(x, keep).astype(dtype)
-                staging.store(part.of_row(out).at[pl.ds(part.first + at, EDGE)], block, interpret)
-            part.row.write(values, smem[-1], part.of_row(out), part.first + part.inner)
+        def of_peer(part: int):
+            def load(smem):
+                peer_smem = plgpu.cluster_ref(smem, {"part": jnp.int32(part)})
+                return blocks.load(peer_smem, interpret=interpret)
 
-        if totals:
-            total = jax.tree.unflatten(structure, [t[part.r] for t in totals_gmem])
-            for barriers in landed:
-                for i in range(walk.steps):
-                    plgpu.barrier_wait(barriers.at[i])
-            write(total, masked=mask is not None)
+            return jax.tree.map(load, sent_smem)
+
+        peers = [of_peer(part) for part in range(self.job.parts.count)]
+        total = online.tree(self.job.formula.reduction.merge, peers)
+        total = jax.tree.map(
+            jnp.max, total
+        )  # a scalar, of equal lanes; all threads have read when it is known
+        plgpu.barrier_arrive(met)
+        return total
+
+    # --- Results
+
+    def write_constants(self, total) -> None:
+        """Writes the numbers of the row."""
+        for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
+            gmem[self.place.row] = constant
+
+    def write(self, total) -> None:
+        """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.
+
+        From neutral elements the formula gives the value that masked ones get, so the mask need not be read again,
+        unless they meet a NaN or an infinity in the row's reduction.
+        """
+        if self.job.mask is None:
+            self.write_elements(total, read_mask=False)
             return
-        total = reduce()
-        if to_totals:
-            for gmem, leaf in zip(out_gmem, jax.tree.leaves(total), strict=True):
-                gmem[part.r, part.index] = leaf
-            return
-        if clustered:
-            total = merge(total)
-        if op.value is None:
-            for gmem, constant in zip(out_gmem, op.constants(total), strict=True):
-                gmem[part.r] = constant
-        elif mask is None:
-            write(total, masked=False)
-        else:  # masked elements are neutral in shared memory: enough, unless they meet a NaN or infinity
-            finite = functools.reduce(jnp.logical_and, (jnp.abs(x) < jnp.inf for x in jax.tree.leaves(total)))
-            lax.cond(finite, lambda: write(total, masked=False), lambda: write(total, masked=True))
-        if clustered:
-            plgpu.barrier_wait(met)  # nobody leaves while a peer reads its shared memory
+        leaves = jax.tree.leaves(total)
+        finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
+        lax.cond(
+            finite,
+            lambda: self.write_elements(total, read_mask=False),
+            lambda: self.write_elements(total, read_mask=True),
+        )
 
-    body.__name__ = name
-    return gpu_kernel(
-        body,
-        grid={"row": rows, "part": count} if count > 1 else {"row": rows},
-        cluster=count if clustered else 1,
-        out_type=out_type,
-        scratch_types=scratch,
-        interpret=interpret,
-        **settings,
-    )(*inputs)
+    def write_elements(self, total, *, read_mask: bool) -> None:
+        """Writes the elements of the part: the edges from registers, and the body through shared memory.
+
+        Args:
+          total: the reduction of the row.
+          read_mask: whether the mask must be read for the body.
+        """
+        formula, refs, place = self.job.formula, self.refs, self.place
+        constants = formula.constants(total)
+        elements: Any = formula.value
+
+        def value(x, keep):
+            y = elements(*x, *constants)
+            return y if keep is None else jnp.where(keep, y, formula.masked_value)
+
+        def body_values(i, size):
+            mask_blocks = self._load_body_mask(i) if read_mask else [None] * self.job.parts.step_blocks
+            return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+
+        (out_gmem,) = refs.out_gmem
+        for edge in self.edges:
+            block = value(edge.x, edge.keep).astype(self.job.dtype)
+            where = pl.ds(place.first + edge.start, EDGE)
+            blocks.store(place.in_view(out_gmem).at[where], block, interpret=self.job.interpret)
+        self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
+
+
+class _Edge(NamedTuple):
+    """The first or the last EDGE elements of a part, in registers, one for each thread.
+
+    Attributes:
+      start: the first of them, an element of the part.
+      x: a float32 block of each array.
+      keep: the mask, a boolean block, or None.
+      counted: which of them the reduction takes from here, and not from the body or the next part.
+    """
+
+    start: int
+    x: list[jax.Array]
+    keep: jax.Array | None
+    counted: jax.Array
+
+
+def _as_conditions(mask_blocks: list) -> list:
+    """Blocks of a mask as booleans; None stays None."""
+    return [None if block is None else block != 0 for block in mask_blocks]

@@ -1,4 +1,9 @@
-"""How the rows of a softmax lie over the GPU. Pure functions."""
+"""How the rows of a softmax lie over the GPU: a pure function of the operation, shape, dtype and GPU.
+
+The constants were chosen on an H100 by timing shapes around each of them; benchmarks/results/launch, made by
+configs/launch.flags, holds what the choice reaches, from which the figures beside them are: time, and share of
+the bandwidth of a copy, of the float32 softmax of (rows, vocab).
+"""
 
 import dataclasses
 
@@ -11,92 +16,173 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
 )
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, Walk, part_start, short_row_tile
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, Walk, short_row_tile
 
-EDGE = 128  # elements, one a thread, at each end of a part that starts anywhere
-EDGE_WALK = Walk(EDGE, 1, 1)
+# Elements of a row, of all arrays that the operation reads, up to which it is held in registers: 12,288 are 96
+# float32 registers of the 255 of a thread. (4000, 8192) reaches 98%, (4000, 10000) 97%.
+TILE_ELEMENTS = 12_288
+# The same where there are few rows: (1, 4096) takes 1.8 us in registers, (1, 16384) 3.6 us in a cluster.
+FEW_ROWS_TILE_ELEMENTS = 10_240
+# The same for rows that do not all start on 16 bytes: they are loaded an element or two at a time.
+# (4000, 4097) reaches 94%, where (4000, 4096) reaches 97%.
+UNALIGNED_TILE_ELEMENTS = 5_120
+
+FEW_ROWS = 16  # rows at most that are few: what counts is how soon each is done, not how many are at once
+MANY_ROWS = 2_000  # rows from which the time when the last of them leave multiprocessors idle weighs little
+
+# Elements of a part at most, unless the cluster is the largest. Smaller parts let more CTAs run on each
+# multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
+FEW_ROWS_PART_ELEMENTS = 6_400  # (1, 50257) in 8 parts: 5.0 us, XLA 7.2; (1, 128256) in 16: 5.8 us, XLA 6.9
+HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
+PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 91%; (1024, 128256) in 16: 90%
+MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
+
+# Elements of a part above which few rows are split over more CTAs than a cluster has, in two launches.
+FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 8.6 us, XLA 8.9
+SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
+
+STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
+
+EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Rows in shared memory: each over `count` CTAs, a cluster of them or, in two launches, independent ones.
+    """Long rows in shared memory: each cut into `count` parts, a CTA each.
 
-    A part is `length` elements, of which it owns those that the next part does not hold, too. `body` of them
-    lie in shared memory, at a multiple of 16 bytes of device memory as of shared memory. Where that leaves
-    some out, the first and the last `EDGE` elements are held in registers besides (`edges`).
+    The CTAs of a row are a cluster, or, where `cluster` is False, independent ones, of two launches.
+
+    A CTA copies the `body` of its part to shared memory in bulk: that must start and end on 16 bytes of device
+    memory. Where parts do not, the first and the last EDGE elements are held in registers as well, which covers
+    what the body leaves out on either side:
+
+        part     |<-------------------------- length -------------------------->|
+        edges    |<- EDGE ->|                                        |<- EDGE ->|
+        body             |<------------------- body ------------------>|
+        owned    |<------------------------- owned ------------------------->|
+                                                                             ^ the next part starts here
+
+    All parts have the same `length`, that of the longest, so that the kernel's shapes are static; a part owns
+    the elements up to the start of the next one. Each element is reduced once: by the body, or by the edge where
+    the body does not hold it and the part owns it. What two hold is written twice, with the same value.
+
+    Attributes:
+      vocab: number of elements of a row.
+      vec: number of elements in 16 bytes.
+      step_blocks: number of blocks of a step; see `Walk`.
+      count: number of parts of a row.
+      cluster: whether the parts of a row are one cluster of CTAs (one part is, too).
     """
 
     vocab: int
     vec: int
-    group: int
+    step_blocks: int
     count: int
     cluster: bool
 
     @property
-    def edges(self) -> bool:
-        """Whether a part may start off a multiple of 16 bytes, or overlap the next one."""
-        return bool(self.vocab % (self.count * self.vec))
+    def cut(self) -> Cut:
+        """How a row is cut: on 16 bytes, if all rows start there; anywhere, otherwise."""
+        return Cut(self.vocab, self.unit, self.count)
 
     @property
     def unit(self) -> int:
-        """Parts start at multiples of it."""
+        """Number of elements whose multiples parts start at."""
         return 1 if self.vocab % self.vec else self.vec
 
     @property
+    def edges(self) -> bool:
+        """Whether some part does not start or end on 16 bytes, or shares elements with the next one."""
+        return bool(self.vocab % (self.count * self.vec))
+
+    @property
     def length(self) -> int:
-        """Elements of a part."""
-        return -(-self.vocab // (self.unit * self.count)) * self.unit
+        """Number of elements that each part holds."""
+        return self.cut.longest
 
     @property
     def body(self) -> int:
-        """Elements of a part that are copied in bulk."""
-        return (self.length - EDGE - self.vec) // self.vec * self.vec if self.edges else self.length
+        """Number of elements of a part that are copied in bulk, the same for all parts, a multiple of `vec`."""
+        if not self.edges:
+            return self.length
+        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
+
+    def body_start(self, first):
+        """Element of a part at which its body starts, if the part starts at element `first` of an aligned row."""
+        return EDGE - first % self.vec if self.edges else 0
 
     @property
     def walk(self) -> Walk:
-        """Over the body."""
-        return Walk(self.body, self.vec, self.group)
+        """How the CTA goes over the body."""
+        return Walk(self.body, self.vec, self.step_blocks)
 
     def start(self, part):
-        """First element of a part; it owns those up to the start of the next."""
-        return part_start(part, self.vocab, self.unit, self.count)
+        """First element of a part, which owns those up to the start of the next one."""
+        return self.cut.start(part)
 
 
 def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
-    """How the rows of a softmax operation lie over the GPU. Rests on benchmarks/results/launch."""
+    """How the rows of an operation lie over a GPU of this compute capability.
+
+    Args:
+      op: a name in `operations.TABLE`.
+      rows, vocab, dtype: shape and dtype of the arrays whose rows it reads.
+    """
     itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
-    few = rows <= 16
     vec = ACCESS_BYTES // itemsize
-    if vocab * arrays <= (5_120 if vocab % vec else 10_240 if few else _TILE_ELEMENTS):
-        return short_row_tile(vocab, itemsize)
-    most = 6_400 if few else 19_000 if itemsize == 2 else 13_000 if rows < 2_000 else 26_000
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
 
-    def parts(count, cluster=True):
-        return Parts(vocab, vec, 4, count, cluster)
+    def parts(count: int, cluster: bool) -> Parts:
+        return Parts(vocab, vec, STEP_BLOCKS, count, cluster)
 
-    def fits(choice):
-        return choice.walk.padded * itemsize * arrays <= smem
+    def fits(parts: Parts) -> bool:
+        return parts.walk.padded_length * itemsize * arrays <= smem
 
-    count = 1
-    while count < MAX_CLUSTER[capability[0]] and (vocab > count * most or not fits(parts(count))):
+    # In registers: no shared memory, no barriers, and several rows a CTA.
+    if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):
+        return short_row_tile(vocab, itemsize)
+
+    # In the shared memory of one CTA, or of a cluster: the row is read once. The smallest cluster that will do.
+    count, enough = 1, _part_elements(rows, itemsize)
+    while count < MAX_CLUSTER[capability[0]] and (vocab > count * enough or not fits(parts(count, True))):
         count *= 2
-    if fits(parts(count)) and not (few and parts(count).length > 26_000):
-        return parts(count)
-    count = _SPLIT
+    clustered = parts(count, cluster=True)
+    idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
+    if fits(clustered) and not idle:
+        return clustered
+
+    # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
+    count = SPLIT
     while not fits(parts(count, cluster=False)):
-        count += _SPLIT
+        count += SPLIT
     return parts(count, cluster=False)
 
 
-_TILE_ELEMENTS = 12_288  # of a row's arrays: what the registers of a CTA hold in float32
-_SPLIT = 256  # parts of a row beyond any cluster, or a multiple of it
+def _tile_elements(rows: int, aligned: bool) -> int:
+    """Number of elements of a row, in all arrays, up to which it is held in registers."""
+    if not aligned:
+        return UNALIGNED_TILE_ELEMENTS  # more loads would be needed than are fast
+    if rows <= FEW_ROWS:
+        return FEW_ROWS_TILE_ELEMENTS  # a cluster brings more threads to each row
+    return TILE_ELEMENTS  # as many as the registers hold
+
+
+def _part_elements(rows: int, itemsize: int) -> int:
+    """Number of elements of a part at most, unless the cluster is the largest."""
+    if rows <= FEW_ROWS:
+        return FEW_ROWS_PART_ELEMENTS  # to have many CTAs at work on each row
+    if itemsize == 2:
+        return HALF_PART_ELEMENTS
+    if rows < MANY_ROWS:
+        return PART_ELEMENTS  # to have shorter CTAs at the end, when some multiprocessors are idle
+    return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
 
 
 def approximate(dtype) -> bool:
-    """Whether exp is ex2.approx(x log2(e)), off by |x| eps, and not the one exact to an ulp or two.
+    """Whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
 
-    The exact one is hidden behind the memory for float32 softmax, and lost in the rounding of 16-bit results.
-    top-k has no time for it (8% at 4000 x 25000 float32); its winners have small |x - m|.
+    It is for 16-bit results, in whose rounding the error is lost. The exp that is exact to an ulp or two costs
+    nothing in float32, where the kernel waits for memory. (Top-k has no time for it, 8% at 4000 x 25000 float32,
+    and takes the approximate one for all dtypes: its winners have a small |x - m|.)
     """
     return jnp.dtype(dtype).itemsize == 2

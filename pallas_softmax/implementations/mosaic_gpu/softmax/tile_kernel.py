@@ -1,54 +1,77 @@
-"""Short rows, in registers: several in a CTA, each over a few lanes, a warp, or all threads."""
+"""Short rows, in registers: several rows in a CTA, each over a few lanes, a warp, or all threads."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax.implementations.folding import Mask
-from pallas_softmax.implementations.mosaic_gpu.device import memory
+from pallas_softmax.implementations.mosaic_gpu.device import tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Operation
+from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 
 
-def run(op: Operation, name: str, arrays, mask: Mask | None, plan: Tile, *, interpret, **settings):
-    """`op` on the rows of the arrays (rows, vocab); arguments as for `parts_kernel.run`."""
+def launch(
+    formula: Formula,
+    arrays: list[jax.Array],
+    mask: Mask | None,
+    tile: Tile,
+    *,
+    name: str,
+    approximate: bool,
+    interpret=None,
+) -> list[jax.Array]:
+    """Computes a formula on the rows of the arrays (rows, vocab), a tile of rows in each CTA.
+
+    Args:
+      formula: what is computed.
+      arrays: those that the formula reads, of one shape.
+      mask: which elements count, or None.
+      tile: how rows lie over a CTA.
+      name: the kernel's name in profiles.
+      approximate: whether exp may be approximate; see `plan.approximate`.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      One array (rows, vocab) of the last array's dtype; or, of a formula that has numbers for each row,
+      float32 arrays (rows, 1).
+    """
     rows, vocab = arrays[0].shape
-    inputs = [*arrays] if mask is None else [*arrays, mask.array]
-    if op.value is None:
-        out_type = [jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * op.per_row
+    if formula.value is None:
+        out_type = [jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * formula.results_per_row
     else:
         out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
-    fill = op.reduction.neutral
+    fill = formula.reduction.neutral
 
-    def spread(per_row):
-        return lax.broadcast_in_dim(per_row, plan.shape, (0,))
+    def broadcast(per_row):
+        return lax.broadcast_in_dim(per_row, tile.shape, (0,))
 
-    def body(*refs):
-        x_gmem, out_gmem = refs[: len(arrays)], refs[len(inputs) :]
-        row = lax.axis_index("row") * plan.rows
-        x = [memory.load(ref, plan, row, fill, interpret=interpret).astype(jnp.float32) for ref in x_gmem]
-        term = op.term(*x)
+    def body(x_gmem, mask_gmem, *out_gmem):
+        row = lax.axis_index("row") * tile.rows
+        x = [tiles.load(gmem, tile, row, fill, interpret=interpret).astype(jnp.float32) for gmem in x_gmem]
+        term = formula.term(*x)
+        keep = None
         if mask is not None:
-            keep = memory.load_mask(
-                refs[len(arrays)], plan, row, (rows, vocab), mask.row, interpret=interpret
-            )
+            keep = tiles.load_mask(mask_gmem, tile, row, (rows, vocab), mask.row, interpret=interpret)
             term = jnp.where(keep, term, fill)
-        total = op.reduction.across(op.reduction.lift(term), 1, spread)
-        constants = [spread(constant) for constant in op.constants(total)]
-        if op.value is None:
-            out = constants
-        else:
-            y = op.value(*x, *constants)
-            out = [y if mask is None else jnp.where(keep, y, op.masked)]
-        for gmem, y in zip(out_gmem, out, strict=True):
-            memory.store(gmem, plan, row, y, interpret=interpret)
 
-    body.__name__ = name
-    return gpu_kernel(
+        total = formula.reduction.across(formula.reduction.lift(term), 1, broadcast)
+        constants = [broadcast(constant) for constant in formula.constants(total)]
+        if formula.value is None:
+            results = constants
+        else:
+            y = formula.value(*x, *constants)
+            results = [y if keep is None else jnp.where(keep, y, formula.masked_value)]
+
+        for gmem, y in zip(out_gmem, results, strict=True):
+            tiles.store(gmem, tile, row, y, interpret=interpret)
+
+    kernel = gpu_kernel(
         body,
-        grid={"row": -(-rows // plan.rows)},
+        grid={"row": -(-rows // tile.rows)},
         out_type=out_type,
+        name=name,
+        approximate=approximate,
         interpret=interpret,
-        **settings,
-    )(*inputs)
+    )
+    return kernel(arrays, None if mask is None else mask.array)

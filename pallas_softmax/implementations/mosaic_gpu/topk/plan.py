@@ -1,4 +1,29 @@
-"""How the rows of top-k lie over the GPU. Pure functions."""
+"""How the rows of top-k lie over the GPU: `plan_topk`, a pure function of shape, dtype and device.
+
+A short row lies in the registers of up to 32 threads (a `Tile`). A longer one lies in the shared memory of a CTA,
+or is cut into `count` parts with a CTA each. The array of shared memory that holds a row or a part is a `Window`:
+
+    position  0          low      head                      head + body      high          size
+              |           |         |                             |            |              |
+    contents  | -inf -inf | x x x x | x x x x x x x ... x x x x x | x x x x x  | -inf .. -inf |
+              '-------- head -------'------------ body -----------'----------- tail ----------'
+              written one element     copied in bulk: it starts     written one element
+              at a time               at a multiple of 16 bytes     at a time
+
+    blocks    |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |   8   |   vec elements a thread
+    steps     |            step 0             |            step 1             | last  |   step_blocks = 4 blocks
+    groups    |    group 0    |    group 1    |    group 2    |    group 3    | last  |   group_blocks = 2 blocks
+
+A position counts in the window; an index counts in the row. Position p holds the element of index p + origin, if
+low <= p < high; every other position holds -inf. The head exists only where some part starts beside a multiple of
+16 bytes. Then the body starts at the first multiple of 16 bytes in the part, so that fewer than `vec` elements of
+the part lie before it.
+
+Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. A step is what arrives by one bulk
+copy. A group is what one thread holds of `group_blocks` blocks: while a step arrives, the thread keeps the largest
+element of each group in it. Group number g * 128 + t is that of thread t and of blocks g * group_blocks to
+(g + 1) * group_blocks - 1.
+"""
 
 import dataclasses
 import math
@@ -11,154 +36,221 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     SMEM_BYTES,
     WARPGROUP,
 )
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, part_start, short_row_tile
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, short_row_tile
 
-MAX_K = 2048
+# What follows rests on device times of one H100 80GB HBM3. They stand in benchmarks/results/topk_targets and
+# topk_shapes, or are named here; the limits between two plans were tuned on variants whose times were not kept.
+
+# The lists of 2048 winners take at least 64 KB of shared memory (`selection_bytes`), and a CTA of a GPU of compute
+# capability 12 has 95 KB.
+MAX_K = 2_048  # winners
+
+# A tile finds its winners in k rounds, in each of which a thread looks at all elements that it holds of a row. Its
+# time goes with the product of the two, and up to these products it is faster than a window: 4000 x 1008 float32
+# takes 11.7 us for k = 5 where a window takes 14.2 us, and for k = 1 it is 4.7 us against 13.8 us.
+# In 16 bits a round has one reduction over the lanes, and two in float32.
+TILE_WORK_2KB = {4: 256, 2: 512}  # winners times elements, by bytes of an element; for rows of up to 2 KB
+TILE_WORK_4KB = 160  # winners times elements, for rows of up to 4 KB
+TILE_WORK = 64  # winners times elements, for longer rows: of up to 8 KB, since a thread then has 64 elements
+
+# Two CTAs that hold a whole row of float32 share a multiprocessor, or three of 16 bits, and one searches its row
+# while those of the others arrive. 4096 x 128256, k = 5: float32 in 6 parts takes 670 us, 0.98 of the bandwidth of
+# a sum (802 us with the best cluster in place of a second launch), and bfloat16 takes 343 us, 0.96 of it.
+ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
+PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
+
+# An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
+# second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
+# 1 x 128256 float32 takes 5.4 us, 10 x 100000 takes 6.0 us, and 64 x 128256 takes 11.4 us.
+FEW_ROWS = 128  # rows
+FEW_ROWS_MIN_VOCAB = 24_000  # elements of a row beyond which it is cut
+FEW_ROWS_PART = 8_192  # elements of a part, about
+FEW_ROWS_MERGED = 512  # winners that are merged at most, as long as there are more than MIN_PARTS
+MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
+
+# Merging more winners takes longer than parts save. Also, their lists (25 to 50 KB) leave room for one CTA only
+# beside 100 KB of the row.
+MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
+
+# The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
+MERGED_PER_CTA = 4_096  # winners
+
+# The maxima of groups of 32 elements leave 67 candidates of 4000 x 25000 float32 for k = 64, and take 137 us. One
+# maximum a thread left 90 to 180 candidates, and took 178 us.
+STEP_ELEMENTS = 32  # elements of a thread in a step, and in a group at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows of top-k in shared memory: each in `count` parts, a CTA each.
+    """Rows of top-k in shared memory, whole or in parts; the drawing at the top of this file shows one.
 
-    A part lies in `blocks` blocks, taken in steps of `group`. What can be copied in bulk, `body` elements,
-    lies after the first `head` positions, at a multiple of 16 bytes of device memory as of shared memory;
-    the few elements before it end at the body, those after it follow it. A thread's elements of `pool`
-    blocks are a group, whose largest is found while the row arrives.
+    Attributes:
+      vocab: number of elements of a row.
+      vec: number of elements in 16 bytes, which a thread loads at once.
+      step_blocks: number of blocks of a step.
+      group_blocks: number of blocks of a group; it divides step_blocks.
+      count: number of parts of a row, each in a CTA of its own.
     """
 
     vocab: int
     vec: int
-    group: int
-    pool: int
+    step_blocks: int
+    group_blocks: int
     count: int = 1
 
     @property
     def block(self) -> int:
-        """Elements of a block, a vector a thread."""
+        """Number of elements of a block: a vector for each thread."""
         return WARPGROUP * self.vec
 
     @property
-    def unit(self) -> int:
-        """Parts start at multiples of it."""
-        return 1 if self.vocab % self.vec else self.vec
-
-    @property
-    def longest(self) -> int:
-        """Elements of a part at most."""
-        return -(-self.vocab // (self.unit * self.count)) * self.unit
+    def cut(self) -> Cut:
+        """How the row is cut into parts: at multiples of 16 bytes, if rows start there."""
+        return Cut(self.vocab, 1 if self.vocab % self.vec else self.vec, self.count)
 
     @property
     def head(self) -> int:
-        """Positions before the body."""
-        return self.vec if self.unit == 1 else 0
+        """Number of positions before the body; 0 if all parts start at a multiple of 16 bytes."""
+        return self.vec if self.cut.unit == 1 else 0
 
     @property
     def body(self) -> int:
-        """Elements that every part can copy in bulk."""
-        shortest = self.vocab // (self.unit * self.count) * self.unit
+        """Number of elements that are copied in bulk, the same for every part."""
+        shortest = self.cut.shortest
         return max(0, shortest - (self.vec - 1)) // self.vec * self.vec if self.head else shortest
 
     @property
     def blocks(self) -> int:
-        """That hold the head and the longest part."""
-        return -(-(self.head + self.longest) // self.block)
+        """Number of blocks that hold the head and the longest part."""
+        return -(-(self.head + self.cut.longest) // self.block)
 
     @property
     def full(self) -> int:
-        """Steps of `group` blocks that bulk copies fill."""
-        return (self.head + self.body) // (self.block * self.group)
+        """Number of steps that lie whole in the head and the body."""
+        return (self.head + self.body) // (self.block * self.step_blocks)
 
     @property
     def rest(self) -> int:
-        """Blocks after the full steps: one more step, of up to group + 1."""
-        return self.blocks - self.full * self.group
+        """Number of blocks after the full steps, from 0 to step_blocks + 1; they make one last step."""
+        return self.blocks - self.full * self.step_blocks
 
     @property
-    def pools(self) -> int:
-        """Groups of a thread."""
-        return -(-self.blocks // self.pool)
+    def groups_per_thread(self) -> int:
+        """Number of groups, of group_blocks blocks each, whose maxima one thread keeps."""
+        return -(-self.blocks // self.group_blocks)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of all threads."""
+        return self.groups_per_thread * WARPGROUP
 
     @property
     def size(self) -> int:
-        """Positions."""
+        """Number of positions."""
         return self.blocks * self.block
 
-    def start(self, part):
-        """First element of a part, which ends where the next one starts."""
-        return part_start(part, self.vocab, self.unit, self.count)
-
-    def copies(self):
-        """The bulk copies: position and size of each."""
-        step, end = self.block * self.group, self.head + self.body if self.body else 0
+    def copies(self) -> list[tuple[int, int]]:
+        """Returns the first position and the number of elements of each bulk copy: one a step, of the body alone."""
+        step, end = self.block * self.step_blocks, self.head + self.body if self.body else 0
         return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
 
 
 def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
-    """How the rows of top-k lie over the GPU. Rests on measurements of an H100."""
+    """Returns how the rows of top-k lie over a GPU.
+
+    Args:
+      rows: number of rows.
+      vocab: number of elements of a row.
+      k: number of winners of a row, from 1 to MAX_K.
+      dtype: that of the logits.
+      capability: compute capability of the GPU.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    vec = ACCESS_BYTES // itemsize
+    tile = short_row_tile(vocab, itemsize, warp_row_bytes=math.inf)  # over one warp at most
+    if k * tile.steps * tile.vec <= _tile_work(vocab * itemsize, itemsize):
+        return tile  # the rounds of a tile take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
-    tile, row = short_row_tile(vocab, itemsize, warp=math.inf), vocab * itemsize
-    most = 1_024 // itemsize if row <= 2_048 else 160 if row <= 4_096 else 64
-    if k * tile.steps * tile.vec <= most:  # its time is that product
-        return tile
+    room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
+    count = _parts(rows, vocab, k, itemsize)
+    while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
+        count += 1  # shorter parts take less room
+    return _window(vocab, k, itemsize, count)
 
-    def window(count):
-        """With at least twice as many groups as winners, if there are so many elements."""
-        pool = group = 32 // vec
-        plan = Window(vocab, vec, group, pool, count)
-        while pool > 1 and plan.pools * WARPGROUP < 2 * k:
-            pool //= 2
-            plan = Window(vocab, vec, group, pool, count)
-        return plan
 
-    def fits(plan, ctas):
-        """As many CTAs in a multiprocessor."""
-        return plan.size * itemsize + selection_bytes(plan, k) <= smem // ctas
+def _tile_work(row_bytes: int, itemsize: int) -> int:
+    """Returns the largest product of winners and elements a thread at which a tile is faster than a window."""
+    if row_bytes <= 2_048:
+        return TILE_WORK_2KB[itemsize]
+    if row_bytes <= 4_096:
+        return TILE_WORK_4KB
+    return TILE_WORK
 
-    whole, part = (66_000, 66_000) if itemsize == 2 else (108_000, 88_000)  # bytes
-    count = 1
-    if rows <= 128 and vocab > 24_000 and k <= 256:  # merging takes longer, the more winners there are
-        count = min(-(-vocab // 8_192), max(8, 512 // k), 16)
-    elif k <= 256 and vocab * itemsize > whole:
-        count = -(-vocab * itemsize // part)
-    while not fits(window(count), 1 if k > 256 else 2):
-        count += 1
-    return window(count)
+
+def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
+    """Returns the number of parts of a row that is the fastest, if they fit into shared memory."""
+    if k > MAX_CUT_K:
+        return 1  # merging so many winners would take longer than parts save
+    if rows <= FEW_ROWS and vocab > FEW_ROWS_MIN_VOCAB:  # whole rows would leave multiprocessors without work
+        return min(-(-vocab // FEW_ROWS_PART), max(MIN_PARTS, FEW_ROWS_MERGED // k), MAX_PARTS)
+    if vocab * itemsize > ROW_BYTES[itemsize]:  # a multiprocessor would hold one row, and wait for the next
+        return -(-vocab * itemsize // PART_BYTES[itemsize])
+    return 1  # nothing is to be merged
+
+
+def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
+    """Returns the window of a row in `count` parts that has twice as many groups as winners, if it can.
+
+    The k-th largest of fewer maxima would be a loose bound for the k-th best element.
+    """
+    vec = ACCESS_BYTES // itemsize
+    step_blocks = group_blocks = STEP_ELEMENTS // vec
+    window = Window(vocab, vec, step_blocks, group_blocks, count)
+    while group_blocks > 1 and window.groups < 2 * k:
+        group_blocks //= 2
+        window = Window(vocab, vec, step_blocks, group_blocks, count)
+    return window
+
+
+def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
+    """Returns whether the window, and what the search takes beside it, fit into `room` bytes."""
+    return window.size * itemsize + selection_bytes(window, k) <= room
 
 
 def winners_tile(tile: Tile, k: int) -> Tile:
-    """The tile of the k best of each row of a tile, over the same lanes."""
+    """Returns the tile that holds the k best of each row of a tile, in the registers of the same lanes."""
     return Tile(tile.rows, tile.lanes, 1, -(-k // tile.lanes))
 
 
 def power_of_two(least: int, start: int) -> int:
-    """The first of start, 2 start, 4 start, ... that is not below `least`."""
+    """Returns the first of start, 2 start, 4 start, ... that is not below `least`."""
     while start < least:
         start *= 2
     return start
 
 
 def candidate_slots(k: int) -> int:
-    """Candidates that a list has room for: a power of two."""
+    """Returns the number of candidates that a window's list has room for, a power of two, which the sort needs.
+
+    A normal sample of 25,000 has 67 candidates for k = 64. Where there are more than slots, the search is repeated.
+    """
     return power_of_two(2 * k, 256)
 
 
 def lists_per_merge(k: int) -> int:
-    """Lists of k winners that a CTA merges into one."""
-    return max(2, min(WARPGROUP, 4096 // k))
+    """Returns the number of lists of k winners that one CTA merges into one: at most one for each thread."""
+    return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
 def padded_winners(k: int) -> int:
-    """Winners, in whole blocks of a vector of one element."""
+    """Returns k rounded up to whole blocks of one element a thread."""
     return -(-k // WARPGROUP) * WARPGROUP
 
 
-def group_words(plan: Window, k: int) -> int:
-    """Of shared memory for the groups' maxima, and later for the winners."""
-    return max(plan.pools * WARPGROUP, 2 * padded_winners(k))
+def group_words(window: Window, k: int) -> int:
+    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the winners in order."""
+    return max(window.groups, 2 * padded_winners(k))
 
 
-def selection_bytes(plan: Window, k: int) -> int:
-    """Of shared memory that top-k takes beside the row."""
-    return 4 * group_words(plan, k) + 12 * candidate_slots(k)
+def selection_bytes(window: Window, k: int) -> int:
+    """Returns the bytes of shared memory that top-k takes beside the row: `group_words`, slots, and groups to read."""
+    return 4 * group_words(window, k) + 12 * candidate_slots(k)

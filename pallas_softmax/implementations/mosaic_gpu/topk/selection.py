@@ -1,11 +1,22 @@
-"""The steps by which a CTA finds the best of its row in shared memory: each in plain JAX, for the interpreter.
+"""The steps by which a CTA finds the k best of its row: what each computes, and each in plain JAX.
 
-On the GPU each is inline PTX (`selection_ptx`): Pallas has no scatter, sort or warp operations there.
+On the GPU the steps are inline PTX, for Pallas has no scatter, sort or warp operations there. The interpreter runs
+the same steps in JAX, which are here. They come in the order of their files:
 
-Positions are those of the window (`plan.Window`), of which the row has those of an `Extent`; elsewhere
-there is -inf. A key is an integer in lax.top_k's order of the elements. A candidate is a slot of 8 bytes,
-the complement of the element's index below, its key as an unsigned number above: as a number of 64 bits,
-larger is better, and of equal keys the lower index. An empty slot is 0.
+    arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
+    selection_ptx.py   threshold, collect, count, collect_ties      the search for the candidates in it
+                       collect_winners                              the candidates of a merge
+    ranking_ptx.py     rank                                         the order of the candidates
+    rounds_ptx.py      take                                         the k best of rows in registers
+
+`plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
+shared memory is in references to
+
+    x_smem      (window.size,), the elements of the part; where the part has none, and where it is to be left out, -inf
+    group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
+    hits        (candidate_slots(k),) int32, scratch: the numbers of the groups that reach the threshold
+    slots       (2 * candidate_slots(k),) int32, the list of candidates
+    counts      (128,) int32, of which two are used: the number of candidates, and of groups in `hits`
 """
 
 from typing import Any, NamedTuple
@@ -18,185 +29,220 @@ from jax import lax
 from pallas_softmax.implementations.mosaic_gpu.device import sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.topk import ranking_ptx, selection_ptx
+from pallas_softmax.implementations.mosaic_gpu.topk import arrival_ptx, ranking_ptx, rounds_ptx, selection_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window, padded_winners, winners_tile
+from pallas_softmax.implementations.mosaic_gpu.topk.slots import ranked_slots, write_slots
 from pallas_softmax.online import Normalizer, shift
-
-_SIGN = np.int32(-(2**31))
 
 
 class Extent(NamedTuple):
-    """Of the row in the window: first position, one after the last, and the index of position 0."""
+    """Where the elements of a part lie in its window.
+
+    Attributes:
+      low: position of the first one.
+      high: position after the last one.
+      origin: index in the row of what is at position 0; it may be negative.
+    """
 
     low: Any
     high: Any
     origin: Any
 
 
-def fill(window: Window, gmem, first, smem, extent: Extent, mask, *, interpret):
-    """Writes what the bulk copies leave out: the few elements around the body, and -inf around those.
+# ---- while the row arrives
+
+
+def fill_edges(window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, interpret):
+    """Writes head and tail of the window: the few elements beside the body, and -inf around them.
 
     Args:
-      gmem: in which the row starts at `first`.
-      mask: None, or (the mask, its row): masked elements become the lowest key.
+      x_gmem: device memory, one-dimensional, in which the part starts at element `first`.
+      mask: None, or (reference to the mask, its row): a masked element becomes the float of the lowest key.
     """
     if not interpret:
-        return selection_ptx.fill(window, gmem, first, smem, extent, mask)
+        return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask)
     for start, end in ((0, window.head), (window.head + window.body, window.size)):
         if start == end:
             continue
-        at = jnp.arange(start, end)
-        inside = (at >= extent.low) & (at < extent.high)
-        x = jnp.where(inside, gmem[...][jnp.where(inside, first + at - extent.low, 0)], -jnp.inf)
+        position = jnp.arange(start, end)
+        inside = (position >= extent.low) & (position < extent.high)
+        x = jnp.where(inside, x_gmem[...][jnp.where(inside, first + position - extent.low, 0)], -jnp.inf)
         if mask is not None:
-            ref, row = mask
-            column = jnp.where(inside & (ref.shape[1] > 1), at + extent.origin, 0)
-            x = jnp.where(inside & ~ref[row][column], sort_keys.lowest(smem.dtype), x)
-        smem[start:end] = x.astype(smem.dtype)
+            mask_gmem, row = mask
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
+            x = jnp.where(inside & ~mask_gmem[row][column], sort_keys.lowest(x_smem.dtype), x)
+        x_smem[start:end] = x.astype(x_smem.dtype)
 
 
 def clear(slots, counts, *, interpret):
-    """Empties the list."""
+    """Empties the list of candidates."""
     if interpret:
         slots[...] = jnp.zeros_like(slots[...])
         counts[...] = jnp.zeros_like(counts[...])
     else:
-        selection_ptx.clear(slots, counts)
+        arrival_ptx.clear(slots, counts)
 
 
-def mark(window: Window, smem, step, blocks, *, interpret):
-    """Writes the lowest key where the mask, a block of int8 for each block of the step, is 0."""
-    if not interpret:
-        return selection_ptx.mark(window, smem, step, blocks)
-    start, size = step * window.group * window.block, len(blocks) * window.block
-    at = start + jnp.arange(size)
-    body = (at >= window.head) & (at < window.head + window.body)
-    x = smem[pl.ds(start, size)]
-    smem[pl.ds(start, size)] = jnp.where(body & (jnp.concatenate(blocks) == 0), sort_keys.lowest(x.dtype), x)
-
-
-def absorb(window: Window, smem, groups, step, blocks: int, lane: Normalizer, scale, *, marked, interpret):
-    """Each thread's normalizer with its elements of a step added: ⊕ with one rescaling of d for all.
-
-    The largest element of each group goes to `groups` as a key, the highest key if there is a NaN.
+def mask_step(window: Window, x_smem, step, keep, *, interpret):
+    """Writes the float of the lowest key to the masked positions of a step, as far as they are in the body.
 
     Args:
-      scale: d is the sum of 2^((x - m) scale).
-      marked: take the lowest key for a masked element.
+      keep: the mask, a block of int8 for each block of the step; 0 masks.
     """
     if not interpret:
-        return Normalizer(
-            *selection_ptx.absorb(window, smem, groups, step, blocks, lane.m, lane.d, scale, marked)
-        )
-    x = smem[pl.ds(step * window.group * window.block, blocks * window.block)]
+        return arrival_ptx.mask_step(window, x_smem, step, keep)
+    start, size = step * window.step_blocks * window.block, len(keep) * window.block
+    position = start + jnp.arange(size)
+    body = (position >= window.head) & (position < window.head + window.body)
+    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, sort_keys.lowest(x.dtype), x)
+
+
+def absorb_step(
+    window: Window, x_smem, group_keys, step, blocks: int, lane: Normalizer, scale, *, masked: bool, interpret
+):
+    """Returns the normalizer of each thread (128,) with its elements of a step; writes the step's group_keys.
+
+    Args:
+      step: number of the step.
+      blocks: number of blocks of it.
+      lane: the normalizer of each thread (128,) before.
+      scale: d is the sum of 2^((x - m) * scale).
+      masked: whether there is a mask, so that the lowest key is of a masked element, which counts as -inf.
+    """
+    if not interpret:
+        return arrival_ptx.absorb_step(window, x_smem, group_keys, step, blocks, lane, scale, masked)
+    x = x_smem[pl.ds(step * window.step_blocks * window.block, blocks * window.block)]
     x = x.reshape(blocks, WARPGROUP, window.vec)
     key, lowest = sort_keys.key(x), sort_keys.lowest_key(x.dtype)
-    if marked:
+    if masked:
         x = jnp.where(key == lowest, -jnp.inf, x)
         key = jnp.where(key == lowest, sort_keys.key_of(-np.inf, x.dtype), key)
     key = jnp.where(jnp.isnan(x), ~lowest, key)
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
-    for i in range(0, blocks, window.pool):
-        at = (step * (window.group // window.pool) + i // window.pool) * WARPGROUP
-        groups[pl.ds(at, WARPGROUP)] = jnp.max(key[i : i + window.pool], (0, 2))
+    groups_per_step = window.step_blocks // window.group_blocks
+    for i, start in enumerate(range(0, blocks, window.group_blocks)):
+        at = (step * groups_per_step + i) * WARPGROUP
+        group_keys[pl.ds(at, WARPGROUP)] = jnp.max(key[start : start + window.group_blocks], (0, 2))
     s = shift(m)
     terms = jnp.exp2((x - s[:, None]) * scale)
     return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
 
 
-def threshold(groups, scratch, size: int, k: int, *, interpret):
-    """A key that at least k of the first `size` groups reach, and not many more."""
-    if not interpret:
-        return selection_ptx.threshold(groups, scratch, size, k)
-    return lax.sort(groups[:size])[size - k]
+# ---- the search
 
 
-def collect(window: Window, smem, groups, hits, slots, counts, bound, extent, *, all_groups, interpret):
-    """Appends the elements whose key reaches the bound, and counts them: beyond the slots, only that they are.
+def threshold(group_keys, scratch, groups: int, k: int, *, interpret):
+    """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
 
     Args:
-      hits: scratch, for the groups that reach the bound.
-      counts: of candidates, and of groups.
-      all_groups: whether `hits` may be too short for the groups; slower.
+      scratch: shared memory of at least 8 words.
+    """
+    if not interpret:
+        return selection_ptx.threshold(group_keys, scratch, groups, k)
+    return lax.sort(group_keys[:groups])[groups - k]
+
+
+def collect(window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups, interpret):
+    """Appends to the list the elements whose key reaches the bound, in any order.
+
+    The number of candidates, counts[0], ends above the number of slots where there is no room for all.
+
+    Args:
+      all_groups: whether to look at every group, since `hits` may have no room for those that reach the bound.
     """
     if not interpret:
         return selection_ptx.collect(
-            window, smem, groups, hits, slots, counts, bound, extent, all_groups=all_groups
+            window, x_smem, group_keys, hits, slots, counts, bound, extent, all_groups=all_groups
         )
-    chosen = _inside(window, extent) & (sort_keys.key(smem[: window.size]) >= bound)
-    _append(slots, counts[0] + jnp.cumsum(chosen) - 1, chosen, smem, window, extent)
+    key = sort_keys.key(x_smem[: window.size])
+    chosen = _inside(window, extent) & (key >= bound)
+    write_slots(slots, counts[0] + jnp.cumsum(chosen) - 1, chosen, key, _indices(window, extent))
     counts[0] = counts[0] + jnp.sum(chosen, dtype=jnp.int32)
 
 
-def reaching(window: Window, smem, groups, bound, *, interpret):
-    """How many positions hold a key that reaches the bound, and that exceeds it; of groups that reach it."""
-    if not interpret:
-        least, more = selection_ptx.reaching(window, smem, groups, bound)
+def count(window: Window, x_smem, group_keys, bound, *, interpret):
+    """Returns at how many positions of the window the key reaches the bound, and at how many it exceeds it."""
+    if interpret:
+        key = sort_keys.key(x_smem[: window.size])
+        reach, exceed = (key >= bound).astype(jnp.int32), (key > bound).astype(jnp.int32)
     else:
-        key = sort_keys.key(smem[: window.size])
-        least, more = (key >= bound).astype(jnp.int32), (key > bound).astype(jnp.int32)
-    return jnp.sum(least, dtype=jnp.int32), jnp.sum(more, dtype=jnp.int32)
+        reach, exceed = selection_ptx.count(window, x_smem, group_keys, bound)
+    return jnp.sum(reach, dtype=jnp.int32), jnp.sum(exceed, dtype=jnp.int32)
 
 
-def ties(window: Window, smem, hits, slots, bound, extent, first, k: int, *, interpret):
-    """Writes the elements with this key to the slots from `first` to k - 1, those of lowest index first."""
+def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int, *, interpret):
+    """Writes elements whose key is the bound to the slots from `first` to k - 1: those of lowest index.
+
+    Args:
+      scratch: shared memory of at least 8 words.
+    """
     if not interpret:
-        return selection_ptx.ties(window, smem, hits, slots, bound, extent, first, k)
-    tied = _inside(window, extent) & (sort_keys.key(smem[: window.size]) == bound)
+        return selection_ptx.collect_ties(window, x_smem, scratch, slots, bound, extent, first, k)
+    key = sort_keys.key(x_smem[: window.size])
+    tied = _inside(window, extent) & (key == bound)
     slot = first + jnp.cumsum(tied) - 1
-    _append(slots, slot, tied & (slot < k), smem, window, extent)
+    write_slots(slots, slot, tied & (slot < k), key, _indices(window, extent))
 
 
-def enlist(slots, counts, keys, indices, row, first, n, bound, *, interpret):
-    """Appends those of n keys, from `first` on in a row of device memory, that reach the bound."""
+def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound, *, interpret):
+    """Makes the list of those of n winners in device memory whose key reaches the bound; counts[0] is their number.
+
+    Args:
+      slots, counts: an empty list, of at least n slots.
+      keys_gmem, indices_gmem: (rows, winners) int32.
+      row, first: where in them the n winners start.
+    """
     if not interpret:
-        return ranking_ptx.enlist(slots, counts, keys, indices, row, first, n, bound)
+        return selection_ptx.collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound)
     capacity = slots.size // 2
     inside = jnp.arange(capacity) < n
     at = jnp.where(inside, first + jnp.arange(capacity), 0)
-    chosen = inside & (keys[row][at] >= bound)
-    pairs = jnp.stack([~indices[row][at], keys[row][at] ^ _SIGN], axis=1)
-    slot = jnp.where(chosen, jnp.cumsum(chosen) - 1, capacity)
-    slots[...] = slots[...].reshape(capacity, 2).at[slot].set(pairs, mode="drop").reshape(-1)
+    chosen = inside & (keys_gmem[row][at] >= bound)
+    write_slots(slots, jnp.cumsum(chosen) - 1, chosen, keys_gmem[row][at], indices_gmem[row][at])
     counts[0] = jnp.sum(chosen, dtype=jnp.int32)
 
 
-def rank(slots, n, best, k: int, *, interpret):
-    """The k best of the first n slots, best first: their keys, then from `padded_winners(k)` on their indices."""
-    padded = padded_winners(k)
-    if not interpret:
-        return ranking_ptx.rank(slots, n, best, k, padded)
-    index, key = slots[...].reshape(-1, 2).T
-    empty = jnp.arange(index.size) >= n
-    _, key, index = lax.sort((empty, ~(key ^ _SIGN), ~index), num_keys=3)
-    best[:k] = ~key[:k]
-    best[padded : padded + k] = index[:k]
+def _inside(window: Window, extent: Extent):
+    position = jnp.arange(window.size)
+    return (position >= extent.low) & (position < extent.high)
 
 
-def _inside(window, extent):
-    at = jnp.arange(window.size)
-    return (at >= extent.low) & (at < extent.high)
+def _indices(window: Window, extent: Extent):
+    return extent.origin + jnp.arange(window.size, dtype=jnp.int32)
 
 
-def _append(slots, slot, chosen, smem, window, extent):
-    index = extent.origin + jnp.arange(window.size, dtype=jnp.int32)
-    pairs = jnp.stack([~index, sort_keys.key(smem[: window.size]) ^ _SIGN], axis=1)
-    capacity = slots.size // 2
-    slot = jnp.where(chosen, slot, capacity)
-    slots[...] = slots[...].reshape(capacity, 2).at[slot].set(pairs, mode="drop").reshape(-1)
+# ---- the order
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow, interpret):
-    """The k best of each row of a tile of keys, as tiles `winners_tile`: keys and indices; and `per_row`.
+def rank(slots, n, ranked, k: int, *, interpret):
+    """Writes the k best of the first n slots, in order, to `ranked`: keys, and after padded_winners(k) indices.
 
     Args:
-      per_row: tiles, each of one number a row.
-      narrow: the keys are those of 16 bits.
+      ranked: shared memory, at least 2 * padded_winners(k) words.
+    """
+    padded = padded_winners(k)
+    if not interpret:
+        return ranking_ptx.rank(slots, n, ranked, k, padded)
+    key, index = ranked_slots(slots, n)
+    ranked[:k] = key[:k]
+    ranked[padded : padded + k] = index[:k]
+
+
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpret):
+    """Returns the k best of each row of a tile as tiles of `winners_tile`: their keys, their indices, and per_row.
+
+    Args:
+      vocab: number of elements of a row; the tile may have more columns.
+      key: tile of the keys of the row's elements.
+      per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
+      narrow: whether the keys are those of 16 bits.
     """
     if not interpret:
-        return ranking_ptx.take(tile, vocab, k, key, per_row, narrow)
+        return rounds_ptx.take(tile, vocab, k, key, per_row, narrow)
     out = winners_tile(tile, k)
-    _, best = lax.sort((~key[:, :vocab], lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)), num_keys=2)
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
     return (jnp.take_along_axis(key, best, 1), best), [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]

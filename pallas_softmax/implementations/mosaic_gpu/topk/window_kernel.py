@@ -1,16 +1,27 @@
-"""Softmax fused with top-k: each row, or each part of a longer one, in the shared memory of a CTA.
+"""Softmax fused with top-k of longer rows: each row, or each part of one, in the shared memory of a CTA.
 
-While the row arrives, each thread keeps its normalizer and the largest of each small group of its elements.
-The k-th largest of these bounds the k-th best element from below, and only a few more than k elements reach
-it: they are collected, and put in order. When too many reach it (ties), the bound is made exact by bisection
-over the keys, and the ties at it are taken in order of their indices.
+The logits are read once from device memory. A CTA finds the k best of its part so (here k = 3, groups of 4):
 
-The winners and the normalizers of the parts of a row are merged by a second launch.
+    arrive      5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
+    group_keys     5         9         2         8         1        and keeps the largest key of each of its groups
+
+    threshold   5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
+                elements of all are >= 5
+
+    collect     5 | 9 | 8 6 7     the elements >= 5, from the groups whose largest is >= 5: the candidates
+
+    rank        9 8 7             the 3 best of the candidates, in order
+
+Of random logits few more than k elements are candidates. If there are more than the list has slots for, or fewer
+than k (both happen), the threshold is replaced by one found by bisection over the keys; see `search.py`.
+
+Winners and normalizers of the parts of a row are merged by a second launch; see `merge_kernel.py`. Windows, blocks,
+steps and groups are drawn in `plan.py`, the list of candidates in `slots.py`.
 """
 
 import functools
+from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -19,321 +30,175 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
-from pallas_softmax.implementations.mosaic_gpu.device import memory, sort_keys, staging
+from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
-from pallas_softmax.implementations.mosaic_gpu.softmax import formulas
-from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
-    Window,
-    candidate_slots,
-    group_words,
-    lists_per_merge,
-    padded_winners,
-    power_of_two,
+from pallas_softmax.implementations.mosaic_gpu.device.rows import part_place
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, selection
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window, candidate_slots, group_words
+from pallas_softmax.implementations.mosaic_gpu.topk.search import Search
+from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
+    Request,
+    WinnerLists,
+    lists_type,
+    write_winners,
 )
-from pallas_softmax.online import Candidates, Normalizer, sort_key
+from pallas_softmax.online import Candidates, Normalizer
 
 _LOG2_E = float(1 / np.log(2))
 
 
-def topk_rows(x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None):
-    """The winners (rows, k) of the rows of x (rows, vocab), values and indices, and the normalizers (rows, 1).
+def topk_rows(
+    x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None
+) -> tuple[Candidates, Normalizer]:
+    """Returns the k best of each row, and the normalizers of the rows.
 
     Args:
-      mask: of the elements, or None.
+      x: (rows, vocab), the logits.
+      mask: which elements count, or None.
       temperature: float32, (1,) or (rows,).
-      log, dtype: of the values.
+      k: number of winners.
+      plan: how a row lies over CTAs and in shared memory.
+      log: whether the values are logs of probabilities.
+      dtype: that of the values.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      Candidates (rows, k), their values and indices, and normalizers (rows, 1), whose d is the sum of
+      exp((x - m) / temperature).
     """
-    out = _Output(k, x.dtype, mask is not None, log, dtype, interpret)
+    request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
     scale = 1 / temperature
-    lists = _select(x, mask, scale, plan, out)
-    count = plan.count
-    while count > 1:
-        group = min(count, lists_per_merge(k))
-        lists = _merge(lists, scale, count, group, out)
-        count = -(-count // group)
-    values, indices, m, d = lists
-    return Candidates(values, indices), Normalizer(m[:, None], d[:, None])
+    lists = _launch(x, mask, scale, plan, request)
+    return merge_kernel.merge(lists, scale, plan.count, request)
 
 
-def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
-    """As `topk_rows`, of the k float32 winners of each part of each row, (rows, parts * k), and the normalizers."""
-    keys = sort_key(won)
-    if kept is not None:
-        keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
-    out = _Output(k, won.dtype, kept is not None, log, dtype, interpret)
-    count = parts.m.shape[1]
-    lists = keys, indices, parts.m.reshape(-1), parts.d.reshape(-1)
-    values, indices, m, d = _merge(lists, 1 / temperature, count, count, out)
-    return Candidates(values, indices), Normalizer(m[:, None], d[:, None])
-
-
-class _Output:
-    """What becomes of winners, k from each list of candidates.
-
-    A list is four arrays, with a row for each list: keys, or when all is merged the values in their place;
-    indices; m; and d.
-    """
-
-    def __init__(self, k, logits_dtype, masked, log, dtype, interpret):
-        self.k, self.logits_dtype, self.masked = k, logits_dtype, masked
-        self.log, self.dtype, self.interpret = log, dtype, interpret
-
-    def types(self, rows, final):
-        """Of the lists."""
-        wide, one = (rows, self.k), (rows,)
-        value = self.dtype if final else jnp.int32
-        shapes = (wide, value), (wide, jnp.int32), (one, jnp.float32), (one, jnp.float32)
-        return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-
-    def write(self, refs, row, slots, n, best, total: Normalizer, scale, final):
-        """The k best of the first n slots, in order, and the normalizer, to a row of the lists."""
-        k, interpret = self.k, self.interpret
-        selection.rank(slots, n, best, k, interpret=interpret)
-        for at in range(0, k, WARPGROUP):
-            key, index = (
-                staging.load(best.at[pl.ds(start, WARPGROUP)], staging.per_thread(interpret))
-                for start in (at, padded_winners(k) + at)
-            )
-            value = key
-            if final:
-                value = formulas.weight(
-                    key, self.logits_dtype, total, scale, log=self.log, masked=self.masked
-                )
-            for ref, block in zip(refs, (value, index)):
-                held = min(WARPGROUP, k - at)
-                memory.store_block(ref, row=row, start=at, block=block, held=held, interpret=interpret)
-        refs[2][row], refs[3][row] = total
-
-    def kernel(self, body, grid, rows, final, scratch_types):
-        """`gpu_kernel` with lists for results."""
-        return gpu_kernel(
-            body,
-            grid={name: size for name, size in grid.items() if size > 1 or name == "row"},
-            out_type=self.types(rows, final),
-            scratch_types=scratch_types,
-            approximate=True,
-            interpret=self.interpret,
-        )
-
-
-def _select(x, mask, scale, plan: Window, out: _Output):
-    """The lists of the parts of the rows of x."""
+def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
+    """Returns a list of winners for each part of each row."""
     rows, vocab = x.shape
-    k, capacity, final = out.k, candidate_slots(out.k), plan.count == 1
-    view = aligned_view(rows, vocab, plan.vec)
+    k, interpret, final = request.k, request.interpret, window.count == 1
+    view = aligned_view(rows, vocab, window.vec)
 
-    def softmax_topk(x_gmem, scale_gmem, *refs, slots, **scratch):
-        mask_gmem, refs = (None, refs) if mask is None else (refs[0], refs[1:])
-        part = _Part(plan, x_gmem, view, mask, mask_gmem, slots, interpret=out.interpret, **scratch)
-        r_scale = scale_gmem[part.r if scale.size > 1 else 0]
-        total = part.arrive(r_scale)
-        bound = part.threshold(k)
-        part.collect(bound)
-        n = part.counts[0]
-        n = lax.cond((n < k) | (n > capacity), lambda: part.exact(bound, k, capacity), lambda: n)
-        out.write(refs, part.r * plan.count + part.index, slots, n, part.groups, total, r_scale, final)
-
-    scratch = {
-        "smem": plgpu.SMEM((plan.size,), x.dtype),
-        "landed": plgpu.Barrier(num_barriers=max(1, len(plan.copies()))),
-        "groups": plgpu.SMEM((group_words(plan, k),), jnp.int32),
-        "hits": plgpu.SMEM((capacity,), jnp.int32),
-        "slots": plgpu.SMEM((2 * capacity,), jnp.int32),
-        "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
-    }
-    inputs = [x.reshape(view), scale] + ([] if mask is None else [mask.array])
-    grid = {"row": rows, "part": plan.count}
-    return out.kernel(softmax_topk, grid, rows * plan.count, final, scratch)(*inputs)
-
-
-class _Part:
-    """The part of a row that this CTA holds, and the search in it."""
-
-    def __init__(
-        self, plan, x_gmem, view, mask, mask_gmem, slots, *, smem, landed, groups, hits, counts, interpret
+    def softmax_topk(
+        x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *, landed, **search_smem
     ):
-        self.plan, self.smem, self.landed, self.groups = plan, smem, landed, groups
-        self.hits, self.slots, self.counts, self.interpret = hits, slots, counts, interpret
-        self.r = lax.axis_index("row")
-        self.index = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        start = plan.start(self.index)
-        self.owned = plan.start(self.index + 1) - start
-        together = view[-1] // plan.vocab  # rows in a row of the view
-        self.gmem = x_gmem if len(view) == 1 else x_gmem.at[self.r // together]
-        self.first = self.r % together * plan.vocab + start  # element of the view's row
-        self.inner = (-self.first) % plan.vec if plan.head else 0  # elements before the body
-        low = plan.head - self.inner
-        self.extent = selection.Extent(*(jnp.int32(i) for i in (low, low + self.owned, start - low)))
-        self.mask = None if mask is None else (mask_gmem, mask.row(self.r))
-
-    def arrive(self, scale) -> Normalizer:
-        """The part comes to shared memory; its normalizer, and the best of its groups."""
-        plan, smem, interpret = self.plan, self.smem, self.interpret
-        for i, (at, size) in enumerate(plan.copies()):
-            plgpu.copy_gmem_to_smem(
-                self.gmem.at[pl.ds(self.first + self.inner + (at - plan.head), size)],
-                smem.at[pl.ds(at, size)],
-                self.landed.at[i],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
-        selection.fill(plan, self.gmem, self.first, smem, self.extent, self.mask, interpret=interpret)
-        selection.clear(self.slots, self.counts, interpret=interpret)
-
-        def absorb(i, blocks, copied, carry):
-            lane, keep = carry
-            following = self._mask_blocks(i + 1)  # a step ahead
-            if copied:
-                plgpu.barrier_wait(self.landed.at[i])
-            if self.mask is not None:
-                selection.mark(plan, smem, i, [*keep[:blocks]], interpret=interpret)
-            lane = selection.absorb(
-                plan, smem, self.groups, i, blocks, lane, scale * _LOG2_E,
-                marked=self.mask is not None, interpret=interpret,
-            )  # fmt: skip
-            return lane, following
-
-        empty = [staging.laid_out(jnp.full((WARPGROUP,), x, jnp.float32), interpret) for x in (-jnp.inf, 0)]
-        carry = Normalizer(*empty), self._mask_blocks(0)
-        if plan.full:
-            step = functools.partial(absorb, blocks=plan.group, copied=True)
-            carry = lax.fori_loop(0, plan.full, lambda i, carry: step(i, carry=carry), carry)
-        if plan.rest:
-            carry = absorb(jnp.int32(plan.full), plan.rest, len(plan.copies()) > plan.full, carry)
-        return online.across(carry[0], scale=scale)
-
-    def _mask_blocks(self, i):
-        """The mask of step i, as blocks of int8; beside the body it is 0."""
-        if self.mask is None:
-            return ()
-        plan = self.plan
-        load = functools.partial(memory.load_mask_block, *self.mask, vec=plan.vec, interpret=self.interpret)
-        starts = [(i * plan.group + b) * plan.block for b in range(max(plan.group, plan.rest))]
-        return tuple(
-            load(
-                start=at + self.extent.origin,
-                held=plan.head + plan.body - at,
-                skip=plan.head - jnp.minimum(at, plan.head),
-            )
-            for at in starts
-        )
-
-    def threshold(self, k):
-        """A key that at least k elements reach, unless there is a NaN."""
-        size = self.plan.pools * WARPGROUP
-        if size < k:
-            return jnp.int32(sort_keys.lowest_key(self.smem.dtype))
-        return selection.threshold(self.groups, self.hits, size, k, interpret=self.interpret)
-
-    def collect(self, bound, *, all_groups=False):
-        """Candidates: all elements that reach the bound, if there is room for them."""
-        selection.collect(
-            self.plan, self.smem, self.groups, self.hits, self.slots, self.counts, bound, self.extent,
-            all_groups=all_groups, interpret=self.interpret,
+        part = _part(window, view, rows, x_gmem, mask, mask_gmem)
+        search = Search(window, part.extent, part.owned, interpret=interpret, **search_smem)
+        row_scale = scale_gmem[part.row if scale.size > 1 else 0]
+        normalizer = _arrive(part, search, landed, row_scale)
+        n = search.find(k)
+        write_winners(
+            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), part.row * window.count + part.index,
+            search.slots_smem, n, search.group_keys_smem, normalizer, row_scale, request, final,
         )  # fmt: skip
 
-    def _best(self):
-        """A key that no element exceeds."""
+    slots = candidate_slots(k)
+    return gpu_kernel(
+        softmax_topk,
+        grid={"row": rows} if final else {"row": rows, "part": window.count},
+        out_type=lists_type(rows * window.count, request, final),
+        scratch_types={
+            "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
+            "group_keys_smem": plgpu.SMEM((group_words(window, k),), jnp.int32),
+            "hits_smem": plgpu.SMEM((slots,), jnp.int32),
+            "landed": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
+            "slots_smem": plgpu.SMEM((2 * slots,), jnp.int32),
+            "x_smem": plgpu.SMEM((window.size,), x.dtype),
+        },
+        approximate=True,
+        interpret=interpret,
+    )(x.reshape(view), scale, None if mask is None else mask.array)
 
-        def load(i):
-            return staging.load(
-                self.groups.at[pl.ds(i * WARPGROUP, WARPGROUP)], staging.per_thread(self.interpret)
-            )
 
-        best = lax.fori_loop(1, self.plan.pools, lambda i, best: jnp.maximum(best, load(i)), load(0))
-        return jnp.max(best)
+class _Part(NamedTuple):
+    """The part of a row that this CTA holds.
 
-    def exact(self, guess, k, capacity):
-        """Collects again, neither too few nor too many; the number of candidates."""
-        dtype = self.smem.dtype
-        lowest = sort_keys.lowest_key(dtype)
+    Attributes:
+      row: number of the row.
+      index: number of the part in it.
+      owned: number of elements.
+      x_gmem: device memory, one-dimensional, in which the part starts at element `first`.
+      first: see x_gmem.
+      body: element of x_gmem at which the body starts.
+      extent: where in the window the part lies.
+      mask: None, or (reference to the mask, its row).
+    """
 
-        def reaching(q):
-            """How many elements reach the key q, and exceed it."""
-            least, more = selection.reaching(self.plan, self.smem, self.groups, q, interpret=self.interpret)
-            around = self.plan.size - self.owned  # positions, which hold -inf
-            neg_inf = sort_keys.key_of(-np.inf, dtype)
-            return least - jnp.where(neg_inf >= q, around, 0), more - jnp.where(neg_inf > q, around, 0)
+    row: Any
+    index: Any
+    owned: Any
+    x_gmem: Any
+    first: Any
+    body: Any
+    extent: selection.Extent
+    mask: Any
 
-        def open_(state):
-            low, high, least, more, _ = state
-            return (least > capacity) & (more >= k) & (low != high)
 
-        def halve(state):
-            """low is reached by `least` >= k elements and exceeded by `more`, high + 1 reached by fewer than k."""
-            low, high, least, more, i = state
-            gap = high - low  # as unsigned: it may exceed 2^31
-            middle = low + lax.shift_right_logical(gap, jnp.int32(1)) + (gap & 1)
-            for j, likely in enumerate(guesses):
-                middle = jnp.where((i == j) & (likely > low) & (likely <= high), likely, middle)
-            at_least, above = reaching(middle)
-            enough = at_least >= k
-            return (
-                jnp.where(enough, middle, low),
-                jnp.where(enough, high, middle - 1),
-                jnp.where(enough, at_least, least),
-                jnp.where(enough, above, more),
-                i + 1,
-            )
+def _part(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> _Part:
+    """Returns the part of this CTA, of an array of rows in device memory that has the shape `view`."""
+    place = part_place(window.cut, view, rows=rows)
+    before_body = (-place.first) % window.vec if window.head else 0  # elements
+    low = window.head - before_body
+    extent = selection.Extent(*(jnp.int32(i) for i in (low, low + place.owned, place.start - low)))
+    return _Part(
+        place.row, place.index, place.owned, place.in_view(x_gmem), place.first, place.first + before_body, extent,
+        None if mask is None else (mask_gmem, mask.row(place.row)),
+    )  # fmt: skip
 
-        # what fails first: ties at the bound, fewer than k that are not masked, NaNs
-        guesses = guess, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
-        state = jnp.int32(lowest), self._best(), self.owned, self.owned, jnp.int32(0)
-        bound, _, least, *_ = lax.while_loop(open_, halve, state)
-        few = least <= capacity
-        _, more = reaching(bound)
-        selection.clear(self.slots, self.counts, interpret=self.interpret)
-        lax.cond(
-            few | (more > 0),
-            lambda: self.collect(jnp.where(few, bound, bound + 1), all_groups=True),
-            lambda: None,
+
+def _arrive(part: _Part, search: Search, landed, scale) -> Normalizer:
+    """Copies the part to shared memory; returns its normalizer, and leaves the largest key of each group."""
+    window, x_smem, interpret = search.window, search.x_smem, search.interpret
+    for i, (position, size) in enumerate(window.copies()):
+        plgpu.copy_gmem_to_smem(
+            part.x_gmem.at[pl.ds(part.body + (position - window.head), size)],
+            x_smem.at[pl.ds(position, size)],
+            landed.at[i],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+    selection.fill_edges(window, part.x_gmem, part.first, x_smem, part.extent, part.mask, interpret=interpret)
+    selection.clear(search.slots_smem, search.counts_smem, interpret=interpret)
+
+    def absorb(i, blocks, copied, carry):
+        lane, keep = carry
+        next_keep = _mask_of_step(window, part, i + 1, interpret)  # its loads are under way during this step
+        if copied:
+            plgpu.barrier_wait(landed.at[i])
+        if part.mask is not None:
+            selection.mask_step(window, x_smem, i, [*keep[:blocks]], interpret=interpret)
+        lane = selection.absorb_step(
+            window, x_smem, search.group_keys_smem, i, blocks, lane, scale * _LOG2_E,
+            masked=part.mask is not None, interpret=interpret,
+        )  # fmt: skip
+        return lane, next_keep
+
+    empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
+    carry = Normalizer(*empty), _mask_of_step(window, part, 0, interpret)
+    if window.full:
+        full_step = functools.partial(absorb, blocks=window.step_blocks, copied=True)
+        carry = lax.fori_loop(0, window.full, lambda i, carry: full_step(i, carry=carry), carry)
+    if window.rest:
+        carry = absorb(jnp.int32(window.full), window.rest, len(window.copies()) > window.full, carry)
+    return online.across(carry[0], scale=scale)
+
+
+def _mask_of_step(window: Window, part: _Part, i, interpret) -> tuple:
+    """Returns the mask of the blocks of step i, each (block,) int8 and 0 beside the body; () if there is no mask."""
+    if part.mask is None:
+        return ()
+    mask_gmem, mask_row = part.mask
+
+    def load(b):
+        position = (i * window.step_blocks + b) * window.block
+        return blocks.load_mask(
+            mask_gmem,
+            mask_row,
+            start=position + part.extent.origin,
+            held=window.head + window.body - position,
+            vec=window.vec,
+            skip=window.head - jnp.minimum(position, window.head),
+            interpret=interpret,
         )
 
-        def ties():
-            selection.ties(
-                self.plan, self.smem, self.hits, self.slots, bound, self.extent, more, k,
-                interpret=self.interpret,
-            )  # fmt: skip
-
-        lax.cond(few, lambda: None, ties)
-        return jnp.where(few, least, k)
-
-
-def _merge(lists, scale, count: int, group: int, out: _Output):
-    """The lists of each `group` of a row's `count` lists."""
-    k, interpret = out.k, out.interpret
-    rows, groups = len(lists[2]) // count, -(-count // group)
-    slots = power_of_two(group * k, WARPGROUP)
-
-    def topk_merge(keys_gmem, indices_gmem, m_gmem, d_gmem, scale_gmem, *refs, slots, counts, best):
-        r = lax.axis_index("row")
-        g = lax.axis_index("group") if groups > 1 else jnp.int32(0)
-        first = g * group
-        held = jnp.minimum(group, count - first)
-        r_scale = scale_gmem[r if scale.size > 1 else 0]
-        load = functools.partial(memory.load_block, row=r, held=held, interpret=interpret)
-        selection.clear(slots, counts, interpret=interpret)
-        # each list has its share at the one bound, and some list has all at the other
-        share = load(keys_gmem, start=first * k + (k + held - 1) // held - 1, stride=k, fill=0)
-        whole = load(keys_gmem, start=first * k + k - 1, stride=k, fill=0)
-        listed = staging.laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP,), 0), interpret) < held
-        bound = jnp.maximum(
-            jnp.min(jnp.where(listed, share, 2**31 - 1)), jnp.max(jnp.where(listed, whole, -(2**31)))
-        )
-        selection.enlist(
-            slots, counts, keys_gmem, indices_gmem, r, first * k, held * k, bound, interpret=interpret
-        )
-        lane = Normalizer(load(m_gmem, start=first, fill=-jnp.inf), load(d_gmem, start=first, fill=0.0))
-        total = online.across(lane, scale=r_scale)
-        out.write(refs, r * groups + g, slots, counts[0], best, total, r_scale, groups == 1)
-
-    scratch = {
-        "slots": plgpu.SMEM((2 * slots,), jnp.int32),
-        "counts": plgpu.SMEM((WARPGROUP,), jnp.int32),
-        "best": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
-    }
-    inputs = [a.reshape(rows, -1) for a in lists]
-    grid = {"row": rows, "group": groups}
-    return out.kernel(topk_merge, grid, rows * groups, groups == 1, scratch)(*inputs, scale)
+    return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))

@@ -1,4 +1,4 @@
-"""What goes over the links between devices: read from a compiled program, and predicted.
+"""What goes over the links between devices: it is read from a compiled program, and predicted by a model.
 
 `collectives` reads the text of `jax.jit(f).lower(x).compile().as_text()`; `predicted` and `model_table` are a
 cost model of a top-k whose rows are sharded along V.
@@ -8,10 +8,10 @@ import dataclasses
 import math
 import re
 
-from benchmarks import report
+from benchmarks.support import report
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-# An asynchronous one counts at its start. Nothing before the name of an operation has quotes or percent signs.
+# An asynchronous collective counts at its start. No quote or percent sign precedes an operation's name.
 _INSTRUCTION = re.compile(rf'^\s*(?:ROOT )?%?[\w.-]+ = ([^"%]*?) ({_KINDS})(-start)?\((.*)$', re.MULTILINE)
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
 _MODEL_MESHES = (
@@ -54,7 +54,7 @@ class Collective:
 
 
 def collectives(hlo_text: str) -> list[Collective]:
-    """The collectives of a compiled program, in the order of its text; one in a loop's body counts once."""
+    """Returns the collectives of a compiled program in the order of its text; one in a loop counts once."""
     devices = math.prod(map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", hlo_text)))
     found = []
     for shape, kind, start, attributes in _INSTRUCTION.findall(hlo_text):
@@ -68,7 +68,7 @@ def collectives(hlo_text: str) -> list[Collective]:
 
 
 def _elements(shape: str) -> list[str]:
-    """A tuple's elements; what is in brackets within it stays together."""
+    """Returns the elements of a tuple's text; what is in brackets within it stays together."""
     elements, depth, start = [], 0, 1
     for i, c in enumerate(shape):
         depth += (c in "([{") - (c in ")]}")
@@ -79,7 +79,7 @@ def _elements(shape: str) -> list[str]:
 
 
 def _bytes(shape: str) -> int:
-    """Of an array or of all arrays in a tuple."""
+    """Returns the bytes of an array, or of all arrays in a tuple."""
     total = 0
     for name, bits, dimensions in _ARRAY.findall(shape):
         size = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
@@ -88,7 +88,7 @@ def _bytes(shape: str) -> int:
 
 
 def _group(attributes: str, devices: int) -> int:
-    """How many devices take part, from any of HLO's notations; of groups that differ the largest."""
+    """Returns how many devices take part, from any of HLO's notations: the size of the largest group."""
     if pairs := re.search(r"source_target_pairs=\{([{}\d,]*)\}", attributes):
         return pairs[1].count("{")
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
@@ -105,7 +105,7 @@ def _group(attributes: str, devices: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Constants of devices and links, to be measured.
+    """The measured constants of devices and of the links between them.
 
     Attributes:
       bandwidth: of a device's memory in top-k, in bytes per second.
@@ -123,13 +123,13 @@ class Machine:
     merge_cost: float
 
 
-# Of H200s of one host (NVLink), fitted to benchmarks/results/sharded: see there how well.
+# H200s of one host (NVLink); fitted to the times in benchmarks/results/sharded, whose README says how well.
 H200 = Machine(bandwidth=3.5e12, link_bandwidth=1.3e11, latency=5e-5, hop=2e-6, merge_cost=1.8e-11)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one call, by what takes them."""
+    """The seconds of one call, by what takes them."""
 
     read: float  # the device's shard of the logits
     latency: float  # of the collectives and their steps
@@ -138,14 +138,14 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All of it, one after another."""
+        """The time of the call, whose parts follow one another."""
         return self.read + self.latency + self.links + self.merge
 
 
 def predicted(
     rows: int, vocab: int, k: int, itemsize: int, mesh: tuple[int, ...], machine: Machine
 ) -> Prediction:
-    """What fused_topk takes of logits whose V is sharded over the axes of a mesh.
+    """Predicts the time of fused_topk on logits whose V is sharded over the axes of a mesh.
 
     Each device reads its shard. Then, over one mesh axis after the other, the devices all-gather k values and
     indices and (m, d) of each row, 4 bytes each, and merge them. A shard is taken to hold k elements a row.
@@ -160,7 +160,7 @@ def predicted(
 
 
 def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
-    """The terms of `predicted` in us for up to 4096 devices, in one mesh axis and in several as even as can be."""
+    """Returns a table of the terms of `predicted` in us, for up to 4096 devices in one mesh axis and in several."""
     terms = ["latency", "links", "merge", "us", "of linear"]
     lines = [["mesh", "read", *terms]]
     one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds

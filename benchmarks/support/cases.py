@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.settings import LOGITS, Settings
+from benchmarks.support.flags import LOGITS, Settings
 
-# Checked elements per case: a quarter of a second of numpy.
+# How many elements of a case are checked: they take numpy about half a second.
 _CHECKED_ELEMENTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One input and one thing to compute from it; k is None but for softmax and top-k."""
+    """One input and one thing to compute from it; k is the number of winners of a top-k, else None."""
 
     batch: int
     vocab: int
@@ -34,17 +34,17 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in few words, the shape first."""
+        """A name of the case in few words, the shape first."""
         return f"{self.batch}x{self.vocab} {self.short_dtype} {self.what}"
 
     @property
     def short_dtype(self) -> str:
-        """f32, bf16 or f16."""
+        """A short name of the dtype: f32, bf16 or f16."""
         return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[self.dtype]
 
     @property
     def what(self) -> str:
-        """All but shape and dtype."""
+        """A name of all that the case is but its shape and dtype."""
         words = [self.function if self.k is None else f"k={self.k}", self.direction]
         words.append(os.path.basename(self.logits))
         words += [f"where={self.where}"] * (self.where != "none")
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
-        """Of the mask, the rows first; () without one."""
+        """The shape of the mask, rows first; () without a mask."""
         shapes = {
             "none": (),
             "full": (self.batch, self.vocab),
@@ -64,18 +64,19 @@ class Case:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Of what is differentiable, the rows first: y, one number a row, or the k values."""
+        """The shape of the output that has a gradient, rows first: y, one number per row, or the k values."""
         if self.function == "logsumexp":
             return (self.batch,)
         return (self.batch, self.vocab if self.k is None else self.k)
 
     @property
     def least_bytes(self) -> int:
-        """Each input read once, each output written once; both is forward plus backward.
+        """The bytes that a call moves if it reads each input once and writes each output once.
 
-        softmax, log_softmax: read x, write y; read y and dy, write dx. logsumexp: read x, write a number a
-        row; read x and two numbers a row, write dx. top-k: read the logits, write k values and k int32
-        indices; read the logits, write dx. A mask is read once, a byte an element.
+        softmax and log_softmax read x and write y; their backward reads y and dy and writes dx. logsumexp
+        reads x and writes a number per row; its backward reads x and two numbers per row and writes dx.
+        Top-k reads the logits and writes k values and k int32 indices; its backward reads the logits and
+        writes dx. A mask is read once, a byte per element. Direction both is forward plus backward.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
         row = self.vocab * itemsize
@@ -91,7 +92,7 @@ class Case:
 
     @property
     def checked_rows(self) -> np.ndarray:
-        """All rows of a small case; of a large one the first, the last and a random sample."""
+        """The rows that are checked: all of a small case; of a large one the first, the last and a random sample."""
         count = max(2, _CHECKED_ELEMENTS // self.vocab)
         if count >= self.batch:
             return np.arange(self.batch)
@@ -100,7 +101,7 @@ class Case:
 
 
 def _open(path: str) -> np.ndarray:
-    """The user's logits as (rows, V), still on the disk."""
+    """Returns the logits of a user's file as an array (rows, V) that is still on the disk."""
     array = np.load(path, mmap_mode="r")
     if array.ndim == 0 or array.dtype.kind != "f":
         raise ValueError(
@@ -113,9 +114,13 @@ def _open(path: str) -> np.ndarray:
 
 
 def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list[Case]:
-    """The product of the lists; a file has its own V, and no more rows than it holds.
+    """Returns the cases that the settings ask for: every combination of the items of their lists.
 
-    A shape's own k stands in for `ks`, but where these are no numbers.
+    A file has its own V, and no more rows than it holds.
+
+    Args:
+      settings: what to run.
+      ks: how many winners each shape has that does not name its own k; (None,) for what is no top-k.
     """
     cases = []
     for logits in settings.logits:
@@ -143,18 +148,18 @@ def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list
 
 
 def only_softmax(settings: Settings) -> Settings:
-    """The settings of what has no other function, no mask and one axis, whatever the flags say of these."""
+    """Returns the settings without another function, a mask or another axis, which top-k does not have."""
     return dataclasses.replace(settings, function=("softmax",), where=("none",), axis=(-1,))
 
 
 def _key(case: Case, purpose: str) -> jax.Array:
-    # The same shape gives the same numbers in every dtype, function, k and direction.
+    """Returns a random key that is the same for every dtype, function, k and direction of a shape."""
     text = f"{purpose} {case.batch} {case.vocab} {case.logits}"
     return jax.random.fold_in(jax.random.key(case.seed), zlib.crc32(text.encode()))
 
 
 def logits(case: Case) -> jax.Array:
-    """The case's input, on the default device: (batch, V), or (V, batch) for axis 0.
+    """Returns the case's input on the default device: (batch, V), or (V, batch) for axis 0.
 
     Random logits are drawn in float32 and then cast: drawn in 16 bits they would have only a few
     hundred distinct values in the tail, and tie as no model's logits do.
@@ -166,12 +171,12 @@ def logits(case: Case) -> jax.Array:
 
 
 def cotangent(case: Case) -> jax.Array:
-    """A random gradient for the case's differentiable output."""
+    """Returns a random gradient by the case's differentiable output."""
     return _draw(_key(case, "cotangent"), case.output_shape, "normal", case.dtype, case.axis)
 
 
 def mask(case: Case) -> jax.Array | None:
-    """The case's `where`, laid out as the logits are, if it has one."""
+    """Returns the case's `where`, laid out as the logits are, or None if it has none."""
     if not case.mask_shape:
         return None
     kept = jax.random.bernoulli(_key(case, "mask"), 0.7, case.mask_shape)
@@ -180,6 +185,7 @@ def mask(case: Case) -> jax.Array | None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once for all cases of a shape
 def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
+    """Returns logits of one of the kinds of LOGITS."""
     normal_key, other_key = jax.random.split(key)
     x = jax.random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
     x = x.astype(jnp.float32)
@@ -205,7 +211,7 @@ def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: i
             x = 1 + jax.random.randint(other_key, shape, 0, 2**12) * jnp.finfo(jnp.float32).eps
         case "blocked":
             x = jnp.where(jnp.abs(i + 0.5 - vocab // 2) < 128, x + 10, x)
-        case "one_lane":  # of vectors of four or more, dealt to up to 256 threads in turn
+        case "one_lane":  # one thread's, if up to 256 threads take vectors of four or more in turn
             x = jnp.where(i % 1024 < 4, x + 10, x)
         case "neg_inf":
             x = jnp.full(shape, -jnp.inf)

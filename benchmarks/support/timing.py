@@ -1,20 +1,23 @@
-"""Time: of the device's kernels on a GPU, of the wall on a CPU."""
+"""Times of calls: those of the kernels on a GPU, those on the clock on the wall on a CPU."""
 
 import ctypes
 import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.contenders import Call
+from benchmarks.support.contenders import Call
 
-# Calls in a row in one turn of a contender on the GPU, so that its clocks do not fall between.
+# How often a contender is called in one turn on a GPU, so that the GPU's clock rate does not fall in between.
 _CALLS_PER_TURN = 10
 _LEAST_SAMPLES = 3
+
+Name = TypeVar("Name")
 
 
 def on_gpu() -> bool:
@@ -22,19 +25,20 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _wall_times(call: Call) -> list[float]:
+def wall_times(call: Call) -> list[float]:
+    """Returns the seconds of one call, until its result is there."""
     start = time.perf_counter()
     call.wait(call.run())
     return [time.perf_counter() - start]
 
 
 def _device_times(call: Call) -> list[float]:
-    """Seconds of each of several calls: the sum over the kernels that a call launches.
+    """Returns the seconds of each of several calls: the sum over the kernels that a call launches.
 
-    As jax.experimental.mosaic.gpu.profiler.measure, through the same bindings; but that keeps all
-    results in memory until the end, and takes only JAX functions. CUPTI sees every kernel of the
-    process, so torch is measured with the same instrument. It sees kernels alone: the gaps
-    between them, and memory copies and fills by the driver, do not count.
+    jax.experimental.mosaic.gpu.profiler.measure uses the same bindings; but it keeps all results in memory
+    until the end, and takes only JAX functions. CUPTI sees every kernel of the process, so that torch is
+    measured with the same instrument. It sees kernels alone: the gaps between them do not count, nor do
+    copies and fills of memory by the driver.
     """
     from jax._src.lib import mosaic_gpu
 
@@ -55,16 +59,27 @@ def _device_times(call: Call) -> list[float]:
 
 
 def interleave(
-    calls: dict[str, Call], repeats: int, seconds: float, failed: Callable[[str, Exception], None]
-) -> dict[str, list[float]]:
-    """Samples of every call in turn, so that a slow spell of the machine meets all of them.
+    calls: dict[Name, Call],
+    repeats: int,
+    seconds: float,
+    failed: Callable[[Name, Exception], None],
+    sample: Callable[[Call], list[float]] | None = None,
+) -> dict[Name, list[float]]:
+    """Samples every call in turn, so that a slow spell of the machine meets all of them.
 
-    The calls are compiled and warm: they have been checked. Ends at `repeats` samples each, or
-    after `seconds` with at least three. A call that raises drops out, and `failed` is told its
-    exception, which nothing keeps: its traceback would keep the arrays of all calls.
+    Args:
+      calls: what to time, by name; the calls are compiled and warm, for they have been checked.
+      repeats: how many samples of each call end the sampling.
+      seconds: the time that ends it before, if there are at least three samples of each call.
+      failed: is told the exception of a call that raises, and so drops out. Nothing keeps the exception: its
+        traceback would keep the arrays of all calls.
+      sample: takes some samples of a call; by default device times on a GPU, wall times on a CPU.
+
+    Returns:
+      Seconds of the calls that did not raise, by name.
     """
-    sample: Callable[[Call], list[float]] = _device_times if on_gpu() else _wall_times
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    sample = sample or (_device_times if on_gpu() else wall_times)
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     deadline = time.monotonic() + seconds
     while times:
         for name in list(times):
@@ -79,15 +94,20 @@ def interleave(
     return times
 
 
+def percentiles_us(seconds: list[float]) -> list[float]:
+    """Returns the 20th, 50th and 80th percentile of samples in seconds, as microseconds."""
+    return (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+
+
 def _gigabyte() -> jax.Array:
-    """1 GB of float32 (on a CPU 256 MB)."""
+    """Returns 1 GB of float32 (on a CPU 256 MB)."""
     return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
 
 
-@functools.cache  # once a run, for both benchmarks
+@functools.cache  # it is measured once per process, for all benchmarks that run in it
 def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of a jitted x + 1.0 over a gigabyte."""
-    # On a CPU in place: else the time would be that of the page faults of fresh memory.
+    """Returns the bytes per second, read plus written, of a jitted x + 1.0 over a gigabyte."""
+    # On a CPU the result takes the place of x: the page faults of fresh memory would take longer than the copy.
     add = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0)
     x = _gigabyte()
     bytes_moved = 2 * x.nbytes
@@ -102,12 +122,13 @@ def copy_bandwidth() -> float:
 
 @functools.cache
 def read_bandwidth() -> float:
-    """Bytes per second of a jitted sum over a gigabyte: the most that one read can reach."""
+    """Returns the bytes per second of a jitted sum over a gigabyte: the most that one read can reach."""
     total, x = jax.jit(jnp.sum), _gigabyte()
     return x.nbytes / _median_seconds(lambda: {"y": total(x)})
 
 
 def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
+    """Returns the median of some twenty samples of a JAX function without arguments."""
     run()  # compiles
     call = Call(run, jax.block_until_ready, lambda array, indices, axis: array.take(indices, axis), "jax")
 
@@ -121,7 +142,7 @@ def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
 
 
 def cache() -> tuple[str, int]:
-    """The name and size in bytes of the last cache before the memory; size 0 where unknown."""
+    """Returns the name and the size in bytes of the last cache before the memory; 0 if it is unknown."""
     if not on_gpu():
         try:
             text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()

@@ -1,12 +1,12 @@
-"""The picture of a run: every contender's bandwidth on every case, as a share of a plain copy's or read's."""
+"""The picture of a run: the bandwidth of every contender on every case, as a share of a plain copy's or read's."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, bandwidth_unit, number
+from benchmarks.support.report import Row, bandwidth_unit, number
 
-# Ours in shades of one hue; peers in greys and browns, and a red at last.
+# Our implementations have shades of one hue; peers have greys and browns, and the last one has a red.
 OURS = ("#1f77b4", "#17becf", "#6baed6", "#08306b")
 PEERS = ("#7f7f7f", "#c49c94", "#bcbd22", "#8c564b", "#d62728")
 
@@ -15,7 +15,7 @@ _INCHES_OF_GAP = 0.12  # between shapes
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, which writes files and no windows."""
+    """Returns matplotlib.pyplot, set to write files and to open no windows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,7 +26,7 @@ def pyplot() -> Any:
 
 
 def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
-    """Writes the PNG: a panel for each function (direction, ...) and dtype, in it a group of bars a shape and k."""
+    """Writes the PNG: a panel per function, direction and dtype, in which a group of bars is a shape and k."""
     plt = pyplot()
     from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
@@ -101,12 +101,13 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
 
 
 def _shape(row: Row) -> str:
+    """Returns the label of a group of bars, with a star if a cache holds the case."""
     k = "" if row.case.k is None else f", k={row.case.k}"
     return f"{row.case.batch} × {row.case.vocab}{k}{' *' if row.fits_cache else ''}"
 
 
 def _bar(axis, row: Row, position: float, color: str) -> None:
-    """One row: its bar, hollow where the result differs, or why there is none."""
+    """Draws the bar of a row, hollow where the result differs, or writes why there is none."""
     if row.share is None:
         axis.text(0.01, position, row.status, va="center", fontsize=6, color=color)
         return

@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows, the table, CSV and JSON, and where it all was measured."""
+"""What a run leaves behind: rows, the table, CSV and JSON, and where all of it was measured."""
 
 import csv
 import dataclasses
@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.cases import Case
-from benchmarks.settings import Settings
+from benchmarks.support import flags
+from benchmarks.support.cases import Case
+from benchmarks.support.flags import Settings
 
 
 @dataclasses.dataclass
 class Row:
-    """One contender on one case: the columns of the CSV. Empty means: not measured."""
+    """The columns of the CSV for one contender on one case; what is empty was not measured."""
 
     benchmark: str
     case: Case
@@ -30,7 +32,7 @@ class Row:
     ours: bool
     ran: str = ""  # the implementation found in the lowered program
     status: str = "ok"  # ok, FAILED (ours), differs (a peer), not run, error
-    reason: str = ""  # of any status but ok
+    reason: str = ""  # why the status is not ok
     rows_checked: int = 0
     error_eps: float | None = None  # largest relative error, in eps of the dtype
     error_share_of_bound: float | None = None
@@ -42,17 +44,17 @@ class Row:
     bytes: int = 0  # the fewest a call must move
     tb_per_s: float | None = None  # bytes / p50
     share_of_copy: float | None = None
-    share_of_read: float | None = None  # of top-k, which writes next to nothing
-    slowdown: float | None = None  # by p50, over normal logits with the same contender
-    speedup: float | None = None  # over the baseline of the benchmark, by p50
-    first_result_s: float | None = None  # of a JAX function: to trace, lower, compile and run it once
-    extra_mb: float | None = None  # of a JAX function: device memory beyond its arguments
-    fits_cache: str = ""  # the cache that holds it all: repeated calls may never read the memory
-    explain: str = ""  # of ours: what pallas_softmax.explain says
+    share_of_read: float | None = None  # of top-k alone, which writes next to nothing
+    slowdown: float | None = None  # p50 over that of normal logits with the same contender
+    speedup: float | None = None  # p50 of the benchmark's baseline over this p50
+    first_result_s: float | None = None  # to trace, lower, compile and run a JAX function once
+    extra_mb: float | None = None  # device memory that a JAX function needs beyond its arguments
+    fits_cache: str = ""  # the cache that holds it all, so that repeated calls may never read the memory
+    explain: str = ""  # what pallas_softmax.explain says of ours
 
     @property
     def share(self) -> float | None:
-        """Of the floor that fits the benchmark: of one read where that was measured, else of a copy."""
+        """The share of a read's bandwidth where that was measured, else of a copy's."""
         return self.share_of_copy if self.share_of_read is None else self.share_of_read
 
     @property
@@ -60,17 +62,22 @@ class Row:
         """Whether this row makes the run fail: ours is wrong, or broke."""
         return self.ours and self.status in ("FAILED", "error")
 
-    def record(self) -> dict[str, Any]:
-        """The row as flat columns, those of its case among them."""
-        columns: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            columns |= dataclasses.asdict(value) if isinstance(value, Case) else {field.name: value}
-        return columns
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values with those of inner dictionaries in place of these."""
+    columns: dict[str, Any] = {}
+    for name, value in values.items():
+        columns |= _flat(value) if isinstance(value, dict) else {name: value}
+    return columns
+
+
+def record(row: Any) -> dict[str, Any]:
+    """Returns a row, which is a dataclass, as flat columns: those of its case stand in the place of the case."""
+    return _flat(dataclasses.asdict(row))
 
 
 def _output_of(*command: str) -> str:
-    """What a command prints, or nothing where it does not run."""
+    """Returns what a command prints, or nothing where it does not run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
     except (OSError, subprocess.TimeoutExpired):
@@ -79,6 +86,7 @@ def _output_of(*command: str) -> str:
 
 
 def _device_name() -> str:
+    """Returns the name of the first device; of a CPU its model and the number of cores."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -91,7 +99,7 @@ def _device_name() -> str:
 
 
 def environment(commit: str = "") -> dict[str, str]:
-    """Device, driver, versions, commit (of the git checkout, unless given) and date."""
+    """Returns device, driver, versions, commit (that of the git checkout unless given), date and command."""
     driver = ""
     if jax.default_backend() == "gpu":
         query = ("--query-gpu=driver_version", "--format=csv,noheader")
@@ -114,41 +122,49 @@ def environment(commit: str = "") -> dict[str, str]:
 
 
 def write(
-    directory: Path,
     name: str,
-    records: list[dict[str, Any]],
-    settings: Settings,
+    rows: Sequence[Any],
+    chosen: Settings,
     where: dict[str, str],
     **also: float,
 ) -> None:
-    """Writes name.csv, a line a record with the environment beside it, and name.json."""
+    """Writes name.csv, which has a line per row with the environment beside it, and name.json."""
+    directory = Path(chosen.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
+    records = [record(row) for row in rows]
     with open(directory / f"{name}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, [*records[0], *also, *where])
         writer.writeheader()
-        writer.writerows(record | also | where for record in records)
+        writer.writerows(each | also | where for each in records)
     document = {
         "benchmark": name,
         "environment": where,
-        "flags": dataclasses.asdict(settings),
+        "flags": {flag: getattr(chosen, flag) for flag in flags.defined()},
         **also,
         "rows": records,
     }
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
+def exit_code(name: str, failed: int, rows: Sequence[Any]) -> int:
+    """Returns what the program ends with: 1 if rows have failed, which it says on stderr, else 0."""
+    if failed:
+        print(f"{name}: {failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
 def bandwidth_unit(bytes_per_s: float) -> tuple[float, str]:
-    """The unit that suits the device: (bytes per second, its name)."""
+    """Returns the unit that suits the device: bytes per second, and its name."""
     return (1e12, "TB/s") if bytes_per_s > 1e12 else (1e9, "GB/s")
 
 
 def number(value: float, digits: int = 3) -> str:
-    """So many significant digits, without an exponent: 0.0123, 1.50, 2,079."""
+    """Returns a number with so many significant digits and without an exponent: 0.0123, 1.50, 2,079."""
     return f"{value:,.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 
 def columns(lines: list[list[str]], left: int) -> str:
-    """The lines as aligned text: a head with a rule below, then the rest; so many columns start left."""
+    """Returns the lines as aligned text, a rule below the first; so many columns are aligned on the left."""
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     text = [
         "  ".join(
@@ -162,10 +178,10 @@ def columns(lines: list[list[str]], left: int) -> str:
 
 
 class Notes(list[str]):
-    """Footnotes: why something did not run, each reason once."""
+    """The footnotes of a table: why something did not run, each reason once."""
 
     def mark(self, reason: str) -> str:
-        """The mark of a reason's footnote."""
+        """Returns the mark of a reason's footnote."""
         if reason not in self:
             self.append(reason)
         return f"[{self.index(reason) + 1}]"
@@ -175,6 +191,7 @@ class Notes(list[str]):
 
 
 def _check_cell(row: Row) -> str:
+    """Returns the text of the column `check`."""
     if row.status in ("not run", "error"):
         return row.status
     if row.status == "ok":
@@ -183,9 +200,9 @@ def _check_cell(row: Row) -> str:
 
 
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """The rows as aligned text; why something did not run stands below, once each.
+    """Returns the rows as aligned text; why something did not run stands below, each reason once.
 
-    The last bandwidth is the one that the rows are held against.
+    The last of the bandwidths is the one that the rows are held against.
     """
     *_, floor = bandwidths
     scale, unit = bandwidth_unit(bandwidths[floor])

@@ -1,4 +1,4 @@
-"""What is compared: each contender as a call that can be checked, then timed.
+"""What is compared: each contender becomes a call that can be checked and then timed.
 
 A function under test maps x (and a mask) to (y, None), or x to (values, indices). From it, the three
 directions: forward is the function; backward is its gradient from what the forward call kept, which was
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# Implementations that are seen in a lowered program, by the name of a custom call.
+# Implementations that are recognized in a lowered program by the name of a custom call.
 _KERNELS = ("mosaic_gpu", "triton")
 
 
@@ -25,9 +25,9 @@ class Call:
 
     run: Callable[[], dict[str, Any]]  # some of y, indices, dx
     wait: Callable[[Any], Any]
-    fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # of one result what is at indices of an axis
-    ran: str  # the implementation found in the lowered program; of a peer its library
-    first_result_s: float | None = None  # to trace, lower and compile it, and run it once
+    fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # takes what is at indices of an axis of a result
+    ran: str  # the implementation found in the lowered program; a peer's library
+    first_result_s: float | None = None  # seconds to trace, lower and compile it, and to run it once
     extra_mb: float | None = None  # device memory that the program needs beyond its arguments
     indices: Any = None  # the winners that a backward call starts from
 
@@ -40,13 +40,13 @@ class Contender:
     ours: bool
     function: Callable[..., tuple[Any, Any]]
     prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array | None], Call]
-    stable: bool = True  # whether it promises the lowest index first among ties
-    of_logits: bool = False  # a top-k without softmax: its values are logits
-    asked: str = ""  # of ours: the implementation that it must be; empty leaves the choice to it
+    stable: bool = True  # whether it promises that the lowest index comes first among ties
+    of_logits: bool = False  # whether it is a top-k without softmax, whose values are logits
+    asked: str = ""  # the implementation that one of ours must be; empty leaves it the choice
 
 
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
-    """A function of ours under each of its implementations; auto leaves the choice to it."""
+    """Returns a function of ours once per implementation; auto leaves the choice to the function."""
     return [
         Contender(
             name,
@@ -60,18 +60,18 @@ def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> li
 
 
 def fetch_jax(array: jax.Array, indices: np.ndarray, axis: int) -> np.ndarray:
-    """What is at `indices` of an axis, as numpy."""
+    """Returns what is at `indices` of an axis, as a numpy array."""
     return np.asarray(array.take(indices, axis))
 
 
 def jax_call(
     function: Callable[..., Any], *args: Any, ran: str = "", options: dict[str, bool] | None = None
 ) -> Call:
-    """The call of a JAX function, compiled with XLA's `options`, and what it costs a newcomer to it.
+    """Returns the call of a JAX function, compiled with XLA's `options`.
 
-    In the time to its first result is what Python and JAX do once a process, if it is the first call; other
-    programs that JAX has traced are not forgotten, nothing is read from a cache on the disk. The memory is
-    what XLA has planned: it does not know what a library like RAFT allocates by itself.
+    The time to its first result includes what Python and JAX do once per process, if it is the first call.
+    Programs that JAX has traced before are not forgotten, and nothing is read from a cache on the disk. The
+    memory is what XLA has planned: it does not know what a library like RAFT allocates by itself.
     """
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*args)
@@ -93,6 +93,7 @@ def jax_call(
 
 
 def _lowered_to(text: str) -> str:
+    """Returns the implementations whose kernels a lowered program calls, or xla."""
     found = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', text)]
     return "+".join(found) or "xla"
 
@@ -104,7 +105,7 @@ def prepare_jax(
     g: jax.Array | None,
     options: dict[str, bool] | None = None,
 ) -> Call:
-    """The call of a JAX function, with everything it needs on the device."""
+    """Returns the call of a JAX contender for one direction, with everything it needs on the device."""
     function = contender.function
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def prepare_jax(
 def prepare_torch(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
-    """The call of a torch function on the same memory, through DLPack."""
+    """Returns the call of a torch function on the memory of the JAX arrays, which DLPack shares."""
     x, *mask = arrays
     if mask:
         raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
@@ -174,7 +175,7 @@ def prepare_torch(
 def prepare_quack(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
-    """The call of a function of QuACK, whose kernels take torch's tensors."""
+    """Returns the call of a function of QuACK, whose kernels take torch's tensors."""
     if jax.default_backend() != "gpu":
         raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
     return prepare_torch(contender, direction, arrays, g)

@@ -1,0 +1,143 @@
+"""Long rows: which part of a row a CTA works on, and how the CTA goes over it in shared memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax.implementations.mosaic_gpu.device import blocks
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Walk
+
+
+class PartPlace(NamedTuple):
+    """The part of a row that this CTA works on, and where it lies in an `aligned_view` of the array of rows.
+
+    Here 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
+    view_row is 1 and first is vocab + start:
+
+        view row 0    | row 0           | row 1           | row 2           |
+        view row 1    | row 3           | row 4           | row 5           |
+                                        | part 0 | part 1 |
+
+    Attributes:
+      row: number of the row in the array (rows, vocab).
+      index: number of the part in the row.
+      start: first element of the row that is in the part.
+      owned: number of elements of the part.
+      view_row: number of the view's row that holds the part; None if the view is one-dimensional.
+      first: first element of the part, counted from the start of that row of the view.
+    """
+
+    row: Any
+    index: Any
+    start: Any
+    owned: Any
+    view_row: Any
+    first: Any
+
+    def in_view(self, gmem):
+        """The row of the view `gmem` that holds the part, from whose element `first` on it lies."""
+        return gmem if self.view_row is None else gmem.at[self.view_row]
+
+
+def part_place(cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False) -> PartPlace:
+    """The place of the part that belongs to this CTA of a grid with the axes "row" and, of several parts, "part".
+
+    Args:
+      cut: how each row is cut into parts.
+      view: the shape of the arrays in device memory, from `aligned_view`.
+      rows: number of rows.
+      backwards: whether the CTAs take the rows and their parts from the last one on.
+    """
+    row = lax.axis_index("row")
+    index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
+    if backwards:
+        row, index = rows - 1 - row, cut.count - 1 - index
+    start = cut.start(index)
+    owned = cut.start(index + 1) - start
+    rows_together = view[-1] // cut.vocab
+    view_row = row // rows_together if len(view) > 1 else None
+    return PartPlace(row, index, start, owned, view_row, row % rows_together * cut.vocab + start)
+
+
+class StagedRow:
+    """Elements of a row on their way through shared memory, as a `Walk` takes them.
+
+    Attributes:
+      walk: how the CTA goes over the elements.
+      interpret: as for `pallas_call`.
+    """
+
+    def __init__(self, walk: Walk, interpret: Any):
+        self.walk = walk
+        self.interpret = interpret
+
+    def filled(self, value):
+        """A float32 block whose elements are all `value`."""
+        return blocks.filled(value, self.walk.vec, interpret=self.interpret)
+
+    def copy_in(self, gmem, smem, landed, start) -> None:
+        """Starts the copies of the elements from `start` on of `gmem`, one for each step.
+
+        Args:
+          gmem: a one-dimensional reference to device memory.
+          smem: a reference to shared memory for the elements.
+          landed: barriers, of which number i completes when step i has arrived.
+          start: the first element in `gmem`, on 16 bytes.
+        """
+        for i in range(self.walk.steps):
+            at = i * self.walk.step_size
+            size = self.walk.step_size if i < self.walk.full_steps else self.walk.rest
+            plgpu.copy_gmem_to_smem(
+                gmem.at[pl.ds(start + at, size)],
+                smem.at[pl.ds(at, size)],
+                landed.at[i],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+    def wait(self, landed) -> None:
+        """Waits until all steps have arrived."""
+        for i in range(self.walk.steps):
+            plgpu.barrier_wait(landed.at[i])
+
+    def sweep(self, take_step: Callable, state):
+        """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements."""
+        walk = self.walk
+        if walk.full_steps:
+            state = lax.fori_loop(
+                0, walk.full_steps, lambda i, state: take_step(i, walk.step_size, state), state
+            )
+        return take_step(walk.full_steps, walk.rest, state) if walk.rest else state
+
+    def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
+        """For each block of step i of `size` elements: where it lies in shared memory, and how many it holds."""
+        for start in range(0, size, self.walk.block_size):
+            at = pl.ds(i * self.walk.step_size + start, self.walk.block_size)
+            yield at, min(self.walk.block_size, size - start)
+
+    def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
+        """The blocks of step i of `size` elements, in float32, with `fill` after the last element."""
+        for at, held in self.blocks(i, size):
+            x = blocks.load(smem.at[at], self.walk.vec, interpret=self.interpret).astype(jnp.float32)
+            if held < self.walk.block_size:
+                x = jnp.where(blocks.positions(self.walk.vec, interpret=self.interpret) < held, x, fill)
+            yield x
+
+    def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
+        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`."""
+
+        def write_step(i, size, carry):
+            for (at, _), block in zip(self.blocks(i, size), values(i, size), strict=True):
+                smem[at] = block.astype(smem.dtype)
+            plgpu.commit_smem()
+            at = i * self.walk.step_size
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(at, size)], gmem.at[pl.ds(start + at, size)])
+            return carry
+
+        self.sweep(write_step, ())
+        # The CTA may go as soon as shared memory has been read; that all is written, the kernel's end sees to.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

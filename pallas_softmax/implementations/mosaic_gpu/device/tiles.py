@@ -1,0 +1,190 @@
+"""Tiles: short rows in registers (see `layout.Tile`), and how they move between these and device memory.
+
+Loads and stores are inline PTX under a predicate, since tiles reach beyond the array and Pallas has no such
+operation; each function has a plain twin for the interpreter.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_softmax.implementations.folding import MaskRows
+from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
+    REF,
+    SCALAR,
+    array,
+    elements,
+    i32,
+    inline,
+    pack,
+    scalar,
+    thread,
+)
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+
+
+def layout(tile: Tile) -> Any:
+    """The layout of a tile in registers, which is that of the drawing in `layout.Tile`."""
+    lanes, vec = tile.lanes, tile.vec
+    if lanes > 32:  # a row is cut into the vectors of each warp, and these into those of its lanes
+        tiling, warp_dims, lane_dims = ((1, lanes * vec), (32 * vec,), (vec,)), (-3,), (-2,)
+    else:  # four warps take 32 / lanes rows each, whose vectors and rows are those of the lanes
+        rows = 32 // lanes
+        tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (1, vec))
+        warp_dims, lane_dims = (-6,), (-4, -3)
+    canonical = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(tiling), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        canonical.tiling, canonical.warp_dims, canonical.lane_dims, canonical.vector_dim
+    )
+
+
+def load(ref, tile: Tile, row, fill, *, interpret):
+    """The rows of an array (rows, vocab) from `row` on, as a tile, with `fill` where the array ends."""
+    rows, vocab = ref.shape
+    if interpret:
+        i, j = _indices(tile, row)
+        inside = (i < rows) & (j < vocab)
+        return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
+
+    @inline(arg_types=(REF, SCALAR), return_type=_type(tile, ref.dtype))
+    def load(_, ref, row):
+        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        registers = []
+        for at, column in _places(tile, scalar(row)):
+            offset = predicated_ptx.offset_of(at, vocab, column)
+            inside = _inside(at, rows, column, vocab)
+            registers.append(predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load(ref, row)
+
+
+def load_per_row(ref, tile: Tile, row, *, interpret):
+    """The numbers (rows,) that belong to rows from `row` on, broadcast along the rows of a tile."""
+    (rows,) = ref.shape
+    if interpret:
+        i, _ = _indices(tile, row)
+        return jnp.broadcast_to(ref[...][jnp.where(i < rows, i, 0)], tile.shape)
+
+    @inline(arg_types=(REF, SCALAR), return_type=_type(tile, ref.dtype))
+    def load_per_row(_, ref, row):
+        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        registers = []
+        for at, _ in _places(tile, scalar(row)):
+            inside = _inside(at, rows, i32(0), 1)
+            offset = predicated_ptx.offset_of(at, 1, i32(0))
+            (number,) = elements(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
+            registers.append(pack([number] * tile.vec))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_per_row(ref, row)
+
+
+def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, *, interpret):
+    """The mask, as a boolean tile, for the rows from `row` on of an array of this shape; False where that ends.
+
+    Args:
+      ref: the mask, boolean (mask rows, vocab or 1).
+      mask_row: which row of the mask belongs to a row.
+    """
+    (rows, vocab), columns = shape, ref.shape[1]
+    if interpret:
+        i, j = _indices(tile, row)
+        inside = (i < rows) & (j < vocab)
+        return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
+
+    @inline(arg_types=(REF, SCALAR), return_type=_type(tile, "int8"))
+    def load_mask(_, ref, row):
+        pointer = utils.memref_ptr(ref)
+        registers = []
+        for at, column in _places(tile, scalar(row)):
+            inside = _inside(at, rows, column, vocab)
+            of_mask = mask_row(_RowNumber(at)).value
+            registers.append(predicated_ptx.load_mask(pointer, tile.vec, of_mask, column, columns, inside))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_mask(ref, row) != 0
+
+
+def store(ref, tile: Tile, row, value, *, interpret):
+    """Writes a tile to the rows of an array (rows, vocab) from `row` on, as far as the array goes.
+
+    An array (rows, 1) takes the tile's first column.
+    """
+    rows, vocab = ref.shape
+    value = value.astype(ref.dtype)
+    if interpret:
+        for i in range(tile.rows):
+
+            @pl.when(row + i < rows)
+            def _(i=i):
+                ref[row + i] = value[i, :vocab]
+
+        return
+
+    @inline(arg_types=(REF, SCALAR, layout(tile)))
+    def store(_, ref, row, value):
+        pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
+        places = _places(tile, scalar(row))
+        for (at, column), register in zip(places, value.registers.flat, strict=True):
+            offset = predicated_ptx.offset_of(at, vocab, column)
+            predicated_ptx.store_vector(pointer, register, vec, offset, _inside(at, rows, column, vocab))
+
+    store(ref, row, value)
+
+
+def _indices(tile: Tile, row):
+    """Row numbers (tile rows, 1) and column numbers (1, tile columns) of a tile, for the interpreter."""
+    rows, columns = tile.shape
+    return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
+
+
+def _type(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
+    return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
+
+
+def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Row and first column of each register of this thread, in the order of the layout's registers."""
+    own, lanes = thread(), tile.lanes
+    rows, columns = tile.shape
+    row = arith.addi(row, arith.divui(own, i32(lanes)))
+    column = arith.muli(arith.remui(own, i32(lanes)), i32(tile.vec))
+    for i in range(0, rows, WARPGROUP // lanes):
+        for j in range(0, columns, lanes * tile.vec):
+            yield arith.addi(row, i32(i)), arith.addi(column, i32(j))
+
+
+def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:
+    """Whether a row and a column are those of an array (rows, columns)."""
+    less = arith.CmpIPredicate.ult
+    return arith.andi(arith.cmpi(less, row, i32(rows)), arith.cmpi(less, column, i32(columns)))
+
+
+class _RowNumber:
+    """A row number in a register, with the arithmetic that `folding.MaskRows` does on it."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def __floordiv__(self, other: int):
+        return _RowNumber(arith.divui(self.value, i32(other)))
+
+    def __mod__(self, other: int):
+        return _RowNumber(arith.remui(self.value, i32(other)))
+
+    def __mul__(self, other: int):
+        return _RowNumber(arith.muli(self.value, i32(other)))
+
+    def __add__(self, other: "_RowNumber"):
+        return _RowNumber(arith.addi(self.value, other.value))
