@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, F32
 
 import pallas_softmax as ps
+from tests.support.cases import BF16, F32
 
 NAMES = ["softmax", "log_softmax", "logsumexp"]
 X = jnp.arange(6, dtype=F32).reshape(2, 3)

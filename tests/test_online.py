@@ -1,18 +1,18 @@
 """online: the pair (m, d), the operator's laws, prefixes, totals, and the merge of candidates."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import F32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pallas_softmax import online
 from pallas_softmax.online import Candidates, Normalizer
+from tests.support import cases, oracle
+from tests.support.cases import F32
+from tests.support.covering import cover, first_values
 
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
 combine = jax.jit(online.combine)
@@ -115,7 +115,7 @@ def test_normalizer_is_a_pytree():
 # --- scan and reduce ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", [-1, 0, 1])
+@pytest.mark.parametrize("axis", first_values(1, [-1, 0, 1]))
 def test_scan_gives_the_normalizer_of_every_prefix(axis):
     x = cases.rows(list(cases.FINITE), 18)
     prefixes = online.scan(x, axis)
@@ -173,8 +173,7 @@ def test_reduce_over_long_leading_and_middle_axes():
         )
 
 
-@pytest.mark.parametrize("v", [20, 5000])
-@pytest.mark.parametrize("mask", cases.masks((7, 20)))
+@pytest.mark.parametrize(("v", "mask"), cover([20, 5000], cases.masks((7, 20))))
 def test_reduce_where(mask, v):
     """Masked NaN and inf do not enter; a fully masked row is the identity."""
     x = cases.rows(list(cases.FINITE)[:7], v)
@@ -223,8 +222,9 @@ def candidates(x, k, where):
 ROWS = [*cases.FINITE, *cases.SPECIAL]
 
 
-@pytest.mark.parametrize("dtype", [F32, cases.BF16, cases.F16], ids=str)
-@pytest.mark.parametrize("part", ["first_half", "even", "one"])
+@pytest.mark.parametrize(
+    ("part", "dtype"), cover(["first_half", "even", "one"], [F32, cases.BF16, cases.F16]), ids=str
+)
 def test_merge_of_two_parts_is_the_top_k_of_the_whole(part, dtype):
     """By the total order, then by the lowest index, whichever list it comes from."""
     x, k = cases.rows(ROWS, 40, dtype), 6

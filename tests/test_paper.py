@@ -2,60 +2,25 @@
 
 import functools
 
-import cases
 import jax
 import numpy as np
-import oracle
 import pytest
-from cases import F32, F64
-from test_mosaic_interpret import ALL, INTERPRET
-from test_mosaic_lowering import array, lowered, names
 
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
+from tests.support.cases import F32
+from tests.support.covering import cover
+from tests.support.kernels import INTERPRET
+from tests.support.lowering import array, kernel_names, lowered
+from tests.support.paper_checks import ALGORITHMS, check, check_overflow
 
-ALGORITHMS = paper.SOFTMAX | paper.TOPK
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
 VOCABS = (1, 63, 128, 2100)
-MILD = ["normal", "integers", "constant", "zero", "ascending", "descending"]  # exp(x) and its sum are finite
-# Its algorithms compare floats, to which -0 and +0 are equal. XLA for CPUs flushes denormals.
-ORDERED = [name for name in cases.FINITE if name not in ("signed_zeros", "denormals")]
 
 
-def check(name, run, v, k=5, ordered=ORDERED):
-    """`run`, of (x) or (x, k), against the oracle on the rows that the algorithm is for."""
-    if name in paper.SOFTMAX:
-        rows = MILD if name == "naive" else ALL
-        x = cases.rows(rows, v)
-        want, unit = oracle.softmax(x), oracle.softmax_unit(x)
-        if name == "naive":  # x is rounded before exp, not x - m
-            size = np.abs(x.astype(F64))
-            unit = unit + want * (size + np.sum(want * size, -1, keepdims=True))
-        oracle.assert_close(run(x), want, unit, rows)
-        return
-    k = min(k, v)
-    x = cases.rows(ordered, v)
-    values, indices = map(np.asarray, run(x, k))
-    best = oracle.topk_indices(x, k)
-    if name == "topk":
-        np.testing.assert_array_equal(values, np.take_along_axis(x, best, -1))
-    else:
-        oracle.assert_close(values, oracle.fused_topk(x, k)[0], oracle.fused_topk_unit(x, k), ordered)
-    if name != "safe_unfused":
-        np.testing.assert_array_equal(indices, best)
-        return
-    # probabilities that have rounded to the same number are ties: the indices are any with the values
-    assert all(len(set(row)) == k for row in indices)
-    oracle.assert_close(
-        np.take_along_axis(oracle.softmax(x), indices, -1).astype(F32),
-        values,
-        2 * oracle.fused_topk_unit(x, k),
-        ordered,
-    )
-
-
-@pytest.mark.parametrize("v", VOCABS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "v"), cover(ALGORITHMS, VOCABS))
 def test_kernels_in_the_interpreter(name, v):
     check(name, functools.partial(ALGORITHMS[name].kernel, interpret=INTERPRET), v)
 
@@ -70,17 +35,6 @@ def test_loads():
     """More for few rows, as many as there are registers for."""
     assert [paper._loads(10, k) for k in (1, 5, 10, 30, 128)] == [16, 16, 8, 2, 1]
     assert [paper._loads(4000, k) for k in (1, 5, 10, 30, 128)] == [8, 8, 8, 2, 1]
-
-
-def check_overflow(run):
-    """Above 88.7 exp(x) is inf, and y is inf / inf; `run` is given the algorithm's name and x."""
-    x = np.array([[80, 0, 0], [89, 0, 0], [-1000, -1001, -1002]], F32)
-    naive = np.asarray(run("naive", x))
-    np.testing.assert_allclose(naive[0], [1, 0, 0], atol=1e-6)
-    np.testing.assert_array_equal(naive[1], [np.nan, 0, 0])  # inf / inf, 1 / inf
-    assert np.isnan(naive[2]).all()  # 0 / 0
-    for name in ("safe", "online"):
-        oracle.assert_operation("softmax", run(name, x), (x,), "abc")
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -120,19 +74,20 @@ def test_accesses(name, monkeypatch):
     assert accesses.count("store_to_row") == (name in paper.SOFTMAX or name == "safe_unfused")
 
 
-@pytest.mark.parametrize(("v", "k"), [(7, 7), (63, 5), (8257536, 5)])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_lowering(name, v, k):
+@pytest.mark.parametrize(("name", "shape"), cover(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)]), ids=str)
+def test_lowering(name, shape):
+    v, k = shape
     if name in paper.SOFTMAX:
-        assert names(lowered(ALGORITHMS[name].kernel, array(10, v))) == [f"paper_{name}"]
+        assert kernel_names(lowered(ALGORITHMS[name].kernel, array(10, v))) == [f"paper_{name}"]
         return
     kernels = ["paper_safe", "paper_topk"] if name == "safe_unfused" else [f"paper_{name}"]
-    assert names(lowered(lambda x: ALGORITHMS[name].kernel(x, k), array(10, v))) == kernels
+    assert kernel_names(lowered(lambda x: ALGORITHMS[name].kernel(x, k), array(10, v))) == kernels
 
 
+@pytest.mark.slow
 def test_lowering_of_the_largest_k():
     text = lowered(lambda x: paper.TOPK["online_fused"].kernel(x, paper.MAX_K), array(10, 25000))
-    assert names(text) == ["paper_online_fused"]
+    assert kernel_names(text) == ["paper_online_fused"]
 
 
 def test_errors():

@@ -16,24 +16,25 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import sharded_checks
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_checks import CHECKS, OPS, TOPK
 
 from pallas_softmax import online
 from pallas_softmax.sharding import exchange
+from tests.programs import sharded_checks
+from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
+from tests.support.covering import cover, slow
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
 
 
 def child(script, *arguments, devices):
     # Compiling is what takes the time.
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
-    command = [sys.executable, HERE / script, *arguments]
+    command = [sys.executable, PROGRAMS / script, *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -69,7 +70,10 @@ def report(request, tmp_path_factory):
     return error
 
 
-@pytest.mark.parametrize("name", [name for half in HALVES for name in half])
+@pytest.mark.parametrize(
+    "name",
+    [slow(name) if name in SLOW else name for half in HALVES for name in half],
+)
 def test_on_eight_cpu_devices(report, name):
     error = report(name)
     assert error is None, error
@@ -98,6 +102,7 @@ def test_float16_is_widened_in_order():
     np.testing.assert_array_equal(wide, x.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_two_processes():
     """A mesh over two processes."""
     with socket.socket() as s:
@@ -121,8 +126,7 @@ def assert_kernels_of_parts(op, text):
         assert any(merged in line for line in calls), calls
 
 
-@pytest.mark.parametrize("how", ["shard_map", "auto"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "how"), cover(OPS, ["shard_map", "auto"]))
 def test_the_kernels_for_cuda_are_those_of_a_part(op, how):
     """The eight devices need not exist. Under jit it is what `partition` has each of them run."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))

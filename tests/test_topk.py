@@ -2,19 +2,19 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32, F64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
 
 from pallas_softmax import TopK, fused_topk
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32, F64
+from tests.support.covering import cover, first_values, slow
 
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
 ALL = [*cases.FINITE, *cases.SPECIAL]
@@ -23,11 +23,6 @@ ALL = [*cases.FINITE, *cases.SPECIAL]
 @functools.partial(jax.jit, static_argnames=("k", "axis", "log", "dtype", "implementation"))
 def topk(logits, k, **kwargs):
     return fused_topk(logits, k, **kwargs)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def lax_indices(logits, k):
-    return lax.top_k(logits, k)[1]
 
 
 def composed(logits, k, where=None, temperature=1.0, log=False):
@@ -41,47 +36,46 @@ def composed(logits, k, where=None, temperature=1.0, log=False):
 def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
     """Indices exactly the oracle's, values within `limit` units of it."""
     values, indices = oracle.fused_topk(x, k, **kwargs)
-    unit = oracle.fused_topk_unit(x, k, **kwargs)
+    unit = bounds.fused_topk_unit(x, k, **kwargs)
     if got.values.dtype in (BF16, F16):
-        unit, limit = oracle.stored_unit(values, unit, got.values.dtype), 1.0
+        unit, limit = bounds.stored_unit(values, unit, got.values.dtype), 1.0
     assert got.indices.dtype == np.int32
     np.testing.assert_array_equal(got.indices, indices)
     for i in range(len(x)):
-        error = oracle.error_units(got.values[i], values[i], unit[i])
+        error = bounds.error_units(got.values[i], values[i], unit[i])
         assert error <= limit, f"{names[i] if names else i}: {error} units"
 
 
 # --- Indices and values -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("v", [1, 2, 9, 129])
-def test_indices_are_those_of_lax_top_k(v, dtype):
+@pytest.mark.parametrize(("v", "dtype"), cover([1, 2, 9, 129], [F32, BF16, F16]), ids=str)
+def test_indices_are_in_the_total_order(v, dtype):
     """For every finite and special row; k = V orders all of it. softmax rounds, the order does not."""
     x = cases.rows(ALL, v, dtype)
-    got = topk(x, v)
-    np.testing.assert_array_equal(got.indices, lax_indices(x, v))
-    assert_right(got, x, v, ALL, limit=4.0)
+    assert_right(topk(x, v), x, v, ALL, limit=4.0)
 
 
-@pytest.mark.parametrize("k", [1, 5, 64])
-@pytest.mark.parametrize("v", [127, 1000, cases.GPT2])
+def test_indices_are_those_of_lax_top_k():
+    """On ordinary rows: XLA's own kernels may take denormals for zeros, and some misplace -NaN."""
+    x = cases.rows([name for name in cases.FINITE if name != "denormals"], 129)
+    np.testing.assert_array_equal(topk(x, 129).indices, lax.top_k(x, 129)[1])
+
+
+@pytest.mark.parametrize(("k", "v"), cover([1, 5, 64], [127, 1000, cases.GPT2]))
 def test_values_are_normalised_over_the_whole_row(v, k):
     names = list(cases.FINITE)
     x = cases.rows(names, v)
-    got = topk(x, k)
-    np.testing.assert_array_equal(got.indices, lax_indices(x, k))
-    assert_right(got, x, k, names)
+    assert_right(topk(x, k), x, k, names)
 
 
-@pytest.mark.parametrize("v", cases.LARGE)
+@pytest.mark.parametrize("v", [slow(cases.LARGE[0]), slow(cases.LARGE[1]), cases.LARGE[2]])
 def test_large_vocabulary(v):
     x = cases.rows(["peaked"], v)
     assert_right(topk(x, 50), x, 50)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("log", "dtype"), cover([False, True], [BF16, F16]), ids=str)
 def test_16_bits_are_accumulated_in_float32(dtype, log):
     names = list(cases.FINITE)
     x = cases.rows(names, 1000, dtype)
@@ -124,7 +118,6 @@ def test_integers(dtype):
     x = np.array([[top - 1, top, 0, top - 1, 3], [1, 2, 3, 2, 1]], dtype)
     got = topk(x, 5)
     assert got.values.dtype == np.float32
-    np.testing.assert_array_equal(got.indices, lax_indices(x, 5))
     assert_right(got, x, 5)
 
 
@@ -144,8 +137,8 @@ def test_8_bit_floats(dtype):
     x = jnp.asarray([[1, 2, 0, 2, -3], [0, -0.0, 0.0, 1, 1]], dtype)
     got = fused_topk(x, 4)
     assert got.values.dtype == dtype
-    np.testing.assert_array_equal(got.indices, lax.top_k(x, 4)[1])
-    want = oracle.fused_topk(np.asarray(x, F32), 4)[0]
+    want, indices = oracle.fused_topk(np.asarray(x, F32), 4)
+    np.testing.assert_array_equal(got.indices, indices)
     np.testing.assert_allclose(got.values.astype(F32), want, rtol=float(jnp.finfo(dtype).eps))
 
 
@@ -161,7 +154,7 @@ def test_the_result_is_a_named_pair():
     assert jax.tree.structure(got) == jax.tree.structure(TopK(0, 0))
 
 
-@pytest.mark.parametrize("shape", [(0,), (9,), (3, 9), (3, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("shape", first_values(2, [(3, 9), (3, 0), (0,), (9,), (0, 5)]), ids=str)
 def test_k_zero(shape):
     got = fused_topk(jnp.zeros(shape), 0)
     assert got.values.shape == got.indices.shape == (*shape[:-1], 0)
@@ -182,7 +175,7 @@ def test_k_of_a_numpy_integer_type(k):
     np.testing.assert_array_equal(fused_topk(x, k).indices, fused_topk(x, 2).indices)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("axis", first_values(3, [0, 1, -1, 2, -2, -3]))
 def test_axis(axis):
     """The k winners lie along the axis that was reduced."""
     x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
@@ -249,8 +242,7 @@ X = cases.rows(NAMES, 20)
 MASKS = cases.masks(X.shape)
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "log"), cover(MASKS, [False, True]))
 def test_where(mask, log):
     """A masked position is chosen only when fewer than k are unmasked, lowest index first, with value 0
     (log: -inf); so a fully masked row has indices 0 to k-1. Masked NaN and inf are ignored."""
@@ -289,8 +281,7 @@ def test_where_with_integers(dtype):
 # --- temperature --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("temperature", [0.01, 0.7, 2, 100.0])
+@pytest.mark.parametrize(("temperature", "log"), cover([0.01, 0.7, 2, 100.0], [False, True]))
 def test_scalar_temperature(temperature, log):
     """p = softmax(logits / temperature); huge logits do not overflow on the way."""
     names = list(cases.FINITE)
@@ -342,8 +333,7 @@ def _ours(x, t, where, log):
     return fused_topk(x, 5, where=where, temperature=t, log=log).values
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("mask", [None, *MASKS])
+@pytest.mark.parametrize(("mask", "log"), cover([None, *MASKS], [False, True]))
 def test_gradient_against_the_formula(mask, log):
     """dx_j = g_j p_j [j wins] - p_j sum_i g_i p_i (log: g_j [j wins] - p_j sum_i g_i), over T.
 
@@ -355,14 +345,14 @@ def test_gradient_against_the_formula(mask, log):
     x = X if where is None else np.where(where, X, F32.type(np.nan))
     dx, dt = map(np.asarray, pullback(lambda x, t: _ours(x, t, where, log), x, t, g))
     want_dx, want_dt = oracle.fused_topk_vjp(X, g, 5, where, t, log)
-    unit_dx, unit_dt = oracle.fused_topk_vjp_unit(X, g, 5, where, t, log)
-    assert oracle.error_units(dx, want_dx, unit_dx, slack_times=100) <= 4
-    assert oracle.error_units(dt, want_dt, unit_dt, slack_times=100) <= 4
+    unit_dx, unit_dt = bounds.fused_topk_vjp_unit(X, g, 5, where, t, log)
+    assert bounds.error_units(dx, want_dx, unit_dx, slack_times=100) <= 4
+    assert bounds.error_units(dt, want_dt, unit_dt, slack_times=100) <= 4
     if where is not None:
         assert (dx[~np.broadcast_to(where, X.shape)] == 0).all()
 
 
-@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("log", first_values(1, [True, False]))
 def test_gradient_against_jax(log):
     """jax.grad of softmax and take_along_axis, the ties among the winners included."""
     x = cases.rows(["normal", "integers", "constant", "ascending"], 20)
@@ -373,18 +363,18 @@ def test_gradient_against_jax(log):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("v", [129, cases.GPT2])
+@pytest.mark.parametrize("v", first_values(1, [129, cases.GPT2]))
 def test_gradient_of_peaked_rows(v):
     names = ["normal", "peaked", "one_winner", "alternating"]
     x, t, g = cases.rows(names, v), np.ones(4, F32), cases.cotangent((4, 5))
     dx, dt = pullback(lambda x, t: _ours(x, t, None, False), x, t, g)
     args = (x, g, 5, None, t)
-    want, units = oracle.fused_topk_vjp(*args), oracle.fused_topk_vjp_unit(*args)
-    assert oracle.error_units(dx, want[0], units[0], slack_times=v) <= 4
-    assert oracle.error_units(dt, want[1], units[1], slack_times=100 * v) <= 4
+    want, units = oracle.fused_topk_vjp(*args), bounds.fused_topk_vjp_unit(*args)
+    assert bounds.error_units(dx, want[0], units[0], slack_times=v) <= 4
+    assert bounds.error_units(dt, want[1], units[1], slack_times=100 * v) <= 4
 
 
-@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("log", first_values(1, [True, False]))
 def test_gradient_by_a_scalar_temperature(log):
     x, g = cases.rows(["normal", "peaked"], 20), cases.cotangent((2, 5))
     t = jnp.float32(1.7)
@@ -393,7 +383,7 @@ def test_gradient_by_a_scalar_temperature(log):
     np.testing.assert_allclose(dt, oracle.fused_topk_vjp(x, g, 5, None, 1.7, log)[1].sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("log", first_values(1, [False, True]))
 def test_gradient_with_neg_inf_logits(log):
     """-inf logits (a mask written into the logits) have gradient 0 and leave the others finite."""
     x = np.where(np.arange(20) % 4 == 3, -np.inf, cases.rows(["normal", "ascending"], 20)).astype(F32)
@@ -405,15 +395,15 @@ def test_gradient_with_neg_inf_logits(log):
     np.testing.assert_allclose(dt, want_dt.astype(F32), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", first_values(1, [BF16, F16]), ids=str)
 def test_gradient_of_16_bits(dtype):
     """p is recomputed in float32 from the logits, so a step or so of the stored dtype remains."""
     names = ["normal", "peaked", "integers", "ascending"]
     x, g = cases.rows(names, 129, dtype), cases.cotangent((4, 5), dtype)
     dx = jax.vjp(lambda x: fused_topk(x, 5).values, x)[1](g)[0]
     assert dx.dtype == dtype
-    units = oracle.fused_topk_vjp_unit(x, g, 5)[0]
-    assert oracle.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
+    units = bounds.fused_topk_vjp_unit(x, g, 5)[0]
+    assert bounds.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
 
 
 def test_gradient_of_nan_rows_stays_in_its_row():
@@ -449,4 +439,4 @@ ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50,
 )
 def test_any_row_and_mask(x, where, k):
     assert_right(topk(x, k, where=where), x, k, where=where, limit=4.0)
-    np.testing.assert_array_equal(topk(x, k).indices, lax_indices(x, k))
+    np.testing.assert_array_equal(topk(x, k).indices, oracle.topk_indices(x, k))

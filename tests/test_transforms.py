@@ -1,14 +1,17 @@
 """Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation. Sharding is in test_sharded.py."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import F32
 from jax import export
 
 import pallas_softmax as ps
+from tests.support import cases
+from tests.support.cases import F32
+from tests.support.covering import first, pairs, slow
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 V = 20
 X = cases.rows(["normal", "peaked", "integers", "ascending", "one_winner", "constant"], V)
@@ -26,8 +29,12 @@ FUNCTIONS = {
     "indices": lambda x, **kwargs: ps.fused_topk(x, 3, **kwargs).indices,
 }
 DIFFERENTIABLE = [name for name in FUNCTIONS if name != "indices"]
-each = pytest.mark.parametrize("name", FUNCTIONS)
-each_differentiable = pytest.mark.parametrize("name", DIFFERENTIABLE)
+# The others run through the same code.
+FAST = ("softmax", "logsumexp", "topk_log")
+each = pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in FUNCTIONS])
+each_differentiable = pytest.mark.parametrize(
+    "name", [name if name in FAST else slow(name) for name in DIFFERENTIABLE]
+)
 
 
 def close(got, want):
@@ -75,15 +82,14 @@ def test_jacrev_has_the_pullback_in_its_rows(name):
 def test_hessian(name):
     """Forward over reverse: the backward is differentiable in both modes where JAX needs it."""
     f, like = (loss(lambda x, m=m: getattr(m, name)(x, -1)) for m in (ps, jax.nn))
-    got = jax.jacrev(jax.grad(f))(X[3])
-    np.testing.assert_allclose(got, jax.hessian(like)(X[3]), rtol=1e-4, atol=1e-5)
+    got = jax.jit(jax.jacrev(jax.grad(f)))(X[3])
+    np.testing.assert_allclose(got, jax.jit(jax.hessian(like))(X[3]), rtol=1e-4, atol=1e-5)
 
 
 # --- vmap ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_axis", [0, 1, -1, 2])
-@each
+@pytest.mark.parametrize(("name", "in_axis"), first(4, pairs(list(FUNCTIONS), [0, 1, -1, 2])))
 def test_vmap(name, in_axis):
     f = FUNCTIONS[name]
     x = np.moveaxis(X3, 0, in_axis) if in_axis in (0, 1) else np.moveaxis(X3, 0, -1)
@@ -102,8 +108,7 @@ def test_vmap_with_out_axes(name):
     close(jax.vmap(f, out_axes=1)(X3), jnp.moveaxis(f(X3), 0, 1))
 
 
-@pytest.mark.parametrize("batched", ["both", "x", "where"])
-@each
+@pytest.mark.parametrize(("name", "batched"), first(3, pairs(list(FUNCTIONS), ["both", "x", "where"])))
 def test_vmap_of_where(name, batched):
     f = FUNCTIONS[name]
     x = X3 if batched != "where" else X
@@ -121,8 +126,8 @@ def test_vmap_of_grad(name):
     def pullback(x, g):
         return jax.vjp(f, x)[1](g)[0]
 
-    want = pullback(X3, g)
-    close(jax.vmap(pullback)(X3, g), want)
+    want = jax.jit(pullback)(X3, g)
+    close(jax.jit(jax.vmap(pullback))(X3, g), want)
     close(jax.jit(jax.vmap(jax.vmap(pullback)))(X3, g), want)
 
 
@@ -139,8 +144,9 @@ def test_grad_of_vmap_with_a_shared_argument(name):
         y = f(x, where=where)
         return jnp.sum(jnp.where(jnp.isfinite(y), y, 0)) * weight
 
-    want = sum(jax.grad(one)(X, WHERE[i], i + 1.0) for i in range(4))
-    np.testing.assert_allclose(jax.grad(total)(X, WHERE), want, rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(one))
+    want = sum(gradient(X, WHERE[i], i + 1.0) for i in range(4))
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(X, WHERE), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
@@ -161,15 +167,15 @@ def test_vmap_of_temperature(axes):
 
 def test_vmap_of_the_gradient_by_temperature():
     f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values.sum()  # noqa: E731
-    got = jax.vmap(jax.vmap(jax.grad(f, 1)))(X3, TEMPERATURE)
-    close(got, jax.grad(lambda t: f(X3, t))(TEMPERATURE))
+    got = jax.jit(jax.vmap(jax.vmap(jax.grad(f, 1))))(X3, TEMPERATURE)
+    close(got, jax.jit(jax.grad(lambda t: f(X3, t)))(TEMPERATURE))
 
 
 def test_gradient_of_a_temperature_that_all_rows_share():
     f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values.sum()  # noqa: E731
     t = jnp.float32(1.3)
-    got = jax.grad(lambda t: jax.vmap(f, (0, None))(X3, t).sum())(t)
-    want = jax.grad(lambda t: f(X3, jnp.full(TEMPERATURE.shape, t)))(t)
+    got = jax.jit(jax.grad(lambda t: jax.vmap(f, (0, None))(X3, t).sum()))(t)
+    want = jax.jit(jax.grad(lambda t: f(X3, jnp.full(TEMPERATURE.shape, t))))(t)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -190,8 +196,8 @@ def test_grad_through_scan(name):
         step = lambda c, x: (c + jnp.sum(f(x) ** 2), None)  # noqa: E731
         return jax.lax.scan(step, jnp.float32(0), x)[0]
 
-    want = jax.grad(lambda x: jnp.sum(f(x) ** 2))(X3)
-    np.testing.assert_allclose(jax.grad(total)(X3), want, rtol=1e-5, atol=1e-5)
+    want = jax.jit(jax.grad(lambda x: jnp.sum(f(x) ** 2)))(X3)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(X3), want, rtol=1e-5, atol=1e-5)
 
 
 @each
@@ -201,12 +207,13 @@ def test_cond(name):
     close(got, f(X))
 
 
-@pytest.mark.parametrize("policy", [None, "nothing_saveable", "everything_saveable"])
-@each_differentiable
+@pytest.mark.parametrize(
+    ("name", "policy"), first(3, pairs(DIFFERENTIABLE, [None, "nothing_saveable", "everything_saveable"]))
+)
 def test_checkpoint(name, policy):
     f = loss(FUNCTIONS[name])
     policy = policy and getattr(jax.checkpoint_policies, policy)
-    close(jax.grad(jax.checkpoint(f, policy=policy))(X), jax.grad(f)(X))
+    close(jax.jit(jax.grad(jax.checkpoint(f, policy=policy)))(X), jax.jit(jax.grad(f))(X))
 
 
 def exported(f, shape):

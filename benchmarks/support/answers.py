@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from tests import oracle
+from tests.support import bounds, oracle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def ulp(size: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns the spacing of the dtype's numbers at |size|, and no less than the smallest error that counts."""
     least = _least(dtype)
     exponent = np.frexp(np.maximum(np.abs(size), least))[1] - 1
-    return np.maximum(np.ldexp(oracle.eps(dtype), exponent), least)
+    return np.maximum(np.ldexp(bounds.eps(dtype), exponent), least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Expected:
     def _errors(self, got: np.ndarray, per: np.ndarray) -> np.ndarray:
         """Returns the errors as multiples of `per`; they are infinite where a NaN or an inf is out of place."""
         got = got.astype(self.dtype)  # torch's 16 bits come as float32
-        return oracle.units(got, self.want, per / oracle.eps(self.dtype), slack_times=0)
+        return bounds.units(got, self.want, per / bounds.eps(self.dtype), slack_times=0)
 
     def ulps(self, got: np.ndarray) -> float:
         """Returns the largest error, in ulps of the dtype at the scale."""
@@ -70,7 +70,7 @@ class Expected:
         if got.shape != self.want.shape:
             return Check(False, rows, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
         share = float(np.max(self._errors(got, self.bound)))
-        eps = oracle.eps(self.dtype) * self.scale + _least(self.dtype)
+        eps = bounds.eps(self.dtype) * self.scale + _least(self.dtype)
         detail = ""
         if not share <= 1:
             far = f"{share:#.3g}x its bound" if np.isfinite(share) else "has a NaN or an inf out of place"
@@ -94,10 +94,10 @@ def _bound(
     It is so many units of the float32 computation, a 16-bit result's own rounding, and what flushing of
     subnormals may cost.
     """
-    units = oracle.UNITS * unit
+    units = bounds.UNITS * unit
     if dtype.itemsize == 2:
-        units = oracle.stored_unit(want, unit, dtype)
-    return oracle.eps(dtype) * units + slack_times * oracle.slack(dtype)
+        units = bounds.stored_unit(want, unit, dtype)
+    return bounds.eps(dtype) * units + slack_times * bounds.slack(dtype)
 
 
 class Answer:
@@ -131,10 +131,10 @@ class Answer:
     @functools.cached_property
     def output(self) -> Expected:
         """y of the whole rows."""
-        want, unit, slack_times = oracle.expected(self.function, (self.x,), self.mask)
+        want, unit, slack_times = bounds.expected(self.function, (self.x,), self.mask)
         if self.function != "logsumexp":  # whose unit has it already
             with np.errstate(all="ignore"):
-                of_d = oracle.normalizer_unit(self.x, self.mask) / oracle.normalizer(self.x, self.mask)[1]
+                of_d = bounds.normalizer_unit(self.x, self.mask) / oracle.normalizer(self.x, self.mask)[1]
             unit = unit + np.nan_to_num(of_d) * (want if self.function == "softmax" else 1)
         with np.errstate(invalid="ignore"):
             bound = _bound(want, unit, slack_times, self.x.dtype)
@@ -155,14 +155,14 @@ class Answer:
         p = oracle.softmax(x, -1, mask)
         if self.function == "logsumexp":
             dy = dy[:, None]
-            want, unit = oracle.logsumexp_vjp(x, dy, -1, mask), oracle.logsumexp_vjp_unit(x, dy, -1, mask)
+            want, unit = oracle.logsumexp_vjp(x, dy, -1, mask), bounds.logsumexp_vjp_unit(x, dy, -1, mask)
             size = np.abs(dy.astype(np.float64))
             return Expected(want, _bound(want, unit, 1 + size, dtype), p * size, dtype)
         if indices is not None:
             dy = np.zeros(x.shape, dtype)
             np.put_along_axis(dy, indices, self.dy.astype(dtype), axis=-1)
         y = self.output
-        want, unit, slack_times = oracle.expected(f"{self.function}_grad", (y.want, dy), mask)
+        want, unit, slack_times = bounds.expected(f"{self.function}_grad", (y.want, dy), mask)
         y_error = np.where(np.isfinite(y.want), y.bound, 0)
         size = np.where(True if mask is None else mask, np.abs(dy.astype(np.float64)), 0)
         with np.errstate(invalid="ignore"):
@@ -191,7 +191,7 @@ class Answer:
         """Checks the values of a top-k without softmax: the winners' logits, exactly."""
         assert self.indices is not None
         want = np.take_along_axis(self.x, self.indices, axis=-1).astype(np.float64)
-        least = np.full(want.shape, oracle.slack(np.dtype(np.float32)))
+        least = np.full(want.shape, bounds.slack(np.dtype(np.float32)))
         return Expected(want, least, np.abs(want), self.x.dtype).check("values", got)
 
     def check_indices(self, got: np.ndarray, stable: bool = True) -> Check:

@@ -1,35 +1,55 @@
-"""What the Triton kernels share: ⊕, the mask, the order of top-k, and what is made of a row."""
+"""Functions that the Triton kernels share: ⊕, the mask, the order of top-k, and exponentials.
 
-# A constexpr is the value itself in a kernel, which pyright cannot know.
+The operator ⊕, `shift` and the sort key are defined in pallas_softmax/online.py. Triton compiles a language of its
+own, of which jax.numpy is no part, so they are restated here; tests/triton_interpreter.py holds them against
+online.py.
+
+A function here is inlined into the kernels that call it. Its arguments are Triton tensors, the arrays of one program,
+of any shape, unless they are marked as `tl.constexpr`: these are values of Python that are known when a kernel is
+compiled.
+"""
+
+# A constexpr is the value itself in a kernel, which pyright cannot know; and Triton may not be installed.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e to base 2
+_SERIES_BOUND = tl.constexpr(
+    2**-6
+)  # |d - 1| below which four terms of a series are as accurate as float32 is
+
+
+# --- The normalizer -----------------------------------------------------------------------------------
 
 
 @triton.jit
 def exp(x):
-    """e^x by the GPU's 2^x, which is off by |x| eps, and 0 for a denormal result; `tl.exp` minds those."""
+    """Computes e^x in float32 by the GPU's 2^x.
+
+    It is off by a relative error of |x| eps, and gives 0 for a denormal result. `tl.exp` spends instructions on
+    those.
+    """
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def shift(m):
-    """What to subtract before exp: as `online.shift`."""
+    """Returns what is subtracted before exp, as `online.shift` does: m, but 0 for m = -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def larger(a, b):
-    """The maximum; NaN if one is."""
+    """Returns the maximum, which is NaN if either is, as that of jnp.maximum is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def combine(m1, d1, m2, d2):
-    """The operator ⊕ of the paper, as `online.combine`."""
+    """Applies the operator ⊕ of the paper to the normalizers (m1, d1) and (m2, d2), as `online.combine` does."""
     m = larger(m1, m2)
     s = shift(m)
     return m, d1 * exp(m1 - s) + d2 * exp(m2 - s)
@@ -37,17 +57,24 @@ def combine(m1, d1, m2, d2):
 
 @triton.jit
 def log_sum(d):
-    """log(d), accurate near 1, too, where the approximate one is not: d - 1 is what other logits add."""
+    """Computes log(d) of a sum of exponentials.
+
+    The GPU's logarithm is not accurate near 1, where d - 1 is what all logits but the largest add.
+    """
     u = d - 1
     series = u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4)))
-    return tl.where(tl.abs(u) < 2**-6, series, tl.log(d))
+    return tl.where(tl.abs(u) < _SERIES_BOUND, series, tl.log(d))
+
+
+# --- The mask -----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
-    """First element of the mask's row for a row, by the terms of `folding.MaskRows`.
+    """Returns the index of the mask's first element for a row, by the terms of `folding.MaskRows`.
 
-    WHERE: None without a mask, "row" for one along the row, "one" for one element a row.
+    WHERE is None without a mask, "row" if the mask has an element for each of the V elements of a row, and "one" if
+    it has one element for the whole row.
     """
     at = row * 0
     if WHERE is not None:
@@ -58,16 +85,19 @@ def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
-    """Which of the columns inside the row count."""
+    """Returns which columns count: those inside the row that the mask, if there is one, does not leave out."""
     if WHERE is None:
         return inside
     else:
         return inside & tl.load(mask_ptr + start + (col if WHERE == "row" else col * 0), mask=inside, other=0)
 
 
+# --- The order of top-k -------------------------------------------------------------------------------
+
+
 @triton.jit
 def sort_key(x):
-    """Integers in lax.top_k's total order of x, as `online.sort_key`."""
+    """Returns int32 keys in the total order of lax.top_k, as `online.sort_key` does: the larger wins."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         return bits ^ ((bits >> 31) & 0x7FFF)
@@ -77,8 +107,8 @@ def sort_key(x):
 
 
 @triton.jit
-def of_key(key, DTYPE: tl.constexpr):
-    """The float32 value of a key of this dtype."""
+def of_sort_key(key, DTYPE: tl.constexpr):
+    """Returns the values, in float32, of elements of this dtype that have these keys."""
     if DTYPE.primitive_bitwidth == 16:
         bits = key ^ ((key >> 31) & 0x7FFF)
         return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
@@ -88,5 +118,5 @@ def of_key(key, DTYPE: tl.constexpr):
 
 @triton.jit
 def lowest_key(DTYPE: tl.constexpr):
-    """The key of what is masked, and of the -NaN of all ones."""
+    """Returns the lowest key of a dtype: that of a -NaN whose bits are all ones, and given to what is masked."""
     return -(2 ** (DTYPE.primitive_bitwidth - 1))

@@ -1,13 +1,20 @@
 """The kernels of fused top-k.
 
-A candidate is one int64: the key of its value (`language.sort_key`) and, below it, the complement of its index.
-All differ, and the larger is the better. The k best elements lie in the k groups whose best elements are the
-best: were one of them in another group, the k groups would hold k better ones. So one pass keeps the best
-candidate of each group, and (m, d) by the way; then the k best groups are read again, and sorted.
+A candidate is one int64 for an element: above, the sort key of its value (`language.sort_key`), and below, the
+complement of its index in the row. No two candidates are equal, and the larger one wins: the larger value, then the
+lower index.
+
+A program cuts its part of a row into groups, as plan.py draws. The k best elements lie in those k groups whose best
+elements are the best: were one of them in another group, the k groups would hold k better elements. So one pass keeps
+the best candidate of each group, and the normalizer. Then the k best groups are read again, and sorted. No branch and
+no loop depends on the values.
+
+The normalizer is that of x / temperature but for m, which is the maximum of x itself. A `scale` is 1 / temperature.
 """
 
 # What pyright cannot know of a kernel is said in language.py.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 
 import triton
 import triton.language as tl
@@ -19,18 +26,21 @@ from pallas_softmax.implementations.triton.language import (
     log_sum,
     lowest_key,
     mask_start,
-    of_key,
+    of_sort_key,
     shift,
     sort_key,
 )
 
 _NOTHING = tl.constexpr(-(2**63))  # the candidate of no element
-_LEAST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of m is NaN
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number: no difference from it is NaN
+
+
+# --- Candidates ---------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
-    """The elements in float32 and their keys: -inf and the lowest where they do not count."""
+    """Loads elements, and returns them in float32, and their keys: -inf and the lowest key for what does not count."""
     x = tl.load(ptr + base + col, mask=inside, other=0.0)
     keep = kept(mask_ptr, mask_base, col, inside, WHERE)
     key = tl.where(keep, sort_key(x), lowest_key(ptr.dtype.element_ty))
@@ -39,14 +49,14 @@ def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
 
 @triton.jit
 def _candidate(key, col, inside):
-    """The candidates of elements, or of nothing."""
+    """Returns the candidates of elements with these keys in these columns, or of nothing."""
     packed = (key.to(tl.int64) << 32) | (~col).to(tl.uint32, bitcast=True).to(tl.int64)
     return tl.where(inside, packed, _NOTHING)
 
 
 @triton.jit
 def _index(candidate):
-    """The index of a candidate."""
+    """Returns the column of a candidate."""
     return ~candidate.to(tl.int32)
 
 
@@ -54,10 +64,15 @@ def _index(candidate):
 def _members(
     best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The columns of the candidates' groups, of the SLABS slabs that each is in; `stop` for what is not there.
+    """Returns the columns of all members of the groups that the candidates `best` are of, one after the other.
 
-    In groups of SIZE, ordered by slab of a group, group, candidate, element of a slab. So a reduction over a group
-    leaves no warp bit unused below a used one, which Triton 3.6 miscompiles; as it may what is not one-dimensional.
+    Each group has VEC columns in each of SLABS slabs, which are WIDTH columns wide; the part begins at column
+    `start`. The members of what is no candidate are the column `stop`.
+
+    The smaller groups, of SIZE members, are the best of which are asked for next. The columns are ordered by: slab in
+    a smaller group, smaller group, candidate, element of a slab. A reduction over a smaller group then leaves no bit
+    of the warp's number unused below one that is used: Triton 3.6 miscompiles reductions of such layouts, and it may
+    do so with arrays of more than one dimension, so the result has one.
     """
     place = _index(best) - start
     first = place // (WIDTH * SLABS) * (WIDTH * SLABS) + place % WIDTH // VEC * VEC
@@ -72,7 +87,10 @@ def _members(
 
 @triton.jit
 def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr):
-    """The best of each group of SIZE candidates in the order of `_members`, and of these the SLOTS best, in order."""
+    """Returns the SLOTS best groups, best first, each as its best candidate.
+
+    A group is SIZE of the candidates, which are in the order of `_members`.
+    """
     if SIZE >= VEC:
         candidates = tl.max(tl.reshape(candidates, [candidates.numel // VEC, VEC]), 1)
         slabs: tl.constexpr = SIZE // VEC
@@ -80,30 +98,36 @@ def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr
     return tl.topk(candidates, SLOTS)
 
 
+# --- Normalizers and results --------------------------------------------------------------------------
+
+
 @triton.jit
 def _merge(m, d, scale):
-    """(m, d) of lanes, whose d is of exp((x - m) scale), merged by ⊕."""
+    """Merges the normalizers (m, d) of all lanes by ⊕ into one."""
     largest = tl.max(m, 0)
     return largest, tl.sum(d * exp((m - shift(largest)) * scale), 0)
 
 
 @triton.jit
 def _scale(temperature_ptr, row, SCALAR: tl.constexpr):
-    """What the row is multiplied by: SCALAR, there is one temperature for all."""
+    """Returns 1 / temperature of a row; with SCALAR there is one temperature for all rows."""
     return tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
 
 
 @triton.jit
 def _store(
+    # what is stored: the winners of a part of a row, and its normalizer
     best,
     m,
     d,
     scale,
     row,
     part,
+    # outputs
     values_ptr,
     indices_ptr,
-    sums_ptr,
+    normalizers_ptr,
+    # constants
     ROWS: tl.constexpr,
     K: tl.constexpr,
     LOG: tl.constexpr,
@@ -111,20 +135,21 @@ def _store(
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The winners' probabilities and indices, and the row's m and d (2, rows).
+    """Stores the K winners and the normalizer of a part, m and d in normalizers (2, ROWS, PARTS).
 
-    If they are of one of PARTS parts only: `indices` are the candidates (rows, PARTS, slots), two int32 each, the
-    sums (2, rows, PARTS), and `values` is not written.
+    Of a row that is one part, the values (ROWS, K) are probabilities, or with LOG their logarithms, and the indices
+    are (ROWS, K). Of a row of several parts there are no values yet: the indices are the candidates (ROWS, PARTS,
+    slots), each in two int32.
     """
     slot = tl.arange(0, best.numel)
     at = row * PARTS + part
-    tl.store(sums_ptr + at, m)
-    tl.store(sums_ptr + ROWS * PARTS + at, d)
+    tl.store(normalizers_ptr + at, m)
+    tl.store(normalizers_ptr + ROWS * PARTS + at, d)
     if PARTS > 1:
         tl.store(indices_ptr.to(tl.pointer_type(tl.int64)) + at * best.numel + slot, best)
     else:
         key = (best >> 32).to(tl.int32)
-        scaled = (of_key(key, DTYPE) - m) * scale
+        scaled = (of_sort_key(key, DTYPE) - m) * scale
         value = scaled - log_sum(d) if LOG else exp(scaled) / d
         if WHERE is not None:
             value = tl.where(key == lowest_key(DTYPE), float("-inf") if LOG else 0.0, value)
@@ -132,14 +157,20 @@ def _store(
         tl.store(indices_ptr + row * K + slot, _index(best), mask=slot < K)
 
 
+# --- Kernels ------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def topk_kernel(
-    x_ptr,
-    mask_ptr,
-    temperature_ptr,
+    # inputs
+    x_ptr,  # (ROWS, V)
+    mask_ptr,  # bool, with the strides of MASK
+    temperature_ptr,  # (1,) if SCALAR, else (ROWS,)
+    # outputs, as `_store` describes them
     values_ptr,
     indices_ptr,
-    sums_ptr,
+    normalizers_ptr,
+    # constants of the call
     ROWS: tl.constexpr,
     V: tl.constexpr,
     K: tl.constexpr,
@@ -147,6 +178,7 @@ def topk_kernel(
     SCALAR: tl.constexpr,
     WHERE: tl.constexpr,
     MASK: tl.constexpr,
+    # constants of the plan, a Slabs
     PARTS: tl.constexpr,
     LENGTH: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -154,10 +186,9 @@ def topk_kernel(
     VEC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """A part of LENGTH elements of a row, in slabs of GROUPS x VEC, of which group g has the g-th VEC elements.
+    """Finds the winners and the normalizer of a part of LENGTH elements of a row. The grid is (ROWS, PARTS).
 
-    LEVELS: how the winners are narrowed down from a group of all slabs to one element. Each level is the number of
-    slabs of the winning groups that are read again, and the size of the groups of the next level in them.
+    The part is read once in slabs of GROUPS x VEC elements, and the winning groups of each of the LEVELS once more.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
@@ -165,18 +196,19 @@ def topk_kernel(
     start = part * LENGTH
     stop = start + min(LENGTH, V - start)
 
+    # Each lane keeps a normalizer, and the best key in its column with the place of it.
     WIDTH: tl.constexpr = GROUPS * VEC
     lane = start + tl.arange(0, WIDTH)
     best, best_col = tl.full([WIDTH], lowest_key(x_ptr.dtype.element_ty), tl.int32), lane
-    m, d = tl.full([WIDTH], _LEAST, tl.float32), tl.zeros([WIDTH], tl.float32)
+    m, d = tl.full([WIDTH], _LOWEST, tl.float32), tl.zeros([WIDTH], tl.float32)
     for at in range(0, stop - start, WIDTH):
         col = at + lane
         x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        # x ⊕ (m, d): of the two exponentials one is 1
+        # This is (m, d) ⊕ (x, 1). Of its two exponentials one is of 0, so it takes a single one.
         e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E))
         d = tl.where(x > m, d * e + 1, d + e)
         m = tl.maximum(m, x)
-        best_col = tl.where(key > best, col, best_col)  # the first of equals
+        best_col = tl.where(key > best, col, best_col)  # of equal keys the first stays
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)
     d = tl.where(m == float("inf"), float("nan"), d)
@@ -189,41 +221,48 @@ def topk_kernel(
         best = _best(_candidate(key, col, col < stop), SLOTS, VEC, LEVELS[level][1])
 
     _store(
-        best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
+        best, m, d, scale, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
         x_ptr.dtype.element_ty,
     )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    x_ptr,
-    temperature_ptr,
-    lists_ptr,
-    parts_ptr,
+    # inputs
+    x_ptr,  # of which only the dtype counts
+    temperature_ptr,  # (1,) if SCALAR, else (ROWS,)
+    candidates_ptr,  # int32 (ROWS, LISTS, SLOTS, 2)
+    list_normalizers_ptr,  # float32 (2, ROWS, LISTS), m and d
+    # outputs, as `_store` describes them
     values_ptr,
     indices_ptr,
-    sums_ptr,
+    normalizers_ptr,
+    # constants of the call
     ROWS: tl.constexpr,
     K: tl.constexpr,
     LOG: tl.constexpr,
     SCALAR: tl.constexpr,
     WHERE: tl.constexpr,
-    LISTS: tl.constexpr,
-    FAN: tl.constexpr,
+    # constants of the plan
     SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    LISTS: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    PARTS: tl.constexpr,  # LISTS / FAN_IN, rounded up
 ):
-    """FAN of the row's LISTS lists of candidates and (m, d) merged into one of PARTS. Of x only the dtype counts."""
+    """Merges FAN_IN of the LISTS lists of candidates of a row, and their normalizers, into one of PARTS lists.
+
+    The grid is (ROWS, PARTS).
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale = _scale(temperature_ptr, row, SCALAR)
-    which = part * FAN + tl.arange(0, FAN)
-    m = tl.load(parts_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
-    d = tl.load(parts_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
+    which = part * FAN_IN + tl.arange(0, FAN_IN)
+    m = tl.load(list_normalizers_ptr + row * LISTS + which, mask=which < LISTS, other=float("-inf"))
+    d = tl.load(list_normalizers_ptr + (ROWS + row) * LISTS + which, mask=which < LISTS, other=0.0)
     m, d = _merge(m, d, scale)
-    slot = part * (FAN * SLOTS) + tl.arange(0, FAN * SLOTS)
-    candidates_ptr = lists_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
-    best = tl.topk(tl.load(candidates_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
+    slot = part * (FAN_IN * SLOTS) + tl.arange(0, FAN_IN * SLOTS)
+    of_row_ptr = candidates_ptr.to(tl.pointer_type(tl.int64)) + row * (LISTS * SLOTS)
+    best = tl.topk(tl.load(of_row_ptr + slot, mask=slot < LISTS * SLOTS, other=_NOTHING), SLOTS)
     _store(
-        best, m, d, scale, row, part, values_ptr, indices_ptr, sums_ptr, ROWS, K, LOG, WHERE, PARTS,
+        best, m, d, scale, row, part, values_ptr, indices_ptr, normalizers_ptr, ROWS, K, LOG, WHERE, PARTS,
         x_ptr.dtype.element_ty,
     )  # fmt: skip

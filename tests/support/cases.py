@@ -5,7 +5,8 @@ Many rows make one array, so that a test costs one compilation per (V, dtype).
 
 import ml_dtypes
 import numpy as np
-import oracle
+
+from tests.support import oracle
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)

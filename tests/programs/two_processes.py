@@ -9,8 +9,9 @@ import sys
 
 import jax
 import numpy as np
-import oracle
-from sharded_checks import NAMES, TOPK, assert_value, logits, on, ours, split
+
+from tests.programs.sharded_checks import NAMES, TOPK, assert_value, logits, on, ours, split
+from tests.support import oracle
 
 
 def held(array, want):

@@ -8,20 +8,15 @@ import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import cases
 import jax
 import numpy as np
-import oracle
-from test_mosaic_interpret import topk_rows
 
 from pallas_softmax import paper
-from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_rows
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
-from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from pallas_softmax.implementations.triton.support import missing
+from tests.support import bounds, cases, kernels, oracle
+from tests.support.kernels import Parts, Window
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
 # (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
@@ -71,17 +66,17 @@ def mosaic_gpu():
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for name in names:
             arrays = cases.operands(name, x, where)
-            kernel = jax.jit(functools.partial(softmax_rows.rows, name, axes=(1,), plan=plan))
+            kernel = jax.jit(functools.partial(kernels.softmax_results, name, plan=plan, interpret=None))
             got = np.asarray(kernel(arrays, where)[0]).astype("float32")
-            want, *_ = oracle.expected(name, arrays, where)
+            want, *_ = bounds.expected(name, arrays, where)
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
     for rows, v, dtype, plan, masked, ks in TOPK:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         x[0] = 1  # all tied: the exact path
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for k in ks:
-            choice = plan or topk_plan.plan_topk(rows, v, k, dtype, (9, 0))
-            kernel = jax.jit(functools.partial(topk_rows, k=k, plan=choice, interpret=None))
+            choice = plan or kernels.plan_topk(rows, v, k, dtype)
+            kernel = jax.jit(functools.partial(kernels.topk_rows, k=k, plan=choice, interpret=None))
             values, indices = map(np.asarray, kernel(x, where=where)[0])
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
@@ -101,13 +96,13 @@ def triton_rows(rows, v, dtype, plan, masked, name):
     x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
     where = np.arange(v)[None] % 3 > 0 if masked else None
     arrays = cases.operands(name, x, where)
-    kernel = jax.jit(lambda arrays, where: triton._rows(name, arrays, where, (1,), plan))
+    kernel = jax.jit(lambda arrays, where: triton.softmax_rows(name, arrays, where, (1,), plan))
     compiled = kernel.lower(arrays, where).compile()
 
     def check():
         out = compiled(arrays, where)
         got = np.asarray(out[0] if name == "logsumexp" else out).astype("float32")
-        want, *_ = oracle.expected(name, arrays, where)
+        want, *_ = bounds.expected(name, arrays, where)
         np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
 
     return check

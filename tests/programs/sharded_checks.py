@@ -3,7 +3,7 @@
 Some of them, on eight CPU devices; without the first line, on the machine's GPUs. Prints each with its error or null:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
-      PYTHONPATH=. python tests/sharded_checks.py 'partition-topk-*'
+      PYTHONPATH=. python tests/programs/sharded_checks.py 'partition-topk-*'
 """
 
 import contextlib
@@ -16,24 +16,24 @@ import sys
 import traceback
 from typing import Any, NamedTuple
 
-import cases
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from cases import BF16, F16, F32
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from tests.support import bounds, cases, covering, oracle
+from tests.support.cases import BF16, F16, F32
 
 V = 256
 IMPLEMENTATION = None  # named where every call has kernels
 CHECKS = {}
+SLOW = set()  # the names of those that only the complete set has
 ELEMENTWISE = ("softmax", "log_softmax")
 TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40: more than a part of V / 8 has
 OPS = (*oracle.FORWARD, *TOPK)
@@ -41,13 +41,20 @@ SOME = ("softmax", "logsumexp", "topk")  # log_softmax is much as softmax
 HOW = ("auto", "explicit", "shard_map")
 
 
-def each(**parameters):
-    """Registers a check for every combination of the parameters."""
+def each(fast=None, **parameters):
+    """Registers a check for every combination of the parameters.
+
+    The fast set has so many of those that cover pairs of values; None: as many as it takes to have every value.
+    """
 
     def register(check):
-        for values in itertools.product(*parameters.values()):
-            name = "-".join([check.__name__, *map(str, values)])
-            CHECKS[name] = functools.partial(check, **dict(zip(parameters, values)))
+        values = [list(each) for each in parameters.values()]
+        chosen = covering.pairs(*values)[: fast or max(map(len, values))]
+        for combination in itertools.product(*values):
+            name = "-".join([check.__name__, *map(str, combination)])
+            CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
+            if combination not in chosen:
+                SLOW.add(name)
         return check
 
     return register
@@ -202,7 +209,7 @@ def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
     y, indices = got
     if op not in TOPK:
         y = np.asarray(y)[:, None] if op == "logsumexp" else y
-        return oracle.assert_operation(op, y, (x,), names, where)
+        return bounds.assert_operation(op, y, (x,), names, where)
     topk = TOPK[op] | topk
     log = topk.get("log", False)
     want, best = oracle.fused_topk(x, where=where, temperature=temperature, **topk)
@@ -211,32 +218,32 @@ def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
     assert indices.dtype == np.int32
     with np.errstate(all="ignore"):
         scaled = x.astype(F32) / np.reshape(np.asarray(temperature, F32), (-1, 1))
-        terms = np.nansum(oracle.softmax_unit(scaled, where=where), -1, keepdims=True)
-        unit = oracle.fused_topk_unit(x, where=where, temperature=temperature, **topk)
+        terms = np.nansum(bounds.softmax_unit(scaled, where=where), -1, keepdims=True)
+        unit = bounds.fused_topk_unit(x, where=where, temperature=temperature, **topk)
         unit = unit + terms * (1 if log else want)
-    oracle.assert_close(y, want, unit, names)
+    bounds.assert_close(y, want, unit, names)
 
 
 def assert_gradient(op, dx, y, g, x, names, where=None, temperature: Any = 1.0):
     """Judged on y where the backward begins with it."""
     if op in ELEMENTWISE:
-        return oracle.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
+        return bounds.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
     if op == "logsumexp":
         g = g[:, None]
-        want, unit = oracle.logsumexp_vjp(x, g, -1, where), oracle.logsumexp_vjp_unit(x, g, -1, where)
+        want, unit = oracle.logsumexp_vjp(x, g, -1, where), bounds.logsumexp_vjp_unit(x, g, -1, where)
     else:
         want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
         if where is not None:  # masked elements of a row that is NaN may be NaN, too
             dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
     slack = 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True)
-    oracle.assert_close(dx, want, unit, names, slack)
+    bounds.assert_close(dx, want, unit, names, slack)
 
 
 def topk_vjp(op, x, g, where, temperature):
     """The gradients by x and by the temperature, and their units."""
     arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
     with np.errstate(all="ignore"):
-        return oracle.fused_topk_vjp(*arguments), oracle.fused_topk_vjp_unit(*arguments)
+        return oracle.fused_topk_vjp(*arguments), bounds.fused_topk_vjp_unit(*arguments)
 
 
 def on(at: Split, how, op, f, *operands):
@@ -277,17 +284,17 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=10)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
-@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16])
-@each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16])
+@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=3)
+@each(op=["topk", "softmax"], layout=["both"], how=HOW, dtype=[F16], fast=1)
 def partition(op, layout, how, dtype=F32):
     """Values, gradient, where they lie, and what is sent for them."""
     x = logits(dtype)
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW)
+@each(op=SOME, mask=masks(), how=HOW, fast=5)
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]
@@ -296,7 +303,7 @@ def where(op, mask, how):
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
 
 
-@each(op=TOPK, how=HOW)
+@each(op=TOPK, how=HOW, fast=2)
 def temperature(op, how):
     """One per row, and its gradient; float32 values of 16-bit logits."""
     names = ["normal", "peaked", "integers", "ascending"] * 2
@@ -312,23 +319,23 @@ def temperature(op, how):
     pullback = jax.jit(lambda x, t, g: jax.vjp(lambda t: f(x, t)[0], t)[1](g)[0])
     dt = pullback(at.place(x), at.place(t[:, None]), jax.device_put(g, y.sharding))
     want, unit = (part[1][:, None] for part in topk_vjp(op, x, g, None, t))
-    oracle.assert_close(dt, want, unit, names, 10)
+    bounds.assert_close(dt, want, unit, names, 10)
 
 
 # (shape, spec, axis)
 AXES = {
     "rank_1": ((V,), (("b", "v"),), -1),
-    "first": ((V, 8), ("v", "b"), 0),
     "middle": ((8, V, 3), ("b", "v", None), 1),
-    "two_last_sharded": ((8, 4, 32), ("b", None, "v"), (-2, -1)),
     "two_first_sharded": ((8, 4, 32), ("b", "v", None), (-2, -1)),
-    "two_both_sharded": ((3, 4, 32), (None, "b", "v"), (-2, -1)),
     "two_apart": ((4, 3, 32), ("b", None, "v"), (0, 2)),
     "all": ((4, 32), ("b", "v"), None),
+    "first": ((V, 8), ("v", "b"), 0),
+    "two_last_sharded": ((8, 4, 32), ("b", None, "v"), (-2, -1)),
+    "two_both_sharded": ((3, 4, 32), (None, "b", "v"), (-2, -1)),
 }
 
 
-@each(case=AXES, how=HOW)
+@each(case=AXES, how=HOW, fast=5)
 def axes(case, how):
     """Ranks 1 to 3, and every axis."""
     shape, spec, axis = AXES[case]
@@ -443,7 +450,7 @@ def plain(op, x, axis_name):
     return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
 
 
-@each(op=OPS[:4], inside=[False, True])
+@each(op=OPS[:4], inside=[False, True], fast=3)
 def shard_map_without_check_vma(op, inside):
     """The gradient is that of the same function in plain jnp."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
@@ -457,7 +464,7 @@ def shard_map_without_check_vma(op, inside):
     np.testing.assert_allclose(*grads, rtol=1e-4, atol=3e-5)
 
 
-@each(op=OPS[:4])
+@each(op=OPS[:4], fast=2)
 def shard_map_over_one_axis_of_two(op):
     """The batch is left to the compiler."""
     at, x = split("both", "shard_map"), logits()
@@ -467,7 +474,7 @@ def shard_map_over_one_axis_of_two(op):
     assert_value(op, jax.jit(f)(at.place(x)), x, NAMES)
 
 
-@each(op=SOME, layout=("batch", "both"))
+@each(op=SOME, layout=("batch", "both"), fast=2)
 def exported(op, layout):
     """jax.export keeps no Python function that divides: XLA does."""
     at, x = split(layout, "auto"), logits()
@@ -491,7 +498,7 @@ def context_mesh(how):
         assert_value("softmax", ours("softmax", jnp.asarray(x), implementation=None), x, NAMES)
 
 
-@each(how=("auto", "explicit"))
+@each(how=("auto", "explicit"), fast=1)
 def sharded_by_the_mask(how):
     """What is not sharded itself is shared as the mask is, and so is its gradient."""
     at = split("both", how)
@@ -506,7 +513,7 @@ def sharded_by_the_mask(how):
     assert {each.kind for each in sent} == {"all-reduce"}, sent
 
 
-@each(op=SOME)
+@each(op=SOME, fast=1)
 def named_kernel_on_the_cpu(op):
     at = split("both", "auto")
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
@@ -559,7 +566,7 @@ def row_that_does_not_divide(how):
         at.place(x) if how != "shard_map" else jax.jit(on(at, how, "softmax", ours))(x)
 
 
-@each(op=OPS[:4])
+@each(op=OPS[:4], fast=2)
 def one_device(op):
     """An array that is not sharded: nothing is sent."""
     for f in (ours, lambda op, x: (pulled(lambda x: ours(op, x)[0])(x), None)):

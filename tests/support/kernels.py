@@ -1,0 +1,240 @@
+"""The kernels of mosaic_gpu with a given plan, in Pallas's interpreter or on a GPU.
+
+This is the one file of the tests' support that calls the package's internal functions for kernels. It has the plans
+that together hold every kind of launch, and what their results are held to.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_softmax.implementations import folding
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
+from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
+from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32
+
+try:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+except ImportError:  # jax 0.10
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+INTERPRET = InterpretGPUParams()
+HOPPER = (9, 0)
+ALL = [*cases.FINITE, *cases.SPECIAL]  # 31 rows, a prime
+FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
+ONE = np.ones(1, F32)
+
+
+# --- softmax, log_softmax, logsumexp and their backwards ----------------------------------------------
+
+
+def plan_softmax(name, rows, vocab, dtype, capability=HOPPER):
+    """Returns the plan that the package chooses."""
+    return softmax_plan.plan_softmax(name, rows, vocab, dtype, capability)
+
+
+def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
+    """Returns all that the kernel of an operation returns: of logsumexp also m and d."""
+    axes = tuple(a % arrays[0].ndim for a in axes)
+    arrays = [jnp.asarray(a) for a in arrays]
+    where = None if where is None else jnp.asarray(where)
+    return softmax_kernels.rows(name, arrays, where, axes, plan=plan, interpret=interpret)
+
+
+def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
+    """Returns the kernel's result in the dtype in which the public functions return it."""
+    out = softmax_results(name, arrays, where, axes, plan, interpret)[0]
+    return np.asarray(out.astype(arrays[-1].dtype))
+
+
+def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
+    """Asserts that the kernel is right for the logits x, whatever lies where they are masked."""
+    arrays = cases.operands(name, x, where)
+    if where is not None:
+        arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
+    got = softmax_rows(name, arrays, where, plan=plan, interpret=interpret)
+    bounds.assert_operation(name, got, arrays, names, where)
+
+
+def fewer_rows(plan):
+    """Returns a tile with fewer rows: the interpreter is slow at many, one by one."""
+    return dataclasses.replace(plan, rows=min(plan.rows, 4))
+
+
+# One CTA a row: exact blocks; several steps, the last short. Rows and parts off 16 bytes; parts that overlap,
+# or are all alike; the rows alone, or as many as together are a multiple of 16 bytes.
+PARTS = [
+    (Parts(1003, 4, 2, 1, True), F32, FEW),
+    (Parts(1003, 8, 1, 2, False), BF16, FEW),
+    (Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]),
+    (Parts(1000, 4, 2, 3, False), F32, FEW),
+    (Parts(1024, 8, 1, 2, False), BF16, FEW),
+    (Parts(1024, 4, 2, 1, True), F32, ALL),
+    (Parts(5000, 8, 2, 1, True), BF16, FEW),
+    (Parts(1003, 4, 2, 1, True), F32, ALL),
+    (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
+]
+
+
+# --- top-k --------------------------------------------------------------------------------------------
+
+
+def plan_topk(rows, vocab, k, dtype, capability=HOPPER):
+    """Returns the plan that the package chooses."""
+    return topk_plan.plan_topk(rows, vocab, k, dtype, capability)
+
+
+MAX_K = topk_plan.MAX_K
+
+
+def merge_so_many_lists(monkeypatch, lists):
+    """Has a launch merge so many lists of winners into one."""
+    monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
+
+
+def launches_that_merge(plan, k):
+    """Returns how many launches merge the winners of the parts of a row."""
+    lists, launches = plan.count if isinstance(plan, Window) else 1, 0
+    while lists > 1:
+        lists, launches = -(-lists // topk_plan.lists_per_merge(k)), launches + 1
+    return launches
+
+
+def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET):
+    """Returns the kernel's winners and normalizers of the last axis of x, with all other axes in one."""
+    *batch, v = x.shape
+    mask = None
+    if where is not None:
+        rows = folding.mask_rows(where.shape[:-1], tuple(batch))
+        mask = folding.Mask(jnp.asarray(where.reshape(-1, where.shape[-1])), rows)
+    kernel = topk_tile_kernel if isinstance(plan, Tile) else window_kernel
+    x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
+    return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
+
+
+def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
+    """Returns what the kernel makes of the winners and normalizers that several devices have found."""
+    return merge_kernel.merge_rows(
+        won, kept, indices, normalizers, jnp.asarray(temperature), k, log=log, dtype=F32, interpret=interpret
+    )
+
+
+def assert_topk(x, k, names, plan, where=None, temperature=ONE, log=False, dtype=F32):
+    """Asserts that the kernel's winners are right."""
+    got = topk_rows(x, k, plan, where, temperature, log, dtype)
+    judge_topk(got, x, k, names, where, temperature, log, dtype)
+
+
+def judge_topk(got, x, k, names, where, temperature, log, dtype):
+    """Asserts that indices and m are exact, and values and d within the units of float32."""
+    winners, (m, d) = got
+    if where is not None:
+        where = np.broadcast_to(where, x.shape).reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    t = temperature[0] if len(temperature) == 1 else temperature
+    want, indices = oracle.fused_topk(x, k, where, t, log)
+    assert winners.indices.dtype == jnp.int32 and winners.values.dtype == dtype
+    assert winners.indices.shape == winners.values.shape == (len(x), k)
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(winners.indices[i], indices[i], err_msg=name)
+    # 1 / temperature is rounded once, and multiplied: one more unit each way
+    bounds.assert_close(winners.values, want, 1.5 * bounds.fused_topk_unit(x, k, where, t, log), names)
+    assert m.shape == d.shape == (len(x), 1)
+    want_m = oracle.normalizer(x, where)[0]
+    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN, whatever they are
+    np.testing.assert_allclose(np.asarray(m)[ordinary], want_m[ordinary], rtol=0, atol=bounds.slack(F32))
+    assert np.isfinite(np.asarray(d)[ordinary]).all()
+
+
+TOPK_SHORT = [
+    (2, F16, 2, FEW),
+    (8, BF16, 5, ALL),
+    (100, F32, 64, FEW),
+    (129, F16, 33, FEW),
+    (512, BF16, 8, FEW),
+    (1003, F32, 5, FEW),
+    (2047, BF16, 2, FEW),
+    (1, F32, 1, FEW),
+    (2, BF16, 1, FEW),
+    (7, F32, 7, ALL),
+    (8, F16, 8, FEW),
+    (128, F32, 5, ALL),
+    (128, BF16, 64, FEW),
+    (512, F32, 1, FEW),
+    (2048, F32, 1, FEW),
+]
+
+# One part: several steps; a thread's groups smaller than a step; rows off 16 bytes, alone and several in a row of the
+# view; whole blocks; a short rest. Then parts, merged: by one launch, and by two (1400 winners).
+WINDOWS = [
+    (Window(2007, 8, 2, 1), BF16, 300, FEW),
+    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
+    (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
+    (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
+    (Window(1024, 4, 2, 2), F32, 64, FEW),
+    (Window(2007, 4, 1, 1), F32, 5, FEW),
+    (Window(1021, 4, 2, 1), F32, 128, ALL),
+    (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
+    (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
+    (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
+]
+
+
+def crowded(v, k, dtype):
+    """Returns rows, by name, where more keys reach any bound near the k-th best than the list has slots for."""
+    at = np.arange(v)
+    middle = (at > v // 3) & (at < v - 8)
+    few = np.where(middle, 1.0, 0.0)
+    few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the very end, the last among the ties
+    late = np.where(at >= v - topk_plan.candidate_slots(k) - 1, 3.0, 0.0)
+    lane = at // 4 % 128
+    return {
+        "constant": np.full(v, 1.5),
+        "all_neg_nan": np.full(v, cases.NEG_NAN),  # the lowest key but that of what is masked
+        "k-1 winners after the ties": few,
+        "one tie more than slots, at the end": late,
+        "two values": np.where(at % 2, 1.0, -1.0),
+        "a third NaN": np.where(at % 3, 1.0, np.nan),
+        "half NaN, half -NaN": np.where(at % 2, cases.NEG_NAN, np.nan),
+        "+0 and -0": np.where(at % 3, -0.0, 0.0),
+        "-inf after one number": np.where(at == v - 1, 0.0, -np.inf),
+        "k - 1 numbers, the rest -NaN": np.where(at < k - 1, 1.0, cases.NEG_NAN),
+    }, {
+        # distinct, but the best of them are in few groups: bisection over keys
+        "sorted by lane": -lane * 64.0 - at // 512,
+        "sorted by lane, rising": lane * 64.0 + at // 512,
+        "ascending": at - v / 2,
+        "descending": v / 2 - at,
+    }
+
+
+CROWDED = [
+    (Window(1003, 8, 4, 4), BF16, 5),
+    (Window(2007, 4, 8, 4, 2), F32, 64),
+    (Window(1203, 4, 8, 8), F32, 128),
+]
+
+
+def exceeds_slots(x, k):
+    """Whether more elements of every row reach the k-th best than a list of candidates has room for."""
+    keys = oracle.order_key(x)
+    bound = np.take_along_axis(keys, oracle.topk_indices(x, k)[:, -1:], -1)
+    return (np.sum(keys >= bound, -1) > topk_plan.candidate_slots(k)).all()
+
+
+def steps(plan):
+    """Returns the number of full steps of a window, the blocks after them, and the blocks of a step."""
+    return plan.full, plan.rest, plan.step_blocks
+
+
+def views(plans):
+    """Returns the numbers of dimensions in which bulk copies take the rows of each (rows, plan)."""
+    return {len(aligned_view(rows, plan.vocab, plan.vec)) for rows, plan in plans}

@@ -1,0 +1,158 @@
+"""The right answers, in NumPy float64: the one oracle of the tests and of the benchmarks.
+
+This module imports neither jax nor the package. float64 inputs are computed in long double, so that the oracle is
+always more precise than what it judges. Gradients are written as formulas; test_oracle.py holds them against
+finite differences. How far rounding may lead from these answers is said in bounds.py.
+"""
+
+import numpy as np
+
+F64 = np.dtype(np.float64)
+
+# The operations on rows, named as the functions below that compute them.
+FORWARD = ("softmax", "log_softmax", "logsumexp")
+BACKWARD = ("softmax_grad", "log_softmax_grad")
+OPERATIONS = FORWARD + BACKWARD
+
+
+def wide(x):
+    """Returns x in a dtype that is more precise: float64, or long double where x is float64."""
+    x = np.asarray(x)
+    return x.astype(np.longdouble if x.dtype == F64 else np.float64)
+
+
+def unmasked(x, where):
+    """Returns the mask `where`, in the shape of x; it is True everywhere if there is none."""
+    return np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
+
+
+def row_max(x, kept, axis):
+    """Returns the maximum of what is kept of each row, with the reduced axes of size 1; -inf where nothing is."""
+    return np.max(x, axis=axis, where=kept, initial=-np.inf, keepdims=True)
+
+
+def row_sum(x, kept, axis):
+    """Returns the sum of what is kept of each row, with the reduced axes of size 1."""
+    return np.sum(x, axis=axis, where=kept, keepdims=True)
+
+
+def softmax(x, axis=-1, where=None):
+    """Returns NaN for a row that is all -inf or has +inf or NaN, and 0 for one that is fully masked."""
+    x = wide(x)
+    kept = unmasked(x, where)
+    with np.errstate(all="ignore"):
+        e = np.exp(x - row_max(x, kept, axis))
+        return np.where(kept, e / row_sum(e, kept, axis), 0)
+
+
+def log_softmax(x, axis=-1, where=None):
+    """Returns the logarithm of softmax, which is -inf where masked."""
+    x = wide(x)
+    kept = unmasked(x, where)
+    with np.errstate(all="ignore"):
+        shifted = x - row_max(x, kept, axis)
+        total = row_sum(np.exp(shifted), kept, axis)
+        return np.where(kept, shifted - np.log(total), -np.inf)
+
+
+def logsumexp(x, axis=None, where=None, keepdims=False):
+    """Returns -inf for a row that is empty, fully masked or all -inf, +inf for one with +inf, and NaN for NaN."""
+    x = wide(x)
+    kept = unmasked(x, where)
+    with np.errstate(all="ignore"):
+        m = row_max(x, kept, axis)
+        m = np.where(np.isfinite(m), m, 0)
+        total = np.log(row_sum(np.exp(x - m), kept, axis)) + m
+    return total if keepdims else np.squeeze(total, tuple(range(x.ndim)) if axis is None else axis)
+
+
+def softmax_vjp(x, g, axis=-1, where=None):
+    p, kept, g = softmax(x, axis, where), unmasked(x, where), wide(g)
+    return np.where(kept, p * (g - row_sum(g * p, kept, axis)), 0)
+
+
+def log_softmax_vjp(x, g, axis=-1, where=None):
+    p, kept, g = softmax(x, axis, where), unmasked(x, where), wide(g)
+    return np.where(kept, g - p * row_sum(g, kept, axis), 0)
+
+
+def logsumexp_vjp(x, g, axis=-1, where=None):
+    """Returns the gradient; it is NaN for a +inf, and 0 for the numbers beside it. g has the reduced axes of size 1."""
+    x, kept = wide(x), unmasked(x, where)
+    beside = np.where(kept & (x == np.inf), np.nan, 0)
+    return wide(g) * np.where(row_max(x, kept, axis) == np.inf, beside, softmax(x, axis, where))
+
+
+def normalizer(x, where=None):
+    """Returns m and d of the rows along the last axis; they are -inf and 0 for a row of -inf or of nothing."""
+    x, kept = wide(x), unmasked(x, where)
+    m = row_max(x, kept, -1)
+    with np.errstate(all="ignore"):
+        return m, row_sum(np.exp(x - np.where(m == -np.inf, 0, m)), kept, -1)
+
+
+def softmax_grad(y, dy, where=None):
+    """Returns the gradient along the last axis for y as it was stored, rounded; it is 0 where masked."""
+    y, kept = wide(y), unmasked(y, where)
+    with np.errstate(all="ignore"):
+        return np.where(kept, y * (wide(dy) - row_sum(y * wide(dy), kept, -1)), 0)
+
+
+def log_softmax_grad(y, dy, where=None):
+    """Returns the gradient for y, which is -inf where masked, as softmax_grad does."""
+    y, kept = wide(y), unmasked(y, where)
+    with np.errstate(all="ignore"):
+        return np.where(kept, wide(dy) - np.exp(y) * row_sum(wide(dy), kept, -1), 0)
+
+
+def order_key(x):
+    """Returns int64 that sort as the total order +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
+    x = np.asarray(x)
+    if x.dtype.kind in "biu":
+        return x.astype(np.int64)
+    # One NaN per sign: payloads do not order.
+    x = np.where(np.isnan(x), np.copysign(np.full_like(x, np.nan), x), x)
+    bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
+    return np.where(bits < 0, bits ^ np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1), bits)
+
+
+def topk_indices(x, k, where=None):
+    """Returns the int32 indices of the k best along the last axis, in descending total order.
+
+    Equal values come in the order of their indices, masked ones behind all others.
+    """
+    x = np.asarray(x)
+    masked = ~unmasked(x, where)
+    descending = ~order_key(x)  # ~ reverses without overflow
+    if x.dtype.itemsize > 4 or x.shape[-1] > 2**30 or not 0 < k < x.shape[-1]:
+        return np.lexsort((np.where(masked, 0, descending), masked), axis=-1)[..., :k].astype(np.int32)
+    # The position makes all keys different, so that the k best can be found before they are sorted.
+    keys = np.where(masked, 2**32, descending) * 2**30 + np.arange(x.shape[-1])
+    best = np.sort(np.partition(keys, k - 1, axis=-1)[..., :k], axis=-1)
+    return (best & (2**30 - 1)).astype(np.int32)
+
+
+def tempered(x, temperature):
+    """Returns x / temperature, which is a scalar or one per row, in the dtype of `wide`."""
+    x = np.asarray(x)
+    t = np.asarray(temperature, np.longdouble if x.dtype == F64 else np.float64)
+    return wide(x) / (t[..., None] if t.ndim else t)
+
+
+def fused_topk(x, k, where=None, temperature=1.0, log=False):
+    """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these."""
+    indices = topk_indices(x, k, where)
+    row = (log_softmax if log else softmax)(tempered(x, temperature), -1, where)
+    return np.take_along_axis(row, indices, -1), indices
+
+
+def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
+    """Returns the gradients by x and by the temperature of each row for the cotangent g of the values."""
+    z = tempered(x, temperature)
+    t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
+    of_row = np.zeros(z.shape, z.dtype)
+    np.put_along_axis(of_row, topk_indices(x, k, where), wide(g), -1)
+    dz = (log_softmax_vjp if log else softmax_vjp)(z, of_row, -1, where)
+    with np.errstate(invalid="ignore"):
+        dt = np.sum(np.where(dz == 0, 0, -dz * z / t), -1)
+    return dz / t, dt

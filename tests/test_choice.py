@@ -1,0 +1,324 @@
+"""Which implementation runs a call, on which device, and what explain says of it."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax import target
+from pallas_softmax.call import Call, Choice
+from pallas_softmax.choice import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
+from pallas_softmax.implementations.mosaic_gpu import support
+from tests.support import oracle
+from tests.support.calls import DTYPES, device, named, topk
+
+X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
+HOPPER = (9, 0)
+CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
+OPS = (*oracle.OPERATIONS, "topk")
+
+
+def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
+    return Call(op, dtype, rows, vocab, **({"k": 5 if op == "topk" else None} | kwargs))
+
+
+# --- What the kernels take ----------------------------------------------------------------------------
+
+# (what is changed in a supported call, compute capability, the reason)
+UNSUPPORTED = {
+    "A100": (dict(), (8, 0), "compute capability 9.0 or newer, not 8.0"),
+    "L4": (dict(), (8, 9), "not 8.9"),
+    "float64": (dict(dtype="float64"), HOPPER, "no kernel for float64, only float32, bfloat16, float16"),
+    "int32": (dict(op="topk", dtype="int32"), HOPPER, "no kernel for int32"),
+    "float8": (dict(dtype="float8_e4m3fn"), HOPPER, "no kernel for float8_e4m3fn"),
+    "no rows": (dict(rows=0), HOPPER, "empty"),
+    "no columns": (dict(vocab=0), HOPPER, "empty"),
+    "2^31 elements": (
+        dict(rows=50001, vocab=50257),
+        HOPPER,
+        "neither V nor number is a multiple of 4, 50001 x 50257",
+    ),
+    "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 2048"),
+    "k=2049": (dict(op="topk", k=2049), HOPPER, "k=2049 is not from 1 to 2048"),
+    "axis of top-k": (dict(op="topk", trailing=False), HOPPER, "not contiguous"),
+    "top-k of 2^31 elements": (
+        dict(op="topk", rows=50001, vocab=50257, dtype="bfloat16"),
+        HOPPER,
+        "neither V nor number is a multiple of 8, 50001 x 50257",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_the_reason_names_what_is_unsupported(case):
+    changes, capability, reason = UNSUPPORTED[case]
+    given = call(**changes)
+    assert support.unsupported(call(op=given.op), HOPPER) is None
+    got = support.unsupported(given, capability)
+    assert got is not None
+    assert re.search(reason, got), got
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_supported(op):
+    shapes = (1, 8), (128, 4096), (2**31, 1000)
+    for dtype, capability, (rows, vocab) in itertools.product(DTYPES, CAPABILITIES, shapes):
+        assert support.unsupported(call(op, dtype, rows, vocab), capability) is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_length_and_alignment_is_supported(op):
+    shapes = (1, 1), (7, 127), (1, 50257), (3, 1000003), (50000, 50257), (2**20, 262144)
+    for dtype, (rows, vocab) in itertools.product(DTYPES, shapes):
+        for more in (
+            dict(),
+            dict(masked=True),
+            dict(k=min(vocab, 2048)) if op == "topk" else dict(trailing=False),
+        ):
+            assert support.unsupported(call(op, dtype, rows, vocab, **more), HOPPER) is None
+
+
+def test_slower():
+    """Supported, but left to XLA unless the kernel is named."""
+    assert "transposed" in _better_by_xla(call(trailing=False))
+    assert "float32 rows" in _better_by_xla(call(vocab=4096))
+    assert "single row" in support.slower(call("softmax_grad", rows=1, vocab=128256))
+    assert "single float32 row" in support.slower(call("topk", rows=1, vocab=128256, k=1025))
+    for kernel in (
+        call(),
+        call("softmax_grad", rows=2, vocab=128256),
+        call("softmax_grad", rows=1, vocab=65536),
+        call(vocab=4095),
+        call(vocab=4096, masked=True),
+        call(vocab=4096, dtype="bfloat16"),
+        call("log_softmax", vocab=4096),
+        call("topk", rows=1, vocab=128),
+        call("topk", rows=1, vocab=128256, k=1024),
+        call("topk", "bfloat16", rows=1, vocab=128256, k=2048),
+        call("topk", rows=2, vocab=128256, k=2048),
+    ):
+        assert support.slower(kernel) is None and _better_by_xla(kernel) is None
+
+
+# --- choose -------------------------------------------------------------------------------------------
+
+
+def test_the_first_that_supports_the_call_is_chosen():
+    choice = choose(call(), None)
+    assert choice == Choice(call(), "mosaic_gpu", "xla")
+    assert str(choice) == "softmax float32[128, 16384]: mosaic_gpu on cuda, xla elsewhere"
+
+
+@pytest.mark.parametrize("changes", [dict(trailing=False), dict(vocab=4096)], ids=str)
+def test_what_is_slower_must_be_named(changes):
+    slow = call(**changes)
+    choice = choose(slow, None)
+    assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
+    assert choice.reasons[0] == ("mosaic_gpu", _better_by_xla(slow))
+    assert choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
+
+
+def test_all_reasons_are_kept_in_the_order_of_preference():
+    choice = choose(call(trailing=False), None)
+    assert [name for name, _ in choice.reasons] == ["mosaic_gpu", "triton"]
+    assert str(choice).startswith("softmax float32[128, 16384]: xla (mosaic_gpu: ")
+    assert "; triton: " in str(choice)
+
+
+def test_str_of_a_named_choice():
+    assert str(choose(call("topk"), "mosaic_gpu")) == (
+        "topk float32[128, 16384], k=5: mosaic_gpu on cuda only"
+    )
+    assert str(choose(call(), "xla")) == "softmax float32[128, 16384]: xla"
+    nothing = choose(call(dtype="float64"), "mosaic_gpu")
+    assert str(nothing).startswith("softmax float64[128, 16384]: nothing (mosaic_gpu: no kernel for float64")
+
+
+@pytest.mark.parametrize("name", ["cuda", "", "XLA", "mosaic"])
+def test_an_unknown_name_lists_the_valid_ones(name):
+    with pytest.raises(ValueError) as error:
+        choose(call(), name)
+    for word in (repr(name), *IMPLEMENTATIONS):
+        assert word in str(error.value)
+
+
+def test_calls_and_choices_are_values():
+    """They are static arguments of jax.jit: equal ones must hash alike, or every call would compile."""
+    assert hash(choose(call(), None)) == hash(choose(call(), None))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        call().rows = 1
+
+
+# --- A named implementation runs or raises ------------------------------------------------------------
+
+both = pytest.mark.parametrize("function", [ps.softmax, topk], ids=["softmax", "topk"])
+REFUSED = {  # (the call, the reason)
+    "dtype": (lambda f: f(jnp.ones((2, 8), "float8_e4m3fn")), "no kernel for float8_e4m3fn"),
+    "empty": (lambda f: f(jnp.ones((0, 8))), "empty"),
+}
+
+
+def traced(function):
+    """Only traced, with the kernel named."""
+    f = named(function, "mosaic_gpu")
+    return lambda x, **kwargs: jax.eval_shape(lambda x: f(x, **kwargs), x)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@both
+def test_unsupported_raises_at_trace(function, case):
+    run, reason = REFUSED[case]
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run.*{reason}"):
+        run(traced(function))
+
+
+def test_what_only_topk_refuses():
+    traced(ps.softmax)(jnp.ones((8, 2)), axis=0)
+    with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' cannot run.*not contiguous"):
+        traced(topk)(jnp.ones((8, 2)), axis=0)
+
+
+@pytest.mark.parametrize("k", [0, 2049])
+def test_unsupported_k_raises_at_trace(k):
+    with pytest.raises(NotImplementedError, match=f"k={k} is not from 1 to 2048"):
+        jax.eval_shape(lambda x: ps.fused_topk(x, k, implementation="mosaic_gpu"), X)
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "k"),
+    [(300, 7, 7), (2, 50257, 2048), (300, 50257, 2048), (300, 128256, 128), (2, 1000003, 1)],
+)
+def test_topk_takes_any_row_and_mask(rows, v, k):
+    """Traced, with the kernel named."""
+    x, where = jax.ShapeDtypeStruct((rows, v), "float32"), jax.ShapeDtypeStruct((rows, v), "bool")
+
+    def f(x, where=None):
+        return ps.fused_topk(x, k, where=where, implementation="mosaic_gpu")
+
+    for got in (jax.eval_shape(f, x), jax.eval_shape(f, x, where)):
+        assert got.values.shape == got.indices.shape == (rows, k)
+
+
+@both
+def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
+    """The same trace may be lowered for CUDA."""
+    traced = jax.jit(named(function, "mosaic_gpu")).trace(X)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu.*lowered for cpu"):
+        traced.lower(lowering_platforms=("cpu",))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU.*lowered for cpu"):
+        named(function, "mosaic_gpu")(jnp.ones((2, 8)))
+
+
+# --- The device ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [
+        ("NVIDIA H100 80GB HBM3", "mosaic_gpu"),
+        ("NVIDIA H200", "mosaic_gpu"),
+        ("NVIDIA B200", "mosaic_gpu"),
+        ("NVIDIA A100-SXM4-80GB", "xla"),
+        ("NVIDIA L4", "xla"),
+        ("Tesla V100-SXM2-16GB", "xla"),
+    ],
+)
+def test_the_abstract_device_decides(kind, chosen):
+    def lowered(x):  # a new function: jit caches traces by function
+        return ps.softmax(x + 0)
+
+    with device(kind):
+        choice = ps.explain(ps.softmax, X)[0]
+        text = jax.jit(lowered).trace(X).lower(lowering_platforms=("cuda",)).as_text()
+    assert choice.cuda == chosen
+    assert ("custom_call @mosaic_gpu" in text) == (chosen == "mosaic_gpu")
+    if chosen == "xla":
+        assert "compute capability 9.0" in str(choice)
+
+
+def test_a_named_kernel_refuses_the_abstract_device():
+    with device("NVIDIA A100-SXM4-80GB"), pytest.raises(NotImplementedError, match="not 8.0"):
+        jax.eval_shape(named(ps.softmax, "mosaic_gpu"), X)
+
+
+def test_hopper_where_no_gpu_is_visible():
+    if any(d.platform == "gpu" for d in jax.devices()):
+        pytest.skip("a GPU is visible")
+    assert target.capability() == HOPPER
+
+
+# --- explain ------------------------------------------------------------------------------------------
+
+
+def ops(choices):
+    return [(choice.call.op, choice.cuda) for choice in choices]
+
+
+def test_explain_of_a_call():
+    assert ops(ps.explain(ps.softmax, X))[0] == ("softmax", "mosaic_gpu")
+    (choice,) = ps.explain(ps.fused_topk, X, 5, log=True)
+    assert choice == Choice(call("topk"), "mosaic_gpu", "xla")
+    (choice,) = ps.explain(ps.fused_topk, X, k=2048, where=jnp.ones((128, 1), bool))
+    assert (choice.cuda, choice.call.masked) == ("mosaic_gpu", True)
+    (choice,) = ps.explain(ps.fused_topk, X, k=2049)
+    assert "k=2049 is not from 1 to 2048" in str(choice)
+
+
+def test_explain_of_a_gradient():
+    got = ops(ps.explain(jax.grad(lambda x: ps.softmax(x).sum()), X))
+    assert got == [("softmax", "mosaic_gpu"), ("softmax_grad", "mosaic_gpu")]
+    short = jax.ShapeDtypeStruct((128, 4096), "float32")
+    got = ops(ps.explain(jax.grad(lambda x: ps.softmax(x).sum()), short))
+    assert got == [("softmax", "xla"), ("softmax_grad", "mosaic_gpu")]
+
+
+def test_explain_of_logsumexp_is_one_line():
+    """Its backward is always plain, elementwise."""
+    assert ops(ps.explain(jax.grad(lambda x: ps.logsumexp(x, -1).sum()), X)) == [("logsumexp", "mosaic_gpu")]
+
+
+def test_explain_of_a_function_of_ones_own():
+    def f(x, weights):
+        p = ps.softmax(x[:, :-1] @ weights["w"])
+        return ps.fused_topk(p, 3), ps.logsumexp(x)
+
+    weights = {"w": jax.ShapeDtypeStruct((16383, 16000), "float32")}
+    got = [choice for choice in ps.explain(f, X, weights) if not choice.call.op.endswith("_grad")]
+    assert ops(got) == [("softmax", "mosaic_gpu"), ("topk", "mosaic_gpu"), ("logsumexp", "mosaic_gpu")]
+    assert got[0].call.vocab == 16000
+
+
+def test_explain_of_what_cannot_run_gives_the_reason():
+    choice = ps.explain(named(ps.softmax, "mosaic_gpu"), jax.ShapeDtypeStruct((2, 0), "float32"))[-1]
+    assert choice.cuda is None
+    assert "empty" in str(choice)
+
+
+def test_explain_passes_other_errors_on():
+    def fails(x):
+        raise NotImplementedError("of the user")
+
+    with pytest.raises(NotImplementedError, match="of the user"):
+        ps.explain(fails, X)
+    with pytest.raises(ValueError, match="axis"):
+        ps.explain(ps.softmax, X, axis=7)
+    assert _recorder.get() is None
+
+
+def test_explain_computes_nothing():
+    """Too large for any memory; and a function with an effect at run time has none."""
+    ran = []
+
+    def f(x):
+        jax.debug.callback(lambda: ran.append(None))
+        return ps.softmax(x)
+
+    assert ps.explain(f, jax.ShapeDtypeStruct((2**40, 16384), "float32"))[0].cuda == "mosaic_gpu"
+    ps.explain(f, jnp.ones((128, 16384)))
+    jax.effects_barrier()
+    assert ran == []

@@ -1,0 +1,257 @@
+"""The launch plans of mosaic_gpu: pure functions of the operation, rows, V, dtype, k and the GPU."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pallas_softmax.implementations import folding
+from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow
+from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from tests.support import oracle
+from tests.support.calls import DTYPES, FREE, lengths
+
+HOPPER = (9, 0)
+CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
+
+# --- softmax -----------------------------------------------------------------------------------
+
+# The documented shapes on Hopper: CTAs of a row ("tile": its rows in registers), one launch or two.
+PLANS = {
+    ("softmax", 1, 1, "float32"): "tile",
+    ("softmax", 4000, 1000, "float32"): "tile",
+    ("softmax_grad", 4000, 5000, "bfloat16"): "tile",
+    ("softmax", 4096, 10000, "bfloat16"): "tile",
+    ("softmax", 4000, 25000, "float32"): (1, 1),
+    ("softmax", 4096, 50257, "bfloat16"): (4, 1),
+    ("softmax", 1, 50257, "float32"): (8, 1),
+    ("softmax", 512, 128256, "bfloat16"): (8, 1),
+    ("log_softmax", 512, 151936, "bfloat16"): (8, 1),
+    ("logsumexp", 4096, 262144, "bfloat16"): (16, 1),
+    ("softmax_grad", 1024, 262144, "float32"): (16, 1),
+    ("softmax", 1, 1000003, "float32"): (256, 2),
+}
+
+
+@pytest.mark.parametrize("shape", PLANS, ids=str)
+def test_plan(shape):
+    plan = softmax_plan.plan_softmax(*shape, HOPPER)
+    got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
+    assert got == PLANS[shape]
+
+
+@settings(FREE, max_examples=1000)
+@given(
+    st.sampled_from(oracle.OPERATIONS),
+    st.integers(1, 5000),
+    lengths,
+    st.sampled_from(DTYPES),
+    st.sampled_from(CAPABILITIES),
+)
+@example("softmax", 16, 5121, "bfloat16", HOPPER)  # the shortest parts
+@example("log_softmax_grad", 1, 2561, "float32", HOPPER)
+@example("softmax_grad", 3, 262143, "float32", (12, 0))
+def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
+    plan = softmax_plan.plan_softmax(op, rows, vocab, dtype, capability)
+    if isinstance(plan, Tile):
+        check_tile(plan, vocab)
+    else:
+        check_parts(plan, rows, vocab, jnp.dtype(dtype).itemsize)
+        arrays = 2 if op in oracle.BACKWARD else 1
+        smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
+        assert (
+            arrays * plan.walk.padded_length * jnp.dtype(dtype).itemsize + 2048 <= smem
+        )  # barriers, and what is sent
+
+
+def check_tile(tile, vocab):
+    """Vectors are whole; a thread holds no more than its registers do, and none only padding in every step."""
+    columns = tile.lanes * tile.vec * tile.steps
+    assert vocab % tile.vec == 0
+    assert columns - tile.lanes * tile.vec < vocab <= columns
+    assert tile.lanes in (2, 4, 8, 16, 32, hardware.WARPGROUP)
+    assert tile.rows % (hardware.WARPGROUP // tile.lanes) == 0
+    assert tile.rows * columns <= 12288
+
+
+def check_parts(plan, rows, vocab, itemsize):
+    """What the parts own is the row; what they hold lies in it; what is copied in bulk, on 16 bytes."""
+    starts = np.asarray(plan.start(np.arange(plan.count + 1)))
+    owned = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == vocab
+    assert (0 < owned).all() and (owned <= plan.length).all() and (plan.length - owned <= plan.unit).all()
+    assert (starts[:-1] + plan.length <= vocab).all()
+    assert plan.count <= 16 or not plan.cluster
+    assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
+    assert plan.walk.steps <= 32  # unrolled
+    together = layout.aligned_view(rows, vocab, plan.vec)[-1] // vocab
+    firsts = np.add.outer(np.arange(min(together, plan.vec)) * vocab, starts[:-1])
+    if not plan.edges:
+        assert (owned == plan.length).all() and plan.body == plan.length
+        assert (firsts % plan.vec == 0).all()
+        return
+    inner = (
+        softmax_plan.EDGE - firsts % plan.vec
+    )  # where the body of a part starts: in reach of its first elements
+    assert ((firsts + inner) % plan.vec == 0).all()
+    assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
+    assert (inner + plan.body >= plan.length - softmax_plan.EDGE).all() and plan.length >= softmax_plan.EDGE
+
+
+@FREE
+@given(st.integers(1, 100), st.integers(1, 10**6), st.sampled_from([4, 8]))
+def test_aligned_view(rows, vocab, vec):
+    """All elements; every row of the view starts on 16 bytes and holds whole rows, as few as can be."""
+    view = layout.aligned_view(rows, vocab, vec)
+    assert math.prod(view) == rows * vocab
+    assert view[-1] % vocab == 0
+    if len(view) == 2:
+        assert view[-1] % vec == 0
+        assert view[-1] // vocab == min(n for n in (1, 2, 4, 8) if n * vocab % vec == 0)
+    else:
+        assert not any(rows % n == 0 and n * vocab % vec == 0 for n in (1, 2, 4, 8))
+
+
+@FREE
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=5))
+def test_mask_rows_are_those_of_broadcasting(dimensions):
+    batch = tuple(n for n, _ in dimensions)
+    mask = tuple(1 if broadcast else n for n, broadcast in dimensions)
+    of_mask = np.arange(math.prod(mask)).reshape(mask)
+    rows = np.arange(math.prod(batch))
+    want = np.broadcast_to(of_mask, batch).ravel()
+    np.testing.assert_array_equal(folding.mask_rows(mask, batch)(rows), want)
+
+
+@FREE
+@given(st.integers(1, 16 * 1024), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4, 8]))
+@example(1, 4, 8)
+@example(216 * 64, 8, 4)
+def test_walk(accesses, vec, group):
+    """The steps hold each element once."""
+    walk = layout.Walk(accesses * vec, vec, group)
+    sizes = [walk.step_size] * walk.full_steps + [walk.rest] * (walk.rest > 0)
+    assert len(sizes) == walk.steps >= 1
+    assert sum(sizes) == walk.length
+    row, end = StagedRow(walk, interpret=True), 0
+    for i, size in enumerate(sizes):
+        assert i * walk.step_size == end
+        assert size % vec == 0  # a bulk copy
+        for at, held in row.blocks(i, size):
+            assert at.start == end
+            assert 0 < held <= at.size == walk.block_size
+            assert end + walk.block_size <= walk.padded_length
+            end += held
+    assert end == walk.length
+    assert walk.padded_length - walk.length < walk.block_size
+
+
+# --- Launch choices of top-k --------------------------------------------------------------------------
+
+# (rows, V, k, dtype): parts of a row; "tile": its rows in registers.
+TOPK_PLANS = {
+    (1, 1, 1, "float32"): "tile",
+    (4096, 100, 5, "float32"): "tile",
+    (4096, 512, 1, "float32"): "tile",
+    (4096, 1024, 8, "bfloat16"): "tile",
+    (4096, 512, 64, "float32"): 1,  # too many winners to take one by one
+    (4096, 1024, 5, "float32"): "tile",
+    (4096, 1024, 6, "float32"): 1,
+    (10, 2048, 2, "bfloat16"): "tile",
+    (10, 2048, 1, "float32"): "tile",
+    (10, 2048, 2, "float32"): 1,
+    (10, 2052, 1, "float32"): 1,
+    (4096, 8000, 1, "float32"): 1,
+    (4000, 25000, 5, "float32"): 1,
+    (4000, 25000, 128, "bfloat16"): 1,
+    (129, 25000, 5, "float32"): 1,
+    (128, 25000, 5, "float32"): 4,
+    (1, 20000, 5, "float32"): 1,
+    (1, 50257, 5, "bfloat16"): 7,
+    (1, 262144, 5, "float32"): 16,
+    (4096, 50257, 64, "bfloat16"): 2,
+    (4096, 50257, 64, "float32"): 3,
+    (4096, 128256, 64, "float32"): 6,
+}
+
+
+@pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
+def test_topk_plan(shape):
+    """Few rows are split, and rows of which two would not lie in a multiprocessor."""
+    plan = topk_plan.plan_topk(*shape, HOPPER)
+    assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
+
+
+@settings(FREE, max_examples=1000)
+@given(
+    st.one_of(st.integers(1, 200), st.integers(1, 5000)),
+    lengths,
+    st.one_of(st.integers(1, 128), st.integers(1, topk_plan.MAX_K)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(CAPABILITIES),
+)
+@example(1, 24001, 2048, "float32", (12, 0))
+@example(1, 2048, 2048, "bfloat16", HOPPER)
+@example(5000, 65, 65, "float32", HOPPER)  # the shortest windows
+@example(129, 3_000_000, 2048, "float32", (12, 0))
+def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
+    k = min(k, vocab)
+    plan = topk_plan.plan_topk(rows, vocab, k, dtype, capability)
+    if isinstance(plan, Tile):
+        assert vocab * jnp.dtype(dtype).itemsize <= 8192 and plan.lanes <= 32  # a row is a warp's
+        check_tile(plan, vocab)
+        winners = topk_plan.winners_tile(plan, k)
+        assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
+    else:
+        check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
+        smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
+        used = plan.size * jnp.dtype(dtype).itemsize + topk_plan.selection_bytes(plan, k)
+        assert used + 2048 <= smem  # barriers, and scratch of the reductions
+        assert topk_plan.candidate_slots(k) >= 2 * k
+
+
+def check_window(plan, rows, k, itemsize):
+    """The parts are the row, each with k elements at least; copies are of whole 16 bytes, inside each part."""
+    starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
+    owned = np.diff(starts)
+    assert starts[0] == 0 and starts[-1] == plan.vocab
+    assert owned.min() >= k and owned.max() == plan.cut.longest
+    together = layout.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
+    firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
+    before = -firsts % plan.vec  # elements of a part before its body, which are filled in one by one
+    assert (before <= plan.head).all()
+    assert (before + plan.body <= owned).all()
+    assert (owned - plan.body <= 2 * plan.vec + plan.cut.unit).all()
+    assert (plan.head - before + owned <= plan.size).all()
+    copies = plan.copies()
+    assert plan.vec * itemsize == 16 and 1 <= len(copies) <= 32  # unrolled
+    assert all(at % plan.vec == size % plan.vec == 0 < size for at, size in copies)
+    ends = [at + size for at, size in copies]
+    assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
+    # steps: those before the last that its copy fills; groups: whole in a step, which is whole in the window
+    assert plan.full in (len(copies), len(copies) - 1)
+    assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
+    assert 0 <= plan.rest <= plan.step_blocks + 1
+    assert plan.step_blocks % plan.group_blocks == 0
+    assert (
+        plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
+    )
+
+
+@FREE
+@given(st.integers(1, topk_plan.MAX_K), st.integers(1, 1000))
+def test_merges_come_to_an_end(k, count):
+    """In a few launches, each of which has room for the lists that it merges."""
+    group, launches = topk_plan.lists_per_merge(k), 0
+    assert 2 <= group <= hardware.WARPGROUP
+    slots = topk_plan.power_of_two(group * k, hardware.WARPGROUP)
+    assert 8 * slots + 8 * topk_plan.padded_winners(k) <= 95 * 1024
+    while count > 1:
+        count, launches = -(-count // group), launches + 1
+    assert launches <= 10
