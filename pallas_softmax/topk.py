@@ -162,7 +162,8 @@ def _topk_maps() -> Maps:
         def run(static: Static, saved, dxs):
             logits, *_ = saved[0]
             dlogits = dxs[:-1] or (jnp.zeros_like(logits, jnp.float32),)
-            return function(static, saved, (*dlogits, dxs[-1]))
+            dvalues, dd = function(static, saved, (*dlogits, dxs[-1]))
+            return dvalues.astype(dict(static.keywords)["dtype"]), dd
 
         return run
 

@@ -183,7 +183,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     if where is not None:  # the p of a fully masked row is NaN
         kept = at_winners(jnp.broadcast_to(where, logits.shape))
         p, g, p_won = masked(p, where, 0), masked(g, kept, 0), masked(p_won, kept, 0)
-    direct = widen(g) if log else g * masked(p_won, own, 0)  # what reaches a winner by its own value
+    direct = widen(g) if log else widen(g) * masked(p_won, own, 0)  # what reaches a winner by its own value
     rest = g_d * d - _sum(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
 
     everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
