@@ -60,6 +60,7 @@ def choose_all(
       **shared: the other ones.
     """
     operation = operations.TABLE[call.op]
+    assert operation.gradient is not None and operation.tangent is not None
     forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
     chosen = choose(forward, implementation)
     backward = choose(gradient, implementation) if operation.gradient_has_kernels else choose_plain(gradient)
@@ -103,9 +104,11 @@ def maps_of(op: str) -> Maps:
     def run(static: Static, choice: Choice, saved, arrays):
         return _as_tuple(execution.run(choice, *saved, *arrays, **dict(static.shared)))
 
-    def run_plain(static: Static, name: str, saved, arrays):
+    def run_plain(static: Static, name: str | None, saved, arrays):
         mesh_axes = static.forward.call.mesh_axes
-        return _as_tuple(xla.functions[name](*saved, *arrays, **dict(static.shared), mesh_axes=mesh_axes))
+        return _as_tuple(
+            xla.functions[str(name)](*saved, *arrays, **dict(static.shared), mesh_axes=mesh_axes)
+        )
 
     def whole(static: Static, cotangents):
         return sum_cotangents(cotangents, static.forward.call.mesh_axes) if replicated else cotangents

@@ -87,6 +87,8 @@ def reduce(
     x = widen(x)
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
+    if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
+        return _reduce_directly(x, axes)
     split = max(axes, key=lambda a: x.shape[a], default=None)
     if split is None or x.shape[split] <= chunk:
         return _reduce_directly(x, axes)

@@ -1,6 +1,7 @@
 """softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
 
 from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,34 @@ def log_softmax(
     return y
 
 
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
@@ -141,8 +170,9 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     out_dtype = jnp.result_type(*factors, jax.eval_shape(jnp.exp, a).dtype)
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
-    out = jax.nn.logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)
-    return jax.tree.map(lambda x: x.astype(out_dtype), out)
+    by_jax: Any = jax.nn.logsumexp  # whose types know return_sign as a literal only
+    out = by_jax(a, axes, *(factors or (None,)), keepdims, return_sign, where)
+    return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:

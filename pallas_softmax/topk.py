@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
@@ -28,6 +28,9 @@ class TopK(NamedTuple):
 
     values: jax.Array
     indices: jax.Array
+
+
+export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
 
 
 def fused_topk(
