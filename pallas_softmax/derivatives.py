@@ -166,6 +166,20 @@ def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Cal
     return jax.jit(both_modes, static_argnums=0)
 
 
+class _Level(NamedTuple):
+    """One vmap around a linear map: for each array, whether the batch is its first dimension.
+
+    Attributes:
+      saved: for each leaf of `saved`.
+      inputs: for each linear array.
+      outputs: for each result; one that has no batch is the sum over it, as the transpose of a shared input.
+    """
+
+    saved: tuple[bool, ...]
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Map:
     """What `linear_p` computes; hashable, so that equal calls share JAX's caches.
@@ -174,19 +188,19 @@ class _Map:
       maps: the tangent and its transpose, of which this is the first.
       static: their first argument.
       saved_tree: the structure of `saved`.
-      batched: for each vmap around, the first the innermost, whether each leaf of `saved` has its batch, as the
-        first dimension. The linear arrays always have it.
+      levels: each vmap around, the innermost first.
     """
 
     maps: Maps
     static: Any
     saved_tree: Any
-    batched: tuple[tuple[bool, ...], ...] = ()
+    levels: tuple[_Level, ...] = ()
 
     @property
     def transposed(self) -> "_Map":
         """The transpose of this map."""
-        return dataclasses.replace(self, maps=self.maps.transposed)
+        levels = tuple(_Level(level.saved, level.outputs, level.inputs) for level in self.levels)
+        return dataclasses.replace(self, maps=self.maps.transposed, levels=levels)
 
     def __call__(self, saved: list, linear: list) -> list:
         """The map, by kernels."""
@@ -200,9 +214,20 @@ class _Map:
         def on_leaves(saved, linear):
             return list(function(self.static, jax.tree.unflatten(self.saved_tree, saved), tuple(linear)))
 
-        for batched in self.batched:
-            on_leaves = jax.vmap(on_leaves, in_axes=([0 if b else None for b in batched], 0))
+        for level in self.levels:
+            on_leaves = _at_level(on_leaves, level)
         return on_leaves
+
+
+def _at_level(function: Callable, level: _Level) -> Callable:
+    """The function (saved, linear) of lists under one vmap."""
+    axes = ([0 if b else None for b in level.saved], [0 if b else None for b in level.inputs])
+
+    def batched(saved, linear):
+        outputs = jax.vmap(function, in_axes=axes)(saved, linear)
+        return [out if b else jnp.sum(out, 0) for out, b in zip(outputs, level.outputs)]
+
+    return batched
 
 
 linear_p = Primitive("pallas_softmax_linear")
@@ -256,13 +281,11 @@ def _transpose(cotangents, *args, jaxpr, function, count):
 
 def _batch(args, dims, *, jaxpr, function, count):
     batched = tuple(d is not None for d in dims)
-    moved = [jnp.moveaxis(a, d, 0) if b else a for a, d, b in zip(args, dims, batched)]
-    size = next(a.shape[0] for a, b in zip(moved, batched) if b)
-    linear = [
-        a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(moved[count:], batched[count:])
-    ]
-    function = dataclasses.replace(function, batched=(*function.batched, batched[:count]))
-    outputs = _linear(function, moved[:count], linear)
+    args = [jnp.moveaxis(a, d, 0) if b else a for a, d, b in zip(args, dims, batched)]
+    level = _Level(batched[:count], batched[count:], (True,) * len(jaxpr.out_avals))
+    outputs = _linear(
+        dataclasses.replace(function, levels=(*function.levels, level)), args[:count], args[count:]
+    )
     return outputs, [0] * len(outputs)
 
 

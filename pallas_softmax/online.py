@@ -128,8 +128,8 @@ def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> N
     for x in blocks:
         m = jnp.maximum(m, x)
     s = shift(m)
-    added = tree_sum(_exp(x - s, scale) for x in blocks)
-    return Normalizer(m, normalizer.d * _exp(normalizer.m - s, scale) + added)
+    kept = normalizer.d * _exp(normalizer.m - s, scale)
+    return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
 def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None) -> Normalizer:
