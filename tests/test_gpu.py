@@ -347,6 +347,36 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
         assert_topk(got, x, k, names)
 
 
+@both
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("v", [1000, 25000, 50257])
+def test_both_modes(implementation, v, dtype):
+    """softmax's tangent is the kernel of its gradient, bit for bit; the others agree with those of plain JAX."""
+    x, dx = (cases.rows(names, v, dtype) for names in (["normal", "peaked"], ["integers", "normal"]))
+
+    def derivatives(implementation):
+        fs = [
+            functools.partial(getattr(ps, op), implementation=implementation)
+            for op in ("softmax", "log_softmax")
+        ]
+        fs += [lambda x: ps.logsumexp(x, -1, implementation=implementation)]
+        fs += [lambda x: ps.fused_topk(x, 5, log=True, implementation=implementation).values]
+        return jax.jit(lambda x, dx: [jax.jvp(f, (x,), (dx,))[1] for f in fs])(x, dx)
+
+    got, want = derivatives(implementation), derivatives("xla")
+    gradient = jax.jit(lambda x, dx: jax.vjp(function(implementation, "softmax"), x)[1](dx)[0])(x, dx)
+    np.testing.assert_array_equal(got[0], gradient)
+    for a, b in zip(got, want, strict=True):
+        a, b = (np.asarray(array, "float64") for array in (a, b))
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(
+            a,
+            b,
+            rtol=2 * float(jnp.finfo(dtype).eps),
+            atol=1e-4 * np.abs(b).max() + 8 * float(jnp.finfo(dtype).eps) * np.abs(b).max(),
+        )
+
+
 def test_topk_merges_of_merges(monkeypatch):
     """Two lists at a time: three launches after the first."""
     kernels.merge_so_many_lists(monkeypatch, 2)
