@@ -351,30 +351,27 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("v", [1000, 25000, 50257])
 def test_both_modes(implementation, v, dtype):
-    """softmax's tangent is the kernel of its gradient, bit for bit; the others agree with those of plain JAX."""
+    """softmax's tangent is the kernel of its gradient, bit for bit; the others agree with those of plain JAX.
+
+    A tangent is a sum in which terms as large as those of dx may cancel, so the error is relative to these.
+    """
     x, dx = (cases.rows(names, v, dtype) for names in (["normal", "peaked"], ["integers", "normal"]))
 
-    def derivatives(implementation):
-        fs = [
-            functools.partial(getattr(ps, op), implementation=implementation)
-            for op in ("softmax", "log_softmax")
-        ]
-        fs += [lambda x: ps.logsumexp(x, -1, implementation=implementation)]
-        fs += [lambda x: ps.fused_topk(x, 5, log=True, implementation=implementation).values]
-        return jax.jit(lambda x, dx: [jax.jvp(f, (x,), (dx,))[1] for f in fs])(x, dx)
+    def tangent(f):
+        return jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))[1])(x, dx)
 
-    got, want = derivatives(implementation), derivatives("xla")
-    gradient = jax.jit(lambda x, dx: jax.vjp(function(implementation, "softmax"), x)[1](dx)[0])(x, dx)
-    np.testing.assert_array_equal(got[0], gradient)
-    for a, b in zip(got, want, strict=True):
-        a, b = (np.asarray(array, "float64") for array in (a, b))
-        assert np.abs(b).max() > 0
-        np.testing.assert_allclose(
-            a,
-            b,
-            rtol=2 * float(jnp.finfo(dtype).eps),
-            atol=1e-4 * np.abs(b).max() + 8 * float(jnp.finfo(dtype).eps) * np.abs(b).max(),
-        )
+    got = tangent(function(implementation, "softmax"))
+    want = jax.jit(lambda x, dx: jax.vjp(function(implementation, "softmax"), x)[1](dx)[0])(x, dx)
+    np.testing.assert_array_equal(got, want)
+    for f in (
+        lambda x, name: function(name, "log_softmax")(x),
+        lambda x, name: function(name, "logsumexp")(x),
+        lambda x, name: ps.fused_topk(x, 5, log=True, implementation=name).values,
+    ):
+        got, want = (tangent(functools.partial(f, name=name)) for name in (implementation, "xla"))
+        atol = 8 * float(jnp.finfo(dtype).eps) * np.abs(np.asarray(dx, "float64")).max()
+        np.testing.assert_allclose(np.asarray(got, "float64"), np.asarray(want, "float64"), rtol=0, atol=atol)
+        assert np.abs(np.asarray(got, "float64")).max() > 100 * atol or dtype == BF16
 
 
 def test_topk_merges_of_merges(monkeypatch):
