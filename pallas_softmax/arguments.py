@@ -70,11 +70,16 @@ def rows(
     x = array(function, name, x)
     if x.dtype == jnp.bool_ and not boolean:
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
-    axes = np.lib.array_utils.normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim, "axis")
+    axes = normalized_axes(function, axis, x.ndim)
     if where is not None:
         where = array(function, "where", where)
         axes = tuple(a - x.ndim for a in axes)  # from the end, since `where` may add dimensions in front
-        x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
+        try:
+            x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
+        except ValueError:
+            raise ValueError(
+                f"{function}: where of shape {where.shape} and {name} of shape {x.shape} do not broadcast"
+            ) from None
         axes = tuple(a + x.ndim for a in axes)
         where = mask(function, where, x.shape)
     mesh_axes = bound_mesh_axes(function, axis_name)
@@ -82,6 +87,18 @@ def rows(
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
     x, where = vary_together(*lay_together(x, where), over=mesh_axes)
     return Rows(x, where, tuple(sorted(axes)), mesh_axes)
+
+
+def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    """The reduced axes, not negative; out-of-range and repeated ones raise what numpy and JAX raise."""
+    if isinstance(axis, Tracer):
+        raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints"))
+    try:
+        return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, "axis")
+    except TypeError:
+        raise TypeError(
+            f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}"
+        ) from None
 
 
 def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
@@ -99,13 +116,24 @@ def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
 def static_int(function: str, name: str, value) -> int:
     """`value` as an int that is known while tracing."""
     if isinstance(value, Tracer):
-        raise TypeError(
-            f"{function}: {name} must be a static Python int, got a traced value; pass it through "
-            f"static_argnames={name!r} of jax.jit, or close over it"
-        )
+        raise TypeError(_traced(function, name, "a static Python int"))
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
+
+
+def static_bool(function: str, name: str, value) -> bool:
+    """`value` as a bool that is known while tracing."""
+    if isinstance(value, Tracer):
+        raise TypeError(_traced(function, name, "a static Python bool"))
+    return bool(value)
+
+
+def _traced(function: str, name: str, accepted: str) -> str:
+    return (
+        f"{function}: {name} must be {accepted}, got a traced value; pass it through "
+        f"static_argnames={name!r} of jax.jit, or close over it"
+    )

@@ -33,6 +33,10 @@ class Call:
     objection: str | None = None
     mesh_axes: tuple[str, ...] = ()
 
+    def of(self, op: str) -> "Call":
+        """The call of another operation on the same rows."""
+        return dataclasses.replace(self, op=op)
+
     def __str__(self) -> str:
         k = "" if self.k is None else f", k={self.k}"
         over = f" over {', '.join(self.mesh_axes)}" if self.mesh_axes else ""

@@ -87,6 +87,8 @@ def reduce(
     x = widen(x)
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
+    if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
+        return _reduce_directly(x, axes)
     split = max(axes, key=lambda a: x.shape[a], default=None)
     if split is None or x.shape[split] <= chunk:
         return _reduce_directly(x, axes)
@@ -126,8 +128,8 @@ def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> N
     for x in blocks:
         m = jnp.maximum(m, x)
     s = shift(m)
-    added = tree_sum(_exp(x - s, scale) for x in blocks)
-    return Normalizer(m, normalizer.d * _exp(normalizer.m - s, scale) + added)
+    kept = normalizer.d * _exp(normalizer.m - s, scale)
+    return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
 def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None) -> Normalizer:

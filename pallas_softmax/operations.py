@@ -27,18 +27,22 @@ class Operation:
     Attributes:
       arguments: ROW, MASK or PER_ROW for each positional argument, in a tuple where that is a tuple of arrays.
       results: the same for what it returns; one word for a tuple means each of its arrays.
-      gradient: the operation that is its backward, or None.
+      gradient: the operation that is its backward: cotangents of results to cotangents of arguments; or None.
+      tangent: the operation that is its transpose: tangents of arguments to tangents of results; or None.
       on_shard: the operation that each device computes on its shard of a row that is spread over a mesh; None
         if the plain JAX form is computed there, with sums over the mesh.
       is_gradient: whether it is the backward of another operation.
+      gradient_has_kernels: whether its gradient is chosen among all implementations, and not always plain JAX.
       divided_by_xla: whether XLA by itself divides the plain JAX form over a mesh as well as `sharding` does.
     """
 
     arguments: tuple
     results: Any
     gradient: str | None = None
+    tangent: str | None = None
     on_shard: str | None = None
     is_gradient: bool = False
+    gradient_has_kernels: bool = False
     divided_by_xla: bool = True
 
     @property
@@ -48,20 +52,46 @@ class Operation:
 
 
 TABLE = {
-    "softmax": Operation((ROW, MASK), ROW, gradient="softmax_grad", on_shard="logsumexp"),
-    "softmax_grad": Operation(((ROW,), MASK, ROW), ROW, is_gradient=True),
-    "log_softmax": Operation((ROW, MASK), ROW, gradient="log_softmax_grad", on_shard="logsumexp"),
+    "softmax": Operation(
+        (ROW, MASK),
+        ROW,
+        gradient="softmax_grad",
+        tangent="softmax_grad",
+        on_shard="logsumexp",
+        gradient_has_kernels=True,
+    ),
+    "softmax_grad": Operation(((ROW,), MASK, ROW), ROW, is_gradient=True),  # symmetric: the tangent, too
+    "log_softmax": Operation(
+        (ROW, MASK),
+        ROW,
+        gradient="log_softmax_grad",
+        tangent="log_softmax_tangent",
+        on_shard="logsumexp",
+        gradient_has_kernels=True,
+    ),
     "log_softmax_grad": Operation(((ROW,), MASK, ROW), ROW, is_gradient=True),
-    "logsumexp": Operation((ROW, MASK), PER_ROW, gradient="logsumexp_grad", on_shard="logsumexp"),
-    "logsumexp_grad": Operation(((ROW, PER_ROW), MASK, PER_ROW), ROW, is_gradient=True),
+    "log_softmax_tangent": Operation(((ROW,), MASK, ROW), ROW),
+    "logsumexp": Operation(
+        (ROW, MASK), PER_ROW, gradient="logsumexp_grad", tangent="logsumexp_tangent", on_shard="logsumexp"
+    ),
+    "logsumexp_grad": Operation(((ROW, PER_ROW, PER_ROW), MASK, PER_ROW, PER_ROW), ROW, is_gradient=True),
+    "logsumexp_tangent": Operation(((ROW, PER_ROW, PER_ROW), MASK, ROW), PER_ROW),
     "topk": Operation(
-        (ROW, MASK, PER_ROW), PER_ROW, gradient="topk_grad", on_shard="topk", divided_by_xla=False
+        (ROW, MASK, PER_ROW),
+        PER_ROW,
+        gradient="topk_grad",
+        tangent="topk_tangent",
+        on_shard="topk",
+        divided_by_xla=False,
     ),
     "topk_grad": Operation(
-        ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, PER_ROW),
+        ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, PER_ROW, PER_ROW),
         (ROW, PER_ROW),
         is_gradient=True,
         divided_by_xla=False,
+    ),
+    "topk_tangent": Operation(
+        ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, ROW, PER_ROW), PER_ROW, divided_by_xla=False
     ),
     "merge": Operation((ROW, MASK, ROW, PER_ROW, PER_ROW), PER_ROW),  # of the winners of several devices
 }

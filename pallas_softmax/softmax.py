@@ -1,20 +1,16 @@
 """softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import arguments, execution, online, operations
+from pallas_softmax import arguments, execution, online
 from pallas_softmax.arguments import Axis, AxisName
-from pallas_softmax.call import Choice, describe
-from pallas_softmax.choice import choose
-from pallas_softmax.implementations import xla
-from pallas_softmax.online import Normalizer
-from pallas_softmax.varying import sum_cotangents
+from pallas_softmax.call import describe
+from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
 
 
 def softmax(
@@ -40,6 +36,7 @@ def softmax(
 
     Returns:
       An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is 0.
+      Differentiable in `x`, in both modes and to any order (`jax.experimental.jet` excepted: use nested `jax.jvp`).
 
     Raises:
       TypeError: `x` or `where` is not an array, `x` is boolean, or `axis_name` is no name.
@@ -48,7 +45,8 @@ def softmax(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     rows = _float_rows("softmax", x, axis, where, axis_name)
-    return _softmax(rows.x, rows.where, rows.axes, _choose("softmax", rows, implementation))
+    (y,) = _run(_softmax, "softmax", rows, implementation)
+    return y
 
 
 def log_softmax(
@@ -72,57 +70,109 @@ def log_softmax(
 
     Returns:
       An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is -inf.
+      Differentiable as `softmax`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
-    return _log_softmax(rows.x, rows.where, rows.axes, _choose("log_softmax", rows, implementation))
+    (y,) = _run(_log_softmax, "log_softmax", rows, implementation)
+    return y
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def logsumexp(
     a: ArrayLike,
     axis: Axis = None,
-    *,
-    where: ArrayLike | None = None,
+    b: ArrayLike | None = None,
     keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
     axis_name: AxisName = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` (without `b` and `return_sign`).
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
 
     Args:
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
       axis: the axis, axes or (None, the default) all axes of a row.
-      where: boolean, broadcastable to `a`. Masked positions are left out.
+      b: factors of the exponentials, broadcastable to `a`. With them, and for complex `a` or `return_sign`, the call
+        is JAX's own, in float32 for 16-bit logits.
       keepdims: whether the reduced dimensions stay, with size 1.
+      return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
+      where: boolean, broadcastable to `a`. Masked positions are left out.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result is that of
         the whole row, the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
       An array of the shape of `a` without the reduced dimensions. An empty or fully masked row, or one of nothing
-      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN.
+      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN. Differentiable as `softmax`; the gradient of a
+      row with a +inf is 1 there and 0 elsewhere, not NaN as JAX's.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
-    rows = arguments.rows("logsumexp", "a", a, axis, where, axis_name, boolean=True)
+    name = "logsumexp"
+    if (
+        b is not None
+        or return_sign
+        or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
+    ):
+        if implementation not in (None, "xla") or axis_name is not None:
+            raise NotImplementedError(
+                f"{name}: b, return_sign and complex a need implementation=None or 'xla' and no axis_name, "
+                f"got {implementation!r} and {axis_name!r}"
+            )
+        return _by_jax(name, a, axis, b, keepdims, return_sign, where)
+    rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
-    choice = choose(
-        describe("logsumexp", rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes), implementation
-    )
-    out, _ = _logsumexp(rows.x, rows.where, rows.axes, Choices(choice, None))
+    out, _ = _run(_logsumexp, name, rows, implementation)
     return (out if keepdims else jnp.squeeze(out, rows.axes)).astype(rows.x.dtype)
 
 
-class Choices(NamedTuple):
-    """The implementations of an operation and of its gradient, which is None where it is always plain JAX."""
-
-    forward: Choice
-    gradient: Choice | None
+def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
+    """What no kernel has, by `jax.nn.logsumexp`; 16-bit numbers are computed in float32."""
+    a = arguments.array(name, "a", a)
+    axes = arguments.normalized_axes(name, axis, a.ndim)
+    b = None if b is None else arguments.array(name, "b", b)
+    factors = () if b is None else (b,)
+    out_dtype = jnp.result_type(*factors, jax.eval_shape(jnp.exp, a).dtype)
+    wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
+    a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
+    by_jax: Any = jax.nn.logsumexp  # whose types know return_sign as a literal only
+    out = by_jax(a, axes, *(factors or (None,)), keepdims, return_sign, where)
+    return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
@@ -131,74 +181,35 @@ def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
 
 
-def _choose(op: str, rows: arguments.Rows, implementation: str | None) -> Choices:
-    """The choices for the operation and for its gradient."""
-    gradient = str(operations.TABLE[op].gradient)
-    calls = (
-        describe(name, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes) for name in (op, gradient)
-    )
-    return Choices(*(choose(call, implementation) for call in calls))
+def _run(function: Callable, op: str, rows: arguments.Rows, implementation: str | None):
+    """The results of an operation of this file: those that have derivatives."""
+    call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes)
+    ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
+    return ys
 
 
-def _differentiable(op: str, residuals: Callable) -> Callable:
-    """A function (x, where, axes, choices) of the operation `op`, with reverse-mode derivatives of any order.
-
-    The forward and its gradient are both `jax.custom_vjp` functions, since kernels have no derivatives of their own:
-
-        forward    run op                      backward: the gradient below
-        gradient   run the gradient of op      backward: jax.vjp of its plain JAX form
-
-    Args:
-      op: the operation, a key of `operations.TABLE`.
-      residuals: (x, y) -> what the gradient needs of the logits and of the result.
-    """
-    gradient_op = str(operations.TABLE[op].gradient)
-
-    def run(x, where, axes, choices):
-        return execution.run(choices.forward, x, where, axes=axes)
-
-    run.__name__ = op  # for profiles
-    forward = jax.custom_vjp(run, nondiff_argnums=(2, 3))
-
-    def plain_gradient(axes, choices):
-        return functools.partial(
-            xla.functions[gradient_op], axes=axes, mesh_axes=choices.forward.call.mesh_axes
-        )
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-    def gradient(saved, where, dy, axes, choices):
-        if choices.gradient is None:
-            return plain_gradient(axes, choices)(saved, where, dy)
-        return execution.run(choices.gradient, saved, where, dy, axes=axes)
-
-    def forward_fwd(x, where, axes, choices):
-        y = forward(x, where, axes, choices)
-        return y, (residuals(x, y), where)
-
-    def forward_bwd(axes, choices, saved, dy):
-        saved, where = saved
-        if (
-            choices.gradient is None
-        ):  # logsumexp: the result is the same on all devices that the row is spread over
-            dy = sum_cotangents(dy, choices.forward.call.mesh_axes)
-        return gradient(saved, where, dy, axes, choices), None
-
-    def gradient_fwd(saved, where, dy, axes, choices):
-        return gradient(saved, where, dy, axes, choices), (saved, where, dy)
-
-    def gradient_bwd(axes, choices, saved, ddx):
-        saved, where, dy = saved
-        _, vjp = jax.vjp(lambda saved, dy: plain_gradient(axes, choices)(saved, where, dy), saved, dy)
-        d_saved, d_dy = vjp(ddx)
-        return d_saved, None, d_dy
-
-    forward.defvjp(forward_fwd, forward_bwd)
-    gradient.defvjp(gradient_fwd, gradient_bwd)
-    return jax.jit(forward, static_argnums=(2, 3))
+def _same_shape(static: Static, xs, constants):
+    """softmax and log_softmax: one result like the logits."""
+    return (execution.run(static.forward, *xs, *constants, **dict(static.keywords)),), ()
 
 
-_softmax = _differentiable("softmax", lambda x, y: (y,))
-_log_softmax = _differentiable("log_softmax", lambda x, y: (y,))
-# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write. No derivative depends on
-# m, which is a constant here and in d.
-_logsumexp = _differentiable("logsumexp", lambda x, y: (x, Normalizer(jax.lax.stop_gradient(y[1].m), y[1].d)))
+def _save_result(xs, constants, ys, others):
+    """What the derivatives of softmax and log_softmax need: their result, and the mask."""
+    return ys, *constants
+
+
+def _logsumexp_and_d(static: Static, xs, constants):
+    """logsumexp, and the normalizer (m, d), of which m counts as a constant: no derivative depends on it."""
+    lse, (m, d) = execution.run(static.forward, *xs, *constants, **dict(static.keywords))
+    return (lse, d), (m,)
+
+
+def _save_normalizer(xs, constants, ys, others):
+    """What the derivatives of logsumexp need: the logits, (m, d), and the mask."""
+    return (*xs, *others, ys[1]), *constants
+
+
+_softmax = differentiable("softmax", _same_shape, _save_result, maps_of("softmax"))
+_log_softmax = differentiable("log_softmax", _same_shape, _save_result, maps_of("log_softmax"))
+# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
+_logsumexp = differentiable("logsumexp", _logsumexp_and_d, _save_normalizer, maps_of("logsumexp"))

@@ -1,22 +1,21 @@
 """fused_topk: what it promises, and how its gradient is wired."""
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe
-from pallas_softmax.choice import choose, choose_plain
-from pallas_softmax.implementations import xla
+from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable, maps_of
 from pallas_softmax.sharding.specs import lay_together
-from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
+from pallas_softmax.varying import share_cotangent, varies, vary_together
 
 
 class TopK(NamedTuple):
@@ -29,6 +28,9 @@ class TopK(NamedTuple):
 
     values: jax.Array
     indices: jax.Array
+
+
+export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
 
 
 def fused_topk(
@@ -53,8 +55,9 @@ def fused_topk(
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
-      temperature: positive scalar, or one per row (shape of `logits` without `axis`). One that is traced
-        and not positive gives NaN values. It is kept to where its reciprocal is a normal number.
+      temperature: positive scalar, or one per row: what broadcasts to the shape of `logits` without `axis`, or with
+        size 1 there. One that is traced and not positive gives NaN values. It is kept to where its reciprocal is a
+        normal number.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
@@ -66,7 +69,7 @@ def fused_topk(
       TopK(values, indices). `indices` (int32) are exactly those of `lax.top_k(logits, k)`: descending by
       +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked
       winners have value 0 (log: -inf); a row with an unmasked NaN or +inf has NaN values.
-      Differentiable (reverse mode) in `logits` and `temperature`.
+      Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
       TypeError: `logits` is no real array, `k` is traced or not an integer, `axis` is not an int, or
@@ -90,7 +93,7 @@ def fused_topk(
         raise ValueError(f"{name}: k must be from 0 to the row's length {length}, got {k}")
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
-    t = _temperature(name, temperature, x.shape[:axis] + x.shape[axis + 1 :], floating)
+    t = _temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype))
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {out_dtype.name}")
@@ -98,89 +101,91 @@ def fused_topk(
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
 
-    choice = choose(describe("topk", x, (axis,), mask, k, mesh_axes), implementation)
+    call = describe("topk", x, (axis,), mask, k, mesh_axes)
+    # kernels store no floats of 8 bits
+    stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
+    own = {"k": k, "dtype": stored}
+    static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
-    (values, indices), _ = _jitted_topk(x, mask, t, k, bool(log), out_dtype, choice)
-    return TopK(jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis))
+    (values, _), (_, bits) = _topk(static, (x, t), (mask,))
+    indices = _indices(bits)
+    return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
-def _temperature(name: str, temperature, batch: tuple[int, ...], dtype) -> jax.Array:
+def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """The checked temperature, of shape (1, ..., 1) or batch + (1,); NaN where a traced one is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
     if not isinstance(temperature, Tracer) and not np.all(np.asarray(temperature) > 0):
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
-    if t.shape not in ((), batch):
-        raise ValueError(f"{name}: temperature must be a scalar or of the batch shape {batch}, got {t.shape}")
+    batch, given = shape[:axis] + shape[axis + 1 :], t.shape
+    if t.ndim == len(shape) and t.shape[axis] == 1:
+        t = jnp.squeeze(t, axis)
+    if t.ndim > len(batch) or any(n not in (1, full) for n, full in zip(t.shape[::-1], batch[::-1])):
+        raise ValueError(
+            f"{name}: temperature must be a scalar or broadcast to the batch shape {batch}, got {given}"
+        )
+    t = jnp.broadcast_to(t, batch) if t.size > 1 else t.reshape(())
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
-    tiny = jnp.finfo(
-        t.dtype
-    ).tiny  # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    tiny = jnp.finfo(t.dtype).tiny
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
-# Like the functions of softmax.py, top-k and its gradient are both `jax.custom_vjp` functions.
+def _values_and_d(static: Static, xs, constants):
+    """The winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it.
+
+    The indices are returned as floats of the same bits, for JAX has no zero tangent of an integer that varies over
+    the mesh axes of `jax.shard_map`.
+    """
+    logits, temperature = xs
+    winners, (m, d) = execution.run(static.forward, logits, *constants, temperature, **dict(static.keywords))
+    return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _topk(logits, where, temperature, k, log, dtype, choice):
-    """TopK of the last axis, and the normalizer of the logits."""
-    stored = (
-        dtype if jnp.finfo(dtype).bits >= 16 else jnp.dtype(jnp.float32)
-    )  # kernels store no narrower floats
-    winners, normalizer = execution.run(choice, logits, where, temperature, k=k, log=log, dtype=stored)
-    return TopK(winners.values.astype(dtype), winners.indices), normalizer
+def _indices(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.int32)
 
 
-def _topk_fwd(logits, where, temperature, k, log, dtype, choice):
-    out: Any = _topk(logits, where, temperature, k, log, dtype, choice)
-    (_, indices), (m, d) = out
-    # p does not depend on m, which is a constant here and in d
-    return out, (logits, where, temperature, jax.lax.stop_gradient(m), d, indices)
+def _save(xs, constants, ys, others):
+    """What the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
+    m, bits = others
+    return (*xs, m, ys[1], _indices(bits)), *constants
 
 
-def _topk_bwd(k, log, dtype, choice, saved, cotangents):
-    """The cotangents of logits and temperature; see `implementations.xla.topk_grad`."""
-    logits, where, temperature, m, d, indices = saved
-    floating = jnp.issubdtype(logits.dtype, jnp.floating)
-    if not k:  # without winners nothing depends on the logits
-        return jnp.zeros_like(logits) if floating else None, None, jnp.zeros_like(temperature)
-    (g, _), (_, g_d) = cotangents
-    mesh_axes = choice.call.mesh_axes
-    residuals = logits, temperature, m, d, indices
-    gradient: Any = _gradient(residuals, where, sum_cotangents((g, g_d), mesh_axes), log, choice)
-    dlogits, dt = gradient
-    one_for_all = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-    dt = share_cotangent(jnp.sum(dt, one_for_all, keepdims=True), mesh_axes)
-    return dlogits if floating else None, None, dt
+def _topk_maps() -> Maps:
+    """The derivatives in the logits, unless they are integers, and in the temperature, which rows may share."""
+    maps = maps_of("topk")
+
+    def tangent(function: Callable) -> Callable:
+        def run(static: Static, saved, dxs):
+            logits, *_ = saved[0]
+            dlogits = dxs[:-1] or (jnp.zeros_like(logits, jnp.float32),)
+            dvalues, dd = function(static, saved, (*dlogits, dxs[-1]))
+            return dvalues.astype(dict(static.keywords)["dtype"]), dd
+
+        return run
+
+    def cotangent(function: Callable) -> Callable:
+        def run(static: Static, saved, dys):
+            logits, temperature, *_ = saved[0]
+            dlogits, dt = function(static, saved, dys)
+            of_all_rows = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
+            dt = share_cotangent(jnp.sum(dt, of_all_rows, keepdims=True), static.forward.call.mesh_axes)
+            return (dlogits, dt) if jnp.issubdtype(logits.dtype, jnp.floating) else (dt,)
+
+        return run
+
+    return Maps(
+        tangent(maps.tangent),
+        cotangent(maps.cotangent),
+        tangent(maps.plain_tangent),
+        cotangent(maps.plain_cotangent),
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gradient(residuals, where, cotangents, log, choice):
-    gradient = dataclasses.replace(choice.call, op="topk_grad")
-    return execution.run(choose_plain(gradient), residuals, where, cotangents, log=log)
-
-
-def _gradient_fwd(residuals, where, cotangents, log, choice):
-    return _gradient(residuals, where, cotangents, log, choice), (residuals, where, cotangents)
-
-
-def _gradient_bwd(log, choice, saved, dd):
-    (logits, temperature, m, d, indices), where, cotangents = saved
-
-    def gradient(logits, temperature, d, cotangents):
-        residuals = logits, temperature, m, d, indices
-        return xla.topk_grad(residuals, where, cotangents, log=log, mesh_axes=choice.call.mesh_axes)
-
-    _, vjp = jax.vjp(gradient, logits, temperature, d, cotangents)
-    d_logits, d_temperature, d_d, d_cotangents = vjp(dd)
-    return (d_logits, d_temperature, None, d_d, None), None, d_cotangents
-
-
-_gradient.defvjp(_gradient_fwd, _gradient_bwd)
-_topk.defvjp(_topk_fwd, _topk_bwd)
-_jitted_topk = jax.jit(_topk, static_argnums=(3, 4, 5, 6))
+_topk = differentiable("topk", _values_and_d, _save, _topk_maps())

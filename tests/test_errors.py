@@ -204,10 +204,27 @@ def test_a_static_temperature_must_be_positive(temperature):
         traced(topk)(X, k=1, temperature=temperature)
 
 
-@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (2, 3)], ids=str)
-def test_temperature_has_the_batch_shape(shape):
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 1), (1, 2, 1)], ids=str)
+def test_temperature_broadcasts_to_the_batch(shape):
     with pytest.raises(ValueError, match=r"temperature.*\(2,\)"):
         topk(X, 1, temperature=jnp.ones(shape))
+
+
+def test_static_arguments_are_asked_for_by_name():
+    with pytest.raises(TypeError, match="softmax: axis must be .*static_argnames='axis'"):
+        jax.jit(ps.softmax)(X, axis=0)
+    with pytest.raises(TypeError, match="fused_topk: log must be .*static_argnames='log'"):
+        jax.jit(lambda log: topk(X, 1, log=log))(True)
+    with pytest.raises(TypeError, match="softmax: axis must be None, an int or a sequence of ints, got 1.5"):
+        ps.softmax(X, 1.5)
+    with pytest.raises(ValueError, match="softmax: where of shape .* do not broadcast"):
+        ps.softmax(X, where=jnp.ones((5, 5, 5), bool))
+
+
+def test_what_of_logsumexp_no_kernel_has():
+    for arguments in ({"b": X}, {"return_sign": True}):
+        with pytest.raises(NotImplementedError, match="logsumexp: b, return_sign and complex a need"):
+            ps.logsumexp(X, implementation="mosaic_gpu", **arguments)
 
 
 @pytest.mark.parametrize("temperature", ["1", None, [1.0, 1.0], 1j], ids=repr)

@@ -473,3 +473,40 @@ def _compiled(name, axis, unmasked):
     if key not in _cache:
         _cache[key] = jax.jit(lambda x, where: ours(name)(x, axis, where=None if unmasked else where))
     return _cache[key]
+
+
+# --- what JAX's logsumexp has besides -----------------------------------------------------------------
+
+FACTORS = np.linspace(-1, 2, X3.size).reshape(X3.shape).astype(F32)
+BY_JAX = {
+    "b": {"b": FACTORS, "axis": -1},
+    "b, which is negative": {"b": -1.0},
+    "b and sign": {"b": FACTORS, "axis": (0, 2), "return_sign": True},
+    "sign": {"return_sign": True, "keepdims": True},
+    "b and where": {"b": FACTORS, "axis": 1, "where": FACTORS > 0},
+    "no sign": {"return_sign": False},
+}
+
+
+@pytest.mark.parametrize("arguments", BY_JAX)
+def test_logsumexp_with_factors_and_sign(arguments):
+    arguments = BY_JAX[arguments]
+    got, want = ps.logsumexp(X3, **arguments), jax.nn.logsumexp(X3, **arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(assert_same, got, want)
+
+
+def test_logsumexp_of_complex_numbers():
+    """The imaginary part lies from -pi to pi, as in numpy."""
+    x = jnp.array([2 + 4j, 1 - 1j])
+    np.testing.assert_allclose(ps.logsumexp(x), np.log(np.sum(np.exp(np.asarray(x)))), rtol=1e-5)
+    np.testing.assert_allclose(ps.logsumexp(x[:1]), 2 + (4 - 2 * np.pi) * 1j, rtol=1e-5)
+
+
+def test_logsumexp_with_factors_in_16_bits():
+    """Computed in float32: the exact sum, rounded once."""
+    x, b = (jnp.linspace(0, 1, 512, dtype=BF16) for _ in range(2))
+    got = ps.logsumexp(x, b=b)
+    assert got.dtype == BF16
+    want = np.log(np.sum(np.asarray(b, "float64") * np.exp(np.asarray(x, "float64"))))
+    np.testing.assert_allclose(float(got), want, rtol=2.0**-8)

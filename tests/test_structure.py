@@ -20,7 +20,7 @@ PACKAGE = pallas_softmax.__name__
 LAYERS = (
     ("__init__",),
     ("softmax", "topk", "paper"),
-    ("arguments",),
+    ("arguments", "derivatives"),
     ("execution",),
     ("sharding",),
     ("platforms",),
@@ -127,7 +127,7 @@ def test_implementations_have_operations_of_the_table(name):
 
 def test_operations_name_operations():
     for operation in operations.TABLE.values():
-        for named in (operation.gradient, operation.on_shard):
+        for named in (operation.gradient, operation.tangent, operation.on_shard):
             assert named is None or named in operations.TABLE
         if operation.gradient is not None:
             assert operations.TABLE[operation.gradient].is_gradient

@@ -1,6 +1,7 @@
 """fused_topk: the indices of lax.top_k, the values of the softmax over the whole row, both gradients."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -440,3 +441,14 @@ ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50,
 def test_any_row_and_mask(x, where, k):
     assert_right(topk(x, k, where=where), x, k, where=where, limit=4.0)
     np.testing.assert_array_equal(topk(x, k).indices, oracle.topk_indices(x, k))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1), (1, 3), (2, 3, 1), (1, 1, 1)], ids=str)
+def test_temperature_that_broadcasts(shape):
+    """To the batch, also with the axis of the row in it, of size 1."""
+    x = cases.rows(["normal", "peaked"] * 3, 17).reshape(2, 3, 17)
+    t = np.linspace(0.5, 2, math.prod(shape)).astype(F32).reshape(shape)
+    full = np.broadcast_to(t[..., 0] if t.ndim == 3 else t, (2, 3))
+    got, want = (fused_topk(x, 4, temperature=jnp.asarray(temperature)) for temperature in (t, full))
+    np.testing.assert_array_equal(got.indices, want.indices)
+    np.testing.assert_allclose(got.values, want.values, rtol=1e-6)

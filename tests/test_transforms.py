@@ -244,6 +244,21 @@ def test_export_round_trip(name):
         close(jax.vjp(again.call, X)[1](g)[0], jax.vjp(f, X)[1](g)[0])
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_export_with_a_symbolic_vocab(name):
+    again = exported(FUNCTIONS[name], (len(X), *export.symbolic_shape("v", constraints=["v >= 3"])))
+    for x in (X, X[:, :7]):
+        close(again.call(x), FUNCTIONS[name](x))
+
+
+def test_export_of_a_topk():
+    """The result keeps its type through a file."""
+    again = export.deserialize(exported(lambda x: ps.fused_topk(x, 3), X.shape).serialize())
+    got = again.call(X)
+    assert isinstance(got, ps.TopK)
+    jax.tree.map(close, got, ps.fused_topk(X, 3))
+
+
 @each
 def test_export_with_a_symbolic_batch(name):
     f = FUNCTIONS[name]

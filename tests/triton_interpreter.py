@@ -192,10 +192,10 @@ PLANS = [
     (3, BF16, FEW, Block(4, 4, 1)),
     (128, F16, ALL, Block(8, 128, 1)),
     (1000, F32, ALL, None),
-    (1000, BF16, ALL, None),
+    (1000, BF16, ALL, Block(4, 1024, 4)),
     (1003, F32, ALL, Long(1, 1024, 2, 128, 4)),
     (1024, BF16, FEW, Long(1, 1024, 4, 64, 4)),
-    (1003, F32, FEW, Long(3, 384, 1, 128, 4)),
+    (1003, F32, FEW[::2], Long(3, 384, 1, 128, 4)),
     (2003, F16, ["normal", "everything", "neg_inf_last"], Long(5, 448, 1, 64, 4)),
     (40000, BF16, FEW[:1], None),
 ]

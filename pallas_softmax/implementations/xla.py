@@ -61,6 +61,14 @@ def log_softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
     return masked(dx, where, 0).astype(y.dtype)
 
 
+def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
+    """dx - sum(exp(y) dx) for the result y of `log_softmax`: the transpose of its gradient."""
+    (y,) = residuals
+    g = masked(widen(dx), where, 0)
+    dy = g - _sum(jnp.exp(widen(y)) * g, axes, mesh_axes)
+    return masked(dy, where, 0).astype(y.dtype)
+
+
 def logsumexp(x, where, *, axes):
     """m + log(d), and the normalizer (m, d)."""
     normalizer = online.reduce(logits_of(x, where), axes)
@@ -73,16 +81,30 @@ def log_of(normalizer: Normalizer):
     return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
 
 
-def logsumexp_grad(residuals, where, cotangents, *, axes, mesh_axes=()):
-    """dx = exp(x - m) / d dy, for exp(x - lse) would have the rounding of lse in it; and the derivative of d.
+def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
+    """dx = exp(x - m) / d dy, for exp(x - lse) would have the rounding of lse in it; `dd` is the cotangent of d.
 
     The normalizer is that of the whole row, so devices that a row is spread over (`mesh_axes`) exchange nothing.
     """
-    x, (m, d) = residuals
-    dy, (_, dd) = cotangents
-    d = jnp.where(m == jnp.inf, 1, d)  # a +inf among numbers has all the weight
-    dx = jnp.exp(logits_of(x, where) - online.shift(m)) * (dy / d + dd)
+    x, m, d = residuals
+    dx = _exponentials(x, where, m) * (dy / _finite_d(m, d) + dd)
     return masked(dx, where, 0).astype(x.dtype)
+
+
+def logsumexp_tangent(residuals, where, dx, *, axes, mesh_axes=()):
+    """sum(exp(x - m) dx) / d, and for d without the division: the transpose of `logsumexp_grad`."""
+    x, m, d = residuals
+    weighted = _sum(_exponentials(x, where, m) * masked(widen(dx), where, 0), axes, mesh_axes)
+    return weighted / _finite_d(m, d), weighted
+
+
+def _exponentials(x, where, m):
+    return jnp.exp(logits_of(x, where) - online.shift(m))
+
+
+def _finite_d(m, d):
+    """d, but 1 for a row with a +inf among numbers, which has all the weight."""
+    return jnp.where(m == jnp.inf, 1, d)
 
 
 def topk(logits, where, temperature, *, k, log, dtype):
@@ -132,7 +154,7 @@ def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype
     return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
 
 
-def topk_grad(residuals, where, cotangents, *, log, mesh_axes=()):
+def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 
     It is elementwise but for the winners, which are put in place afterwards: one read and one write.
@@ -140,14 +162,13 @@ def topk_grad(residuals, where, cotangents, *, log, mesh_axes=()):
     Args:
       residuals: logits, temperature T, m, d and the winners' indices, of which a device of a mesh that the row is
         spread over has those of the whole row.
-      cotangents: g, those of the winners' values, and that of d, which the second derivative asks for.
+      g, g_d: the cotangents of the winners' values, and of d, which the second derivative asks for.
       log: whether the values are logs.
 
     Returns:
       dx, and the derivative with respect to the temperature, (..., 1).
     """
     logits, temperature, m, d, indices = residuals
-    g, g_d = cotangents
     x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
     own = None  # which winners lie in this device's shard of the row
     if mesh_axes:
@@ -162,7 +183,7 @@ def topk_grad(residuals, where, cotangents, *, log, mesh_axes=()):
     if where is not None:  # the p of a fully masked row is NaN
         kept = at_winners(jnp.broadcast_to(where, logits.shape))
         p, g, p_won = masked(p, where, 0), masked(g, kept, 0), masked(p_won, kept, 0)
-    direct = widen(g) if log else g * masked(p_won, own, 0)  # what reaches a winner by its own value
+    direct = widen(g) if log else widen(g) * masked(p_won, own, 0)  # what reaches a winner by its own value
     rest = g_d * d - _sum(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
 
     everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
@@ -175,6 +196,35 @@ def topk_grad(residuals, where, cotangents, *, log, mesh_axes=()):
 
     dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
     return dx, lax.psum(dt, mesh_axes) if mesh_axes else dt
+
+
+def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
+    """The tangents of the winners' values and of d, from those of logits and temperature: as `topk_grad`, transposed.
+
+    With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
+    """
+    logits, temperature, m, d, indices = residuals
+    x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
+    own = None
+    if mesh_axes:
+        indices, own = _indices_in_shard(indices, logits.shape[-1], mesh_axes)
+
+    def at_winners(a):
+        return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
+
+    scaled = (x - m) / temperature
+    p = masked(jnp.exp(scaled) / d, where, 0)
+    by_temperature = jnp.where(
+        dt == 0, 0, scaled * dt
+    )  # 0 where x is -inf, if the temperature does not change
+    ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
+    mean = _sum(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
+    dlog_p = at_winners(ds) - mean
+    dvalues = dlog_p if log else at_winners(p) * dlog_p
+    if where is not None:
+        dvalues = masked(dvalues, at_winners(jnp.broadcast_to(where, logits.shape)), 0)
+    dvalues = masked(dvalues, own, 0)
+    return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues, d * mean
 
 
 def _indices_in_shard(indices, vocab: int, mesh_axes):
@@ -253,10 +303,13 @@ functions = {
     "softmax_grad": softmax_grad,
     "log_softmax": log_softmax,
     "log_softmax_grad": log_softmax_grad,
+    "log_softmax_tangent": log_softmax_tangent,
     "logsumexp": logsumexp,
     "logsumexp_grad": logsumexp_grad,
+    "logsumexp_tangent": logsumexp_tangent,
     "topk": topk,
     "topk_grad": topk_grad,
+    "topk_tangent": topk_tangent,
     "merge": merge,
 }
 IMPLEMENTATION = Implementation(

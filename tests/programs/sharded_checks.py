@@ -402,6 +402,11 @@ def pulled(f):
     return gradient
 
 
+def along(f):
+    """The derivative in a direction made of the argument: forward mode."""
+    return lambda x: jax.jvp(f, (x,), (jnp.cos(3 * x),))[1]
+
+
 def scanned(f):
     return lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x)[1]
 
@@ -412,6 +417,9 @@ TRANSFORMS = {
     "vmap_of_grad": lambda f: jax.vmap(pulled(f)),
     "grad_of_scan_of_checkpoint": lambda f: pulled(scanned(jax.checkpoint(f))),
     "second_grad": lambda f: pulled(pulled(f)),
+    "jvp": along,
+    "vmap_of_jvp": lambda f: jax.vmap(along(f)),
+    "jvp_of_grad": lambda f: along(pulled(f)),
 }
 
 
@@ -434,7 +442,8 @@ def transformed(transform, op, how):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=3e-5, err_msg=str(batch))
 
 
-del CHECKS["transformed-second_grad-topk-explicit"]  # JAX takes nothing along an axis that is sharded so
+for transform in ("second_grad", "jvp_of_grad"):  # JAX takes nothing along an axis that is sharded so
+    del CHECKS[f"transformed-{transform}-topk-explicit"]
 
 
 def plain(op, x, axis_name):
@@ -452,16 +461,17 @@ def plain(op, x, axis_name):
 
 @each(op=OPS[:4], inside=[False, True], fast=3)
 def shard_map_without_check_vma(op, inside):
-    """The gradient is that of the same function in plain jnp."""
+    """The gradient is that of the same function in plain jnp, and so is the derivative in forward mode."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
-    grads = []
-    for f in (lambda x: ours(op, x, axis_name="v")[0], lambda x: plain(op, x, "v")):
-        f = pulled(f) if inside else f
-        out = P(*at.spec) if inside else at.result(op)
-        f = jax.shard_map(f, mesh=at.mesh, in_specs=P(*at.spec), out_specs=out, check_vma=False)
-        grads.append(jax.jit(f if inside else pulled(f))(at.place(x)))
-    assert np.abs(grads[1]).max() > 1e-2
-    np.testing.assert_allclose(*grads, rtol=1e-4, atol=3e-5)
+    for derivative, out in ((pulled, P(*at.spec)), (along, at.result(op))):
+        found = []
+        for f in (lambda x: ours(op, x, axis_name="v")[0], lambda x: plain(op, x, "v")):
+            f = derivative(f) if inside else f
+            out_specs = out if inside else at.result(op)
+            f = jax.shard_map(f, mesh=at.mesh, in_specs=P(*at.spec), out_specs=out_specs, check_vma=False)
+            found.append(jax.jit(f if inside else derivative(f))(at.place(x)))
+        assert np.abs(found[1]).max() > 1e-2
+        np.testing.assert_allclose(*found, rtol=1e-4, atol=3e-5)
 
 
 @each(op=OPS[:4], fast=2)

@@ -1,0 +1,184 @@
+"""Derivatives in every mix of modes, to third order, against those of jax.nn; and what they cost in reverse mode."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallas_softmax as ps
+from tests.support import cases
+from tests.support.covering import cover
+from tests.support.lowering import array, kernel_names, lowered
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+K = 4
+X = cases.rows(["normal", "peaked", "normal"], 23)
+DX = np.random.default_rng(1).standard_normal(X.shape).astype("float32")
+MASK = np.random.default_rng(0).random(X.shape) < 0.7
+MASK[:, :K] = True  # no row with fewer than k unmasked positions
+
+
+def plain_topk(x, *, log=False, temperature=1.0, where=None):
+    """The values of fused_topk, from JAX's own functions."""
+    p = (jax.nn.log_softmax if log else jax.nn.softmax)(x / temperature, where=where)
+    _, indices = lax.top_k(x if where is None else jnp.where(where, x, -jnp.inf), K)
+    return jnp.take_along_axis(p, indices, -1)
+
+
+def topk(x, **kwargs):
+    return ps.fused_topk(x, K, **kwargs).values
+
+
+# Our function, and JAX's.
+FUNCTIONS = {
+    "softmax": (ps.softmax, jax.nn.softmax),
+    "softmax of columns, masked": (
+        lambda x: ps.softmax(x, 0, where=MASK),
+        lambda x: jax.nn.softmax(x, 0, where=MASK),
+    ),
+    "log_softmax": (ps.log_softmax, jax.nn.log_softmax),
+    "logsumexp": (lambda x: ps.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1)),
+    "logsumexp, masked": (
+        lambda x: ps.logsumexp(x, -1, where=MASK),
+        lambda x: jax.nn.logsumexp(x, -1, where=MASK),
+    ),
+    "topk, masked": (lambda x: topk(x, where=MASK), lambda x: plain_topk(x, where=MASK)),
+    "topk, temperatures": (
+        lambda x: topk(x, log=True, temperature=1 + x[:, 0] ** 2),
+        lambda x: plain_topk(x, log=True, temperature=1 + x[:, :1] ** 2),
+    ),
+    "topk, one temperature": (
+        lambda x: topk(x, temperature=1 + x[0, 0] ** 2),
+        lambda x: plain_topk(x, temperature=1 + x[0, 0] ** 2),
+    ),
+}
+
+
+def scalar(f):
+    return lambda x: jnp.sum(jnp.sin(3 * f(x)))
+
+
+def along(f):
+    """The derivative of f along DX, as a function."""
+    return lambda x: jax.jvp(f, (x,), (DX,))[1]
+
+
+def squared_gradient(f):
+    return lambda x: jnp.sum(jax.grad(scalar(f))(x) ** 2)
+
+
+def scanned(f):
+    return lambda x: lax.scan(lambda c, _: (c + jnp.sum(f(x * c)), None), jnp.float32(1), None, length=2)[0]
+
+
+MODES = {
+    "jvp": lambda f: along(f)(X),
+    "grad": lambda f: jax.jit(jax.grad(scalar(f)))(X),
+    "jacfwd": lambda f: jax.jacfwd(f)(X),
+    "jacrev": lambda f: jax.jacrev(f)(X),
+    "linearize": lambda f: jax.linearize(f, X)[1](DX),
+    "linear_transpose": lambda f: jax.linear_transpose(lambda dy: jax.vjp(f, X)[1](dy)[0], f(X))(X)[0],
+    "hessian": lambda f: jax.jit(jax.hessian(scalar(f)))(X),
+    "jvp of grad": lambda f: along(jax.grad(scalar(f)))(X),
+    "grad of jvp": lambda f: jax.grad(lambda x: jnp.sum(along(f)(x) ** 2))(X),
+    "grad of grad": lambda f: jax.grad(squared_gradient(f))(X),
+    "jvp of jvp": lambda f: along(along(f))(X),
+    "jvp of grad of grad": lambda f: along(jax.grad(squared_gradient(f)))(X),
+    "grad of grad of jvp": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(scalar(along(f)))(x) ** 2))(X),
+    "jvp of jvp of jvp": lambda f: along(along(along(f)))(X),
+    "vmap of jvp": lambda f: jax.vmap(lambda dx: jax.jvp(f, (X,), (dx,))[1])(np.stack([DX, 2 * DX])),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(scalar(f)))(np.stack([X, DX])),
+    "jvp of grad of checkpoint": lambda f: along(jax.grad(scalar(jax.checkpoint(f))))(X),
+    "jvp of scan": lambda f: along(scanned(f))(X),
+    "grad of scan": lambda f: jax.grad(scanned(f))(X),
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), cover(FUNCTIONS, MODES))
+def test_derivatives_are_those_of_jax(name, mode):
+    """Relative to the largest entry, for the orders differ in size; float32 loses up to a digit per order."""
+    ours, like = FUNCTIONS[name]
+    got, want = (np.asarray(MODES[mode](f)) for f in (ours, like))
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * max(1, np.abs(want).max()))
+
+
+def test_indices_have_no_tangent():
+    """A jvp passes integer results by; their tangents have the dtype float0."""
+    got, tangent = jax.jvp(lambda x: ps.fused_topk(x, K), (X,), (DX,))
+    assert tangent.indices.dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(got.indices, ps.fused_topk(X, K).indices)
+    assert jax.jvp(lambda x: ps.fused_topk(x, K).indices * 2, (X,), (DX,))[0].shape == (len(X), K)
+
+
+def test_integer_logits_have_the_derivative_in_the_temperature():
+    logits = np.arange(12, dtype="int32").reshape(2, 6) % 5
+
+    def f(logits, temperature):
+        return ps.fused_topk(logits, 2, temperature=temperature).values
+
+    def both(logits):
+        forward = jax.jvp(lambda t: f(logits, t), (2.0,), (1.0,))[1]
+        return forward, jax.jacrev(lambda t: f(logits, t))(2.0)
+
+    for got, want in zip(both(logits), both(logits.astype("float32"))):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert np.abs(got).max() > 1e-3
+
+
+# The kernels of a large call lowered for CUDA, forward and backward, and what is kept between them: the shapes of the
+# arrays that are as large as the logits.
+REVERSE = {
+    "softmax": (ps.softmax, ["softmax_forward", "softmax_grad"], 1),
+    "log_softmax": (ps.log_softmax, ["log_softmax_forward", "log_softmax_grad"], 1),
+    "logsumexp": (lambda x: ps.logsumexp(x, -1), ["logsumexp_forward"], 1),
+    "topk": (lambda x: ps.fused_topk(x, 5).values, ["softmax_topk", "topk_merge"], 1),
+}
+LARGE = array(64, 25000, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", REVERSE)
+def test_reverse_mode_costs_what_it_did_with_custom_vjp_alone(name):
+    f, kernels, kept = REVERSE[name]
+
+    def gradient(x):
+        y, pullback = jax.vjp(f, x)
+        return pullback(y)
+
+    assert kernel_names(lowered(gradient, LARGE)) == kernels
+    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], LARGE))
+    assert sum(r.size == LARGE.size for r in residuals) == kept
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_forward_mode_runs_kernels(name):
+    """softmax's tangent is the kernel of its gradient; that of log_softmax is plain JAX."""
+    f, (forward, gradient), _ = REVERSE[name]
+    text = lowered(lambda x, dx: jax.jvp(f, (x,), (dx,)), LARGE, LARGE)
+    assert kernel_names(text) == [forward] + [gradient] * (name == "softmax")
+
+
+def test_one_operation_for_every_derivative():
+    """The jaxpr of a gradient has our linear operation, so that JAX may transpose and batch it as any other."""
+    text = str(jax.make_jaxpr(lambda x: jax.jvp(ps.softmax, (x,), (DX,))[1])(X))
+    assert len(re.findall(r"pallas_softmax_linear\[", text)) == 1
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_in_strict_promotion(dtype, log):
+    """Both modes agree in 16 bits, where no dtype may be promoted silently."""
+    x, dx = jnp.asarray(X, dtype), jnp.asarray(DX, dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        y, pullback = jax.vjp(lambda x: ps.fused_topk(x, K, log=log).values, x)
+        dy = jax.jvp(lambda x: ps.fused_topk(x, K, log=log).values, (x,), (dx,))[1]
+    assert dy.dtype == y.dtype == dtype
+    np.testing.assert_allclose(
+        np.vdot(np.asarray(dy, "float64"), np.asarray(y, "float64")),
+        np.vdot(np.asarray(dx, "float64"), np.asarray(pullback(y)[0], "float64")),
+        rtol=0.05,
+    )
