@@ -96,9 +96,7 @@ def check_parts(plan, rows, vocab, itemsize):
         assert (owned == plan.length).all() and plan.body == plan.length
         assert (firsts % plan.vec == 0).all()
         return
-    inner = (
-        softmax_plan.EDGE - firsts % plan.vec
-    )  # where the body of a part starts: in reach of its first elements
+    inner = plan.body_start(firsts)  # in reach of the part's first elements
     assert ((firsts + inner) % plan.vec == 0).all()
     assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
     assert (inner + plan.body >= plan.length - softmax_plan.EDGE).all() and plan.length >= softmax_plan.EDGE

@@ -244,7 +244,7 @@ def test_export_round_trip(name):
         close(jax.vjp(again.call, X)[1](g)[0], jax.vjp(f, X)[1](g)[0])
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each
 def test_export_with_a_symbolic_vocab(name):
     again = exported(FUNCTIONS[name], (len(X), *export.symbolic_shape("v", constraints=["v >= 3"])))
     for x in (X, X[:, :7]):
