@@ -109,6 +109,8 @@ def fused_topk(
     x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
+    if k == 0:  # no winner depends on anything
+        x, t = lax.stop_gradient((x, t))
     (values, _), (_, bits) = _topk(static, (x, t), (mask,))
     indices = _indices(bits)
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
