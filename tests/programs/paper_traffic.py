@@ -1,6 +1,6 @@
 """Each of the paper's algorithms once, to be run under a profiler.
 
-  python -m tests.programs.paper_traffic [ROWS V K]
+python -m tests.programs.paper_traffic [ROWS V K]
 """
 
 import sys
