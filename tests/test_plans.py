@@ -46,7 +46,7 @@ def test_plan(shape):
     assert got == PLANS[shape]
 
 
-@settings(FREE, max_examples=1000)
+@settings(FREE, max_examples=400)
 @given(
     st.sampled_from(oracle.OPERATIONS),
     st.integers(1, 5000),
@@ -186,7 +186,7 @@ def test_topk_plan(shape):
     assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
 
 
-@settings(FREE, max_examples=1000)
+@settings(FREE, max_examples=400)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,

@@ -1,4 +1,7 @@
-"""Each of the paper's algorithms once, to be run under a profiler: python tests/paper_traffic.py [ROWS V K]."""
+"""Each of the paper's algorithms once, to be run under a profiler.
+
+python -m tests.programs.paper_traffic [ROWS V K]
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The calls whose choice and whose launch plans are tested, for mosaic_gpu (test_dispatch) and triton (test_triton)."""
+"""The calls whose choice and whose launch plans are tested, for mosaic_gpu and for triton."""
 
 import jax
 from hypothesis import settings
