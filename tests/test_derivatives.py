@@ -10,7 +10,7 @@ from jax import lax
 
 import pallas_softmax as ps
 from tests.support import cases
-from tests.support.covering import first, pairs
+from tests.support.covering import cover, first, pairs
 from tests.support.lowering import array, kernel_names, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -147,6 +147,7 @@ def test_install_names_every_extra():
     assert re.findall(r"`(\w+)`", " ".join(cells)) == list(extras)
 
 
+@pytest.mark.slow
 def test_import_is_light():
     assert heavy_modules("import pallas_softmax") <= heavy_modules("import jax")
     assert min(seconds_of_import() for _ in range(3)) < 0.3

@@ -14,6 +14,8 @@ from tests.support import cases, oracle
 from tests.support.cases import F32
 from tests.support.covering import cover, first_values
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
 combine = jax.jit(online.combine)
 reduce = jax.jit(online.reduce, static_argnums=1)

@@ -13,6 +13,8 @@ from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32, F64
 from tests.support.covering import cover, first, first_values, pairs
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NAMES = ["softmax", "log_softmax", "logsumexp"]
 ELEMENTWISE = NAMES[:2]
 FREE = settings(max_examples=40, deadline=None, derandomize=True)
@@ -142,7 +144,9 @@ def test_rows_do_not_disturb_each_other(n, v):
 # --- Special values -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "v", "dtype"), cover(NAMES, [1, 9, 129, 5000], [F32, BF16, F16]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "v", "dtype"), first(2, pairs(NAMES, [1, 9, 129, 5000], [F32, BF16, F16])), ids=str
+)
 def test_special_values(name, v, dtype):
     """All -inf: NaN. Any +inf or NaN: the whole row NaN. logsumexp: -inf, +inf and NaN.
 
@@ -176,7 +180,7 @@ X3 = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
 AXES = [0, (2, 0), None, -2, (1, 2), (), -1, 1, 2, -3, (0,), (-1, 0), (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("name", "axis"), first(6, pairs(NAMES, AXES)), ids=str)
+@pytest.mark.parametrize(("name", "axis"), first(3, pairs(NAMES, AXES)), ids=str)
 def test_axis(name, axis):
     """int, negative, tuple, None; () gives 1 (softmax), 0 (log_softmax), x (logsumexp)."""
     got, want = ours(name)(X3, axis), theirs(name)(X3, axis)
@@ -208,7 +212,7 @@ def test_logsumexp_keepdims(axis):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "axis"), cover(NAMES, [2.0, -np.inf, np.inf, np.nan], [None, ()]), ids=str
+    ("name", "value", "axis"), first(2, pairs(NAMES, [2.0, -np.inf, np.inf, np.nan], [None, ()])), ids=str
 )
 def test_scalar_needs_no_axis(name, value, axis):
     x = jnp.float32(value)
@@ -216,7 +220,7 @@ def test_scalar_needs_no_axis(name, value, axis):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "axis"), cover(NAMES, [(0,), (3, 0), (0, 5)], [-1, 0, None, ()]), ids=str
+    ("name", "shape", "axis"), first(2, pairs(NAMES, [(0,), (3, 0), (0, 5)], [-1, 0, None, ()])), ids=str
 )
 def test_empty_arrays(name, shape, axis):
     """Also their gradient, also masked; logsumexp of nothing is -inf."""
@@ -233,7 +237,7 @@ WHERE_X = cases.rows(list(cases.FINITE)[:7], 20)
 MASKS = cases.masks(WHERE_X.shape)
 
 
-@pytest.mark.parametrize(("name", "axis", "mask"), cover(NAMES, [-1, 0, None], MASKS), ids=str)
+@pytest.mark.parametrize(("name", "axis", "mask"), first(2, pairs(NAMES, [-1, 0, None], MASKS)), ids=str)
 def test_where(name, axis, mask):
     """Masked is 0 (log_softmax: -inf); a fully masked row is 0 (-inf); masked NaN, inf are ignored."""
     where = MASKS[mask]
@@ -246,7 +250,9 @@ def test_where(name, axis, mask):
         np.testing.assert_array_equal(ours(name)(poisoned, axis, where=where), got)
 
 
-@pytest.mark.parametrize(("name", "poison", "mask"), cover(NAMES, [0.0, np.nan, np.inf], MASKS), ids=str)
+@pytest.mark.parametrize(
+    ("name", "poison", "mask"), first(2, pairs(NAMES, [0.0, np.nan, np.inf], MASKS)), ids=str
+)
 def test_gradient_with_where(name, mask, poison):
     """Fully masked row 0; masked entries 0, the others finite, even where the masked logit is NaN."""
     where = MASKS[mask]
@@ -350,14 +356,14 @@ def test_float16_and_bfloat16_are_preserved():
             assert ours(name)(jnp.ones((2, 3), dtype), -1).dtype == dtype
 
 
-@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["int8", "int16", "int32", "float32"]))
+@pytest.mark.parametrize(("name", "dtype"), first(2, pairs(NAMES, ["int8", "int16", "int32", "float32"])))
 def test_integers_promote_to_float32(name, dtype):
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
     assert ours(name)(x, -1).dtype == np.float32
     assert_same(ours(name)(x, -1), theirs(name)(x, -1))
 
 
-@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["int32", "int64", "float32", "float64"]))
+@pytest.mark.parametrize(("name", "dtype"), first(2, pairs(NAMES, ["int32", "int64", "float32", "float64"])))
 def test_integers_promote_under_x64(name, dtype, x64):
     """int64 to float64, int32 to float32."""
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)

@@ -284,9 +284,9 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=10)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=6)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
-@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=3)
+@each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
 @each(op=["topk", "softmax"], layout=["both"], how=HOW, dtype=[F16], fast=1)
 def partition(op, layout, how, dtype=F32):
     """Values, gradient, where they lie, and what is sent for them."""
@@ -294,7 +294,7 @@ def partition(op, layout, how, dtype=F32):
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW, fast=5)
+@each(op=SOME, mask=masks(), how=HOW, fast=3)
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]
@@ -335,7 +335,7 @@ AXES = {
 }
 
 
-@each(case=AXES, how=HOW, fast=5)
+@each(case=AXES, how=HOW, fast=2)
 def axes(case, how):
     """Ranks 1 to 3, and every axis."""
     shape, spec, axis = AXES[case]
@@ -355,7 +355,7 @@ def axes(case, how):
         judge(op, results, rows(x), range(n))
 
 
-@each(op=SOME, dtype=["int8", "uint32"], how=HOW)
+@each(op=SOME, dtype=["int8", "uint32"], how=HOW, fast=1)
 def integers(op, dtype, how):
     """Their differences are taken exactly, so that neighbours near the largest are told apart."""
     info = np.iinfo(dtype)
@@ -372,7 +372,7 @@ def integers(op, dtype, how):
     np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-30)
 
 
-@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW)
+@each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, fast=2)
 def winners(k, how):
     """Of the whole row, however many of them a part has; V: the order of all."""
     at, x = split("both", how), logits()
@@ -459,7 +459,7 @@ def plain(op, x, axis_name):
     return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
 
 
-@each(op=OPS[:4], inside=[False, True], fast=3)
+@each(op=OPS[:4], inside=[False, True], fast=2)
 def shard_map_without_check_vma(op, inside):
     """The gradient is that of the same function in plain jnp, and so is the derivative in forward mode."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
@@ -553,14 +553,14 @@ CHECKS["temperature_of_each_device"] = temperature_of_each_device
 # --- Bad input, and what is chosen --------------------------------------------------------------------
 
 
-@each(op=OPS[:4])
+@each(op=OPS[:4], fast=1)
 def axis_name_that_is_not_bound(op):
     for name in ("vocab", ("v", "vocab")):
         with pytest.raises(ValueError, match=r"axis_name.*vocab"):
             ours(op, logits(), axis_name=name)
 
 
-@each(op=OPS[:4])
+@each(op=OPS[:4], fast=1)
 def axis_name_that_is_none(op):
     for name in (3, ("v", 1), ["v"], b"v"):
         with pytest.raises(TypeError, match="axis_name") as error:
@@ -568,7 +568,7 @@ def axis_name_that_is_none(op):
         assert repr(name) in str(error.value)
 
 
-@each(how=HOW)
+@each(how=HOW, fast=1)
 def row_that_does_not_divide(how):
     """Refused by JAX itself."""
     at, x = split("line", how), logits()[:, :-1]
@@ -583,7 +583,7 @@ def one_device(op):
         assert not execute(functools.partial(f, op), jnp.asarray(logits()))[1]
 
 
-@each(op=OPS[:4], how=HOW)
+@each(op=OPS[:4], how=HOW, fast=2)
 def explained(op, how):
     at = split("both", how)
     choices = ps.explain(on(at, how, op, functools.partial(ours, op)), at.place(logits()))

@@ -12,6 +12,7 @@ def pairs(*parameters):
     The first ones have every value of each parameter, and each next one the most pairs that are new; of those alike,
     it has the values that are in the fewest before it.
     """
+    parameters = [list(values) for values in parameters]
     combinations = list(itertools.product(*map(range, map(len, parameters))))
     missing = {pair for combination in combinations for pair in _pairs_of(combination)}
     chosen = []
@@ -38,7 +39,6 @@ def cover(*parameters):
 
     The others are marked slow: they are of the complete set only.
     """
-    parameters = [list(values) for values in parameters]
     return first(max(map(len, parameters)), pairs(*parameters))
 
 
