@@ -167,6 +167,7 @@ def test_every_function_mask_and_axis_passes(small, function):
     assert_masks_and_axes(chosen, softmax.BENCHMARK, 4 * 2)
 
 
+@pytest.mark.slow
 def test_some_functions_masks_and_axes_pass(small):
     combined = (("log_softmax", "full", 0), ("logsumexp", "rows", 0))
     found = [
@@ -836,7 +837,9 @@ def test_what_is_worse_than_xla(ulps, xla, dtype, expected):
 
 
 @pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one_loss", "every_program"]
+    "every",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)],
+    ids=["one_loss", "every_program"],
 )
 def test_programs_end_to_end(small, monkeypatch, capsys, every):
     chosen = small(

@@ -84,7 +84,7 @@ def seconds_of_import() -> float:
 
 
 @pytest.mark.parametrize(
-    "document", [slow(document) if "tutorial" in document else document for document in RUNNABLE]
+    "document", [slow(document) if "index" not in document else document for document in RUNNABLE]
 )
 def test_python_blocks_give_what_they_claim(document, lowered_for_hopper):
     run((ROOT / document).read_text())

@@ -284,7 +284,7 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=6)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=4)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
 @each(op=["topk", "softmax"], layout=["both"], how=HOW, dtype=[F16], fast=1)
