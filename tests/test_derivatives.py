@@ -99,7 +99,7 @@ MODES = {
 EAGER = ("linearize", "vmap of grad")  # the others in one compilation
 
 
-@pytest.mark.parametrize(("name", "mode"), first(len(FUNCTIONS), pairs([*FUNCTIONS], [*MODES])))
+@pytest.mark.parametrize(("name", "mode"), first(5, pairs([*FUNCTIONS], [*MODES])))
 def test_derivatives_are_those_of_jax(name, mode):
     """Relative to the largest entry, for the orders differ in size; float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]

@@ -284,7 +284,7 @@ def judge(op, results, x, names, **kwargs):
 # --- The checks ---------------------------------------------------------------------------------------
 
 
-@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=4)
+@each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=3)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
 @each(op=["topk", "softmax"], layout=["both"], how=HOW, dtype=[F16], fast=1)
@@ -294,7 +294,7 @@ def partition(op, layout, how, dtype=F32):
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW, fast=3)
+@each(op=SOME, mask=masks(), how=HOW, fast=2)
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]
@@ -303,7 +303,7 @@ def where(op, mask, how):
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
 
 
-@each(op=TOPK, how=HOW, fast=2)
+@each(op=TOPK, how=HOW, fast=1)
 def temperature(op, how):
     """One per row, and its gradient; float32 values of 16-bit logits."""
     names = ["normal", "peaked", "integers", "ascending"] * 2
@@ -335,7 +335,7 @@ AXES = {
 }
 
 
-@each(case=AXES, how=HOW, fast=2)
+@each(case=AXES, how=HOW, fast=1)
 def axes(case, how):
     """Ranks 1 to 3, and every axis."""
     shape, spec, axis = AXES[case]
@@ -428,7 +428,7 @@ def on_one_device(transform, op):
     return np.asarray(jax.jit(TRANSFORMS[transform](functools.partial(reference, op)))(THREE))
 
 
-@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=5)
+@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=3)
 def transformed(transform, op, how):
     """As by jax.nn on one device. With vmap also where its axis is sharded."""
 
