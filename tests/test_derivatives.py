@@ -99,7 +99,11 @@ MODES = {
 EAGER = ("linearize", "vmap of grad")  # the others in one compilation
 
 
-@pytest.mark.parametrize(("name", "mode"), first(5, pairs([*FUNCTIONS], [*MODES])))
+# The fast set has the highest orders, which pass through the lower ones.
+HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
+
+
+@pytest.mark.parametrize(("name", "mode"), first(5, pairs([*FUNCTIONS], HIGHEST_FIRST)))
 def test_derivatives_are_those_of_jax(name, mode):
     """Relative to the largest entry, for the orders differ in size; float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
