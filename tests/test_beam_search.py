@@ -131,6 +131,7 @@ def test_a_right_selection_is_not_refused():
     assert not held_against_replay(search_of(), "jax_rows", weights_of(90))[2]
 
 
+@pytest.mark.slow
 def test_a_wrong_selection_fails_the_run(small, monkeypatch, capsys):
     monkeypatch.setattr(pallas_softmax, "fused_topk", second_passed_over)
     monkeypatch.setattr(flags, "read", lambda argv: small)

@@ -28,6 +28,7 @@ from benchmarks.support import answers, cases, driver, flags, plot, timing
 from benchmarks.support.contenders import jax_call, prepare_jax
 from benchmarks.support.flags import Settings
 from benchmarks.support.report import Row
+from tests.support.covering import first
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = """benchmark batch vocab dtype function where axis k direction logits seed contender ours ran
@@ -124,16 +125,8 @@ def test_smoke_flags_in_this_process(tmp_path, parse, monkeypatch, capsys):
 
 
 # These reach the code of every direction and dtype; the smoke test above has float32 and forward.
-DIRECTIONS_AND_DTYPES = [("backward", "bfloat16"), ("both", "float16")]
-
-
-@pytest.mark.parametrize(
-    "direction, dtype",
-    [
-        pytest.param(*pair, marks=[] if pair in DIRECTIONS_AND_DTYPES else pytest.mark.slow)
-        for pair in itertools.product(flags.DIRECTIONS, flags.DTYPES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "dtype"), list(itertools.product(flags.DIRECTIONS, flags.DTYPES)))
 def test_every_direction_and_dtype_passes(small, direction, dtype):
     chosen = small(dtype=(dtype,), direction=(direction,), logits=("peaked",))
     assert driver.run(softmax.BENCHMARK, chosen) == 0
@@ -328,18 +321,14 @@ OF_SOFTMAX = ("V", "online", "safe")
 OF_TOPK = ("online_fused", "safe_unfused")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed, over, fast, baseline",
     [
         (QUICK_SWEEP, "K", *OF_TOPK),
-        pytest.param({"vocab": (40, 90)} | BOTH_PEERS, *OF_SOFTMAX, marks=pytest.mark.slow),
-        pytest.param(
-            {"vocab": (40, 90), "algorithms": flags.TOPK_ALGORITHMS} | BOTH_PEERS,
-            "V",
-            *OF_TOPK,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(QUICK_SWEEP | {"batch": (6, 2)} | BOTH_PEERS, "K", *OF_TOPK, marks=pytest.mark.slow),
+        ({"vocab": (40, 90)} | BOTH_PEERS, *OF_SOFTMAX),
+        ({"vocab": (40, 90), "algorithms": flags.TOPK_ALGORITHMS} | BOTH_PEERS, "V", *OF_TOPK),
+        (QUICK_SWEEP | {"batch": (6, 2)} | BOTH_PEERS, "K", *OF_TOPK),
     ],
     ids=["k_sweep", "softmax", "topk", "k_sweeps"],
 )
@@ -728,6 +717,7 @@ def _of_jax(x, g):
     return jax.nn.softmax(x), indices, pull(g)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "logits",
     [
@@ -748,8 +738,9 @@ def test_the_oracle_agrees_with_jax(logits):
     assert answer.check_gradient(1.001 * dx).ok == (logits in ("neg_inf", "nan", "one_finite"))  # NaN or 0
 
 
-@pytest.mark.parametrize("where", ["none", "full"])
-@pytest.mark.parametrize("function", flags.FUNCTIONS)
+@pytest.mark.parametrize(
+    ("function", "where"), first(2, list(itertools.product(flags.FUNCTIONS, ["none", "full"])))
+)
 def test_the_oracle_knows_every_function(function, where):
     case = case_of(batch=5, vocab=300, function=function, where=where, direction="both", logits="peaked")
     x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
@@ -796,6 +787,7 @@ def test_ulps():
         np.testing.assert_array_equal(answers.ulp(size, jnp.dtype(dtype)), spacing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["softmax", pytest.param("softmax,log_softmax", marks=pytest.mark.slow)])
 def test_accuracy_says_how_ours_compares(small, parse, monkeypatch, capsys, function):
     args = ["--shapes=20x300", "--implementations=xla,mosaic_gpu", "--direction=forward"]

@@ -190,6 +190,7 @@ def test_topk_with_a_temperature_per_row(kind, log):
     kernels.assert_topk(x, 5, names, KINDS[kind] or short(len(names), 100, 5, F32), None, t, log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [slow("tile", F16), ("window", BF16)], ids=str)
 def test_topk_values_of_another_dtype(kind, dtype):
     """And one temperature for all rows."""
@@ -200,7 +201,7 @@ def test_topk_values_of_another_dtype(kind, dtype):
 
 TOPK_MASKED = [
     ("tile", "bhqv", BF16),
-    ("parts", "b11v", F32),
+    slow("parts", "b11v", F32),
     slow("window", "1hqv", F32),
     slow("tile", "1h11", F32),
     slow("tile", "111v", F32),

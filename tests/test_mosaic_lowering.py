@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from tests.support import kernels, oracle
-from tests.support.covering import cover, first, pairs
+from tests.support.covering import cover, first, first_values, pairs
 from tests.support.kernels import Parts, Tile, Window
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
 
@@ -324,6 +324,7 @@ def test_grad_of_topk():
     assert kernel_results(lowered(jax.grad(square_sum(values)), X)) == [FUNCTIONS["topk"][1](ROWS)]
 
 
+@pytest.mark.slow
 def test_grad_of_grad_of_softmax():
     """The second derivative is plain; what it differentiates still runs as kernels."""
     second = jax.grad(square_sum(jax.grad(square_sum(ps.softmax))))
@@ -371,7 +372,7 @@ def test_scan(name):
     assert kernel_results(text) == [results(ROWS)]
 
 
-@pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
+@pytest.mark.parametrize("f", first_values(1, [ps.softmax, values]), ids=["softmax", "topk"])
 def test_checkpoint(f):
     """The forward kernel runs again in the backward."""
     count = len(kernel_results(lowered(jax.grad(square_sum(f)), X)))
@@ -379,7 +380,7 @@ def test_checkpoint(f):
     assert len(kernel_results(lowered(jax.grad(square_sum(f)), X))) == count + 1
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "grad"])
+@pytest.mark.parametrize("name", first_values(1, ["grad", *FUNCTIONS]))
 def test_shard_map(name):
     """Each device runs the kernel over its own rows. The four devices need not exist."""
     mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))

@@ -195,6 +195,7 @@ def test_a_wrong_softmax_of_ours_is_not_timed_and_fails_the_run(small, monkeypat
     assert rows["jax.nn.softmax"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_one_device_is_measured_and_written(small, tmp_path, capsys):
     code, rows = small(6, 40)
     assert code == 0 and list(rows) == ["ours", "jax.nn.softmax"]
@@ -218,6 +219,7 @@ def test_an_exception_is_a_row_that_says_so(small, monkeypatch):
     assert rows["jax.nn.softmax"]["status"] == "ok" and rows["jax.nn.softmax"]["speedup_wall"] == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
     wrong = sharded.functions
 

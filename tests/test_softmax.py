@@ -106,7 +106,7 @@ def accurate(name, dtype, v, names):
     assert not bad, "; ".join(bad)
 
 
-@pytest.mark.parametrize(("name", "v"), first(4, pairs(NAMES, [129, cases.GPT2, 1, 1000, 2, 127, 128])))
+@pytest.mark.parametrize(("name", "v"), first(4, pairs(NAMES, [129, 1000, 1, 2, 127, 128, cases.GPT2])))
 def test_float32_against_the_oracle(name, v):
     accurate(name, F32, v, list(cases.FINITE))
 
@@ -276,13 +276,13 @@ def test_where_as_a_positional_argument():
         )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_where_a_python_bool(name):
     for where in (True, False):
         assert_same(ours(name)(X3, -1, where=where), theirs(name)(X3, -1, where=where))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_where_of_higher_rank_broadcasts_x(name):
     """One row, many masks. (With an axis of -1, jax.nn.softmax then sums along another axis.)"""
     where = np.random.default_rng(0).random((4, *X3.shape)) < 0.5
@@ -415,7 +415,7 @@ def test_8_bit_floats(name, dtype):
     np.testing.assert_allclose(got.astype(F32), want, rtol=float(jnp.finfo(dtype).eps) / 2, atol=2.0**-8)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_weak_types_are_those_of_jax(name):
     for x in (jnp.asarray(1.0), jnp.broadcast_to(2.0, (3,)), jnp.broadcast_to(2, (3,)), 2.0, 3):
         got, want = ours(name)(x, None), theirs(name)(x, None)

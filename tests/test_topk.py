@@ -188,6 +188,7 @@ def test_axis(axis):
     assert_right(TopK(*(np.moveaxis(part, axis, -1) for part in got)), last, 3, limit=4.0)
 
 
+@pytest.mark.slow
 def test_axis_with_where_temperature_and_gradient():
     x = cases.rows(["normal", "peaked", "integers", "ascending"], 20).reshape(4, 4, 5)
     where = np.random.default_rng(0).random((4, 4, 5)) < 0.6

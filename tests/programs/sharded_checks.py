@@ -287,7 +287,7 @@ def judge(op, results, x, names, **kwargs):
 @each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=3)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
-@each(op=["topk", "softmax"], layout=["both"], how=HOW, dtype=[F16], fast=1)
+@each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16], fast=1)
 def partition(op, layout, how, dtype=F32):
     """Values, gradient, where they lie, and what is sent for them."""
     x = logits(dtype)
@@ -324,8 +324,8 @@ def temperature(op, how):
 
 # (shape, spec, axis)
 AXES = {
-    "rank_1": ((V,), (("b", "v"),), -1),
     "middle": ((8, V, 3), ("b", "v", None), 1),
+    "rank_1": ((V,), (("b", "v"),), -1),
     "two_first_sharded": ((8, 4, 32), ("b", "v", None), (-2, -1)),
     "two_apart": ((4, 3, 32), ("b", None, "v"), (0, 2)),
     "all": ((4, 32), ("b", "v"), None),
@@ -428,7 +428,7 @@ def on_one_device(transform, op):
     return np.asarray(jax.jit(TRANSFORMS[transform](functools.partial(reference, op)))(THREE))
 
 
-@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=3)
+@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=2)
 def transformed(transform, op, how):
     """As by jax.nn on one device. With vmap also where its axis is sharded."""
 
