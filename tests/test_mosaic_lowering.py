@@ -354,6 +354,13 @@ def test_vmap_over_single_rows_is_one_call_over_all_of_them():
     assert kernel_results(lowered(jax.vmap(ps.softmax), X)) == kernel_results(lowered(ps.softmax, X))
 
 
+def test_the_choice_under_vmap_is_that_of_all_rows():
+    """The backward of a single row as long as this is XLA's, that of three is a kernel."""
+    f, row = jax.grad(square_sum(ps.softmax)), array(65_600)
+    assert len(kernel_results(lowered(f, row))) == 1
+    assert len(kernel_results(lowered(jax.vmap(f), array(3, *row.shape)))) == 2
+
+
 def test_vmap_of_grad_is_two_calls_over_all_rows():
     f = jax.vmap(jax.grad(square_sum(ps.softmax)))
     assert kernel_results(lowered(f, array(3, ROWS, V))) == [[f"{3 * ROWS}x{V}xf32"]] * 2
