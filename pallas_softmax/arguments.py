@@ -9,7 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
+from jax.errors import InconclusiveDimensionOperation
 
 from pallas_softmax.sharding.specs import lay_together
 from pallas_softmax.varying import vary_together
@@ -35,11 +37,20 @@ class Rows(NamedTuple):
 
 
 def array(function: str, name: str, x) -> jax.Array:
-    """`x` as a JAX array; lists are refused, as jax.nn and jax.numpy refuse them."""
+    """`x` as a JAX array; what is refused is what `check_array` refuses."""
+    check_array(function, name, x)
+    return jnp.asarray(x)
+
+
+def check_array(function: str, name: str, x) -> None:
+    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them."""
     arrays = jax.Array | np.ndarray | np.generic | numbers.Number
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
-    return jnp.asarray(x)
+    if isinstance(x, Tracer) and type(x).__name__ == "JetTracer":
+        raise NotImplementedError(
+            f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
+        )
 
 
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
@@ -123,6 +134,20 @@ def static_int(function: str, name: str, value) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
+
+
+def row_part(function: str, name: str, value, length) -> int:
+    """`value` as a number of elements of a row of this length: an int or a symbolic dimension of `jax.export`."""
+    number = value if export.is_symbolic_dim(value) else static_int(function, name, value)
+    wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"
+    try:
+        if 0 <= number <= length:
+            return number
+    except InconclusiveDimensionOperation as error:
+        raise ValueError(
+            f"{wanted}, which is not known to be; say so in the constraints of jax.export.symbolic_shape"
+        ) from error
+    raise ValueError(wanted)
 
 
 def static_bool(function: str, name: str, value) -> bool:

@@ -60,15 +60,17 @@ def describe(
         vocab=vocab,
         trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
         masked=where is not None,
-        k=k if k is None else min(k, vocab),
-        objection=symbolic(x.shape),
+        k=None if k is None else jax.core.min_dim(k, vocab),
+        objection=symbolic(x.shape, k),
         mesh_axes=mesh_axes,
     )
 
 
-def symbolic(shape: tuple) -> str | None:
-    """The objection to a shape that is not known while tracing; None if it is known."""
-    return None if all(isinstance(d, int) for d in shape) else f"the shape {shape} is symbolic"
+def symbolic(shape: tuple, k: int | None = None) -> str | None:
+    """The objection to a shape, or a number of winners, that is not known while tracing; None if it is known."""
+    if not all(isinstance(d, int) for d in shape):
+        return f"the shape {shape} is symbolic"
+    return None if k is None or isinstance(k, int) else f"k={k} is symbolic"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,6 +95,11 @@ def _better_by_xla(call: Call) -> str | None:
     return None
 
 
+def recording() -> bool:
+    """Whether `explain` is listing the calls."""
+    return _recorder.get() is not None
+
+
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
     """The implementations that `function(*args, **kwargs)` would run, in the order of the calls.
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 from pallas_softmax import operations
 from pallas_softmax.call import Choice
@@ -32,18 +33,40 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     if on_cuda == choice.elsewhere:
         return load(on_cuda).functions[operation](*arrays, **keywords)
 
-    def varying(function: Callable) -> Callable:
-        """The function, whose results vary over the axes of `jax.shard_map` that an argument varies over."""
-        return lambda *arrays: jax.tree.map(lambda out: vary_together(out, *arrays)[0], function(*arrays))
-
     def implementation(name: str) -> Callable:
-        return functools.partial(load(name).functions[operation], **keywords)
+        function = functools.partial(load(name).functions[operation], **keywords)
+        # its results vary over the axes of `jax.shard_map` that an argument varies over
+        return lambda *arrays: jax.tree.map(lambda out: vary_together(out, *arrays)[0], function(*arrays))
 
     def refused(*arrays):
         return placeholder(result_shapes(operation, arrays, keywords), str(choice.refusal))
 
     elsewhere = refused if choice.elsewhere is None else implementation(choice.elsewhere)
-    return lax.platform_dependent(*arrays, cuda=varying(implementation(on_cuda)), default=varying(elsewhere))
+    cuda, other = (
+        jax.make_jaxpr(function, return_shape=True)(*arrays)
+        for function in (implementation(on_cuda), elsewhere)
+    )
+    results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda[0], elsewhere=other[0])
+    return jax.tree.unflatten(jax.tree.structure(cuda[1]), results)
+
+
+# As `lax.platform_dependent`, but a branch knows which platforms it is lowered for: kernels, which can be lowered for
+# one platform only, get into a module of several.
+_by_platform_p = Primitive("pallas_softmax_by_platform")
+_by_platform_p.multiple_results = True
+_by_platform_p.def_impl(
+    lambda *leaves, **jaxprs: jax.jit(functools.partial(_by_platform_p.bind, **jaxprs))(*leaves)
+)
+_by_platform_p.def_abstract_eval(lambda *_, cuda, elsewhere: cuda.out_avals)
+mlir.register_lowering(
+    _by_platform_p,
+    mlir.lower_fun(lambda *leaves, cuda, elsewhere: jaxpr_as_fun(cuda)(*leaves), multiple_results=True),
+    platform="cuda",
+)
+mlir.register_lowering(
+    _by_platform_p,
+    mlir.lower_fun(lambda *leaves, cuda, elsewhere: jaxpr_as_fun(elsewhere)(*leaves), multiple_results=True),
+)
 
 
 def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:

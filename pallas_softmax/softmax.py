@@ -11,6 +11,7 @@ from pallas_softmax import arguments, execution, online
 from pallas_softmax.arguments import Axis, AxisName
 from pallas_softmax.call import describe
 from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
+from pallas_softmax.eager import at_once
 
 
 def softmax(
@@ -44,6 +45,10 @@ def softmax(
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
+    return at_once(_softmax_of, (x, where), (axis, axis_name, implementation))
+
+
+def _softmax_of(x, where, axis, axis_name, implementation):
     rows = _float_rows("softmax", x, axis, where, axis_name)
     (y,) = _run(_softmax, "softmax", rows, implementation)
     return y
@@ -75,6 +80,10 @@ def log_softmax(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
+    return at_once(_log_softmax_of, (x, where), (axis, axis_name, implementation))
+
+
+def _log_softmax_of(x, where, axis, axis_name, implementation):
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
     (y,) = _run(_log_softmax, "log_softmax", rows, implementation)
     return y
@@ -143,6 +152,10 @@ def logsumexp(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
+    return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
+
+
+def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implementation):
     name = "logsumexp"
     if (
         b is not None

@@ -14,6 +14,7 @@ from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe
 from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable, maps_of
+from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
 from pallas_softmax.varying import share_cotangent, varies, vary_together
 
@@ -51,7 +52,7 @@ def fused_topk(
 
     Args:
       logits: real array of any shape with at least one dimension.
-      k: static int, 0 <= k <= logits.shape[axis].
+      k: static int, 0 <= k <= logits.shape[axis]; or a symbolic dimension of `jax.export` known to be in these bounds.
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
@@ -79,18 +80,27 @@ def fused_topk(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
+    arguments.check_array(name, "temperature", temperature)
+    if not isinstance(temperature, Tracer):  # the numbers are not known in what follows
+        if np.iscomplexobj(temperature):
+            raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
+        if not np.all(np.asarray(temperature) > 0):
+            raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    return at_once(_topk_of, (logits, where, temperature), (k, axis, log, dtype, axis_name, implementation))
+
+
+def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, implementation) -> TopK:
+    name = "fused_topk"
     x = arguments.array(name, "logits", logits)
     if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: logits must be a float or integer array, got {x.dtype.name}")
-    k = arguments.static_int(name, "k", k)
     axis = arguments.static_int(name, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
     axis %= x.ndim
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
-    if not 0 <= k <= length:
-        raise ValueError(f"{name}: k must be from 0 to the row's length {length}, got {k}")
+    k = arguments.row_part(name, "k", k, length)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape, axis, floating)
@@ -117,12 +127,10 @@ def fused_topk(
 
 
 def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """The checked temperature, of shape (1, ..., 1) or batch + (1,); NaN where a traced one is not positive."""
+    """The temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
-    if not isinstance(temperature, Tracer) and not np.all(np.asarray(temperature) > 0):
-        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     batch, given = shape[:axis] + shape[axis + 1 :], t.shape
     if t.ndim == len(shape) and t.shape[axis] == 1:
         t = jnp.squeeze(t, axis)

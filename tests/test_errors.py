@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import jet
 
 import pallas_softmax as ps
 from tests.support.cases import BF16, F32
@@ -254,3 +255,12 @@ def test_more_than_two_to_the_31_elements_are_traced():
     assert jax.eval_shape(ps.softmax, x).shape == x.shape
     assert jax.eval_shape(ps.logsumexp, x).shape == ()
     assert jax.eval_shape(functools.partial(topk, k=8), x).indices.shape == (2**15, 8)
+
+
+@pytest.mark.parametrize(
+    "f", [ps.softmax, ps.log_softmax, ps.logsumexp, lambda x: ps.fused_topk(x, 2).values]
+)
+def test_jet_names_the_way_out(f):
+    x = jnp.arange(4.0)
+    with pytest.raises(NotImplementedError, match="jet knows no kernels; nest jax.jvp"):
+        jet.jet(f, (x,), ((jnp.ones(4), jnp.zeros(4)),))

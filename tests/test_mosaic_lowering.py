@@ -7,13 +7,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from tests.support import kernels, oracle
+from tests.support import cases, kernels, oracle
 from tests.support.covering import cover, first, first_values, pairs
 from tests.support.kernels import Parts, Tile, Window
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
@@ -439,13 +440,23 @@ def test_export_with_a_symbolic_batch(name, platforms):
     assert dict(choice.reasons)["mosaic_gpu"]
 
 
-@pytest.mark.xfail(
-    raises=NotImplementedError,
-    strict=True,
-    reason="Pallas's mpmd_map does not support multi-platform lowering",
-)
+@pytest.mark.parametrize("platforms", [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")], ids=str)
 @each
-def test_export_for_two_platforms(name):
-    """The kernel for CUDA, the plain implementation for the CPU, in one module."""
+def test_export_for_several_platforms(name, platforms):
+    """The kernel for CUDA and plain JAX for all others, in one module, of the gradient, too."""
     f, results = FUNCTIONS[name]
-    assert kernel_results(exported(f, X, ("cpu", "cuda")).mlir_module()) == [results(ROWS)]
+    both = exported(f, X, platforms)
+    assert kernel_results(both.mlir_module()) == [results(ROWS)]
+    gradient = jax.grad(square_sum(f if name == "softmax" else values))
+    assert kernel_results(exported(gradient, X, platforms).mlir_module()) == kernel_results(
+        lowered(gradient, X)
+    )
+    x = cases.rows(["normal", "integers"] * (ROWS // 2), V)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), both.call(x), f(x))
+
+
+def test_a_named_kernel_is_not_exported_for_a_cpu():
+    with pytest.raises(
+        NotImplementedError, match="needs an NVIDIA GPU, but this computation is lowered for cpu"
+    ):
+        exported(lambda x: ps.softmax(x, implementation="mosaic_gpu"), X, ("cpu", "cuda"))

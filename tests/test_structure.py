@@ -21,6 +21,7 @@ LAYERS = (
     ("__init__",),
     ("softmax", "topk", "paper"),
     ("arguments", "derivatives"),
+    ("eager",),
     ("execution",),
     ("sharding",),
     ("platforms",),

@@ -260,6 +260,28 @@ def test_export_of_a_topk():
     jax.tree.map(close, got, ps.fused_topk(X, 3))
 
 
+@pytest.mark.parametrize("options", [{}, {"where": WHERE[0]}, {"log": True, "dtype": "bfloat16"}], ids=list)
+def test_export_with_a_symbolic_number_of_winners(options):
+    """It is the size of another argument, which is known to fit."""
+
+    def largest(x, like):
+        return ps.fused_topk(x, like.shape[0], **options)
+
+    k = export.symbolic_shape("k", constraints=[f"k <= {V}"])
+    shapes = [jax.ShapeDtypeStruct(X.shape, F32), jax.ShapeDtypeStruct(k, F32)]
+    again = export.export(jax.jit(largest), platforms=["cpu"])(*shapes)
+    for k in (1, 5, V):
+        jax.tree.map(close, again.call(X, np.zeros(k, F32)), ps.fused_topk(X, k, **options))
+
+
+def test_a_symbolic_number_of_winners_must_be_known_to_fit():
+    (k,) = export.symbolic_shape("k")
+    with pytest.raises(
+        ValueError, match="row's length 20, got k, which is not known to be; say so in the constr"
+    ):
+        ps.fused_topk(np.ones(20, F32), k)
+
+
 @each
 def test_export_with_a_symbolic_batch(name):
     f = FUNCTIONS[name]

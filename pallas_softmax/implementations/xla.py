@@ -121,7 +121,8 @@ def topk(logits, where, temperature, *, k, log, dtype):
     x = logits_of(online.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
     winners = jnp.take_along_axis(x, indices, -1)
-    m = winners[..., :1] if k else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
+    some = isinstance(k, int) and k > 0  # a symbolic k may be 0
+    m = winners[..., :1] if some else jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     d = jnp.sum(jnp.exp((x - m) / temperature), -1, keepdims=True)
     normalizer = Normalizer(m, jnp.where(m == -jnp.inf, 0, d))
     kept = None if where is None else mask_at(where, logits, indices)
@@ -290,7 +291,8 @@ def best_order(logits, where, k):
         return lax.top_k(online.sort_key(x), k)[1]
 
     def on_cuda(x):
-        if k <= 16:  # XLA's kernel for k <= 16 is faster in float32, its sort for larger k in 16 bits
+        # XLA's kernel for k <= 16 is faster in float32, its sort for larger k in 16 bits
+        if not isinstance(k, int) or k <= 16:
             x = widen(x)
         # XLA's kernel misplaces -NaN (openxla/xla issue 48119)
         return lax.cond(jnp.any(jnp.isnan(x) & jnp.signbit(x)), by_key, by_value, x)

@@ -1,0 +1,45 @@
+"""Calls outside of `jax.jit`: JAX would dispatch each operation of a call by itself; here the call is one program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from pallas_softmax import choice
+
+
+def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
+    """function(*arrays, *options), compiled where the arrays are at hand and not traced.
+
+    Args:
+      function: what is called; its errors, also of bad options, are the same either way.
+      arrays: arrays, scalars or None.
+      options: the other arguments, which a compilation is for.
+    """
+    if all(map(_concrete, arrays)) and _hashable(options) and not choice.recording():
+        # 1, 1.0 and True are equal, but as k only the first is accepted
+        return _compiled(function, options, tuple(map(type, options)), arrays)
+    return function(*arrays, *options)
+
+
+def _concrete(x) -> bool:
+    return x is None or (
+        isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and not isinstance(x, Tracer)
+    )
+
+
+def _hashable(options: tuple) -> bool:
+    try:
+        hash(options)
+    except TypeError:
+        return False
+    return not any(isinstance(option, Tracer) for option in options)
+
+
+def _run(function, options, types, arrays):
+    return function(*arrays, *options)
+
+
+_compiled = jax.jit(_run, static_argnums=(0, 1, 2))
