@@ -4,7 +4,7 @@ what is accepted."""
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def static_int(function: str, name: str, value) -> int:
 
 def row_part(function: str, name: str, value, length) -> int:
     """`value` as a number of elements of a row of this length: an int or a symbolic dimension of `jax.export`."""
-    number = value if export.is_symbolic_dim(value) else static_int(function, name, value)
+    number: Any = value if export.is_symbolic_dim(value) else static_int(function, name, value)
     wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"
     try:
         if 0 <= number <= length:

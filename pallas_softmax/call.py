@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import jax
+from jax.core import min_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def describe(
         vocab=vocab,
         trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
         masked=where is not None,
-        k=None if k is None else jax.core.min_dim(k, vocab),
+        k=None if k is None else min_dim(k, vocab),
         objection=symbolic(x.shape, k),
         mesh_axes=mesh_axes,
     )
