@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
@@ -74,6 +74,29 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 def record(row: Any) -> dict[str, Any]:
     """Returns a row, which is a dataclass, as flat columns: those of its case stand in the place of the case."""
     return _flat(dataclasses.asdict(row))
+
+
+def _restored(kind: Any, columns: dict[str, Any]) -> Any:
+    """Returns the dataclass whose flat columns these are; it keeps its defaults for those that are missing."""
+    hints = get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _restored(hints[field.name], columns)
+        elif field.name in columns:
+            values[field.name] = columns[field.name]
+    return kind(**values)
+
+
+def read(path: Path, kind: type[Any]) -> tuple[list[Any], dict[str, float], dict[str, str]]:
+    """Returns what a run's JSON holds: its rows, which are of this dataclass, the bandwidths, and the environment."""
+    document = json.loads(path.read_text())
+    bandwidths = {
+        name: 1e12 * document[f"{name}_tb_per_s"]
+        for name in ("copy", "read")
+        if f"{name}_tb_per_s" in document
+    }
+    return [_restored(kind, each) for each in document["rows"]], bandwidths, document["environment"]
 
 
 def _output_of(*command: str) -> str:
