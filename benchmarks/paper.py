@@ -122,26 +122,41 @@ def _plain(rows: list[Row]) -> bool:
 
 
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """Returns the rows as the paper's own program prints them: a line per V (or K), a column per contender."""
+    """Returns the rows as the paper's own program prints them: a line per V (or K), a column per contender.
+
+    Where they are too many for one table, ours and the peers have one of their own.
+    """
     text = f"{_CPU}\n" if _plain(rows) else ""
     names = list(dict.fromkeys(row.contender for row in rows))
+    algorithms = [name for name in names if name in _ALGORITHMS]
     notes = report.Notes()
+    for panel in _panels(rows):
+        bars = f", speed-up of {' over '.join(panel.pair)}" if panel.ratios else ""
+        parts = [_columns(panel, names, notes)]
+        if max(map(len, parts[0].split("\n"))) > report.WIDTH:
+            parts = [_columns(panel, some, notes) for some in (algorithms, names[len(algorithms) :])]
+        text += "\n".join([report.wrapped(f"{panel.title}; 10^9 elements/s{bars}"), *parts, ""])
+    caches = {f"* fits {row.fits_cache}": report.FITS for row in rows if row.fits_cache}
+    return text.rstrip() + str(notes) + report.legend(caches)
+
+
+def _columns(panel: _Panel, names: list[str], notes: report.Notes) -> str:
+    """Returns the rates of these contenders, and the speed-up of the pair if the second of it is one of them."""
+    _, slow = panel.pair
+    ratios = panel.ratios if slow in names else {}
 
     def cell(row: Row) -> str:
         rate = "" if row.elements_per_s is None else report.number(row.elements_per_s / 1e9)
         return rate if row.status == "ok" else f"{rate} {notes.mark(f'{row.status}: {row.reason}')}".strip()
 
-    for panel in _panels(rows):
-        ratios = panel.ratios
-        bars = f", speed-up of {' over '.join(panel.pair)}" if ratios else ""
-        lines = [[panel.over, *names, "speed-up" if ratios else "", ""]]
-        for x, found in panel.points.items():
-            ratio = f"{ratios[x]:.2f}x" if x in ratios else ""
-            cache = next(iter(found.values())).fits_cache
-            cells = (cell(found[name]) for name in names)
-            lines.append([str(x), *cells, ratio, f"fits {cache}" if cache else ""])
-        text += f"{panel.title}; 10^9 elements/s{bars}\n{report.columns(lines, left=0)}\n"
-    return text.rstrip() + str(notes)
+    lines = [[panel.over, *names, *(["speed-up"] if ratios else [])]]
+    for x, found in panel.points.items():
+        star = "* " if next(iter(found.values())).fits_cache else ""
+        line = [f"{star}{x}", *(cell(found[name]) for name in names)]
+        if ratios:
+            line.append(f"{ratios[x]:.2f}x" if x in ratios else "")
+        lines.append(line)
+    return report.columns(lines, left=0)
 
 
 def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:

@@ -303,9 +303,9 @@ def compare(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text."""
-    head = ["case", "sharding", "devices", "contender", "ran", "check", "wall us", "speed-up", "of softmax"]
-    lines = [[*head, "device us", "speed-up", "of linear", "link MB", "collectives", ""]]
+    """Returns the rows as aligned text, below a heading for each layout; what the columns are stands below."""
+    head = ["  contender", "ran", "check", "wall us", "faster", "of softmax", "device us", "faster"]
+    lines = [[*head, "of linear", "link MB", ""]]
     notes = report.Notes()
 
     def cell(value: float | None, form: str = "") -> str:
@@ -314,15 +314,29 @@ def table(rows: list[Row]) -> str:
     last = None
     for row in rows:
         layout = row.layout
-        line = [layout.case.label, layout.sharding, str(layout.devices)] if layout != last else [""] * 3
+        if layout != last:
+            over = "" if layout.sharding == ALONE else f", {layout.sharding} over {layout.devices}"
+            lines.append([f"{layout.case.label}{over or ', one device'}"])
         last = layout
         check = f"ok: {report.number(row.error_eps or 0, 2)} eps" if row.status == "ok" else row.status
-        line += [row.contender, row.ran, check]
+        line = [f"  {row.contender}", row.ran, check]
         line += [cell(row.wall_p50_us), cell(row.speedup_wall, "{:.2f}x"), cell(row.of_softmax, "{:.2f}")]
         line += [cell(row.device_us), cell(row.speedup_device, "{:.2f}x"), cell(row.of_linear, "{:.0%}")]
-        line += [cell(row.link_bytes / 1e6) if row.link_bytes else "", row.collectives]
-        lines.append([*line, notes.mark(row.reason) if row.reason else ""])
-    return report.columns(lines, left=6) + str(notes)
+        line += [cell(row.link_bytes / 1e6) if row.link_bytes else ""]
+        lines.append([*line, "".join(notes.mark(text) for text in (row.collectives, row.reason) if text)])
+    texts = {
+        "ran": report.RAN,
+        "check": "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps",
+        "wall us": "the median time of one call until its result is there",
+        "device us": "what one more call adds to a program of several",
+        "faster": f"the first of wall times, the second of device times: {report.SPEEDUP}",
+        "of softmax": "the wall time over that of jax.nn.softmax on the same layout",
+        "of linear": "the device time on one device, over that on n devices times n",
+        "link MB": "the most that a device receives in a call, by the collectives of the footnote",
+    }
+    if any(row.status == "differs" for row in rows):
+        texts["differs"] = report.DIFFERS
+    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
 
 
 def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:

@@ -1,10 +1,11 @@
-"""Draws the pictures of results again, from their JSON: python -m benchmarks.support.redraw benchmarks/results/targets
+"""Draws pictures of results again, from their JSON: python -m benchmarks.support.redraw benchmarks/results/targets
 
-It measures nothing. A folder without the JSON of a benchmark that draws pictures stays as it is.
+It takes folders, and measures nothing. A folder without the JSON of a benchmark that has pictures stays as it is.
 """
 
-import sys
 from pathlib import Path
+
+from absl import app
 
 from benchmarks import paper, sharded
 from benchmarks.support import plot, report
@@ -20,6 +21,11 @@ def redraw(directory: Path) -> None:
         sharded.picture(directory / "sharded.png", rows, where)
 
 
-if __name__ == "__main__":
-    for folder in sys.argv[1:]:
+def main(argv: list[str]) -> None:
+    """Draws the pictures of the folders that the command line names."""
+    for folder in argv[1:]:
         redraw(Path(folder))
+
+
+if __name__ == "__main__":
+    app.run(main)
