@@ -36,7 +36,8 @@ COLORS = {
 _INCHES_OF_BAR = 0.1
 _INCHES_OF_LABEL = 0.14  # a group of bars is no lower than its label
 _INCHES_OF_GAP = 0.12  # between groups
-_POINTS_OF_LETTER = 4.5  # in the label of a bar
+_POINTS_OF_LETTER = 4.5  # in the names of groups and bars
+_LETTERS_OF_GROUP = 26  # in a line of the name of a group
 _TOO_SMALL = 1 / 40  # a bar of this part of the axis or less has its number beside it
 
 
@@ -111,18 +112,22 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
     right = 1.05 * max([1.0, *(row.share for row in rows if row.share is not None)])
     beside: list[str] = []
     for i, (axis, (title, groups)) in enumerate(zip(axes.flat, panels.items())):
-        _draw_panel(axis, groups, gap, right, headed=several)
-        if i % columns and beside == list(groups):
+        same = bool(i % columns) and beside == list(groups)
+        _draw_panel(axis, groups, gap, right, headed=several and not same)
+        if same:
             axis.tick_params(axis="y", labelleft=False)
-        elif not several:
+        elif several:
+            pad = 30 + _POINTS_OF_LETTER * _LETTERS_OF_GROUP
+            axis.set_ylabel("kind of logits (what they are), and the call", fontsize=8, labelpad=pad)
+        else:
             k = "" if rows[0].case.k is None else ", k"
             axis.set_ylabel(f"rows × elements of a row{k}", fontsize=8)
         beside = list(groups)
         axis.set_ylim(most - gap - 0.2, -0.8)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel(f"bandwidth, % of {number(bytes_per_s / scale)} {unit} (a {floor}'s)", fontsize=8)
-    about = "beside the bars: the kind of logits, then the call's" if several else logits_line(kinds)
-    figure.suptitle(f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}\n{about}", fontsize=10)
+    about = "" if several else f"\n{logits_line(kinds)}"
+    figure.suptitle(f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}{about}", fontsize=10)
     handles = _legend(rows, floor)
     figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=1 + columns, fontsize=8, frameon=False
@@ -189,7 +194,7 @@ def _draw_panel(axis: Any, groups: _Groups, gap: float, right: float, headed: bo
                 position += 1
         if headed:
             axis.annotate(
-                textwrap.fill(group, 26),
+                textwrap.fill(group, _LETTERS_OF_GROUP),
                 (0, (first + position - 1) / 2),
                 xycoords=("axes fraction", "data"),
                 xytext=(-12 - _POINTS_OF_LETTER * max(map(len, bars)), 0),
