@@ -1,7 +1,17 @@
 """Softmax and top-k, one after the other: python -m benchmarks --flagfile=configs/smoke.flags.
 
 This runs benchmarks.softmax and then benchmarks.topk, and has the flags of both and no others. Each passes
-over the peers of the other one, and top-k over --function, --where and --axis.
+over the peers of the other one, and top-k over --function, --where and --axis. The other benchmarks are
+programs of their own, each with flags of its own, which its --help lists:
+
+benchmarks.softmax          How fast are softmax, log_softmax and logsumexp?
+benchmarks.topk             How fast is fused_topk?
+benchmarks.paper            Do the figures of the paper hold?
+benchmarks.accuracy         How many ulps are ours and XLA's off?
+benchmarks.programs         What does ours save in whole programs?
+benchmarks.beam_search      How fast is beam search with fused_topk?
+benchmarks.sharded          How do softmax and top-k scale over devices?
+benchmarks.support.redraw   Draws pictures of results again, from their JSON
 """
 
 from absl import app

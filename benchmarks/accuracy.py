@@ -73,14 +73,24 @@ def _compare(case: Case, chosen: flags.Settings) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text."""
-    lines = [["case", "output", "contender", "ran", "ulps", "XLA's", ""]]
+    """Returns the rows as aligned text, below a heading for each case; what the columns are stands below."""
+    lines = [["  output", "contender", "ran", "ulps", "XLA's", ""]]
     notes = report.Notes()
+    last = None
     for row in rows:
+        if row.case != last:
+            lines.append([row.case.label])
+        last = row.case
         ulps = ["" if value is None else report.number(value) for value in (row.ulps, row.xla_ulps)]
         mark = f" {notes.mark(row.reason)}" if row.reason else ""
-        lines.append([row.case.label, row.output, row.contender, row.ran, *ulps, row.status + mark])
-    return report.columns(lines, left=4) + str(notes)
+        lines.append([f"  {row.output}", row.contender, row.ran, *ulps, row.status + mark])
+    texts = {
+        "ran": report.RAN,
+        "ulps": "the largest error against float64, in units of the last place of the true value (of dx: of its terms)",
+        "XLA's": "that of jax.nn's function",
+        "WORSE": "it is off by more than XLA's and what is allowed on top, an ulp or two",
+    }
+    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
 
 
 def define_flags() -> None:

@@ -442,23 +442,35 @@ def run_search(
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text."""
-    head = ["search", "contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
-    lines = [[*head, "device us/step", "first s", ""]]
+    """Returns the rows as aligned text, below a heading for each search; what the columns are stands below."""
+    head = ["  contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
+    lines = [[*head, "device us/step", "first s"]]
     notes = report.Notes()
     last = None
     for row in rows:
-        line = [row.search.label if row.search != last else "", row.contender, row.ran, row.status]
+        if row.search != last:
+            lines.append([row.search.label])
         last = row.search
+        mark = f" {notes.mark(row.reason)}" if row.reason else ""
+        line = [f"  {row.contender}", row.ran, row.status + mark]
         line.append("" if row.same is None else f"{row.same}/{row.hypotheses}")
         for value in (row.score_error, row.gap):
             line.append("" if value is None else f"{value:.1e}" if value else "0")
         line.append("" if row.tokens_per_s is None else report.number(row.tokens_per_s))
         line.append("" if row.speedup is None else f"{row.speedup:.2f}x")
         line.append("" if row.device_us_per_step is None else report.number(row.device_us_per_step))
-        line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
-        lines.append([*line, notes.mark(row.reason) if row.reason else ""])
-    return report.columns(lines, left=4) + str(notes)
+        lines.append([*line, "" if row.first_result_s is None else f"{row.first_result_s:.2f}"])
+    texts = {
+        "ran": report.RAN,
+        "check": "ok if the scores and the choices of the search hold in its replay",
+        "same": "how many of the hypotheses are those of jax, token for token",
+        "score error": "the largest error of a score, by the replay",
+        "gap": "the most that a choice falls short of the best, by the replay: a near tie",
+        "speed-up": report.SPEEDUP,
+        "device us/step": "the device time of the kernels of one step of the search",
+        "first s": report.FIRST,
+    }
+    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
 
 
 def examples(search: Search, hypotheses: np.ndarray) -> str:

@@ -28,20 +28,11 @@ from pallas_softmax import paper
 
 _ALGORITHMS = paper.SOFTMAX | paper.TOPK
 _CPU = "CPU figures, wall time: the algorithms in plain jax.numpy, not the kernels"
-_COLORS = {
-    "naive": "#2ca02c",
-    "safe": "#ff7f0e",
-    "online": "#e0218a",
-    "topk": "#2ca02c",
-    "safe_unfused": "#ff7f0e",
-    "safe_fused": "#9467bd",
-    "online_fused": "#e0218a",
-}
-
 _PEERS = {
     "jax": "jax.nn.softmax",
     "jax_stable": "jax.nn.softmax + lax.top_k",
-    "jax_unstable": "the same, is_stable=False",
+    "jax_unstable": "jax.nn.softmax + lax.top_k(is_stable=False)",
+    "jax_raft": "jax.nn.softmax + lax.top_k by RAFT",
     "quack": "QuACK",
 }
 
@@ -125,27 +116,47 @@ def _panels(rows: list[Row]) -> list[_Panel]:
     return list(panels.values())
 
 
+def _plain(rows: list[Row]) -> bool:
+    """Tells whether the algorithms have run as plain jax.numpy, without a kernel."""
+    return any(row.contender in _ALGORITHMS and row.ran == "xla" for row in rows)
+
+
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """Returns the rows as the paper's own program prints them: a line per V (or K), a column per contender."""
-    text = "" if timing.on_gpu() else f"{_CPU}\n"
+    """Returns the rows as the paper's own program prints them: a line per V (or K), a column per contender.
+
+    Where they are too many for one table, ours and the peers have one of their own.
+    """
+    text = f"{_CPU}\n" if _plain(rows) else ""
     names = list(dict.fromkeys(row.contender for row in rows))
+    algorithms = [name for name in names if name in _ALGORITHMS]
     notes = report.Notes()
+    for panel in _panels(rows):
+        bars = f", speed-up of {' over '.join(panel.pair)}" if panel.ratios else ""
+        parts = [_columns(panel, names, notes)]
+        if max(map(len, parts[0].split("\n"))) > report.WIDTH:
+            parts = [_columns(panel, some, notes) for some in (algorithms, names[len(algorithms) :])]
+        text += "\n".join([report.wrapped(f"{panel.title}; 10^9 elements/s{bars}"), *parts, ""])
+    caches = {f"* fits {row.fits_cache}": report.FITS for row in rows if row.fits_cache}
+    return text.rstrip() + str(notes) + report.legend(caches)
+
+
+def _columns(panel: _Panel, names: list[str], notes: report.Notes) -> str:
+    """Returns the rates of these contenders, and the speed-up of the pair if the second of it is one of them."""
+    _, slow = panel.pair
+    ratios = panel.ratios if slow in names else {}
 
     def cell(row: Row) -> str:
         rate = "" if row.elements_per_s is None else report.number(row.elements_per_s / 1e9)
         return rate if row.status == "ok" else f"{rate} {notes.mark(f'{row.status}: {row.reason}')}".strip()
 
-    for panel in _panels(rows):
-        ratios = panel.ratios
-        bars = f", speed-up of {' over '.join(panel.pair)}" if ratios else ""
-        lines = [[panel.over, *names, "speed-up" if ratios else "", ""]]
-        for x, found in panel.points.items():
-            ratio = f"{ratios[x]:.2f}x" if x in ratios else ""
-            cache = next(iter(found.values())).fits_cache
-            cells = (cell(found[name]) for name in names)
-            lines.append([str(x), *cells, ratio, f"fits {cache}" if cache else ""])
-        text += f"{panel.title}; 10^9 elements/s{bars}\n{report.columns(lines, left=0)}\n"
-    return text.rstrip() + str(notes)
+    lines = [[panel.over, *names, *(["speed-up"] if ratios else [])]]
+    for x, found in panel.points.items():
+        star = "* " if next(iter(found.values())).fits_cache else ""
+        line = [f"{star}{x}", *(cell(found[name]) for name in names)]
+        if ratios:
+            line.append(f"{ratios[x]:.2f}x" if x in ratios else "")
+        lines.append(line)
+    return report.columns(lines, left=0)
 
 
 def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
@@ -163,14 +174,16 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
         axis.set_ylim(bottom=0)
         axis.set_ylabel("$10^9$ elements per second", fontsize=8)
         axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1e9:g}")
-        axis.set_xlabel(panel.over, fontsize=8)
+        of_row = {"V": "elements of a row", "K": "winners of a row"}[panel.over]
+        axis.set_xlabel(f"{panel.over}, {of_row}", fontsize=8)
         axis.set_xscale("log")
         if panel.over == "K":
             axis.set_xticks(list(panel.points), list(map(str, panel.points)))
             axis.minorticks_off()
         axis.tick_params(which="both", labelsize=8)
-    kind = ", device time" if timing.on_gpu() else f"\n{_CPU}"
-    figure.suptitle(f"{where['device']}, jax {where['jax']}{kind}", fontsize=10)
+    kind = f"\n{_CPU}" if _plain(rows) else ", device time"
+    about = plot.logits_line(row.case.logits for row in rows)
+    figure.suptitle(f"{where['device']}, jax {where['jax']}{kind}\n{about}", fontsize=10)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     with plt.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "paper"}
@@ -181,19 +194,17 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the style of each line: the paper's algorithms are in colours, ours thick and blue, peers dashed."""
-    ours, peers = iter(plot.OURS), iter(plot.PEERS)
+    """Returns the style of each line: the paper's algorithms and ours are solid, ours thick, peers dashed."""
     function = "softmax" if rows[0].case.k is None else "fused_topk"
     styles = {}
     for name, is_ours in {row.contender: row.ours for row in rows}.items():
-        if name in _COLORS:
-            styles[name] = {"label": _ALGORITHMS[name].title, "color": _COLORS[name]}
+        styles[name] = {"color": plot.color(name)}
+        if name in _ALGORITHMS:
+            styles[name] |= {"label": _ALGORITHMS[name].title}
         elif is_ours:
-            label = f"pallas_softmax.{function} ({name})"
-            styles[name] = {"label": label, "color": next(ours), "linewidth": 3, "zorder": 1.9}
+            styles[name] |= {"label": plot.label(name, True, function), "linewidth": 3, "zorder": 1.9}
         else:
-            label = _PEERS.get(name, name)
-            styles[name] = {"label": label, "color": next(peers), "linestyle": "--"}
+            styles[name] |= {"label": _PEERS.get(name, name), "linestyle": "--"}
     return styles
 
 
@@ -224,9 +235,9 @@ def _bars(axis: Any, panel: _Panel) -> dict[str, Any]:
     for at, ratio in ratios.items():
         axis.text(at, ratio, f"{ratio:.1f}x", transform=behind.transData, bbox=box, **text)
     behind.set_ylim(0, 1.15 * height.max())
-    behind.set_ylabel(f"speed-up of {fast}\nover {slow}", fontsize=8)
+    behind.set_ylabel(f"speed-up of {fast}\nover {slow}, times", fontsize=8)
     behind.tick_params(labelsize=8)
-    return {"speed-up (right)": bars}
+    return {"speed-up (axis at the right)": bars}
 
 
 def _not_mixed(algorithms: list[str]) -> bool:

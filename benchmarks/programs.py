@@ -233,19 +233,29 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text."""
-    lines = [["program", "contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s", ""]]
+    """Returns the rows as aligned text, below a heading for each program; what the columns are stands below."""
+    lines = [["  contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s"]]
     notes = report.Notes()
     last = None
     for row in rows:
-        line = [row.program.label if row.program != last else "", row.contender, row.ran, row.status]
+        if row.program != last:
+            lines.append([row.program.label])
         last = row.program
+        mark = f" {notes.mark(row.reason)}" if row.reason else ""
+        line = [f"  {row.contender}", row.ran, row.status + mark]
         for value in (row.loss, row.error, row.p50_us):
             line.append("" if value is None else report.number(value) if value else "0")
         line.append("" if row.speedup is None else f"{row.speedup:.2f}x")
-        line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
-        lines.append([*line, notes.mark(row.reason) if row.reason else ""])
-    return report.columns(lines, left=4) + str(notes)
+        lines.append([*line, "" if row.first_result_s is None else f"{row.first_result_s:.2f}"])
+    texts = {
+        "ran": report.RAN,
+        "check": "ok if the error is no larger than a few eps of the dtype",
+        "error": "the largest difference of the loss and of a gradient from jax's, relative to its norm",
+        "p50 us": "the median time of a call",
+        "speed-up": report.SPEEDUP,
+        "first s": f"{report.FIRST}; jax runs first, and pays for XLA's tuning of the matrix products",
+    }
+    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
 
 
 def define_flags() -> None:

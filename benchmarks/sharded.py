@@ -43,6 +43,8 @@ from benchmarks.support.flags import Settings
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
 ALONE = "none"  # the name of the sharding on one device
 OURS, JAX, SOFTMAX = "ours", "jax", "jax.nn.softmax"
+SAME_AS = {OURS: "auto", JAX: "jax_stable", SOFTMAX: "jax"}  # what the other benchmarks call them
+NAMES = {OURS: "pallas_softmax", JAX: "jax.nn.softmax + lax.top_k"}  # what pictures call them
 FEW, MANY = 2, 8  # how many calls the two programs have from which the device time is taken
 PICTURED = (1024, 262144, 64)  # batch, V and k of the case in the picture
 
@@ -301,9 +303,9 @@ def compare(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text."""
-    head = ["case", "sharding", "devices", "contender", "ran", "check", "wall us", "speed-up", "of softmax"]
-    lines = [[*head, "device us", "speed-up", "of linear", "link MB", "collectives", ""]]
+    """Returns the rows as aligned text, below a heading for each layout; what the columns are stands below."""
+    head = ["  contender", "ran", "check", "wall us", "faster", "of softmax", "device us", "faster"]
+    lines = [[*head, "of linear", "link MB", ""]]
     notes = report.Notes()
 
     def cell(value: float | None, form: str = "") -> str:
@@ -312,15 +314,29 @@ def table(rows: list[Row]) -> str:
     last = None
     for row in rows:
         layout = row.layout
-        line = [layout.case.label, layout.sharding, str(layout.devices)] if layout != last else [""] * 3
+        if layout != last:
+            over = "" if layout.sharding == ALONE else f", {layout.sharding} over {layout.devices}"
+            lines.append([f"{layout.case.label}{over or ', one device'}"])
         last = layout
         check = f"ok: {report.number(row.error_eps or 0, 2)} eps" if row.status == "ok" else row.status
-        line += [row.contender, row.ran, check]
+        line = [f"  {row.contender}", row.ran, check]
         line += [cell(row.wall_p50_us), cell(row.speedup_wall, "{:.2f}x"), cell(row.of_softmax, "{:.2f}")]
         line += [cell(row.device_us), cell(row.speedup_device, "{:.2f}x"), cell(row.of_linear, "{:.0%}")]
-        line += [cell(row.link_bytes / 1e6) if row.link_bytes else "", row.collectives]
-        lines.append([*line, notes.mark(row.reason) if row.reason else ""])
-    return report.columns(lines, left=6) + str(notes)
+        line += [cell(row.link_bytes / 1e6) if row.link_bytes else ""]
+        lines.append([*line, "".join(notes.mark(text) for text in (row.collectives, row.reason) if text)])
+    texts = {
+        "ran": report.RAN,
+        "check": "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps",
+        "wall us": "the median time of one call until its result is there",
+        "device us": "what one more call adds to a program of several",
+        "faster": f"the first of wall times, the second of device times: {report.SPEEDUP}",
+        "of softmax": "the wall time over that of jax.nn.softmax on the same layout",
+        "of linear": "the device time on one device, over that on n devices times n",
+        "link MB": "the most that a device receives in a call, by the collectives of the footnote",
+    }
+    if any(row.status == "differs" for row in rows):
+        texts["differs"] = report.DIFFERS
+    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
 
 
 def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
@@ -329,38 +345,82 @@ def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
     every = list(dict.fromkeys(row.layout.case for row in rows))
     case = next((case for case in every if (case.batch, case.vocab, case.k) == PICTURED), every[0])
     rows = [row for row in rows if row.layout.case == case and row.device_us]
-    figure, axis = plt.subplots(layout="constrained", figsize=(7, 5))
-    peers = iter(plot.PEERS)
+    figure, axis = plt.subplots(layout="constrained", figsize=(7, 6))
     for name in functions(case):
-        color = plot.OURS[0] if name == OURS else next(peers)
-        mine = [row for row in rows if row.contender == name]
-        alone = {row.layout.devices: row.device_us for row in mine if row.layout.sharding == ALONE}
+        color = plot.color(SAME_AS[name])
         for sharding, style in zip(SHARDINGS, ("-", "--")):
-            spread = {row.layout.devices: row.device_us for row in mine if row.layout.sharding == sharding}
-            points = sorted((alone | spread).items())
-            label = f"{name}, {sharding}"
-            axis.plot(*zip(*points) if points else ((), ()), style, marker="o", color=color, label=label)
-        if name == OURS and alone:
-            n = np.array(sorted({row.layout.devices for row in rows}))
-            axis.plot(n, alone[1] / n, ":", color="black", label="linear scaling of ours")
+            points = _points(rows, name, sharding)
+            axis.plot(
+                *_coordinates(points),
+                style,
+                color=color,
+                marker="o",
+                label=f"{NAMES.get(name, name)}, {sharding}",
+            )
+            wrong = {n: row for n, row in points.items() if row.status == "differs"}
+            axis.plot(*_coordinates(wrong), "o", color=color, markerfacecolor="white")
+    if any(row.status == "differs" for row in rows):
+        axis.plot((), (), "o", color="black", markerfacecolor="white", label=plot.hollow_text([case.dtype]))
+    ours = _points(rows, OURS, "vocab")
+    if 1 in ours:
+        n = np.array(sorted({row.layout.devices for row in rows}))
+        axis.plot(n, ours[1].device_us / n, ":", color="black", label="linear scaling of pallas_softmax")
     if case.k and "H200" in where["device"]:
-        shape = case.batch, case.vocab, case.k, jax.numpy.dtype(case.dtype).itemsize
-        meshes = {"one mesh axis": lambda i: (2**i,), "two": lambda i: (2 ** ((i + 1) // 2), 2 ** (i // 2))}
-        for (axes, mesh), style in zip(meshes.items(), (":", "-.")):
-            model = [1e6 * links.predicted(*shape, mesh(i), links.H200).seconds for i in range(13)]
-            label = f"ours, vocab over {axes}: the model of links.py"
-            axis.plot(2 ** np.arange(13), model, style, color=plot.OURS[0], label=label)
+        _draw_model(axis, case, {n: row.device_us for n, row in ours.items() if row.device_us})
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = [tick for tick in axis.get_xticks() if 1 <= tick <= 4096]
     axis.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
-    axis.set_xlabel("devices")
-    axis.set_ylabel("device time, us")
+    axis.set_xlabel("number of devices")
+    axis.set_ylabel("device time of a call, us")
     axis.grid(color="#dddddd", linewidth=0.5)
-    axis.legend(fontsize=8, frameon=False)
-    axis.set_title(f"{case.label} on {where['device']}, jax {where['jax']}", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    title = f"{case.label} on {where['device']}, jax {where['jax']}"
+    axis.set_title(f"{title}\n{plot.logits_line([case.logits])}", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _points(rows: list[Row], contender: str, sharding: str) -> dict[int, Row]:
+    """Returns a contender's rows on one device and, in one sharding, on several, by their number."""
+    found = {
+        row.layout.devices: row
+        for row in rows
+        if row.contender == contender and row.layout.sharding in (ALONE, sharding)
+    }
+    return dict(sorted(found.items()))
+
+
+def _coordinates(points: dict[int, Row]) -> tuple[list[int], list[float | None]]:
+    """Returns the numbers of devices, and the device times."""
+    return list(points), [row.device_us for row in points.values()]
+
+
+def _draw_model(axis: Any, case: Case, measured: dict[int, float]) -> None:
+    """Draws what the model says of ours for up to 4096 devices, how far it is off, and where nothing was measured."""
+    shape = case.batch, case.vocab, case.k or 0, jax.numpy.dtype(case.dtype).itemsize
+
+    def model_us(*mesh: int) -> float:
+        return 1e6 * links.predicted(*shape, mesh, links.H200).seconds
+
+    meshes = {"one mesh axis": lambda i: (2**i,), "two": lambda i: (2 ** ((i + 1) // 2), 2 ** (i // 2))}
+    for (axes, mesh), style in zip(meshes.items(), (":", "-.")):
+        times = [model_us(*mesh(i)) for i in range(13)]
+        text = f"model of links.py: pallas_softmax, vocab over {axes}"
+        axis.plot(2 ** np.arange(13), times, style, color=plot.color(SAME_AS[OURS]), label=text)
+    if measured:
+        axis.axvspan(max(measured), 4096, color="#f0f0f0", zorder=0)
+        place = {"transform": axis.get_xaxis_transform(), "va": "top"}
+        axis.text(1.2 * max(measured), 0.97, misses(measured, model_us), fontsize=8, **place)
+
+
+def misses(measured: dict[int, float], model_us: Callable[[int], float]) -> str:
+    """Returns in words how far the model is from the measured times, by the number of devices, and where they end."""
+    off = (f"{model_us(n) / us - 1:+.0%} on {n}" for n, us in measured.items())
+    return (
+        f"grey: nothing was measured beyond {max(measured)} devices;\n"
+        f"the model is off the measured times (vocab)\nby {', '.join(off)}"
+    )
 
 
 def define_flags() -> None:

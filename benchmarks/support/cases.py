@@ -45,11 +45,14 @@ class Case:
     @property
     def what(self) -> str:
         """A name of all that the case is but its shape and dtype."""
-        words = [self.function if self.k is None else f"k={self.k}", self.direction]
-        words.append(os.path.basename(self.logits))
-        words += [f"where={self.where}"] * (self.where != "none")
-        words += [f"axis={self.axis}"] * (self.axis != -1)
-        return " ".join(words)
+        function = self.function if self.k is None else f"k={self.k}"
+        return " ".join([function, self.direction, os.path.basename(self.logits), *self.arguments])
+
+    @property
+    def arguments(self) -> list[str]:
+        """The mask and the axis, where they are not the usual ones."""
+        where = [f"where={self.where}"] * (self.where != "none")
+        return where + [f"axis={self.axis}"] * (self.axis != -1)
 
     @property
     def mask_shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The defaults are those of `Settings`.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ TOPK_PEERS = {
 SOFTMAX_ALGORITHMS = ("naive", "safe", "online")
 TOPK_ALGORITHMS = ("topk", "safe_unfused", "safe_fused", "online_fused")
 LOGITS = {
-    "normal": "",
+    "normal": "standard normal numbers",
     "uniform": "0 to 1, as the paper's benchmark draws them",
     "peaked": "normal, one in 1000 times 20",
     "ties": "normal, rounded to integers",
@@ -174,16 +175,20 @@ def define_dtype() -> None:
 
 def define_logits() -> None:
     """Defines --logits and --seed, which decide the numbers of the input."""
-    kinds = (f"{name} ({text})" if text else name for name, text in LOGITS.items())
     _define_list(
         "logits",
         _default("logits"),
         f"any of {', '.join(LOGITS)} and paths of existing .npy files, separated by commas",
         _is_logits,
-        f"The input: {'; '.join(kinds)}; or your own file, which is memory-mapped and gives its own V (the last"
-        " axis; the others are rows).",
+        f"The input: {'; '.join(map(logits_text, LOGITS))}; or your own file, which is memory-mapped and gives"
+        " its own V (the last axis; the others are rows).",
     )
     define_seed()
+
+
+def logits_text(logits: str) -> str:
+    """Returns a kind of logits, or the name of a user's file, and in brackets what it is."""
+    return f"{os.path.basename(logits)} ({LOGITS.get(logits, 'a file')})"
 
 
 def _is_logits(item: str) -> bool:

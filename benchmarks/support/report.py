@@ -9,10 +9,11 @@ import platform
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
@@ -20,6 +21,21 @@ import numpy as np
 from benchmarks.support import flags
 from benchmarks.support.cases import Case
 from benchmarks.support.flags import Settings
+
+WIDTH = 120  # of every table that is printed
+
+# What columns are that several tables have.
+RAN = "the implementation that was found in the lowered program, or the peer's library"
+CHECK = (
+    "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps (the step"
+    " of its numbers at 1). rows: how many were looked at"
+)
+DIFFERS = "a peer's rounding (to 16 bits between its steps) or order; it fails nothing, and the time is shown"
+SPEEDUP = "how many times as fast as the contender that has 1.00x"
+FITS = "the cache holds all that a call moves, so that repeated calls may not read the memory"
+FIRST = "seconds to trace, lower, compile and run a JAX function the first time"
+
+_LONGEST_CHECK = 31  # characters
 
 
 @dataclasses.dataclass
@@ -74,6 +90,29 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 def record(row: Any) -> dict[str, Any]:
     """Returns a row, which is a dataclass, as flat columns: those of its case stand in the place of the case."""
     return _flat(dataclasses.asdict(row))
+
+
+def _restored(kind: Any, columns: dict[str, Any]) -> Any:
+    """Returns the dataclass whose flat columns these are; it keeps its defaults for those that are missing."""
+    hints = get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _restored(hints[field.name], columns)
+        elif field.name in columns:
+            values[field.name] = columns[field.name]
+    return kind(**values)
+
+
+def read(path: Path, kind: type[Any]) -> tuple[list[Any], dict[str, float], dict[str, str]]:
+    """Returns what a run's JSON holds: its rows, which are of this dataclass, the bandwidths, and the environment."""
+    document = json.loads(path.read_text())
+    bandwidths = {
+        name: 1e12 * document[f"{name}_tb_per_s"]
+        for name in ("copy", "read")
+        if f"{name}_tb_per_s" in document
+    }
+    return [_restored(kind, each) for each in document["rows"]], bandwidths, document["environment"]
 
 
 def _output_of(*command: str) -> str:
@@ -163,16 +202,28 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 
+def wrapped(text: str) -> str:
+    """Returns a line of text as lines that fit the width of a table, indented from the second on."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+
+
 def columns(lines: list[list[str]], left: int) -> str:
-    """Returns the lines as aligned text, a rule below the first; so many columns are aligned on the left."""
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            cell.ljust(width) if i < left or i == len(widths) - 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    """Returns the lines as aligned text, a rule below the first; so many columns are aligned on the left.
+
+    A line of one cell is a heading, which no column is aligned with. A last column without a name is on the left, too.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*(line for line in lines if len(line) > 1), strict=True)]
+    lefts = {*range(left), *([] if lines[0][-1] else [len(widths) - 1])}
+
+    def aligned(line: list[str]) -> str:
+        if len(line) == 1:
+            return wrapped(line[0])
+        cells = zip(line, widths, strict=True)
+        return "  ".join(
+            cell.ljust(width) if i in lefts else cell.rjust(width) for i, (cell, width) in enumerate(cells)
         ).rstrip()
-        for line in lines
-    ]
+
+    text = "\n".join(map(aligned, lines)).split("\n")
     text.insert(1, "-" * max(map(len, text)))
     return "\n".join(text)
 
@@ -187,33 +238,39 @@ class Notes(list[str]):
         return f"[{self.index(reason) + 1}]"
 
     def __str__(self) -> str:
-        return "".join(f"\n[{i}] {note}" for i, note in enumerate(self, 1))
+        return "".join(f"\n{wrapped(f'[{i}] {note}')}" for i, note in enumerate(self, 1))
 
 
-def _check_cell(row: Row) -> str:
-    """Returns the text of the column `check`."""
-    if row.status in ("not run", "error"):
-        return row.status
+def legend(texts: dict[str, str]) -> str:
+    """Returns the lines below a table that explain its columns or what stands in them."""
+    return "".join(f"\n{wrapped(f'{name}: {text}')}" for name, text in texts.items())
+
+
+def _check_cell(row: Row, notes: Notes) -> str:
+    """Returns the text of the column `check`; a long reason is a footnote."""
     if row.status == "ok":
         return f"ok: {number(row.error_eps or 0, 2)} eps, {row.rows_checked} rows"
-    return f"{row.status}: {row.reason}"
+    text = f"{row.status}: {row.reason}"
+    return text if len(text) <= _LONGEST_CHECK else f"{row.status} {notes.mark(row.reason)}"
 
 
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """Returns the rows as aligned text; why something did not run stands below, each reason once.
+    """Returns the rows as aligned text, below a heading for each case; what the columns are stands below.
 
     The last of the bandwidths is the one that the rows are held against.
     """
     *_, floor = bandwidths
     scale, unit = bandwidth_unit(bandwidths[floor])
     slowdown = any(row.slowdown for row in rows)
-    head = ["case", "contender", "ran", "check", "p50 us", unit, f"of {floor}", "speed-up"]
-    lines = [head + ["slowdown"] * slowdown + ["first s", ""]]
+    head = ["  contender", "ran", "check", "p50 us", unit, f"of {floor}", "speed-up"]
+    lines = [head + ["slowdown"] * slowdown + ["first s"]]
     notes = Notes()
     last = None
     for row in rows:
-        line = [row.case.label if row.case != last else "", row.contender, row.ran, _check_cell(row)]
+        if row.case != last:
+            lines.append([row.case.label + (f", fits {row.fits_cache}" if row.fits_cache else "")])
         last = row.case
+        line = [f"  {row.contender}", row.ran, _check_cell(row, notes)]
         if row.p50_us is None or row.tb_per_s is None or row.share is None:
             line += [""] * 4
         else:
@@ -221,16 +278,19 @@ def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
             line += ["" if row.speedup is None else f"{row.speedup:.2f}x"]
         if slowdown:
             line.append("" if row.slowdown is None else f"{row.slowdown:.2f}x")
-        line.append("" if row.first_result_s is None else f"{row.first_result_s:.2f}")
-        if row.status in ("not run", "error"):
-            line.append(notes.mark(row.reason))
-        else:
-            line.append(f"fits {row.fits_cache}" if row.fits_cache else "")
-        lines.append(line)
-    text = columns(lines, left=4) + str(notes)
+        lines.append([*line, "" if row.first_result_s is None else f"{row.first_result_s:.2f}"])
+    texts = {"ran": RAN, "check": CHECK}
     if any(row.status == "differs" for row in rows):
-        text += "\ndiffers: a peer's rounding (in 16 bits between its steps) or order; it fails nothing"
-    for name, bandwidth in bandwidths.items():
-        what = {"copy": ", read plus written", "read": " in a sum, without writing"}[name]
-        text += f"\n{name}: {number(bandwidth / scale)} {unit}{what}"
-    return text
+        texts["differs"] = DIFFERS
+    texts["p50 us"] = "the median time of a call"
+    texts[unit] = "the fewest bytes that a call must move, over that time"
+    plain = {"copy": "copy, read plus written", "read": "sum, which reads and writes nothing"}
+    speed = f"{number(bandwidths[floor] / scale)} {unit}"
+    texts[f"of {floor}"] = f"that as a share of the {speed} of a plain {plain[floor]}"
+    texts["speed-up"] = SPEEDUP
+    if slowdown:
+        texts["slowdown"] = "the time over that of the same call with normal logits"
+    texts["first s"] = FIRST
+    for cache in sorted({row.fits_cache for row in rows} - {""}):
+        texts[f"fits {cache}"] = FITS
+    return columns(lines, left=3) + str(notes) + legend(texts)

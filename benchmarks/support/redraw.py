@@ -1,0 +1,31 @@
+"""Draws pictures of results again, from their JSON: python -m benchmarks.support.redraw benchmarks/results/targets
+
+It takes folders, and measures nothing. A folder without the JSON of a benchmark that has pictures stays as it is.
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from benchmarks import paper, sharded
+from benchmarks.support import plot, report
+
+
+def redraw(directory: Path) -> None:
+    """Draws the pictures of the results in a folder."""
+    for name, draw in {"softmax": plot.draw, "topk": plot.draw, "paper": paper.draw}.items():
+        if (file := directory / f"{name}.json").is_file():
+            draw(directory / f"{name}.png", *report.read(file, report.Row))
+    if (file := directory / "sharded.json").is_file():
+        rows, _, where = report.read(file, sharded.Row)
+        sharded.picture(directory / "sharded.png", rows, where)
+
+
+def main(argv: list[str]) -> None:
+    """Draws the pictures of the folders that the command line names."""
+    for folder in argv[1:]:
+        redraw(Path(folder))
+
+
+if __name__ == "__main__":
+    app.run(main)
