@@ -347,6 +347,21 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
         assert_topk(got, x, k, names)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("v", "k"), [(2, 2), (8, 3), (64, 6), (128, 8), (128, 128), (257, 33), (512, 16), (1000, 5)]
+)
+@side_by_side
+def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
+    """They are not in the order of their packed keys; a warp has other rows besides."""
+    rows = kernels.neighbours(v)
+    x = np.stack([*rows.values()] * 19)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
+    got = ps.fused_topk(x, k, where=where, dtype="float32", implementation="mosaic_gpu")
+    assert_topk(got, x, k, [*rows] * 19, where=where)
+
+
 @both
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("v", [1000, 25000, 50257])

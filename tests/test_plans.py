@@ -34,14 +34,23 @@ PLANS = {
     ("softmax_grad", 4000, 6144, "float32"): "tile",
     ("softmax_grad", 4000, 6148, "float32"): (1, 1),
     ("softmax", 16, 10240, "float32"): "tile",
-    ("softmax", 16, 10244, "float32"): (2, 1),
+    ("softmax", 16, 10244, "float32"): (4, 1),
     ("softmax", 4000, 5119, "bfloat16"): "tile",
     ("softmax", 4000, 5121, "bfloat16"): (1, 1),
     ("softmax", 4000, 25000, "float32"): (1, 1),
     ("softmax", 4096, 50257, "bfloat16"): (4, 1),
+    ("softmax", 10, 16128, "float32"): (8, 1),
     ("softmax", 1, 50257, "float32"): (8, 1),
+    ("softmax", 10, 100000, "float32"): (8, 1),
+    ("softmax", 1, 100004, "float32"): (16, 1),
     ("softmax", 512, 128256, "bfloat16"): (8, 1),
     ("log_softmax", 512, 151936, "bfloat16"): (8, 1),
+    ("logsumexp", 4000, 25000, "float32"): (1, 1),
+    ("logsumexp", 1024, 128256, "float32"): (8, 1),
+    ("logsumexp", 1024, 17000, "bfloat16"): (1, 1),
+    ("logsumexp", 4000, 25000, "bfloat16"): (2, 1),
+    ("logsumexp", 4000, 50257, "bfloat16"): (2, 1),
+    ("logsumexp", 64, 128256, "bfloat16"): (4, 1),
     ("logsumexp", 4096, 262144, "bfloat16"): (16, 1),
     ("softmax_grad", 1024, 262144, "float32"): (16, 1),
     ("softmax", 1, 1000003, "float32"): (256, 2),
@@ -53,6 +62,16 @@ def test_plan(shape):
     plan = softmax_plan.plan_softmax(*shape, HOPPER)
     got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
     assert got == PLANS[shape]
+
+
+def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest():
+    shapes = (
+        ("logsumexp", 4000, 25000),
+        ("softmax", 512, 500009),
+        ("softmax", 4000, 25000),
+        ("logsumexp", 10, 25000),
+    )
+    assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4, 4]
 
 
 @settings(FREE, max_examples=400)
@@ -167,12 +186,15 @@ TOPK_PLANS = {
     (4096, 100, 5, "float32"): "tile",
     (4096, 512, 1, "float32"): "tile",
     (4096, 1024, 8, "bfloat16"): "tile",
-    (4096, 512, 64, "float32"): 1,  # too many winners to take one by one
-    (4096, 1024, 5, "float32"): "tile",
-    (4096, 1024, 6, "float32"): 1,
-    (10, 2048, 2, "bfloat16"): "tile",
-    (10, 2048, 1, "float32"): "tile",
-    (10, 2048, 2, "float32"): 1,
+    (4096, 128, 64, "float32"): "tile",
+    (4096, 512, 39, "float32"): "tile",
+    (4096, 512, 40, "float32"): 1,  # too many winners to take one by one
+    (4096, 1024, 19, "float32"): "tile",
+    (4096, 1024, 20, "float32"): 1,
+    (4096, 1024, 39, "bfloat16"): "tile",
+    (4096, 1024, 40, "bfloat16"): 1,
+    (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
+    (10, 2048, 1, "bfloat16"): 1,
     (10, 2052, 1, "float32"): 1,
     (4096, 8000, 1, "float32"): 1,
     (4000, 25000, 5, "float32"): 1,
@@ -211,7 +233,7 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
     k = min(k, vocab)
     plan = topk_plan.plan_topk(rows, vocab, k, dtype, capability)
     if isinstance(plan, Tile):
-        assert vocab * jnp.dtype(dtype).itemsize <= 8192 and plan.lanes <= 32  # a row is a warp's
+        assert plan.shape[1] >= vocab and plan.lanes <= 32  # a row is a warp's
         check_tile(plan, vocab)
         winners = topk_plan.winners_tile(plan, k)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k

@@ -161,7 +161,7 @@ TOPK_SHORT = [
     (129, F16, 33, FEW),
     (512, BF16, 8, FEW),
     (1003, F32, 5, FEW),
-    (2047, BF16, 2, FEW),
+    (1003, BF16, 30, FEW),
     (1, F32, 1, FEW),
     (2, BF16, 1, FEW),
     (7, F32, 7, ALL),
@@ -169,8 +169,27 @@ TOPK_SHORT = [
     (128, F32, 5, ALL),
     (128, BF16, 64, FEW),
     (512, F32, 1, FEW),
-    (2048, F32, 1, FEW),
+    (1024, F32, 2, FEW),
 ]
+
+
+def neighbours(v):
+    """Rows, by name, whose float32 numbers differ in their lowest bits: in all of these, in some, with ties."""
+    rng = np.random.default_rng(v)
+    ulps = (1 + rng.permutation(v) * float(np.finfo(F32).eps)).astype(F32)
+    pairs = rng.standard_normal(v).astype(F32)
+    pairs[1::2] = np.nextafter(pairs[: v // 2 * 2 : 2], np.float32(np.inf))
+    short = cases.rows(["normal"], v, BF16)[0].astype(F32)
+    return {
+        "all apart by ulps": ulps,
+        "negative": -ulps,
+        "some, the larger later": pairs,
+        "some, the larger earlier": pairs[::-1].copy(),
+        "ties of odd numbers": rng.choice(np.array([0.1, 0.3, 0.7], F32), v),
+        "16 bits": short,
+        "16 bits but for one": np.where(np.arange(v) == v // 2, np.nextafter(short, np.float32(9)), short),
+    }
+
 
 # One part: several steps; a thread's groups smaller than a step; rows off 16 bytes, alone and several in a row of the
 # view; whole blocks; a short rest. Then parts, merged: by one launch, and by two (1400 winners).

@@ -43,21 +43,22 @@ WARP_ROW_BYTES = 2_048
 THREAD_ELEMENTS = 8  # elements that a thread holds at least, so that enough loads are on their way
 
 
-def short_row_tile(vocab: int, itemsize: int, warp_row_bytes: float = WARP_ROW_BYTES) -> Tile:
-    """The tile for rows of `vocab` elements of `itemsize` bytes.
-
-    Args:
-      warp_row_bytes: bytes of a row up to which the lanes of one warp hold it.
-    """
+def short_row_tile(vocab: int, itemsize: int) -> Tile:
+    """The tile for rows of `vocab` elements of `itemsize` bytes, as many lanes a row as have something to load."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
     vectors = vocab // vec
-    if vocab * itemsize > warp_row_bytes:
+    if vocab * itemsize > WARP_ROW_BYTES:
         lanes = WARPGROUP
     else:  # the power of two, from 2 to 32, with which a lane has one vector, or more where 32 are too few
         lanes = 2
         while lanes < min(vectors, 32):
             lanes *= 2
-    steps = -(-vectors // lanes)
+    return row_tile(vocab, vec, lanes)
+
+
+def row_tile(vocab: int, vec: int, lanes: int) -> Tile:
+    """The tile whose rows, of `vocab` elements, lie over so many lanes."""
+    steps = -(-vocab // (vec * lanes))
     rows_of_thread = max(1, THREAD_ELEMENTS // (vec * steps))
     return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
 

@@ -70,6 +70,40 @@ def load(ref, tile: Tile, row, fill, *, interpret):
     return load(ref, row)
 
 
+def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, interpret):
+    """The elements of an array in device memory, at a column number of each place of a tile of `vec` 1.
+
+    Args:
+      ref: the array (its rows, columns); of a single column, all places have that.
+      row: number of the tile's first row.
+      column: tile of column numbers. Where the tile has more columns than are used they may be any of the array.
+      rows: number of rows, beyond which the tile has 0.
+      ref_row: which row of the array belongs to a row.
+    """
+    columns = ref.shape[1]
+    if interpret:
+        i, _ = _indices(tile, row)
+        found = ref[...][jnp.where(i < rows, ref_row(i), 0), column if columns > 1 else 0]
+        return jnp.where(i < rows, found, jnp.zeros_like(found))
+
+    dtype = np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
+
+    @inline(arg_types=(REF, SCALAR, layout(tile)), return_type=_type(tile, dtype))
+    def gather(_, ref, row, column):
+        pointer = utils.memref_ptr(ref)
+        element = ir.IntegerType.get_signless(8) if dtype == "int8" else ir.MemRefType(ref.type).element_type
+        registers = []
+        for (at, _), register in zip(_places(tile, scalar(row)), column.registers.flat, strict=True):
+            (of_column,) = elements(register)
+            of_ref = ref_row(_RowNumber(at))
+            offset = predicated_ptx.offset_of(of_ref.value, columns, of_column if columns > 1 else i32(0))
+            inside = _inside(at, rows, i32(0), 1)
+            registers.append(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return gather(ref, row, column)
+
+
 def load_per_row(ref, tile: Tile, row, *, interpret):
     """The numbers (rows,) that belong to rows from `row` on, broadcast along the rows of a tile."""
     (rows,) = ref.shape

@@ -32,16 +32,30 @@ MANY_ROWS = 2_000  # rows from which the time when the last of them leave multip
 
 # Elements of a part at most, unless the cluster is the largest. Smaller parts let more CTAs run on each
 # multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
-FEW_ROWS_PART_ELEMENTS = 6_400  # (1, 50257) in 8 parts: 5.0 us, XLA 7.2; (1, 128256) in 16: 5.8 us, XLA 6.9
 HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 91%; (1024, 128256) in 16: 90%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
+
+# The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
+# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 6.7 us in 8, 7.1 us in 16; (1, 128256) 5.5 us in 16.
+FEW_ROWS_PART_ELEMENTS = 3_100
+FEW_ROWS_PART_ELEMENTS_OF_8 = 12_500
+
+# The same for rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
+READ_PART_ELEMENTS = 17_000
+# Of 16-bit rows: (4000, 25000) takes 69 us in 2 parts, 71 us in one; (1024, 128256) 88 us in 4, 104 us in 8.
+HALF_READ_ROW_ELEMENTS = 17_000  # in one part
+HALF_READ_PART_ELEMENTS = 32_100  # in several
 
 # Elements of a part above which few rows are split over more CTAs than a cluster has, in two launches.
 FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 8.6 us, XLA 8.9
 SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
 
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
+# The same for rows that are only read, and for the longest parts: logsumexp of (64, 128256) bfloat16 in 4 parts takes
+# 7.8 us, with steps of 4 blocks 8.4 us; softmax of (2000, 516096) takes 3.69 ms, with steps of 4 blocks 3.87 ms.
+LONG_STEP_BLOCKS = 8
+LONG_PART_ELEMENTS = 31_000
 
 EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
 
@@ -131,9 +145,11 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
     itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
     vec = ACCESS_BYTES // itemsize
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    only_read = operations.TABLE[op].results == operations.PER_ROW
 
     def parts(count: int, cluster: bool) -> Parts:
-        return Parts(vocab, vec, STEP_BLOCKS, count, cluster)
+        long = rows > FEW_ROWS and (only_read or vocab > count * LONG_PART_ELEMENTS)
+        return Parts(vocab, vec, LONG_STEP_BLOCKS if long else STEP_BLOCKS, count, cluster)
 
     def fits(parts: Parts) -> bool:
         return parts.walk.padded_length * itemsize * arrays <= smem
@@ -143,8 +159,10 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
         return short_row_tile(vocab, itemsize)
 
     # In the shared memory of one CTA, or of a cluster: the row is read once. The smallest cluster that will do.
-    count, enough = 1, _part_elements(rows, itemsize)
-    while count < MAX_CLUSTER[capability[0]] and (vocab > count * enough or not fits(parts(count, True))):
+    count, most = 1, MAX_CLUSTER[capability[0]]
+    while count < most and not (
+        vocab <= count * _part_elements(count, rows, itemsize, only_read) and fits(parts(count, True))
+    ):
         count *= 2
     clustered = parts(count, cluster=True)
     idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
@@ -167,15 +185,17 @@ def _tile_elements(rows: int, aligned: bool) -> int:
     return TILE_ELEMENTS  # as many as the registers hold
 
 
-def _part_elements(rows: int, itemsize: int) -> int:
-    """Number of elements of a part at most, unless the cluster is the largest."""
-    if rows <= FEW_ROWS:
-        return FEW_ROWS_PART_ELEMENTS  # to have many CTAs at work on each row
+def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int:
+    """Number of elements of each of `count` parts at most, unless the cluster is the largest."""
+    if rows <= FEW_ROWS:  # to have many CTAs at work on each row
+        return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
+    if only_read and itemsize == 2:
+        return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
     if itemsize == 2:
         return HALF_PART_ELEMENTS
-    if rows < MANY_ROWS:
-        return PART_ELEMENTS  # to have shorter CTAs at the end, when some multiprocessors are idle
-    return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
+    if rows >= MANY_ROWS:
+        return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
+    return READ_PART_ELEMENTS if only_read else PART_ELEMENTS  # to have shorter CTAs at the end
 
 
 def approximate(dtype) -> bool:

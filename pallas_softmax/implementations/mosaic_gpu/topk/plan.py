@@ -36,7 +36,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     SMEM_BYTES,
     WARPGROUP,
 )
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, short_row_tile
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, row_tile
 
 # What follows rests on device times of one H100 80GB HBM3. They stand in benchmarks/results/topk_targets and
 # topk_shapes, or are named here; the limits between two plans were tuned on variants whose times were not kept.
@@ -45,13 +45,22 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, s
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# A tile finds its winners in k rounds, in each of which a thread looks at all elements that it holds of a row. Its
-# time goes with the product of the two, and up to these products it is faster than a window: 4000 x 1008 float32
-# takes 11.7 us for k = 5 where a window takes 14.2 us, and for k = 1 it is 4.7 us against 13.8 us.
-# In 16 bits a round has one reduction over the lanes, and two in float32.
-TILE_WORK_2KB = {4: 256, 2: 512}  # winners times elements, by bytes of an element; for rows of up to 2 KB
-TILE_WORK_4KB = 160  # winners times elements, for rows of up to 4 KB
-TILE_WORK = 64  # winners times elements, for longer rows: of up to 8 KB, since a thread then has 64 elements
+# A lane of a tile sorts the elements that it holds of a row, and then there are k rounds over the lanes. Fewer lanes
+# with more elements sort more and exchange less: 131072 x 64 float32, k = 6, takes 16.4 us with 4 lanes of 16
+# elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k = 8, takes 29.3 us with 4 lanes of
+# 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8.
+LANE_ELEMENTS = {
+    4: 16,
+    2: 32,
+}  # elements of a row in a lane at most, by bytes of an element, as long as lanes are free
+MAX_LANE_ELEMENTS = (
+    32  # the same where all lanes of a warp are taken; 8192 x 2048 float32 takes 35 us, a window 26 us
+)
+
+# The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
+# or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
+# 16777 x 1000 bfloat16: k = 32 (32,768) takes 46 us, a window 62 us.
+TILE_WORK = {4: 20_000, 2: 40_000}  # by bytes of an element
 
 # Two CTAs that hold a whole row of float32 share a multiprocessor, or three of 16 bits, and one searches its row
 # while those of the others arrive. 4096 x 128256, k = 5: float32 in 6 parts takes 670 us, 0.98 of the bandwidth of
@@ -166,9 +175,10 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    tile = short_row_tile(vocab, itemsize, warp_row_bytes=math.inf)  # over one warp at most
-    if k * tile.steps * tile.vec <= _tile_work(vocab * itemsize, itemsize):
-        return tile  # the rounds of a tile take less time than the fixed part of the search in a window
+    tile = _tile(vocab, itemsize)
+    held = tile.steps * tile.vec
+    if held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK[itemsize]:
+        return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
     count = _parts(rows, vocab, k, itemsize)
@@ -177,13 +187,12 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     return _window(vocab, k, itemsize, count)
 
 
-def _tile_work(row_bytes: int, itemsize: int) -> int:
-    """Returns the largest product of winners and elements a thread at which a tile is faster than a window."""
-    if row_bytes <= 2_048:
-        return TILE_WORK_2KB[itemsize]
-    if row_bytes <= 4_096:
-        return TILE_WORK_4KB
-    return TILE_WORK
+def _tile(vocab: int, itemsize: int) -> Tile:
+    """Returns the tile with the fewest lanes a row, from 2 to 32, whose lanes hold few enough elements."""
+    vec, lanes = math.gcd(vocab, ACCESS_BYTES // itemsize), 2
+    while lanes < 32 and -(-vocab // (lanes * vec)) * vec > LANE_ELEMENTS[itemsize]:
+        lanes *= 2
+    return row_tile(vocab, vec, lanes)
 
 
 def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:

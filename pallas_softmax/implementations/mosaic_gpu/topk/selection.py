@@ -231,7 +231,7 @@ def rank(slots, n, ranked, k: int, *, interpret):
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpret):
-    """Returns the k best of each row of a tile as tiles of `winners_tile`: their keys, their indices, and per_row.
+    """Returns the k best of each row of a tile as tiles of `winners_tile`: their indices, and per_row.
 
     Args:
       vocab: number of elements of a row; the tile may have more columns.
@@ -245,4 +245,4 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpre
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
-    return (jnp.take_along_axis(key, best, 1), best), [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+    return best, [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]

@@ -45,11 +45,17 @@ def topk_rows(
         m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale))
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
-        (key, index), (m, d, row_scale) = selection.take(
+        index, (m, d, row_scale) = selection.take(
             plan, vocab, k, key, (m, d, row_scale), narrow=x_gmem.dtype.itemsize == 2, interpret=interpret
         )
-        value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         winners = winners_tile(plan, k)
+        key = sort_keys.key(tiles.gather(x_gmem, winners, row, index, rows=rows, interpret=interpret))
+        if mask is not None:
+            keep = tiles.gather(
+                mask_gmem, winners, row, index, rows=rows, ref_row=mask.row, interpret=interpret
+            )
+            key = jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
+        value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         tiles.store(values_gmem, winners, row, value, interpret=interpret)
         tiles.store(indices_gmem, winners, row, index, interpret=interpret)
 
