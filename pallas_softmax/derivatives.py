@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_softmax import execution, operations
 from pallas_softmax.call import Call, Choice
 from pallas_softmax.choice import choose, choose_plain
+from pallas_softmax.compiled import compiled
 from pallas_softmax.implementations import xla
 from pallas_softmax.operations import PER_ROW
 from pallas_softmax.varying import sum_cotangents
@@ -230,6 +231,9 @@ def _at_level(function: Callable, level: _Level) -> Callable:
     return batched
 
 
+# The map as a program; equal maps share it, while their jaxprs differ.
+_apply = compiled(lambda saved, linear, *, function: function(saved, linear), "function")
+
 linear_p = Primitive("pallas_softmax_linear")
 linear_p.multiple_results = True
 
@@ -289,7 +293,9 @@ def _batch(args, dims, *, jaxpr, function, count):
     return outputs, [0] * len(outputs)
 
 
-linear_p.def_impl(lambda *args, jaxpr, **_: jax.jit(jaxpr_as_fun(jaxpr))(*args))
+linear_p.def_impl(
+    lambda *args, jaxpr, function, count: _apply(list(args[:count]), list(args[count:]), function=function)
+)
 linear_p.def_abstract_eval(_abstract)
 mlir.register_lowering(linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[linear_p] = _jvp

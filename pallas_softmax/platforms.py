@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 from pallas_softmax import operations
 from pallas_softmax.call import Choice
 from pallas_softmax.choice import choose_again, choose_if_able
+from pallas_softmax.compiled import compiled
 from pallas_softmax.implementations import xla
 from pallas_softmax.implementations.load import load
 from pallas_softmax.refusal import placeholder
@@ -54,9 +55,7 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 # one platform only, get into a module of several.
 _by_platform_p = Primitive("pallas_softmax_by_platform")
 _by_platform_p.multiple_results = True
-_by_platform_p.def_impl(
-    lambda *leaves, **jaxprs: jax.jit(functools.partial(_by_platform_p.bind, **jaxprs))(*leaves)
-)
+_by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere"))
 _by_platform_p.def_abstract_eval(lambda *_, cuda, elsewhere: cuda.out_avals)
 mlir.register_lowering(
     _by_platform_p,

@@ -13,6 +13,9 @@ from pallas_softmax.call import describe
 from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
 from pallas_softmax.eager import at_once
 
+# As it was at the import, in case a program puts ours in its place. Its types know return_sign as a literal only.
+_jax_logsumexp: Any = jax.nn.logsumexp
+
 
 def softmax(
     x: ArrayLike,
@@ -180,11 +183,11 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     axes = arguments.normalized_axes(name, axis, a.ndim)
     b = None if b is None else arguments.array(name, "b", b)
     factors = () if b is None else (b,)
-    out_dtype = jnp.result_type(*factors, jax.eval_shape(jnp.exp, a).dtype)
+    together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    out_dtype = jax.eval_shape(jnp.exp, together).dtype
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
-    by_jax: Any = jax.nn.logsumexp  # whose types know return_sign as a literal only
-    out = by_jax(a, axes, *(factors or (None,)), keepdims, return_sign, where)
+    out = _jax_logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)
     return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
 
 

@@ -1,5 +1,7 @@
 """Derivatives in every mix of modes, to third order, against those of jax.nn; and what they cost in reverse mode."""
 
+import functools
+import itertools
 import re
 
 import jax
@@ -10,7 +12,7 @@ from jax import lax
 
 import pallas_softmax as ps
 from tests.support import cases
-from tests.support.covering import cover, first, first_values, pairs
+from tests.support.covering import cover, first, first_values, pairs, slow
 from tests.support.lowering import array, kernel_names, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -47,6 +49,10 @@ FUNCTIONS = {
         lambda x: jax.nn.logsumexp(x, -1, where=MASK),
     ),
     "topk, masked": (lambda x: topk(x, where=MASK), lambda x: plain_topk(x, where=MASK)),
+    "topk, masked, one temperature": (
+        lambda x: topk(x, where=MASK, temperature=1 + x[0, 0] ** 2),
+        lambda x: plain_topk(x, where=MASK, temperature=1 + x[0, 0] ** 2),
+    ),
     "topk, temperatures": (
         lambda x: topk(x, log=True, temperature=1 + x[:, 0] ** 2),
         lambda x: plain_topk(x, log=True, temperature=1 + x[:, :1] ** 2),
@@ -188,3 +194,28 @@ def test_16_bits_in_strict_promotion(dtype, log):
         np.vdot(np.asarray(dx, "float64"), np.asarray(pullback(y)[0], "float64")),
         rtol=0.05,
     )
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_fully_masked_row_has_derivatives_of_0(log):
+    """To the second order, in every mix, and in the temperature."""
+    where = MASK.copy()
+    where[0] = False
+
+    def f(x, t):
+        return jnp.sum(jnp.where(where[:, :1], topk(x, log=log, where=where, temperature=t), 0))
+
+    for outer, inner in itertools.product([jax.jacfwd, jax.jacrev], repeat=2):
+        for of_both in outer(inner(f, (0, 1)), (0, 1))(X, 0.7):
+            assert all(np.isfinite(part).all() for part in of_both)
+            assert not np.any(of_both[0][..., 0, :])
+
+
+@pytest.mark.parametrize("name", ["topk, masked", "logsumexp", *map(slow, ["softmax", "log_softmax"])])
+def test_without_jit(name):
+    """Each operation is evaluated by itself, under jax.disable_jit."""
+    ours, theirs = FUNCTIONS[name]
+    with jax.disable_jit():
+        got = jax.jvp(ours, (X,), (DX,)), jax.vjp(ours, X)[1](ours(X))
+    want = jax.jvp(theirs, (X,), (DX,)), jax.vjp(theirs, X)[1](theirs(X))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)

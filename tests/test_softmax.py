@@ -516,3 +516,16 @@ def test_logsumexp_with_factors_in_16_bits():
     assert got.dtype == BF16
     want = np.log(np.sum(np.asarray(b, "float64") * np.exp(np.asarray(x, "float64"))))
     np.testing.assert_allclose(float(got), want, rtol=2.0**-8)
+
+
+def test_factors_of_logsumexp_promote_with_the_logits():
+    """As in JAX, also where no dtype may be promoted silently."""
+    a, b = np.array([1, 2], np.int32), np.array([1, 0], np.int32)
+    with jax.numpy_dtype_promotion("strict"):
+        got = ps.logsumexp(a, b=b)
+    assert_same(got, jax.nn.logsumexp(a, b=b))
+
+
+def test_ours_in_the_place_of_jax_does_not_call_itself(monkeypatch):
+    monkeypatch.setattr(jax.nn, "logsumexp", ps.logsumexp)
+    assert_same(jax.nn.logsumexp(np.zeros(3, F32), b=2.0), np.log(np.float32(6)))

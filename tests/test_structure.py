@@ -32,7 +32,7 @@ LAYERS = (
     ("implementations.mosaic_gpu", "implementations.triton", "implementations.xla"),
     ("implementations.mosaic_gpu.device",),
     ("implementations.folding",),
-    ("online", "refusal", "varying", "target"),
+    ("online", "refusal", "varying", "target", "compiled"),
     ("call",),
     ("operations",),
 )

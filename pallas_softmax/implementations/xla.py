@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import top_k  # as it is at the import, in case a program puts ours in its place
 
 from pallas_softmax import online
 from pallas_softmax.call import Implementation
@@ -178,12 +179,10 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     def at_winners(a):
         return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
 
-    scaled, scaled_won = (x - m) / temperature, (at_winners(x) - m) / temperature
-    p, p_won = jnp.exp(scaled) / d, jnp.exp(scaled_won) / d
-    g = masked(g, own, 0)
-    if where is not None:  # the p of a fully masked row is NaN
-        kept = at_winners(jnp.broadcast_to(where, logits.shape))
-        p, g, p_won = masked(p, where, 0), masked(g, kept, 0), masked(p_won, kept, 0)
+    kept = None if where is None else at_winners(jnp.broadcast_to(where, logits.shape))
+    scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
+    scaled_won, p_won = _scaled_and_softmax(at_winners(x), kept, m, d, temperature)
+    g = masked(masked(g, own, 0), kept, 0)
     direct = widen(g) if log else widen(g) * masked(p_won, own, 0)  # what reaches a winner by its own value
     rest = g_d * d - _sum(direct, (-1,), mesh_axes)  # times p: what reaches every logit by the normalizer
 
@@ -213,8 +212,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
     def at_winners(a):
         return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
 
-    scaled = (x - m) / temperature
-    p = masked(jnp.exp(scaled) / d, where, 0)
+    scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
     by_temperature = jnp.where(
         dt == 0, 0, scaled * dt
     )  # 0 where x is -inf, if the temperature does not change
@@ -226,6 +224,12 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
         dvalues = masked(dvalues, at_winners(jnp.broadcast_to(where, logits.shape)), 0)
     dvalues = masked(dvalues, own, 0)
     return lax.psum(dvalues, mesh_axes) if mesh_axes else dvalues, d * mean
+
+
+def _scaled_and_softmax(x, where, m, d, temperature):
+    """(x - m) / T and its softmax, both 0 where masked; so are their derivatives, also in a fully masked row."""
+    scaled = masked(x - m, where, 0) / temperature
+    return scaled, masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
 
 
 def _indices_in_shard(indices, vocab: int, mesh_axes):
@@ -275,7 +279,7 @@ def best_order(logits, where, k):
     """Indices of the k largest of the last axis, in the order of lax.top_k; masked positions come after all others."""
     if jnp.issubdtype(logits.dtype, jnp.integer):
         if where is None:
-            return lax.top_k(logits, k)[1]
+            return top_k(logits, k)[1]
         index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         left_out = jnp.broadcast_to(~where, logits.shape)
         return lax.sort((left_out, jnp.where(left_out, 0, ~logits), index), num_keys=3)[2][..., :k]
@@ -285,10 +289,10 @@ def best_order(logits, where, k):
         x = jnp.where(where, x, last)  # the -NaN of all ones is the lowest of the total order
 
     def by_value(x):
-        return lax.top_k(x, k)[1]
+        return top_k(x, k)[1]
 
     def by_key(x):
-        return lax.top_k(online.sort_key(x), k)[1]
+        return top_k(online.sort_key(x), k)[1]
 
     def on_cuda(x):
         # XLA's kernel for k <= 16 is faster in float32, its sort for larger k in 16 bits

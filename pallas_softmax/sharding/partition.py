@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import operations, platforms
 from pallas_softmax.call import Choice
+from pallas_softmax.compiled import compiled
 from pallas_softmax.operations import PER_ROW
 from pallas_softmax.refusal import placeholder, refuse_unless_cuda
 from pallas_softmax.sharding import exchange
@@ -176,7 +177,7 @@ def _over_auto_axes(choice: Choice, arrays: tuple, keywords, dimensions: _Dimens
 # It runs `divided`, by custom_partitioning; but in jax.export, which cannot keep Python functions, XLA divides `whole`.
 _divided_p = Primitive("pallas_softmax_divided")
 _divided_p.multiple_results = True
-_divided_p.def_impl(lambda *leaves, divided, **_: jax.jit(jaxpr_as_fun(divided))(*leaves))
+_divided_p.def_impl(compiled(_divided_p.bind, "whole", "divided", "refusal"))
 
 
 @_divided_p.def_abstract_eval

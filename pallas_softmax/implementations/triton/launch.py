@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from pallas_softmax import target
+from pallas_softmax.compiled import compiled
 
 launch_p = Primitive("pallas_softmax_triton")
 launch_p.multiple_results = True
@@ -96,7 +97,4 @@ def _import_triton_call() -> Callable:
 
 
 mlir.register_lowering(launch_p, mlir.lower_fun(_lower, multiple_results=True), platform="cuda")
-# Called outside jax.jit, a launch is compiled as a program of its own.
-launch_p.def_impl(
-    jax.jit(launch_p.bind, static_argnames=("kernel", "out_type", "grid", "warps", "constants", "capability"))
-)
+launch_p.def_impl(compiled(launch_p.bind, "kernel", "out_type", "grid", "warps", "constants", "capability"))
