@@ -351,7 +351,6 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
 @pytest.mark.parametrize(
     ("v", "k"), [(2, 2), (8, 3), (64, 6), (128, 8), (128, 128), (257, 33), (512, 16), (1000, 5)]
 )
-@side_by_side
 def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
     """They are not in the order of their packed keys; a warp has other rows besides."""
     rows = kernels.neighbours(v)
