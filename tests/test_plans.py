@@ -193,6 +193,10 @@ TOPK_PLANS = {
     (4096, 1024, 20, "float32"): 1,
     (4096, 1024, 39, "bfloat16"): "tile",
     (4096, 1024, 40, "bfloat16"): 1,
+    (4096, 512, 64, "float32"): "tile",  # but not too many to sort the row
+    (4096, 1024, 128, "float32"): 1,
+    (4096, 1024, 128, "bfloat16"): "tile",
+    (4096, 1024, 1024, "bfloat16"): "tile",
     (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
     (10, 2048, 1, "bfloat16"): 1,
     (10, 2052, 1, "float32"): 1,

@@ -4,6 +4,7 @@ Loads and stores are inline PTX under a predicate, since tiles reach beyond the 
 operation; each function has a plain twin for the interpreter.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_softmax.implementations.folding import MaskRows
 from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
@@ -70,15 +71,17 @@ def load(ref, tile: Tile, row, fill, *, interpret):
     return load(ref, row)
 
 
-def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, interpret):
+def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, blocked=False, interpret):
     """The elements of an array in device memory, at a column number of each place of a tile of `vec` 1.
 
     Args:
       ref: the array (its rows, columns); of a single column, all places have that.
       row: number of the tile's first row.
-      column: tile of column numbers. Where the tile has more columns than are used they may be any of the array.
-      rows: number of rows, beyond which the tile has 0.
+      column: tile of column numbers.
+      rows: number of rows, beyond which the tile has 0, as beyond the array's columns.
       ref_row: which row of the array belongs to a row.
+      ref_row: which row of the array belongs to a row.
+      blocked: see `store`.
     """
     columns = ref.shape[1]
     if interpret:
@@ -93,11 +96,10 @@ def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, 
         pointer = utils.memref_ptr(ref)
         element = ir.IntegerType.get_signless(8) if dtype == "int8" else ir.MemRefType(ref.type).element_type
         registers = []
-        for (at, _), register in zip(_places(tile, scalar(row)), column.registers.flat, strict=True):
-            (of_column,) = elements(register)
-            of_ref = ref_row(_RowNumber(at))
-            offset = predicated_ptx.offset_of(of_ref.value, columns, of_column if columns > 1 else i32(0))
-            inside = _inside(at, rows, i32(0), 1)
+        for (at, _), register in zip(_places(tile, scalar(row), blocked), column.registers.flat, strict=True):
+            of_column = elements(register)[0] if columns > 1 else i32(0)
+            offset = predicated_ptx.offset_of(ref_row(_RowNumber(at)).value, columns, of_column)
+            inside = _inside(at, rows, of_column, columns)
             registers.append(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
         return array(layout(tile).to_mgpu(), tile.shape, registers)
 
@@ -151,12 +153,16 @@ def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, 
     return load_mask(ref, row) != 0
 
 
-def store(ref, tile: Tile, row, value, *, interpret):
+def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
     """Writes a tile to the rows of an array (rows, vocab) from `row` on, as far as the array goes.
 
     An array (rows, 1) takes the tile's first column.
+
+    Args:
+      blocked: whether the registers of a lane are neighbours in the row, of a tile of `vec` 1: lane 0 has columns 0 to
+        steps - 1. They are written together as far as alignment allows.
     """
-    rows, vocab = ref.shape
+    (rows, vocab), itemsize = ref.shape, np.dtype(ref.dtype).itemsize
     value = value.astype(ref.dtype)
     if interpret:
         for i in range(tile.rows):
@@ -170,8 +176,13 @@ def store(ref, tile: Tile, row, value, *, interpret):
     @inline(arg_types=(REF, SCALAR, layout(tile)))
     def store(_, ref, row, value):
         pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
-        places = _places(tile, scalar(row))
-        for (at, column), register in zip(places, value.registers.flat, strict=True):
+        places, registers = list(_places(tile, scalar(row), blocked)), list(value.registers.flat)
+        if blocked:
+            vec = math.gcd(vocab, tile.steps, ACCESS_BYTES // itemsize)
+            together = [registers[i : i + vec] for i in range(0, len(registers), vec)]
+            registers = [pack([elements(register)[0] for register in each]) for each in together]
+            places = places[::vec]
+        for (at, column), register in zip(places, registers, strict=True):
             offset = predicated_ptx.offset_of(at, vocab, column)
             predicated_ptx.store_vector(pointer, register, vec, offset, _inside(at, rows, column, vocab))
 
@@ -188,15 +199,15 @@ def _type(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
-def _places(tile: Tile, row: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+def _places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Row and first column of each register of this thread, in the order of the layout's registers."""
     own, lanes = thread(), tile.lanes
-    rows, columns = tile.shape
+    of_lane, of_step = (tile.steps, 1) if blocked else (tile.vec, lanes * tile.vec)
     row = arith.addi(row, arith.divui(own, i32(lanes)))
-    column = arith.muli(arith.remui(own, i32(lanes)), i32(tile.vec))
-    for i in range(0, rows, WARPGROUP // lanes):
-        for j in range(0, columns, lanes * tile.vec):
-            yield arith.addi(row, i32(i)), arith.addi(column, i32(j))
+    column = arith.muli(arith.remui(own, i32(lanes)), i32(of_lane))
+    for i in range(0, tile.rows, WARPGROUP // lanes):
+        for step in range(tile.steps):
+            yield arith.addi(row, i32(i)), arith.addi(column, i32(step * of_step))
 
 
 def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:

@@ -35,7 +35,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import winners_tile
 
-_LOWEST, _HIGHEST = (
+LOWEST, _HIGHEST = (
     "0x80000000",
     "0x7fffffff",
 )  # the key, packed or not, and the column of an element that is out
@@ -43,12 +43,27 @@ _LOWEST, _HIGHEST = (
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
     """Returns the columns of the k best of each row of a tile of keys; the arguments are those of `selection.take`."""
-    out = winners_tile(tile, k)
+    code = _text(tile, vocab, k, rows_of_thread(tile), narrow)
+    return insert_in_tile(code, tile, winners_tile(tile, k), key, per_row)
+
+
+def rows_of_thread(tile: Tile) -> int:
+    """Returns the number of rows that a thread has a part of."""
+    return tile.rows // (WARPGROUP // tile.lanes)
+
+
+def insert_in_tile(code: Code, tile: Tile, out: Tile, key, per_row):
+    """Puts PTX into the kernel, of which it returns the columns, a tile `out`, and per_row over such a tile.
+
+    Args:
+      code: the text. <x{row}_{i}> has key i of a row of the thread; it writes register i of a row, <column{row}_{i}>.
+      key: the tile of keys.
+      per_row: tiles, each of one number for a whole row.
+    """
     layout, out_layout = tiles.layout(tile), tiles.layout(out)
     dtypes = ["int32"] + ["float32"] * len(per_row)
     result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
-    rows = tile.rows // (WARPGROUP // tile.lanes)  # of a thread
-    code = _text(tile, vocab, k, rows, narrow)
+    rows = rows_of_thread(tile)
 
     @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
     def emit(_, key, per_row):
@@ -56,7 +71,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
         for row, registers in enumerate(np.split(key.registers.flatten(), rows)):
             held = [x for register in registers for x in elements(register)]
             operands |= {f"x{row}_{i}": x for i, x in enumerate(held)}
-        winners = [f"column{row}_{j}" for row in range(rows) for j in range(out.steps)]
+        winners = [f"column{row}_{i}" for row in range(rows) for i in range(out.steps)]
         outputs = [[pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(winners, "i32"))]]
         for a in per_row:
             of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
@@ -75,13 +90,13 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, narrow: bool) -> Code:
     code = Code()
     lane, first_column = code.new("b32", 2)
     code += f"and.b32 {lane}, <thread>, {tile.lanes - 1}; mul.lo.u32 {first_column}, {lane}, {tile.vec};"
-    bits = 16 if narrow else (tile.shape[1] - 1).bit_length()
-    lists = [_packed_keys(code, tile, vocab, row, first_column, bits, narrow) for row in range(rows)]
+    bits = column_bits(tile, narrow)
+    lists = [packed_keys(code, tile, vocab, row, first_column, bits, narrow) for row in range(rows)]
     rounds = k if narrow else min(k + 1, vocab)
     lists = [_sorted(code, packed, rounds) for packed in lists]
     alike = _take_packed(code, tile, k, rounds, lists, lane, bits, narrow)
     if not narrow:
-        _branch_if_exact(code, tile, rows, bits, alike, "end")
+        branch_if_exact(code, tile, rows, bits, alike, "end")
         _take_whole(code, tile, vocab, k, rows, lane, first_column)
         code += "end:"
     return code
@@ -95,7 +110,12 @@ def _columns(tile: Tile) -> list[int]:
 # ---- by packed keys
 
 
-def _packed_keys(
+def column_bits(tile: Tile, narrow: bool) -> int:
+    """Returns the number of bits of a column in a packed key."""
+    return 16 if narrow else (tile.shape[1] - 1).bit_length()
+
+
+def packed_keys(
     code: Code, tile: Tile, vocab: int, row: int, first_column: str, bits: int, narrow: bool
 ) -> list[str]:
     """Returns registers with the packed keys of the elements of a row of the thread."""
@@ -111,7 +131,7 @@ def _packed_keys(
             code += f"lop3.b32 {out}, <x{row}_{i}>, {complement}, {ones}, 0xdc;"
         if column + tile.vec * tile.lanes > vocab:
             code += (
-                f"setp.ge.u32 {p}, {first_column}, {max(0, vocab - column)}; @{p} mov.b32 {out}, {_LOWEST};"
+                f"setp.ge.u32 {p}, {first_column}, {max(0, vocab - column)}; @{p} mov.b32 {out}, {LOWEST};"
             )
     return packed
 
@@ -119,7 +139,7 @@ def _packed_keys(
 def _sorted(code: Code, values: list[str], k: int) -> list[str]:
     """Sorts registers in place, the largest first; returns those of the k largest."""
     comparisons, needed = [], set(range(min(k, len(values))))
-    for i, j in reversed(_network(len(values))):
+    for i, j in reversed(network(len(values))):
         if {i, j} & needed:
             comparisons.append((i, j, i in needed, j in needed))
             needed |= {i, j}
@@ -135,7 +155,7 @@ def _sorted(code: Code, values: list[str], k: int) -> list[str]:
     return values[:k]
 
 
-def _network(n: int) -> list[tuple[int, int]]:
+def network(n: int) -> list[tuple[int, int]]:
     """The comparisons that sort n elements: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
     out = []
     p = top = 1 << max(0, (n - 1).bit_length() - 1)
@@ -185,7 +205,7 @@ def _take_packed(
             code += f"mov.b32 {previous[row]}, {best[row]};"
             code += f"setp.eq.s32 {own}, {lists[row][0]}, {best[row]};"
             held = lists[row][: rounds - round_]  # as many as may still be looked at
-            for a, b in zip(held, [*held[1:], *[_LOWEST] * (len(held) < rounds - round_)]):
+            for a, b in zip(held, [*held[1:], *[LOWEST] * (len(held) < rounds - round_)]):
                 code += f"@{own} mov.b32 {a}, {b};"
     for row in rows:
         for j in range(-(-k // tile.lanes)):  # the complement of a complement
@@ -193,7 +213,7 @@ def _take_packed(
     return alike
 
 
-def _branch_if_exact(code: Code, tile: Tile, rows: int, bits: int, alike: str, label: str) -> None:
+def branch_if_exact(code: Code, tile: Tile, rows: int, bits: int, alike: str, label: str) -> None:
     """Goes to `label` if the order of packed keys is that of the keys, for all rows of the warp.
 
     It is if no two neighbours are alike, and also if all floats, as bits, end in so many zeros.
@@ -221,7 +241,7 @@ def _take_whole(code: Code, tile: Tile, vocab: int, k: int, rows: int, lane: str
         take the element of that column out
         the lane whose turn it is keeps column
     """
-    keys, columns = zip(*(_load_keys(code, tile, vocab, row, first_column) for row in range(rows)))
+    keys, columns = zip(*(load_keys(code, tile, vocab, row, first_column) for row in range(rows)))
     best, first = code.new("b32", rows), code.new("b32", rows)
     round_, turn = code.new("b32", 2)
     (p,) = code.new("pred")
@@ -237,7 +257,7 @@ def _take_whole(code: Code, tile: Tile, vocab: int, k: int, rows: int, lane: str
     for row in range(rows):
         for key, column in zip(keys[row], columns[row]):
             code += f"setp.eq.s32 {p}, {column}, {first[row]};"
-            code += f"@{p} mov.b32 {key}, {_LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"
+            code += f"@{p} mov.b32 {key}, {LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"
     for j in range(-(-k // tile.lanes)):
         code += f"sub.u32 {turn}, {round_}, {j * tile.lanes}; setp.eq.u32 {p}, {turn}, {lane};"
         for row in range(rows):
@@ -245,9 +265,7 @@ def _take_whole(code: Code, tile: Tile, vocab: int, k: int, rows: int, lane: str
     code += f"add.u32 {round_}, {round_}, 1; setp.lt.u32 {p}, {round_}, {k}; @{p} bra next_round;"
 
 
-def _load_keys(
-    code: Code, tile: Tile, vocab: int, row: int, first_column: str
-) -> tuple[list[str], list[str]]:
+def load_keys(code: Code, tile: Tile, vocab: int, row: int, first_column: str) -> tuple[list[str], list[str]]:
     """Returns registers with the keys of a row of the thread, and with their columns."""
     starts = _columns(tile)
     keys, columns = code.new("b32", len(starts)), code.new("b32", len(starts))
@@ -256,7 +274,7 @@ def _load_keys(
         code += f"mov.b32 {key}, <x{row}_{i}>; add.u32 {column}, {first_column}, {start};"
         if tile.shape[1] > vocab:
             code += f"setp.ge.u32 {p}, {column}, {vocab};"
-            code += f"@{p} mov.b32 {key}, {_LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"
+            code += f"@{p} mov.b32 {key}, {LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"
     return keys, columns
 
 

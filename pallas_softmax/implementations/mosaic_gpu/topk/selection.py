@@ -8,6 +8,7 @@ the same steps in JAX, which are here. They come in the order of their files:
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates
     rounds_ptx.py      take                                         the k best of rows in registers
+    sorting_ptx.py     take                                         the same, where k is large
 
 `plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
 shared memory is in references to
@@ -29,8 +30,19 @@ from jax import lax
 from pallas_softmax.implementations.mosaic_gpu.device import sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.topk import arrival_ptx, ranking_ptx, rounds_ptx, selection_ptx
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window, padded_winners, winners_tile
+from pallas_softmax.implementations.mosaic_gpu.topk import (
+    arrival_ptx,
+    ranking_ptx,
+    rounds_ptx,
+    selection_ptx,
+    sorting_ptx,
+)
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    Window,
+    padded_winners,
+    sorted_tile,
+    winners_tile,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import ranked_slots, write_slots
 from pallas_softmax.online import Normalizer, shift
 
@@ -230,7 +242,7 @@ def rank(slots, n, ranked, k: int, *, interpret):
     ranked[padded : padded + k] = index[:k]
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpret):
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order: bool, interpret):
     """Returns the k best of each row of a tile as tiles of `winners_tile`: their indices, and per_row.
 
     Args:
@@ -238,10 +250,12 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpre
       key: tile of the keys of the row's elements.
       per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
       narrow: whether the keys are those of 16 bits.
+      in_order: whether the rows are sorted; then the tiles are those of `sorted_tile`, blocked (see `tiles.store`).
     """
     if not interpret:
-        return rounds_ptx.take(tile, vocab, k, key, per_row, narrow)
-    out = winners_tile(tile, k)
+        ptx = sorting_ptx if in_order else rounds_ptx
+        return ptx.take(tile, vocab, k, key, per_row, narrow)
+    out = sorted_tile(tile) if in_order else winners_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))

@@ -15,7 +15,7 @@ from pallas_softmax.implementations.mosaic_gpu.device import sort_keys, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import winners_tile
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile, sorts, winners_tile
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import weight
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -26,6 +26,8 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature
+    in_order = sorts(vocab, k)
+    winners = sorted_tile(plan) if in_order else winners_tile(plan, k)
 
     def broadcast(per_row):
         return lax.broadcast_in_dim(per_row, plan.shape, (0,))
@@ -46,18 +48,33 @@ def topk_rows(
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
         index, (m, d, row_scale) = selection.take(
-            plan, vocab, k, key, (m, d, row_scale), narrow=x_gmem.dtype.itemsize == 2, interpret=interpret
+            plan,
+            vocab,
+            k,
+            key,
+            (m, d, row_scale),
+            narrow=x_gmem.dtype.itemsize == 2,
+            in_order=in_order,
+            interpret=interpret,
         )
-        winners = winners_tile(plan, k)
-        key = sort_keys.key(tiles.gather(x_gmem, winners, row, index, rows=rows, interpret=interpret))
+        key = sort_keys.key(
+            tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=in_order, interpret=interpret)
+        )
         if mask is not None:
             keep = tiles.gather(
-                mask_gmem, winners, row, index, rows=rows, ref_row=mask.row, interpret=interpret
+                mask_gmem,
+                winners,
+                row,
+                index,
+                rows=rows,
+                ref_row=mask.row,
+                blocked=in_order,
+                interpret=interpret,
             )
             key = jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
         value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
+        tiles.store(values_gmem, winners, row, value, blocked=in_order, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, blocked=in_order, interpret=interpret)
 
     values, indices, m, d = gpu_kernel(
         softmax_topk,
