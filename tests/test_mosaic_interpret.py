@@ -114,9 +114,10 @@ def test_axes(name, axes):
         moved = np.moveaxis(a, axes, range(-len(axes), 0))
         return moved.reshape(*moved.shape[: -len(axes)], -1)
 
-    got = kernels.softmax_rows(name, arrays, where, axes)
+    plan = Parts(6000, 4, 4, 1, True) if len(axes) == 3 else None  # the interpreter has no clusters
+    got = kernels.softmax_rows(name, arrays, where, axes, plan)
     rows = [folded(a) for a in arrays]
-    want = kernels.softmax_rows(name, rows, folded(np.broadcast_to(where, arrays[0].shape)))
+    want = kernels.softmax_rows(name, rows, folded(np.broadcast_to(where, arrays[0].shape)), plan=plan)
     np.testing.assert_array_equal(folded(got), want)
 
 

@@ -16,8 +16,9 @@ from benchmarks.support import cases, flags, plot, redraw, report
 from benchmarks.support.report import Row
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-FILES = sorted(RESULTS.glob("*/*.json"))
-PICTURES = sorted(file.parent.name for file in RESULTS.glob("*/*.png"))
+LOCAL = RESULTS / "local"  # what this machine's runs have left, not committed
+FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent != LOCAL)
+PICTURES = sorted(file.parent.name for file in RESULTS.glob("*/*.png") if file.parent != LOCAL)
 MODULES = {module.__name__.split(".")[-1]: module for module in (accuracy, beam_search, programs, sharded)}
 
 
