@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax import arguments, execution
@@ -15,7 +17,7 @@ from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe
 from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable, maps_of
 from pallas_softmax.eager import at_once
-from pallas_softmax.sharding.specs import lay_together
+from pallas_softmax.sharding.specs import explicit_axes, lay_together
 from pallas_softmax.varying import share_cotangent, varies, vary_together
 
 
@@ -193,9 +195,31 @@ def _topk_maps() -> Maps:
     return Maps(
         tangent(maps.tangent),
         cotangent(maps.cotangent),
-        tangent(maps.plain_tangent),
-        cotangent(maps.plain_cotangent),
+        tangent(_of_whole_rows(maps.plain_tangent)),
+        cotangent(_of_whole_rows(maps.plain_cotangent, logits_first=True)),
     )
+
+
+def _of_whole_rows(function: Callable, *, logits_first: bool = False) -> Callable:
+    """The plain map, for which rows that Explicit mesh axes divide are gathered: JAX takes no winners along these.
+
+    Args:
+      logits_first: whether the first result is like the logits, and so to be divided as they are.
+    """
+
+    def run(static: Static, saved, arrays):
+        laid = jax.typeof(saved[0][0]).sharding
+        if not explicit_axes(laid.mesh) or laid.spec[-1] is None:
+            return function(static, saved, arrays)
+
+        def whole(array):
+            spec = jax.typeof(array).sharding.spec
+            return jax.sharding.reshard(array, NamedSharding(laid.mesh, P(*spec[:-1], None)))
+
+        first, *others = function(static, *jax.tree.map(whole, (saved, arrays)))
+        return (jax.sharding.reshard(first, laid) if logits_first else first, *others)
+
+    return run
 
 
 _topk = differentiable("topk", _values_and_d, _save, _topk_maps())

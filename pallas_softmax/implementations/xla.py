@@ -249,7 +249,11 @@ def _put(x, indices, values):
     def put(x, indices, values):
         return x.at[indices].set(values, unique_indices=True, mode="drop")
 
-    arrays = (jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])) for a in (x, indices, values))
+    arrays = [jnp.broadcast_to(a, (*x.shape[:-1], a.shape[-1])) for a in (x, indices, values)]
+    if any(jax.typeof(x).sharding.spec):  # Explicit mesh axes divide it, and so it cannot be reshaped
+        for _ in x.shape[:-1]:
+            put = jax.vmap(put)
+        return put(*arrays)
     rows = [a.reshape(math.prod(a.shape[:-1]), a.shape[-1]) for a in arrays]
     return jax.vmap(put)(*rows).reshape(x.shape)
 
