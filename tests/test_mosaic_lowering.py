@@ -440,8 +440,9 @@ def test_export_with_a_symbolic_batch(name, platforms):
     assert dict(choice.reasons)["mosaic_gpu"]
 
 
-@pytest.mark.parametrize("platforms", [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")], ids=str)
-@each
+@pytest.mark.parametrize(
+    ("name", "platforms"), cover(FUNCTIONS, [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")]), ids=str
+)
 def test_export_for_several_platforms(name, platforms):
     """The kernel for CUDA and plain JAX for all others, in one module, of the gradient, too."""
     f, results = FUNCTIONS[name]
