@@ -1,7 +1,6 @@
 """Derivatives in every mix of modes, to third order, against those of jax.nn; and what they cost in reverse mode."""
 
 import functools
-import itertools
 import re
 
 import jax
@@ -198,15 +197,15 @@ def test_16_bits_in_strict_promotion(dtype, log):
 
 @pytest.mark.parametrize("log", first_values(1, [False, True]))
 def test_a_fully_masked_row_has_derivatives_of_0(log):
-    """To the second order, in every mix, and in the temperature."""
+    """To the second order, backward through both modes, and in the temperature."""
     where = MASK.copy()
     where[0] = False
 
     def f(x, t):
         return jnp.sum(jnp.where(where[:, :1], topk(x, log=log, where=where, temperature=t), 0))
 
-    for outer, inner in itertools.product([jax.jacfwd, jax.jacrev], repeat=2):
-        for of_both in jax.jit(outer(inner(f, (0, 1)), (0, 1)))(X, 0.7):
+    for inner in (jax.jacfwd, jax.jacrev):
+        for of_both in jax.jit(jax.jacrev(inner(f, (0, 1)), (0, 1)))(X, 0.7):
             assert all(np.isfinite(part).all() for part in of_both)
             assert not np.any(of_both[0][..., 0, :])
 

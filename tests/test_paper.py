@@ -9,7 +9,7 @@ import pytest
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from tests.support.cases import F32
-from tests.support.covering import cover, first, first_values, pairs
+from tests.support.covering import first, first_values, pairs
 from tests.support.kernels import INTERPRET
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.paper_checks import ALGORITHMS, check, check_overflow
@@ -17,10 +17,10 @@ from tests.support.paper_checks import ALGORITHMS, check, check_overflow
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # V of the sweeps: less than a block, a block, steps of several with a short one at the end.
-VOCABS = (1, 63, 128, 2100)
+VOCABS = (1, 63, 128, 1100)
 
 
-@pytest.mark.parametrize(("name", "v"), first(4, pairs(ALGORITHMS, VOCABS)))
+@pytest.mark.parametrize(("name", "v"), first(3, pairs(ALGORITHMS, VOCABS)))
 def test_kernels_in_the_interpreter(name, v):
     check(name, functools.partial(ALGORITHMS[name].kernel, interpret=INTERPRET), v)
 
@@ -74,7 +74,9 @@ def test_accesses(name, monkeypatch):
     assert accesses.count("store_to_row") == (name in paper.SOFTMAX or name == "safe_unfused")
 
 
-@pytest.mark.parametrize(("name", "shape"), cover(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), first(3, pairs(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)])), ids=str
+)
 def test_lowering(name, shape):
     v, k = shape
     if name in paper.SOFTMAX:
