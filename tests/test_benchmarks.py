@@ -864,6 +864,7 @@ def test_programs_end_to_end(small, monkeypatch, capsys, every):
     assert "1.00x" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_program_with_wrong_gradients_fails(small, monkeypatch):
     monkeypatch.setattr(pallas_softmax, "logsumexp", lambda x, axis, where, implementation: jnp.max(x, axis))
     chosen = small(tokens=32, width=16, dtype=("float32",))

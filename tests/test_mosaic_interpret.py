@@ -270,6 +270,7 @@ def test_topk_of_fewer_unmasked_than_winners(kind, log):
     kernels.assert_topk(x, k, names, plan, where, log=log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "dtype", "k"), first(1, CROWDED), ids=str)
 def test_topk_of_more_candidates_than_slots(plan, dtype, k):
     tied, distinct = kernels.crowded(plan.vocab, k, dtype)

@@ -37,6 +37,7 @@ def test_loads():
     assert [paper._loads(4000, k) for k in (1, 5, 10, 30, 128)] == [8, 8, 8, 2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", first_values(1, [True, False]))
 def test_naive_softmax_overflows(kernel):
     def run(name, x):

@@ -428,7 +428,7 @@ def on_one_device(transform, op):
     return np.asarray(jax.jit(TRANSFORMS[transform](functools.partial(reference, op)))(THREE))
 
 
-@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=2)
+@each(transform=TRANSFORMS, op=SOME, how=HOW, fast=1)
 def transformed(transform, op, how):
     """As by jax.nn on one device. With vmap also where its axis is sharded."""
 
