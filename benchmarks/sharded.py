@@ -8,12 +8,13 @@ jax              jax.nn.softmax(x), then lax.top_k
 jax.nn.softmax   the peer of softmax, the yardstick of top-k
 
 wall     of one call until its result is there, JAX's dispatch to the devices included
-device   what one more call adds to a program of several: those of 8 calls less those of 2, a sixth of it
+device   on GPUs, the time from a call to the next in a program of 32, from a trace of all devices
 
 The device time is not the sum of the kernels' times that CUPTI reports, as in the other benchmarks: NCCL's
 kernels spin while they wait for other devices, so that a sum counts the waiting, and counts it again on each
-device, whose kernels overlap besides. In the programs a call waits for the whole result of the one before
-(`repeated`), and the dispatch, that of the first call and of the program, is the same in both.
+device. Nor is it taken from times on the clock of programs of more and fewer calls: the host's threads, one a
+device, scatter more than the devices do. In the program a call waits for the whole result of the one before
+(`repeated`), and its trace says when each kernel started (support/traces.py).
 
 What goes over the links is read from the compiled program of one call (support/links.py).
 """
@@ -34,7 +35,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax
-from benchmarks.support import answers, cases, flags, links, plot, report, timing
+from benchmarks.support import answers, cases, flags, links, plot, report, timing, traces
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, fetch_jax
 from benchmarks.support.driver import note, progress, require_extra
@@ -45,7 +46,7 @@ ALONE = "none"  # the name of the sharding on one device
 OURS, JAX, SOFTMAX = "ours", "jax", "jax.nn.softmax"
 SAME_AS = {OURS: "auto", JAX: "jax_stable", SOFTMAX: "jax"}  # what the other benchmarks call them
 NAMES = {OURS: "pallas_softmax", JAX: "jax.nn.softmax + lax.top_k"}  # what pictures call them
-FEW, MANY = 2, 8  # how many calls the two programs have from which the device time is taken
+CALLS = 32  # in the program from whose trace the device time is taken
 PICTURED = (1024, 262144, 64)  # batch, V and k of the case in the picture
 
 
@@ -173,16 +174,14 @@ def parts(hlo_text: str) -> collections.Counter[str]:
     return collections.Counter([*kernels, *(each.kind for each in links.collectives(hlo_text))])
 
 
-def _not_repeated(single: Any, programs: dict[int, Any], x: jax.Array) -> str:
-    """Returns why the programs do not hold so many calls like the single one, or "" if they do."""
+def _not_repeated(single: Any, program: Any, calls: int, x: jax.Array) -> str:
+    """Returns why the program does not hold so many calls like the single one, or "" if it does."""
     (sharding, *others) = jax.tree.leaves(single.output_shardings)
     if not others and not sharding.is_equivalent_to(x.sharding, x.ndim):
         return "no device time: the result does not lie as the logits do, and cannot be the next call's"
-    one = parts(single.as_text())
-    for calls, program in programs.items():
-        found = parts(program.as_text())
-        if found != collections.Counter({part: calls * count for part, count in one.items()}):
-            return f"no device time: a call has {dict(one)}, a program of {calls} {dict(found)}"
+    one, found = parts(single.as_text()), parts(program.as_text())
+    if found != collections.Counter({part: calls * count for part, count in one.items()}):
+        return f"no device time: a call has {dict(one)}, a program of {calls} {dict(found)}"
     return ""
 
 
@@ -212,8 +211,8 @@ def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Che
     return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
-def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> dict[int, Any]:
-    """Checks a contender, writes into its row what it is, and returns the warm programs to time, by number of calls."""
+def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> Any:
+    """Checks a contender and writes into its row what it is; returns the call to time, or None if ours is wrong."""
     single: Any = jax.jit(function).lower(x).compile()
     found = links.collectives(single.as_text())
     counts = collections.Counter(each.kind for each in found)
@@ -227,27 +226,28 @@ def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devic
     if not check.ok:
         row.status, row.reason = "FAILED" if row.ours else "differs", check.detail
         if row.ours:
-            return {}
-    programs = {calls: compile_repeated(function, calls, x) for calls in (FEW, MANY)}
-    if why := _not_repeated(single, programs, x):
-        row.reason = row.reason or why
-        return {1: single}
-    for program in programs.values():
-        jax.block_until_ready(program(x))
-    return {1: single} | programs
+            return None
+    if timing.on_gpu():
+        program = compile_repeated(function, CALLS, x)
+        if why := _not_repeated(single, program, CALLS, x):
+            row.reason = row.reason or why
+        else:
+            row.device_us = 1e6 * traces.call_seconds(lambda: program(x), CALLS)
+    return single
 
 
 def run_layout(layout: Layout, chosen: Settings) -> list[Row]:
-    """Holds every contender on one layout against the oracle, then times them together."""
+    """Holds every contender on one layout against the oracle and traces it, then times them together."""
     rows = {name: Row(layout, name, ours=name == OURS) for name in functions(layout.case)}
     present = max(n for n in chosen.devices if n <= jax.device_count())
-    calls: dict[tuple[str, int], Call] = {}
+    calls: dict[str, Call] = {}
     try:
         x = draw(layout, AxisType[chosen.axis_type])
         for name, function in functions(layout.case).items():
             try:
-                found = _prepare(rows[name], function, x, present)
-                calls |= {(name, count): _call(program, x) for count, program in found.items()}
+                single = _prepare(rows[name], function, x, present)
+                if single is not None:
+                    calls[name] = _call(single, x)
             except Exception as error:
                 note(rows[name], error)
     except Exception as error:
@@ -258,28 +258,20 @@ def run_layout(layout: Layout, chosen: Settings) -> list[Row]:
         calls,
         chosen.repeats,
         chosen.seconds,
-        lambda name, error: note(rows[name[0]], error),
+        lambda name, error: note(rows[name], error),
         timing.wall_times,
     )
-    for name, row in rows.items():
-        _write_times(row, {count: seconds for (each, count), seconds in times.items() if each == name})
+    for name, seconds in times.items():
+        rows[name].samples = len(seconds)
+        rows[name].wall_p20_us, rows[name].wall_p50_us, rows[name].wall_p80_us = timing.percentiles_us(
+            seconds
+        )
     return list(rows.values())
 
 
 def _call(program: Any, x: jax.Array) -> Call:
     """Returns the call of a compiled program on x."""
     return Call(lambda: program(x), jax.block_until_ready, fetch_jax, ran="jax")
-
-
-def _write_times(row: Row, times: dict[int, list[float]]) -> None:
-    """Writes into the row what follows from the seconds of its programs, by number of calls."""
-    if 1 in times:
-        row.samples = len(times[1])
-        row.wall_p20_us, row.wall_p50_us, row.wall_p80_us = timing.percentiles_us(times[1])
-    if FEW in times and MANY in times:
-        added = float(np.median(times[MANY]) - np.median(times[FEW]))
-        if added > 0:  # or else the noise is more than the calls
-            row.device_us = 1e6 * added / (MANY - FEW)
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
@@ -328,7 +320,7 @@ def table(rows: list[Row]) -> str:
         "ran": report.RAN,
         "check": "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps",
         "wall us": "the median time of one call until its result is there",
-        "device us": "what one more call adds to a program of several",
+        "device us": "the time from a call to the next in a program of many, on GPUs",
         "faster": f"the first of wall times, the second of device times: {report.SPEEDUP}",
         "of softmax": "the wall time over that of jax.nn.softmax on the same layout",
         "of linear": "the device time on one device, over that on n devices times n",

@@ -96,7 +96,7 @@ def repeats(sharding):
         )
         assert three == {part: 3 * n for part, n in one.items()}, (name, one, three)
         assert all_copies <= 3 * copies, (name, copies, all_copies)
-        assert sharded._not_repeated(single, {3: program}, x) == ""
+        assert sharded._not_repeated(single, program, 3, x) == ""
 
 
 def calls_that_are_merged_are_seen():
@@ -104,7 +104,7 @@ def calls_that_are_merged_are_seen():
     x = sharded.draw(layout, AxisType.Auto)
     function = sharded.functions(layout.case)[sharded.JAX]
     merged = jax.jit(lambda x: [function(x) for _ in range(3)]).lower(x).compile()
-    why = sharded._not_repeated(jax.jit(function).lower(x).compile(), {3: merged}, x)
+    why = sharded._not_repeated(jax.jit(function).lower(x).compile(), merged, 3, x)
     assert why.startswith("no device time: a call has"), why
 
 
@@ -112,7 +112,8 @@ def a_result_that_lies_otherwise_is_seen():
     layout = layout_of("vocab", 8)
     x = sharded.draw(layout, AxisType.Auto)
     gathered = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(x.sharding.mesh, P()))
-    why = sharded._not_repeated(gathered.lower(x).compile(), {}, x)
+    program = gathered.lower(x).compile()
+    why = sharded._not_repeated(program, program, 1, x)
     assert why.startswith("no device time: the result does not lie"), why
 
 

@@ -29,11 +29,14 @@ PROGRAMS = Path(__file__).parent / "programs"
 HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
 
 
-def child(script, *arguments, devices):
-    # Compiling is what takes the time.
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+def child(script, *arguments, cpu_devices=None):
+    """Starts a program of tests/programs, on so many CPU devices or on the machine's GPUs."""
     path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    env = os.environ | {"PYTHONPATH": path}
+    if cpu_devices is not None:
+        # Compiling is what takes the time.
+        flags = f"--xla_force_host_platform_device_count={cpu_devices} --xla_backend_optimization_level=0"
+        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, PROGRAMS / script, *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -57,7 +60,7 @@ def report(request, tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 names = [n for n in HALVES[half] if n in selected]
-                with child("sharded_checks.py", *names, devices=8) as process:
+                with child("sharded_checks.py", *names, cpu_devices=8) as process:
                     try:
                         out, err = process.communicate(timeout=600)
                     finally:
@@ -102,19 +105,33 @@ def test_float16_is_widened_in_order():
     np.testing.assert_array_equal(wide, x.astype(np.float32))
 
 
-@pytest.mark.slow
-def test_two_processes():
-    """A mesh over two processes."""
+def run_two_processes(devices):
+    """Has two processes with so many devices each check their parts of arrays that lie over all of them."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
-    processes = [child("two_processes.py", str(i), port, devices=4) for i in range(2)]
+    cpu_devices = 4 if devices == "cpu" else None
+    processes = [child("two_processes.py", str(i), port, devices, cpu_devices=cpu_devices) for i in range(2)]
     try:
         ends = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(o + e[-3000:] for o, e in ends)
+
+
+@pytest.mark.slow
+def test_two_processes():
+    """A mesh over two processes."""
+    run_two_processes("cpu")
+
+
+@pytest.mark.gpu
+def test_two_processes_on_gpus():
+    """The same over NCCL."""
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_two_processes(str(jax.device_count() // 2))
 
 
 def assert_kernels_of_parts(op, text):

@@ -15,7 +15,7 @@ from absl.flags import IllegalFlagValueError
 
 import pallas_softmax
 from benchmarks import sharded
-from benchmarks.support import flags, links
+from benchmarks.support import flags, links, traces
 from benchmarks.support.links import Collective, Machine, predicted
 
 ROOT = Path(__file__).parent.parent
@@ -166,7 +166,6 @@ def test_end_to_end(tmp_path):
 def small(tmp_path, monkeypatch):
     """Runs the benchmark in this process, on one device; returns its exit code and its rows by contender."""
     monkeypatch.setattr(sharded, "picture", lambda *args: None)
-    monkeypatch.setattr(sharded, "MANY", 3)  # compiles faster
 
     def run(*shape):
         chosen = sharded.Settings(shapes=(shape,), repeats=3, seconds=0, output_dir=str(tmp_path))
@@ -231,14 +230,13 @@ def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
     assert code == 0 and rows["jax"]["status"] == "differs" and rows["jax"]["wall_p50_us"] > 0
 
 
-def test_the_device_time_is_what_more_calls_add():
-    (layout,) = sharded.make_layouts(sharded.Settings(shapes=((8, 64, 5),), devices=(1,)))
-    row = sharded.Row(layout, "ours", ours=True)
-    sharded._write_times(row, {1: [3e-6, 2e-6, 1e-6], sharded.FEW: [5e-6], sharded.MANY: [17e-6]})
-    assert (row.samples, row.wall_p50_us, row.device_us) == (3, pytest.approx(2), pytest.approx(2))
-    noisy = sharded.Row(layout, "ours", ours=True)
-    sharded._write_times(noisy, {1: [2e-6], sharded.FEW: [5e-6], sharded.MANY: [4e-6]})
-    assert noisy.wall_p50_us == pytest.approx(2) and noisy.device_us is None
+def test_the_device_time_is_from_a_kernel_to_that_of_the_next_call():
+    """Of two kernels a call; one device clears memory before them, and the other waits 50 us once."""
+    first = [0, 1000, 4000, 11000, 14000, 21000, 24000, 31000, 34000]
+    late = [2000, 5000, 12000, 15000, 72000, 75000, 82000, 85000]
+    assert traces.period([first, late], 4) == pytest.approx(10e-6)
+    with pytest.raises(RuntimeError, match="3 kernels of 4 calls"):
+        traces.period([first, late[:3]], 4)
 
 
 def test_how_rows_compare():

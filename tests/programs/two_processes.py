@@ -1,6 +1,7 @@
-"""One of two processes with four CPU devices each, started by test_sharded.py: `two_processes.py PROCESS PORT`.
+"""One of two processes, started by test_sharded.py: `two_processes.py PROCESS PORT DEVICES`.
 
-Each judges the parts of the results that it holds. Rows tie across the processes.
+DEVICES is cpu, for four CPU devices each, or a number: so many GPUs each. Each process judges the parts of
+the results that it holds. Rows tie across the processes.
 """
 
 import functools
@@ -33,12 +34,18 @@ def check(op, layout, how):
     assert_value(op, got, x, NAMES)
 
 
-def main(process, port):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, int(process))
-    assert (jax.device_count(), jax.local_device_count()) == (8, 4)
+def main(process, port, devices):
+    number, address = int(process), f"localhost:{port}"
+    if devices == "cpu":
+        each = 4
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", each)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, 2, number)
+    else:
+        each = int(devices)
+        jax.distributed.initialize(address, 2, number, range(number * each, (number + 1) * each))
+    assert (jax.device_count(), jax.local_device_count()) == (2 * each, each)
     for case in itertools.product(("softmax", "topk"), ("spread", "batch"), ("auto", "shard_map")):
         print(*case, flush=True)
         check(*case)
