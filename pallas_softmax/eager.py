@@ -25,12 +25,14 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
 
 
 def _concrete(x) -> bool:
+    """Whether x is None or numbers at hand, which no transformation traces."""
     return x is None or (
         isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and not isinstance(x, Tracer)
     )
 
 
 def _hashable(options: tuple) -> bool:
+    """Whether a compilation can be kept under the options; unhashable ones are errors that the function raises."""
     try:
         hash(options)
     except TypeError:
@@ -39,6 +41,7 @@ def _hashable(options: tuple) -> bool:
 
 
 def _run(function, options, types, arrays):
+    """Calls the function; types only tell compilations apart."""
     return function(*arrays, *options)
 
 

@@ -255,7 +255,7 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
 
 
 @pytest.mark.parametrize(
-    ("kind", "log"), [("tile", False), slow("tile", True), ("window", False), slow("parts", True)]
+    ("kind", "log"), [("window", False), slow("tile", False), slow("tile", True), slow("parts", True)]
 )
 def test_topk_of_fewer_unmasked_than_winners(kind, log):
     """Then -NaN is before what is masked, which comes in order of its indices, with p = 0 also beside NaN."""

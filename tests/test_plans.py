@@ -74,7 +74,7 @@ def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest()
     assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4, 4]
 
 
-@settings(FREE, max_examples=400)
+@settings(FREE, max_examples=150)
 @given(
     st.sampled_from(oracle.OPERATIONS),
     st.integers(1, 5000),
@@ -221,7 +221,7 @@ def test_topk_plan(shape):
     assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
 
 
-@settings(FREE, max_examples=400)
+@settings(FREE, max_examples=150)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,

@@ -356,7 +356,7 @@ def test_float16_and_bfloat16_are_preserved():
             assert ours(name)(jnp.ones((2, 3), dtype), -1).dtype == dtype
 
 
-@pytest.mark.parametrize(("name", "dtype"), first(2, pairs(NAMES, ["int8", "int16", "int32", "float32"])))
+@pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, ["int8", "int16", "int32", "float32"])))
 def test_integers_promote_to_float32(name, dtype):
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
     assert ours(name)(x, -1).dtype == np.float32
@@ -398,7 +398,9 @@ def test_bool(name):
             ours(name)(x)
 
 
-@pytest.mark.parametrize(("name", "where"), cover(NAMES, [None, np.array([True, False, True])]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "where"), first(1, pairs(NAMES, [None, np.array([True, False, True])])), ids=str
+)
 def test_complex(name, where):
     x = jnp.asarray([[1 + 2j, 0.5, -1j], [3, 3j, 0]], jnp.complex64)
     got, want = ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where)
@@ -406,7 +408,7 @@ def test_complex(name, where):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "dtype"), cover(NAMES, ["float8_e5m2", "float8_e4m3fn"]))
+@pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, ["float8_e5m2", "float8_e4m3fn"])))
 def test_8_bit_floats(name, dtype):
     """The dtype is kept, the values are float32's, rounded: jax.nn gives NaN in e4m3fn, which has no inf."""
     x = jnp.asarray([[1, 2, 0], [-3, 0.5, 1]], dtype)

@@ -29,12 +29,15 @@ FUNCTIONS = {
     "indices": lambda x, **kwargs: ps.fused_topk(x, 3, **kwargs).indices,
 }
 DIFFERENTIABLE = [name for name in FUNCTIONS if name != "indices"]
-# The others run through the same code.
-FAST = ("logsumexp", "topk_log")
-each = pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in FUNCTIONS])
-each_differentiable = pytest.mark.parametrize(
-    "name", [name if name == "topk_log" else slow(name) for name in DIFFERENTIABLE]
-)
+FAST = "topk_log"  # the others run through the same code
+
+
+def of_each(names):
+    """Parametrizes a test by the names of functions; the fast set has one."""
+    return pytest.mark.parametrize("name", [name if name == FAST else slow(name) for name in names])
+
+
+each, each_differentiable = of_each(FUNCTIONS), of_each(DIFFERENTIABLE)
 
 
 def close(got, want):
@@ -70,6 +73,7 @@ def test_grad_inside_and_outside_of_jit(name):
     close(jax.grad(jax.jit(f))(X), want)
 
 
+@pytest.mark.slow
 @each_differentiable
 def test_jacrev_has_the_pullback_in_its_rows(name):
     f, x = FUNCTIONS[name], X[1]
@@ -166,6 +170,7 @@ def test_vmap_of_temperature(axes):
     close(jax.vmap(f, axes)(x, scalar), want)
 
 
+@pytest.mark.slow
 def test_vmap_of_the_gradient_by_temperature():
     f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values.sum()  # noqa: E731
     got = jax.jit(jax.vmap(jax.vmap(jax.grad(f, 1))))(X3, TEMPERATURE)
@@ -221,6 +226,7 @@ def exported(f, shape):
     return export.export(jax.jit(f), platforms=["cpu"])(jax.ShapeDtypeStruct(shape, F32))
 
 
+@pytest.mark.slow
 @each
 def test_export(name):
     """Lowered for the CPU, called and differentiated without the function."""
@@ -303,6 +309,7 @@ def test_donated_buffers(name):
         assert x.is_deleted()
 
 
+@pytest.mark.slow
 def test_the_input_is_not_changed():
     x = X.copy()
     on_device = jnp.array(x)

@@ -164,6 +164,7 @@ def test_without_jax_triton(without):
             assert re.search(f"triton: {reason}", str(choice))
 
 
+@pytest.mark.slow
 def test_triton_is_imported_with_the_first_kernel():
     """Neither the package nor a choice needs it."""
     program = """
@@ -252,7 +253,7 @@ def assert_parts(plan, vocab, step):
     assert plan.parts < 65536  # the grid's second dimension
 
 
-@settings(FREE, max_examples=300)
+@settings(FREE, max_examples=120)
 @given(
     st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES), st.booleans()
 )
@@ -275,7 +276,7 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
         assert plan.parts == 1 or rows * plan.parts <= 256
 
 
-@settings(FREE, max_examples=300)
+@settings(FREE, max_examples=120)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,

@@ -13,8 +13,8 @@ An element is one word, its packed key: the upper bits of its key, above the com
 
 No two packed keys are equal, and those of 16 bits have room for the whole key. Those of 32 bits do not: elements that
 differ in the lowest b bits only come in the order of their columns. So each winner is compared with the next one,
-and if their upper bits are the same, the warp takes its winners again by whole keys, which is slower. That happens to
-one row in many, unless the logits have ties; if they have, their lowest bits are usually all 0, and nothing is lost.
+and if their upper bits are the same, the warp takes its winners again by whole keys, which is slower. That is rare
+in logits without ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -35,10 +35,8 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import winners_tile
 
-LOWEST, _HIGHEST = (
-    "0x80000000",
-    "0x7fffffff",
-)  # the key, packed or not, and the column of an element that is out
+# The key, packed or not, and the column of an element that is out.
+LOWEST, _HIGHEST = "0x80000000", "0x7fffffff"
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
