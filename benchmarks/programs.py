@@ -4,6 +4,8 @@ The programs run with our functions and with those of jax.nn:
 
 block, block_where   a pre-norm transformer block with causal attention, the mask as -inf in the scores or
                      as `where`
+attention,           a softmax between two matrix products, without a mask or with the causal one as `where`;
+attention_causal     jax.nn.dot_product_attention runs as well, JAX's form of it and cuDNN's fused kernel
 loss_take, loss_lse  a classifier's mean cross entropy, from log_softmax at the label or from logsumexp less
                      the label's logit
 
@@ -11,6 +13,7 @@ Each is one call of jax.value_and_grad with respect to weights and inputs, with 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,12 @@ import pallas_softmax
 from benchmarks.support import flags, report, timing
 from benchmarks.support.contenders import jax_call
 from benchmarks.support.driver import note, progress, require_extra
+
+# The contenders that compute attention in one call.
+FUSED: dict[str, Callable] = {
+    "dot_product_attention": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
+    "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
+}
 
 # The largest relative error (norm of the difference over norm) that the loss and every gradient may have
 # against the same program with jax.nn: a few eps. In float32 the matrix products may be in TF32, and in 16 bits
@@ -51,7 +60,7 @@ class Row:
     """The columns of the CSV for one contender in one program; what is empty was not measured."""
 
     program: Program
-    contender: str  # jax, or one of our implementations
+    contender: str  # jax, one of our implementations, or one of FUSED
     ours: bool
     ran: str = ""  # the implementation found in the lowered program
     status: str = "ok"  # ok, FAILED, not run, error
@@ -69,8 +78,8 @@ class Row:
 
     @property
     def fails(self) -> bool:
-        """Whether this row makes the run fail."""
-        return self.status in ("FAILED", "error")
+        """Whether this row makes the run fail: a fused attention need not have every case."""
+        return self.status in ("FAILED", "error") and self.contender not in FUSED
 
 
 def functions(implementation: str) -> SimpleNamespace:
@@ -108,6 +117,20 @@ def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
+def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], queries: jax.Array) -> jax.Array:
+    """Returns the loss of attention, the mean of its squared output; all arrays are (batch, sequence, heads, depth)."""
+    keys, values = keys_and_values["keys"], keys_and_values["values"]
+    if callable(nn):
+        out: Any = nn(queries, keys, values, is_causal=causal)
+    else:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / np.sqrt(queries.shape[-1]).astype(
+            queries.dtype
+        )
+        where = jnp.tri(queries.shape[1], dtype=bool) if causal else None
+        out = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores, where=where), values)
+    return jnp.mean(out.astype(jnp.float32) ** 2)
+
+
 def loss(
     nn: Any, by_logsumexp: bool, labels: jax.Array, weights: dict[str, jax.Array], hidden: jax.Array
 ) -> jax.Array:
@@ -123,18 +146,16 @@ def loss(
 
 
 def make_programs(chosen: flags.Settings) -> list[Program]:
-    """Returns every program on every size: the block on the sequences, the loss on the Vs."""
+    """Returns every program on every size: block and attention on the sequences, the loss on the Vs."""
     if chosen.width % chosen.heads:
         raise SystemExit(
             f"--width={chosen.width} is not accepted; with --heads={chosen.heads} it takes a multiple of"
             f" {chosen.heads}"
         )
-    sizes = {name: chosen.sequence for name in ("block", "block_where")}
-    sizes |= {name: chosen.vocab for name in ("loss_take", "loss_lse")}
     return [
         Program(name, size, dtype, remat)
-        for name in sizes
-        for size in sizes[name]
+        for name in chosen.programs
+        for size in (chosen.vocab if name.startswith("loss") else chosen.sequence)
         for dtype in chosen.dtype
         for remat in (False, True)
     ]
@@ -159,16 +180,21 @@ def build(program: Program, chosen: flags.Settings) -> tuple[Callable[[str], Cal
             "down": matrix(4 * width, width),
         }
         args = (weights, normal((max(1, tokens // program.size), program.size, width)))
+    elif program.program.startswith("attention"):
+        shape = (max(1, tokens // program.size), program.size, chosen.heads, width // chosen.heads)
+        args = ({"keys": normal(shape), "values": normal(shape)}, normal(shape))
     else:
         labels = jax.random.randint(next(keys), (tokens,), 0, program.size)
         args = ({"head": matrix(width, program.size)}, normal((tokens, width)), labels)
 
     def with_implementation(name: str) -> Callable:
-        nn = functions(name)
+        nn = FUSED[name] if name in FUSED else functions(name)
 
         def function(weights: dict[str, jax.Array], x: jax.Array, *labels: jax.Array) -> jax.Array:
             if labels:
                 return loss(nn, program.program == "loss_lse", labels[0], weights, x)
+            if program.program.startswith("attention"):
+                return attention(nn, program.program == "attention_causal", weights, x)
             return block(nn, chosen.heads, program.program == "block_where", weights, x)
 
         function = jax.checkpoint(function) if program.remat else function
@@ -191,8 +217,10 @@ def _errors(got: Any, want: Any) -> Any:
 
 def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
     """Holds every contender of one program against that of jax.nn, then times them together."""
-    names = ["jax", *chosen.implementations]
-    rows = {name: Row(program, name, ours=name != "jax") for name in names}
+    peers = ["jax", *(FUSED if program.program.startswith("attention") else ())]
+    if not timing.on_gpu() and "cudnn" in peers:
+        peers.remove("cudnn")
+    rows = {name: Row(program, name, ours=name not in peers) for name in [*peers, *chosen.implementations]}
     calls = {}
     want = None
     try:
@@ -203,7 +231,7 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
         return list(rows.values())
     for name, row in rows.items():
         try:
-            call = jax_call(with_implementation(name), *args, ran="" if row.ours else "jax")
+            call = jax_call(with_implementation(name), *args, ran="" if row.ours else name)
             row.ran, row.first_result_s = call.ran, call.first_result_s
             if row.ours and name not in ("auto", "xla") and name not in call.ran.split("+"):
                 raise AssertionError(f"asked for {name}, lowered to {call.ran}")
@@ -260,14 +288,15 @@ def table(rows: list[Row]) -> str:
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_integers("sequence", "Lengths of the transformer block's sequences.")
+    flags.define_words("programs", flags.PROGRAMS, "Which programs to run.")
+    flags.define_integers("sequence", "Lengths of the sequences of the transformer block and of attention.")
     flags.define_integers("vocab", "Row lengths V of the classifier's logits.")
     flags.define_integer(
         "tokens",
-        "Tokens of a batch: rows of the classifier's logits; the block has as many sequences as hold so many, at"
-        " least one.",
+        "Tokens of a batch: rows of the classifier's logits; block and attention have as many sequences as hold so"
+        " many, at least one.",
     )
-    flags.define_integer("heads", "Attention heads of the transformer block.")
+    flags.define_integer("heads", "Attention heads.")
     flags.define_integer("width", "Size of the hidden state of a token.")
     flags.define_dtype()
     flags.define_implementations()

@@ -517,7 +517,7 @@ FLAGS = {
     | {"k", "algorithms", "implementations", "peers"},
     "benchmarks.programs": SAMPLING
     | OUTPUT
-    | {"sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
+    | {"programs", "sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
     "benchmarks.sharded": (INPUT - {"logits"})
     | SAMPLING
     | OUTPUT
@@ -845,14 +845,16 @@ def test_programs_end_to_end(small, monkeypatch, capsys, every):
     )
     monkeypatch.setattr(flags, "read", lambda argv: chosen)
     todo = programs.make_programs(chosen)
-    assert len(todo) == 4 * 2
+    assert len(todo) == 6 * 2
     todo = [each for each in todo if each.remat == (each.program in ("block_where", "loss_take"))]
     todo = todo if every else [each for each in todo if each.program == "loss_take"]
     monkeypatch.setattr(programs, "make_programs", lambda chosen: todo)
     assert programs.main([]) == 0
     with open(Path(chosen.output_dir) / "programs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(todo) * 3
+    fused = [row["program"] for row in rows if row["contender"] == "dot_product_attention"]
+    assert fused == ([] if not every else ["attention", "attention_causal"])
+    assert len(rows) == len(todo) * 3 + len(fused)
     for row in rows:
         if row["contender"] == "mosaic_gpu":
             assert row["status"] == "not run" and "mosaic_gpu" in row["reason"]

@@ -31,6 +31,7 @@ TOPK_PEERS = {
     "torch": "softmax, then topk of torch",
     "quack": "softmax, then topk of QuACK",
 }
+PROGRAMS = ("block", "block_where", "attention", "attention_causal", "loss_take", "loss_lse")
 SOFTMAX_ALGORITHMS = ("naive", "safe", "online")
 TOPK_ALGORITHMS = ("topk", "safe_unfused", "safe_fused", "online_fused")
 LOGITS = {
@@ -88,6 +89,7 @@ class Settings:
     seed: int = 0
     repeats: int = 50
     seconds: float = 2.0
+    programs: tuple[str, ...] = PROGRAMS
     sequence: tuple[int, ...] = (1024,)
     tokens: int = 4096
     heads: int = 8

@@ -48,11 +48,13 @@ MAX_K = 2_048  # winners
 # A lane of a tile sorts the elements that it holds of a row, and then there are k rounds over the lanes. Fewer lanes
 # with more elements sort more and exchange less: 131072 x 64 float32, k = 6, takes 16.4 us with 4 lanes of 16
 # elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k = 8, takes 29.3 us with 4 lanes of
-# 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8.
-# The first is by bytes of an element, as long as lanes are free; the second holds where all lanes of a warp are taken:
-# 8192 x 2048 float32, 64 a lane, takes 35 us, a window 26 us.
-LANE_ELEMENTS = {4: 16, 2: 32}
-MAX_LANE_ELEMENTS = 32
+# 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken they hold more, up to where a window
+# is faster: 8192 x 2048 float32, 64 a lane, takes 35 us, a window 26 us.
+LANE_ELEMENTS = {
+    4: 16,
+    2: 32,
+}  # elements of a row in a lane at most as long as lanes are free, by bytes of an element
+MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp are taken
 
 # The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
 # or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
