@@ -185,7 +185,7 @@ def _gradients(
     per_row = known if known is not None else _no_statistics(x, head)
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
     dw, dbias = jnp.zeros(w.shape, wide), None if bias is None else jnp.zeros(bias.shape, wide)
-    dw, dbias = vary_together((dw, dbias), x, w, labels, weights, over=mesh_axes)[0]
+    dw, dbias = vary_together((dw, dbias), x, w, labels, weights)[0]
     statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, (per_row, dx, dw, dbias))
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return statistics, dx, (dw * scale).astype(w.dtype), dbias
