@@ -409,7 +409,7 @@ def define_flags() -> None:
     flags.define_words("head", tuple(HEADS), "Whose projections, by width and columns.")
     flags.define_integers("batch", "Tokens that are projected.")
     flags.define_words("reduction", ("mean", "none"), "One mean, or one loss per token.")
-    flags.define_direction()
+    flags.define_words("direction", ("forward", "both"), "The loss alone, or with its gradients.")
     flags.define_dtype()
     flags.define_implementations()
     flags.define_words("peers", PEERS, "What to compare with.", PEERS[1:4])
