@@ -93,7 +93,7 @@ def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
     # log d is added last: of a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, logsumexp(statistics) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
-    if head.label_smoothing:
+    if total is not None:
         loss = loss + head.label_smoothing * (label_logit - total / vocab)
     return loss + head.z_loss * logsumexp(statistics) ** 2 if head.z_loss else loss
 
