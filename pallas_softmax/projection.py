@@ -68,9 +68,9 @@ class Statistics(NamedTuple):
 class Coefficients(NamedTuple):
     """The gradient of a weighted sum of rows' losses in their raw logits, by numbers of each row, (rows,) each:
 
-        (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - (z * temperature / softcap)**2)
+        (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
-    in which the last factor is 1 without a softcap. At the label of a peaked row the first two terms cancel, so they
+    with t = z * temperature / softcap, the tanh, and 0 without a softcap. At the label of a peaked row the first two terms cancel, so they
     must be subtracted in float32, and only the result may be rounded to 16 bits.
     """
 
