@@ -70,8 +70,8 @@ class Coefficients(NamedTuple):
 
         (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
-    with t = z * temperature / softcap, the tanh, and 0 without a softcap. At the label of a peaked row the first two terms cancel, so they
-    must be subtracted in float32, and only the result may be rounded to 16 bits.
+    with t = z * temperature / softcap, the tanh, and 0 without a softcap. At the label of a peaked row the first two
+    terms cancel, so they must be subtracted in float32, and only the result may be rounded to 16 bits.
     """
 
     m: jax.Array
