@@ -39,7 +39,7 @@ FEATURES = {
     "all": {"softcap": 20.0, "label_smoothing": 0.2, "z_loss": 0.02, "bias": True, "transpose_w": True},
 }
 NUMBERS = [
-    ("bfloat16", "", "mean", 1),
+    ("bfloat16", "all", "mean", 4),
     ("float16", "all", None, 4),
     ("float32", "softcap", "sum", 1),
     *(
@@ -53,7 +53,7 @@ NUMBERS = [
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(("dtype", "features", "reduction", "peak"), first(2, NUMBERS))
+@pytest.mark.parametrize(("dtype", "features", "reduction", "peak"), first(1, NUMBERS))
 def test_losses_and_gradients(dtype, features, reduction, peak):
     n, vocab = 101, 1003
     keywords = dict(FEATURES[features])
