@@ -55,11 +55,15 @@ NUMBERS = [
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("dtype", "features", "reduction", "peak"), first(1, NUMBERS))
 def test_losses_and_gradients(dtype, features, reduction, peak):
-    n, vocab = 101, 1003
+    assert_losses_and_gradients(dtype, features, reduction, peak)
+
+
+def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS):
+    """Of `linear_cross_entropy`, within the bounds of tests/support/linear.py; `rows` of float32 logits at a time."""
     keywords = dict(FEATURES[features])
     x, w, labels, bias = arrays(
         n,
-        24,
+        depth,
         vocab,
         dtype,
         peak=peak,
@@ -81,7 +85,7 @@ def test_losses_and_gradients(dtype, features, reduction, peak):
             bias=bias,
             where=where,
             reduction=reduction,
-            workspace_bytes=workspace(vocab),
+            workspace_bytes=workspace(vocab, rows),
             **keywords,
         )
         return jnp.sum(loss * g) if reduction is None else loss
