@@ -174,12 +174,16 @@ def test_x64(x64):
 @pytest.mark.parametrize("reduction", ["mean", slow(None)])
 def test_what_is_left_out_may_be_anything(reduction):
     """A token that `where` leaves out reaches nothing: not with a NaN in its x, not with a label that is no column."""
-    x, w, labels, _ = arrays(10, 8, 100, "float32")
+    x, w, labels, bias = arrays(10, 8, 100, "float32", bias=True)
     where = np.arange(10) % 3 != 0
     spoilt_x = jnp.where(where[:, None], x, jnp.nan)
     spoilt_labels = jnp.where(where, labels, jnp.asarray([100, -1, 2**31 - 1, -(2**31), 7] * 2))
     f_of = functools.partial(
-        ps.linear_cross_entropy, where=where, reduction=reduction, workspace_bytes=workspace(100, 3)
+        ps.linear_cross_entropy,
+        where=where,
+        bias=bias + 200,  # exp(bias) overflows
+        reduction=reduction,
+        workspace_bytes=workspace(100, 3),
     )
     f = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(f_of(*args)), (0, 1)))
     jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(spoilt_x, w, spoilt_labels))
