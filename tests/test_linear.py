@@ -370,6 +370,13 @@ def test_forward_mode_says_that_it_is_not_there():
         jax.jit(lambda x: jax.jvp(lambda x: ps.linear_cross_entropy(x, W, L), (x,), (x,))).lower(X)
 
 
+def test_second_derivatives_say_that_they_are_not_there():
+    for reduction in ("mean", None):
+        f = jax.grad(lambda x, of=reduction: jnp.sum(ps.linear_cross_entropy(x, W, L, reduction=of)))
+        with pytest.raises(NotImplementedError, match="first derivatives only"):
+            jax.jit(jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))).lower(X)
+
+
 def test_precision_of_float32_is_that_of_the_caller():
     """No TF32 unless the caller asks for it, in forward and backward alike: all products of one call agree."""
     shapes = of_size(16, 8, 100, "float32")
