@@ -2,6 +2,7 @@
 
 from pallas_softmax import online
 from pallas_softmax.choice import IMPLEMENTATIONS, explain
+from pallas_softmax.sample import Sample, sample
 from pallas_softmax.softmax import log_softmax, logsumexp, softmax
 from pallas_softmax.topk import TopK, fused_topk
 
@@ -9,11 +10,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Sample",
     "TopK",
     "explain",
     "fused_topk",
     "log_softmax",
     "logsumexp",
     "online",
+    "sample",
     "softmax",
 ]

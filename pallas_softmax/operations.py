@@ -93,5 +93,8 @@ TABLE = {
     "topk_tangent": Operation(
         ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, ROW, PER_ROW), PER_ROW, divided_by_xla=False
     ),
+    "sample": Operation(  # u, temperature, top_k, top_p and min_p; and indices, log_probs and log_mass
+        (ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), PER_ROW, divided_by_xla=False
+    ),
     "merge": Operation((ROW, MASK, ROW, PER_ROW, PER_ROW), PER_ROW),  # of the winners of several devices
 }
