@@ -56,8 +56,8 @@ def sample(
 
     The order of a row is that of `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply one
     after the other: `top_k` keeps the first entries; `top_p`, of what is left, normalised again, keeps each entry whose
-    predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p` times
-    the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
+    predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p`
+    times the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
 
     Args:
       key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one for each row, so that a draw
@@ -106,7 +106,9 @@ def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer
         return None
     arguments.check_array("sample", name, value)
     number = value if isinstance(value, Tracer) else np.asarray(value)
-    if not jnp.issubdtype(number.dtype, jnp.integer) and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
+    if not jnp.issubdtype(number.dtype, jnp.integer) and (
+        integer or not jnp.issubdtype(number.dtype, jnp.floating)
+    ):
         kind = "an integer" if integer else "a real number"
         raise TypeError(f"sample: {name} must be {kind}, or one for each row, got {number.dtype.name}")
     if isinstance(value, Tracer):
@@ -116,7 +118,9 @@ def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer
     return np.minimum(number, np.iinfo(np.int32).max).astype(np.int32) if integer else value
 
 
-def _sample_of(key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation) -> Sample:
+def _sample_of(
+    key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
+) -> Sample:
     name = "sample"
     x = arguments.array(name, "logits", logits)
     if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -178,7 +182,9 @@ def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
     """A float32 in [0, 1) for each row: of one key for all of them, or of one key each."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim != 1:
-            raise TypeError(f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}")
+            raise TypeError(
+                f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+            )
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:
         return jax.random.uniform(key, batch, jnp.float32)
@@ -189,5 +195,9 @@ def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
         return jax.random.uniform(key, (), jnp.float32)
 
     # other generators than threefry draw all numbers of a vmap from its first key
-    each = jax.vmap(draw) if str(jax.random.key_impl(key)) == "threefry2x32" else functools.partial(lax.map, draw)
+    each = (
+        jax.vmap(draw)
+        if str(jax.random.key_impl(key)) == "threefry2x32"
+        else functools.partial(lax.map, draw)
+    )
     return each(key.reshape(-1)).reshape(batch)
