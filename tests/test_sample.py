@@ -113,7 +113,7 @@ def test_long_rows(names, v):
 
 
 @pytest.mark.parametrize(
-    "given", first_values(1, [(0, 0, 0), (1, 1, 0), (0, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]), ids=str
+    "given", first_values(0, [(0, 0, 0), (1, 1, 0), (0, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]), ids=str
 )
 def test_filters_that_are_not_given(given):
     """No filter is one that keeps everything; without any, log_mass is exactly 0."""
@@ -127,6 +127,7 @@ def test_filters_that_are_not_given(given):
         np.testing.assert_array_equal(got[2], 0)
 
 
+@pytest.mark.slow
 def test_ties_go_by_the_lowest_index():
     """Of a constant row a filter keeps the first ones, exactly, as sums of ones are exact."""
     x, u = np.zeros((4, 1000), F32), np.full(4, LARGEST, F32)
@@ -136,7 +137,7 @@ def test_ties_go_by_the_lowest_index():
     np.testing.assert_allclose(log_mass, np.log([0.3, 0.25, 0.15, 1]), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", slow("int8"), slow("int32"), slow("uint32")])
+@pytest.mark.parametrize("dtype", [slow("uint8"), slow("int8"), slow("int32"), slow("uint32")])
 def test_integers(dtype):
     info = np.iinfo(dtype)
     x = np.random.default_rng(0).integers(info.max - 9, info.max, (4, 40), dtype, endpoint=True)
@@ -164,12 +165,12 @@ def test_8_bit_floats():
 
 
 def test_the_result_is_a_named_tuple_of_the_batch_shape():
-    got = sample(KEY, jnp.zeros((2, 3, 5)), axis=1)
+    got = jax.eval_shape(lambda x: sample(KEY, x, axis=1), jnp.zeros((2, 3, 5)))
     assert isinstance(got, Sample)
     assert got.indices.shape == got.log_probs.shape == got.log_mass.shape == (2, 5)
     assert (got.indices.dtype, got.log_probs.dtype, got.log_mass.dtype) == (np.int32, F32, F32)
-    assert sample(KEY, jnp.zeros(3)).indices.shape == ()
-    assert sample(KEY, jnp.zeros((0, 3))).indices.shape == (0,)
+    for shape in [(3,), (0, 3)]:
+        assert jax.eval_shape(lambda x: sample(KEY, x), jnp.zeros(shape)).indices.shape == shape[:-1]
 
 
 @pytest.mark.slow
@@ -196,6 +197,7 @@ def test_axis_and_shapes_of_parameters():
 # --- Keys ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_key_typed_or_raw():
     x = cases.rows(["normal"] * 4, 50)
     want = sample(KEY, x)
@@ -260,13 +262,13 @@ def drawn(x, n, batch, filters):
     return counts
 
 
-@pytest.mark.parametrize(("name", "n"), [("all", 40_000), *(slow(name, 1_000_000) for name in FILTERS)])
+@pytest.mark.parametrize(("name", "n"), [("all", 10_000), *(slow(name, 1_000_000) for name in FILTERS)])
 def test_the_distribution(name, n):
     x, filters = np.random.default_rng(1).standard_normal(100).astype(F32) * 2, FILTERS[name]
     temperature = filters.get("temperature", 1.0)
     _, mass = oracle.sample_terms(x[None], None, temperature)
     mass = np.where(oracle.sample_kept(x[None], **filters), mass, 0)[0]
-    assert abs(chi_square(drawn(x, n, 20_000, filters), mass / mass.sum())) < 5
+    assert abs(chi_square(drawn(x, n, min(n // 4, 20_000), filters), mass / mass.sum())) < 5
 
 
 @pytest.mark.slow

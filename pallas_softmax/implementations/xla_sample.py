@@ -20,7 +20,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax.varying import is_tracked, vary_together
 
-_BLOCK = 256  # elements of a row that are summed up before the cumulative sum: about the root of a vocabulary
+_BLOCK = 256  # elements of a row, about the root of a vocabulary, that are summed up before the cumulative sum
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
 
 
@@ -164,7 +164,8 @@ def _value_reaching(key, weight, target, row: _Row):
         return bound + lax.shift_left(digit, shift)
 
     least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
-    return lax.fori_loop(0, rounds, find_digit, *vary_together(least, target)[:1])
+    least, *_ = vary_together(least, target, key, but=row.mesh_axes)
+    return lax.fori_loop(0, rounds, find_digit, least)
 
 
 def _index_reaching(weight, target, reached: Callable, row: _Row):
@@ -187,12 +188,10 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
         device, target = _position_reaching(sums, target, reached)
         own = device == lax.axis_index(row.mesh_axes)
 
-    whole = isinstance(row.vocab, int) and row.vocab > _BLOCK  # other rows are one block
-    block = _BLOCK if whole else row.vocab
-    count = -(-row.vocab // _BLOCK) if whole else 1
-    padding = count * block - row.vocab
-    weight = jnp.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, padding)]) if whole and padding else weight
-    blocks = weight.reshape(*weight.shape[:-1], count, block)
+    several = isinstance(row.vocab, int) and row.vocab > _BLOCK  # other rows are one block
+    count, block = (-(-row.vocab // _BLOCK), _BLOCK) if several else (1, row.vocab)
+    padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * block - row.vocab)]
+    blocks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, block)
     number, target = _position_reaching(jnp.sum(blocks, -1), target, reached)
     elements = jnp.take_along_axis(blocks, number[..., None], -2)[..., 0, :]
     position, _ = _position_reaching(elements, target, reached)
@@ -202,14 +201,12 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
 
 def _position_reaching(weight, target, reached: Callable):
     """As `_index_reaching`, by one cumulative sum; and what is left of the target before that position."""
-    ends = jnp.cumsum(weight, -1)
-    last = weight.shape[-1] - 1
-    found = (weight > 0) & reached(ends, target)
-    backwards = last - jnp.argmax(weight[..., ::-1] > 0, -1, keepdims=True)
-    position = jnp.where(jnp.any(found, -1, keepdims=True), jnp.argmax(found, -1, keepdims=True), backwards)
-    position = position.astype(jnp.int32)
-    before = jnp.take_along_axis(ends, jnp.maximum(position - 1, 0), -1)
-    return position, target - jnp.where(position > 0, before, 0)
+    n = weight.shape[-1]
+    position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
+    there = jnp.where(reached(jnp.cumsum(weight, -1), target) & (weight > 0), position, n)
+    last = jnp.where(weight > 0, position, 0)
+    found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
+    return found, target - jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True)
 
 
 def _ordered(x):
