@@ -20,7 +20,9 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax.varying import is_tracked, vary_together
 
-_BLOCK = 256  # elements of a row, about the root of a vocabulary, that are summed up before the cumulative sum
+_BLOCK = (
+    256  # elements of a row, about the root of a vocabulary, that are summed up before the cumulative sum
+)
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
 
 
