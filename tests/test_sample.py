@@ -15,18 +15,12 @@ from pallas_softmax.implementations import xla
 from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
-from tests.support.draws import LARGEST, NONE, PARAMETERS, chi_square, crossed
+from tests.support.draws import LARGEST, NONE, PARAMETERS, chi_square, crossed, judged
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ALL = [*cases.FINITE, *cases.SPECIAL]
 KEY = jax.random.key(7)
-
-
-def judged(got, x, u, names, parameters, where=None):
-    temperature, *filters = parameters
-    filters = dict(zip(("top_k", "top_p", "min_p"), filters))
-    bounds.assert_sample(got, x, u, names, where, temperature, **filters)
 
 
 def assert_equal(got, want):

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 
+from tests.support import bounds
 from tests.support.cases import F32
 
 NONE = 2**31 - 1  # a top_k that filters nothing
@@ -38,6 +39,13 @@ def crossed(x, where=None):
     u = np.array([u for _, _, u in combinations], F32)
     names = [(i, name, u) for i, (name, _), u in combinations]
     return x[rows], None if where is None else where[rows], u, parameters, names
+
+
+def judged(got, x, u, names, parameters, where=None):
+    """Asserts that draws with (temperature, top_k, top_p, min_p) are right, as `bounds.assert_sample` does."""
+    temperature, *filters = parameters
+    filters = dict(zip(("top_k", "top_p", "min_p"), filters))
+    bounds.assert_sample(got, x, u, names, where, temperature, **filters)
 
 
 def chi_square(counts, p):
