@@ -196,10 +196,10 @@ def test_a_key_for_each_row(impl):
 FILTERS = {
     "none": {},
     "temperature": {"temperature": 1.7},
-    "top_k": {"top_k": 40},
+    "top_k": {"top_k": 12},
     "top_p": {"top_p": 0.9},
     "min_p": {"min_p": 0.02},
-    "all": {"temperature": 1.5, "top_k": 60, "top_p": 0.95, "min_p": 0.01},
+    "all": {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
 }
 
 
@@ -214,7 +214,7 @@ def drawn(x, n, batch, filters):
 
 @pytest.mark.parametrize(("name", "n"), [("all", 10_000), *(slow(name, 1_000_000) for name in FILTERS)])
 def test_the_distribution(name, n):
-    x, filters = np.random.default_rng(1).standard_normal(100).astype(F32) * 2, FILTERS[name]
+    x, filters = np.random.default_rng(1).standard_normal(32).astype(F32) * 2, FILTERS[name]
     temperature = filters.get("temperature", 1.0)
     _, mass = oracle.sample_terms(x[None], None, temperature)
     mass = np.where(oracle.sample_kept(x[None], **filters), mass, 0)[0]
@@ -223,10 +223,11 @@ def test_the_distribution(name, n):
 
 @pytest.mark.slow
 def test_the_distribution_of_a_peaked_vocabulary():
+    """Few draws, for a CPU is slow; a GPU makes a million."""
     x = cases.rows(["peaked"], cases.LARGE[0])[0] / 4
     _, mass = oracle.sample_terms(x[None], None, 1.0)
     mass = np.where(oracle.sample_kept(x[None], top_p=0.99), mass, 0)[0]
-    assert abs(chi_square(drawn(x, 12_800, 64, {"top_p": 0.99}), mass / mass.sum())) < 5
+    assert abs(chi_square(drawn(x, 1_280, 64, {"top_p": 0.99}), mass / mass.sum())) < 5
 
 
 # --- Transformations ----------------------------------------------------------------------------------
