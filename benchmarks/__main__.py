@@ -11,6 +11,7 @@ benchmarks.accuracy         How many ulps are ours and XLA's off?
 benchmarks.programs         What does ours save in whole programs?
 benchmarks.linear           How fast is the cross entropy of a projection, and in how much memory?
 benchmarks.beam_search      How fast is beam search with fused_topk?
+benchmarks.sample           How fast is sample?
 benchmarks.sharded          How do softmax and top-k scale over devices?
 benchmarks.support.redraw   Draws pictures of results again, from their JSON
 """

@@ -3,6 +3,7 @@
 from pallas_softmax import online
 from pallas_softmax.choice import IMPLEMENTATIONS, explain
 from pallas_softmax.linear import linear_cross_entropy, linear_log_probs, linear_logsumexp
+from pallas_softmax.sample import Sample, sample
 from pallas_softmax.softmax import log_softmax, logsumexp, softmax
 from pallas_softmax.topk import TopK, fused_topk
 
@@ -10,6 +11,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Sample",
     "TopK",
     "explain",
     "fused_topk",
@@ -19,5 +21,6 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "online",
+    "sample",
     "softmax",
 ]

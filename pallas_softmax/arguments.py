@@ -67,6 +67,24 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
 
 
+def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """`value`, one for all rows or one for each row of logits of this shape along `axis`.
+
+    Returns:
+      Its array, of shape (1, ..., 1) or batch + (1,).
+    """
+    value = array(function, name, value)
+    batch, given = shape[:axis] + shape[axis + 1 :], value.shape
+    if value.ndim == len(shape) and value.shape[axis] == 1:
+        value = jnp.squeeze(value, axis)
+    if value.ndim > len(batch) or any(n not in (1, full) for n, full in zip(value.shape[::-1], batch[::-1])):
+        raise ValueError(
+            f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
+        )
+    value = jnp.broadcast_to(value, batch) if value.size > 1 else value.reshape(())
+    return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
+
+
 def rows(
     function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
 ) -> Rows:

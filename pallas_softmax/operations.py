@@ -99,5 +99,8 @@ TABLE = {
     "projection": Operation((), (), gradient="projection_grad", on_shard="projection"),
     "projection_grad": Operation((), (), on_shard="projection_grad", is_gradient=True),
     "projection_with_grad": Operation((), (), on_shard="projection_with_grad", is_gradient=True),
+    "sample": Operation(  # u, temperature, top_k, top_p and min_p; and indices, log_probs and log_mass
+        (ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), PER_ROW, divided_by_xla=False
+    ),
     "merge": Operation((ROW, MASK, ROW, PER_ROW, PER_ROW), PER_ROW),  # of the winners of several devices
 }

@@ -133,16 +133,8 @@ def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtyp
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
-    batch, given = shape[:axis] + shape[axis + 1 :], t.shape
-    if t.ndim == len(shape) and t.shape[axis] == 1:
-        t = jnp.squeeze(t, axis)
-    if t.ndim > len(batch) or any(n not in (1, full) for n, full in zip(t.shape[::-1], batch[::-1])):
-        raise ValueError(
-            f"{name}: temperature must be a scalar or broadcast to the batch shape {batch}, got {given}"
-        )
-    t = jnp.broadcast_to(t, batch) if t.size > 1 else t.reshape(())
+    t = arguments.per_row(name, "temperature", t, shape, axis)
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
-    t = t.reshape(*(batch if t.ndim else (1,) * len(batch)), 1)
     # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
     tiny = jnp.finfo(t.dtype).tiny
     return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)

@@ -23,7 +23,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, paper, programs, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, linear, paper, programs, sample, sharded, softmax, topk
 from benchmarks.support import answers, cases, driver, flags, plot, timing
 from benchmarks.support.contenders import jax_call, prepare_jax
 from benchmarks.support.flags import Settings
@@ -488,6 +488,7 @@ BINARIES = {
     "benchmarks.linear": linear,
     "benchmarks.paper": paper,
     "benchmarks.programs": programs,
+    "benchmarks.sample": sample,
     "benchmarks.sharded": sharded,
     "benchmarks.softmax": softmax,
     "benchmarks.topk": topk,
@@ -523,6 +524,7 @@ FLAGS = {
     "benchmarks.programs": SAMPLING
     | OUTPUT
     | {"programs", "sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
+    "benchmarks.sample": INPUT | SAMPLING | OUTPUT | {"filters", "implementations", "peers"},
     "benchmarks.sharded": (INPUT - {"logits"})
     | SAMPLING
     | OUTPUT
@@ -581,6 +583,7 @@ def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch
         "benchmarks.linear": linear.make_losses,
         "benchmarks.paper": lambda chosen: paper.benchmark(chosen).cases(chosen),
         "benchmarks.programs": programs.make_programs,
+        "benchmarks.sample": sample.make_draws,
         "benchmarks.sharded": sharded.make_layouts,
         "benchmarks.topk": topk.BENCHMARK.cases,
     }.get(name, cases.make_cases)

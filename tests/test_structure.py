@@ -19,7 +19,7 @@ PACKAGE = pallas_softmax.__name__
 # files in it that are not named themselves.
 LAYERS = (
     ("__init__",),
-    ("softmax", "topk", "linear", "paper"),
+    ("softmax", "topk", "sample", "linear", "paper"),
     ("arguments", "derivatives"),
     ("eager",),
     ("execution",),
@@ -33,7 +33,7 @@ LAYERS = (
     ("implementations.xla_projection",),
     ("implementations.projection",),
     ("implementations.mosaic_gpu.device",),
-    ("implementations.folding",),
+    ("implementations.folding", "implementations.xla_sample"),
     ("projection",),
     ("online", "refusal", "varying", "target", "compiled"),
     ("call",),

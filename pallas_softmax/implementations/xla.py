@@ -22,6 +22,7 @@ from jax.lax import top_k  # as it is at the import, in case a program puts ours
 from pallas_softmax import online
 from pallas_softmax.call import Implementation
 from pallas_softmax.implementations import xla_projection
+from pallas_softmax.implementations.xla_sample import sample
 from pallas_softmax.online import Candidates, Normalizer, widen
 
 
@@ -323,6 +324,7 @@ functions = {
     "topk_tangent": topk_tangent,
     "merge": merge,
     **xla_projection.functions,
+    "sample": sample,
 }
 IMPLEMENTATION = Implementation(
     functions, unsupported=lambda call, capability: None, slower=lambda call: None

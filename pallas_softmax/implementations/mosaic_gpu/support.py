@@ -39,6 +39,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return f"no kernel for {call.dtype}, only {', '.join(DTYPES)}"
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
+    if call.op == "sample":
+        return "no kernel for sample yet"
     if call.op in ("topk", "merge"):
         return _topk_unsupported(call) or _too_large(call)
     return _too_large(call)

@@ -42,6 +42,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return "the array is empty"
     if max(call.rows, call.vocab) > MAX_INDEX:
         return f"more than {MAX_INDEX} rows, or elements of a row: {call.rows} x {call.vocab}"
+    if call.op == "sample":
+        return "no kernel for sample: its filters search a row that is on chip, and these kernels keep none there"
     if call.op == "topk" and (reason := _unsupported_topk(call)) is not None:
         return reason
     return missing()

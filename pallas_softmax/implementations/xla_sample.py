@@ -1,0 +1,218 @@
+"""Plain JAX of `sample`: a draw from each row, restricted by top-k, top-p and min-p, without a sort of the row.
+
+The filters keep the first entries of a row in the order of `lax.top_k`, by value and equal ones by the lowest index, up
+to where their weights reach a target: top_k by their number, top_p by their mass. That place is found in two steps:
+
+    the value   by bisection on the bits of integers that are ordered as the values: `_value_reaching`
+    the index   among the entries of that value, where the sum in the order of the row reaches what is left of the
+                target: `_index_reaching`, which is also the draw, as the inverse of the cumulative kept mass
+
+A row that is spread over a mesh is searched alike, with sums over its devices: 4 bits a round instead of one.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax.varying import is_tracked, vary_together
+
+# Elements of a row that are summed up before the cumulative sum: about the root of a vocabulary.
+_BLOCK = 256
+_NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
+
+
+def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
+    """One draw from each row of softmax(logits / temperature), restricted by the filters.
+
+    Args:
+      logits: (..., vocab), floats or integers.
+      where: None, or a boolean of the rank of the logits that broadcasts to them.
+      u: float32 in [0, 1); the draw is the first kept entry, in the order of the row, whose cumulative kept mass
+        exceeds u times the kept mass. This and what follows have the rank of the logits, with size 1 in the last
+        dimension, and 1 or the size of the logits in the others.
+      temperature: 0, which takes the first entry in the order of lax.top_k, whatever the filters and u; or a positive
+        normal number whose reciprocal is one; or NaN, for a row that is to give -1 and NaN.
+      top_k: int32, at least 1; or None. At the row's length or more it filters nothing.
+      top_p: in [0, 1], or None. 0 keeps the first entry, 1 all that top_k keeps.
+      min_p: in [0, 1], or None.
+      mesh_axes: the mesh axes that each row is spread over, if any.
+
+    Returns:
+      Each of shape (..., 1): the index in the whole row (int32), log softmax(logits / temperature) there, and the log
+      of the share of the mass that the filters keep; -1, NaN and NaN for a row with an unmasked NaN or +inf, with
+      nothing but -inf, or of temperature NaN.
+    """
+    row = _Row(logits.shape[-1], tuple(mesh_axes))
+    x = online.widen(online.to_float(logits, (-1,), where, mesh_axes))
+    x = x if where is None else jnp.where(where, x, -jnp.inf)
+    key = _ordered(logits)
+    m = row.max(x)
+    divisor = jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
+    mass = jnp.exp((x - m) / divisor)
+    total = row.sum(mass)
+
+    kept, kept_total = mass, total
+    if top_k is not None:
+        one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
+        wanted = jnp.where(top_k < row.length, top_k, _NOWHERE)
+        kept = jnp.where(_first_entries(key, one, wanted, row), kept, 0)
+        kept_total = row.sum(kept)
+    if top_p is not None:  # at least 1, which is the mass of the first entry
+        wanted = jnp.where(top_p < 1, jnp.maximum(top_p * kept_total, 1), jnp.inf)
+        kept = jnp.where(_first_entries(key, kept, wanted, row), kept, 0)
+    if min_p is not None:
+        kept = jnp.where(mass >= min_p, kept, 0)
+    if top_p is not None or min_p is not None:
+        kept_total = row.sum(kept)
+    drawn = _index_reaching(kept, u * kept_total, operator.gt, row)
+
+    greedy = temperature == 0
+    key = key if where is None else jnp.where(where, key, jnp.iinfo(key.dtype).min)
+    first = (key == row.max(key)) & (mass == 1)  # the mass of what is masked is 0
+    drawn = jnp.where(greedy, row.min(jnp.where(first, row.indices(x.ndim), _NOWHERE)), drawn)
+    log_probs = (row.at(x, drawn) - m) / divisor - jnp.log(total)
+    log_mass = jnp.where(greedy, log_probs, jnp.minimum(jnp.log(kept_total / total), 0))
+    drawable = total >= 1  # not where it is NaN
+    return (
+        jnp.where(drawable, drawn, -1),
+        jnp.where(drawable, log_probs, jnp.nan),
+        jnp.where(drawable, log_mass, jnp.nan),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row along the last axis, of which this device has a shard if mesh axes divide it; results have size 1 there.
+
+    Attributes:
+      vocab: the number of elements that this device has; in jax.export it may be symbolic.
+      mesh_axes: the mesh axes that the row is spread over.
+    """
+
+    vocab: Any
+    mesh_axes: tuple[str, ...]
+
+    @property
+    def length(self) -> Any:
+        """The number of elements of the whole row."""
+        return self.vocab * (lax.axis_size(self.mesh_axes) if self.mesh_axes else 1)
+
+    @property
+    def start(self):
+        """The index in the whole row of this device's first element."""
+        return lax.axis_index(self.mesh_axes) * self.vocab if self.mesh_axes else 0
+
+    def indices(self, rank: int):
+        """The index of each element in the whole row, for arrays of this rank."""
+        return self.start + lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (self.vocab,), rank - 1)
+
+    def sum(self, x):
+        part = jnp.sum(x, -1, keepdims=True)
+        return lax.psum(part, self.mesh_axes) if self.mesh_axes else part
+
+    def max(self, x):
+        part = jnp.max(x, -1, keepdims=True)
+        return lax.pmax(part, self.mesh_axes) if self.mesh_axes else part
+
+    def min(self, x):
+        part = jnp.min(x, -1, keepdims=True)
+        return lax.pmin(part, self.mesh_axes) if self.mesh_axes else part
+
+    def at(self, x, index):
+        """The element of x that has this index in the whole row."""
+        if not self.mesh_axes:
+            return jnp.take_along_axis(x, index, -1)
+        index = index - self.start
+        own = (index >= 0) & (index < self.vocab)
+        found = jnp.take_along_axis(x, jnp.where(own, index, 0), -1)
+        return lax.psum(jnp.where(own, found, 0), self.mesh_axes)
+
+
+def _first_entries(key, weight, target, row: _Row):
+    """Which entries come first, by the highest key and then the lowest index, up to where their weights reach a target.
+
+    Args:
+      key: signed integers.
+      weight: not negative, of the shape of the keys or for all of them.
+      target: positive; all entries are kept where it is not reached.
+      row: that of the keys.
+    """
+    bound = _value_reaching(key, weight, target, row)
+    above = row.sum(jnp.where(key > bound, weight, 0))
+    last = _index_reaching(jnp.where(key == bound, weight, 0), target - above, operator.ge, row)
+    return (key > bound) | (key == bound) & (row.indices(key.ndim) <= last)
+
+
+def _value_reaching(key, weight, target, row: _Row):
+    """The highest bound for which the weights of the entries with key >= bound reach the target; the least if none."""
+    bits = 4 if row.mesh_axes else 1
+    rounds = 8 * key.dtype.itemsize // bits
+    digits = jnp.arange(1, 2**bits, dtype=key.dtype)
+
+    def find_digit(i, bound):
+        """Finds the bits of one round, by the weights above each bound that they may give."""
+        shift = (bits * (rounds - 1 - i)).astype(key.dtype)
+        higher = bound + lax.shift_left(digits, shift)
+        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum: it is not in memory
+        weights = jnp.sum(jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0), -1)
+        weights = lax.psum(weights, row.mesh_axes) if row.mesh_axes else weights
+        digit = jnp.sum(weights >= target, -1, keepdims=True, dtype=key.dtype)
+        return bound + lax.shift_left(digit, shift)
+
+    least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
+    least, *_ = vary_together(least, target, key, but=row.mesh_axes)
+    return lax.fori_loop(0, rounds, find_digit, least)
+
+
+def _index_reaching(weight, target, reached: Callable, row: _Row):
+    """The index of the first positive weight at which the sum, in the order of the row, reaches the target.
+
+    If rounding has it reached nowhere, it is that of the last positive weight. The sum is searched among those of the
+    devices, then of the blocks that a device has, and then of the elements of a block.
+
+    Args:
+      weight: not negative.
+      target: a number for each row.
+      reached: (sum, target) -> whether it is reached.
+      row: that of the weights.
+    """
+    own = True
+    if row.mesh_axes:
+        sums = jnp.sum(weight, -1, keepdims=True)
+        to = "invarying" if is_tracked(row.mesh_axes) else "varying"
+        sums = jnp.concatenate(list(lax.all_gather(sums, row.mesh_axes, to=to)), -1)
+        device, target = _position_reaching(sums, target, reached)
+        own = device == lax.axis_index(row.mesh_axes)
+
+    several = isinstance(row.vocab, int) and row.vocab > _BLOCK  # other rows are one block
+    count, block = (-(-row.vocab // _BLOCK), _BLOCK) if several else (1, row.vocab)
+    padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * block - row.vocab)]
+    blocks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, block)
+    number, target = _position_reaching(jnp.sum(blocks, -1), target, reached)
+    elements = jnp.take_along_axis(blocks, number[..., None], -2)[..., 0, :]
+    position, _ = _position_reaching(elements, target, reached)
+    index = number * block + position
+    return lax.pmin(jnp.where(own, row.start + index, _NOWHERE), row.mesh_axes) if row.mesh_axes else index
+
+
+def _position_reaching(weight, target, reached: Callable):
+    """As `_index_reaching`, by one cumulative sum; and what is left of the target before that position."""
+    n = weight.shape[-1]
+    position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
+    there = jnp.where(reached(jnp.cumsum(weight, -1), target) & (weight > 0), position, n)
+    last = jnp.where(weight > 0, position, 0)
+    found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
+    return found, target - jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True)
+
+
+def _ordered(x):
+    """Signed integers in the order of `lax.top_k`."""
+    if not jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return online.sort_key(x)
+    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, signed) ^ jnp.iinfo(signed).min
