@@ -168,7 +168,7 @@ def test_one_key_typed_or_raw():
     bounds.assert_sample(want, x, u, range(4))
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", slow("rbg"), slow("unsafe_rbg")])
+@pytest.mark.parametrize("impl", [slow("threefry2x32"), slow("rbg"), slow("unsafe_rbg")])
 def test_a_key_for_each_row(impl):
     """A row's draw is the same alone, in another batch and in another place, whatever the generator."""
     x = cases.rows(["normal", "peaked", "integers", "zero"] * 2, 300).reshape(4, 2, 300)
@@ -262,7 +262,8 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "vmap" else slow(name) for name in TRANSFORMS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_transformed(name):
     same(TRANSFORMS[name](draw)(KEYS, X, T), expected())
 
@@ -276,6 +277,7 @@ def test_vmap_of_a_shared_argument():
     same(got, [np.stack(a) for a in zip(*(draw(KEYS[0, 0], X[0, 0], t) for t in T[0]))])
 
 
+@pytest.mark.slow
 def test_no_derivatives():
     def loss(x, t):
         got = draw(KEYS, x, t)

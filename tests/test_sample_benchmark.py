@@ -39,6 +39,7 @@ def test_every_filter_and_contender(run, capsys, tmp_path):
     assert (tmp_path / "sample.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_wrong_draw_fails(run, monkeypatch):
     """Ours fails; a peer that draws what no filter keeps differs. Neither is timed."""
     draw = sample.pallas_softmax.sample
