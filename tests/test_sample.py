@@ -168,7 +168,8 @@ def test_one_key_typed_or_raw():
     bounds.assert_sample(want, x, u, range(4))
 
 
-@pytest.mark.parametrize("impl", [slow("threefry2x32"), slow("rbg"), slow("unsafe_rbg")])
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_a_key_for_each_row(impl):
     """A row's draw is the same alone, in another batch and in another place, whatever the generator."""
     x = cases.rows(["normal", "peaked", "integers", "zero"] * 2, 300).reshape(4, 2, 300)
