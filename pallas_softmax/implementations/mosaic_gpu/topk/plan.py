@@ -151,6 +151,11 @@ class Window:
         return self.blocks - self.full * self.step_blocks
 
     @property
+    def group_size(self) -> int:
+        """Number of elements of a group, a power of two."""
+        return self.group_blocks * self.vec
+
+    @property
     def groups_per_thread(self) -> int:
         """Number of groups, of group_blocks blocks each, whose maxima one thread keeps."""
         return -(-self.blocks // self.group_blocks)
