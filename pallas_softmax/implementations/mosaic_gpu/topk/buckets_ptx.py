@@ -22,7 +22,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER,
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import split_slot
 
-_COMPARED_AT_ONCE = 4  # candidates of a thread that are compared together, so that loads do not wait for each other
+_COMPARED_AT_ONCE = (
+    4  # candidates of a thread that are compared together, so that loads do not wait for each other
+)
 
 
 def rank_by_buckets(code: Code, capacity: int, k: int, padded: int, most: int, otherwise: str) -> None:

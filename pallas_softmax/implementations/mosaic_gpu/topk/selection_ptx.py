@@ -76,7 +76,10 @@ def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> 
         code += load(i) + f"@{p} add.u32 {count}, {count}, 1;"
     sums_ptx.reserve(code, count, counter, place)
     for i in range(window.groups_per_thread):
-        code += load(i) + f"setp.lt.and.u32 {fits}, {place}, {room}, {p}; mad.lo.u32 {address}, {place}, 4, <hits>;"
+        code += (
+            load(i)
+            + f"setp.lt.and.u32 {fits}, {place}, {room}, {p}; mad.lo.u32 {address}, {place}, 4, <hits>;"
+        )
         code += f"add.u32 {group}, <thread>, {WARPGROUP * i}; @{fits} st.shared.b32 [{address}], {group};"
         code += f"@{p} add.u32 {place}, {place}, 1;"
     code += f"{BARRIER} ld.shared.b32 {n}, [<counts>+4]; setp.le.u32 {p}, {n}, {room}; @{p} bra room;"
@@ -86,7 +89,7 @@ def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> 
 def _mask_turn(
     code: Code, window: Window, kind: Elements, mask: str, turn: str, n: str, all_groups: bool
 ) -> None:
-    """Sets a bit of `mask` for each element of groups turn, turn + 128, ... that is in the extent and reaches <bound>.
+    """Sets a bit of `mask` for each element of groups turn, turn + 128, ... in the extent that reaches <bound>.
 
     Bits above compare as keys do: those of a negative bound are turned first.
     """
@@ -106,7 +109,7 @@ def _mask_turn(
         _first_position(code, window, group, first)
         code += f"mad.lo.u32 {address}, {first}, {kind.itemsize}, <x>; mov.b32 {bits}, 0;"
         bit = 0
-        for b, words in enumerate(_group_words(code, window, kind, first, address)):
+        for words in _group_words(code, window, kind, first, address):
             for word in words:
                 code += f"xor.b32 {word}, {word}, {flip};"
                 if kind.halves:
@@ -142,7 +145,8 @@ def _group_words(code: Code, window: Window, kind: Elements, first: str, address
     vectors = []
     last, at = code.new("b32", 2)
     # The last block stands for those that would come after it; no position of theirs is in the extent.
-    code += f"and.b32 {last}, {first}, {window.block - 1}; add.u32 {last}, {last}, {(window.blocks - 1) * window.block};"
+    code += f"and.b32 {last}, {first}, {window.block - 1};"
+    code += f"add.u32 {last}, {last}, {(window.blocks - 1) * window.block};"
     code += f"mad.lo.u32 {last}, {last}, {kind.itemsize}, <x>;"
     for offset in offsets:
         code += f"add.u32 {at}, {address}, {offset}; min.u32 {at}, {at}, {last};"
@@ -151,7 +155,7 @@ def _group_words(code: Code, window: Window, kind: Elements, first: str, address
 
 
 def _keep_extent(code: Code, window: Window, first: str, bits: str, ones: str) -> None:
-    """Clears the bits of a group's elements that are outside of the extent: those before <low>, and those from <high> on.
+    """Clears the bits of a group's elements that are outside of the extent: those before <low> and from <high> on.
 
     Positions rise with the bits, and those before <low> are in the first vector of the window.
     """
@@ -165,7 +169,14 @@ def _keep_extent(code: Code, window: Window, first: str, bits: str, ones: str) -
 
 
 def _append(
-    code: Code, window: Window, kind: Elements, mask: str, turn: str, place: str, capacity: int, all_groups: bool
+    code: Code,
+    window: Window,
+    kind: Elements,
+    mask: str,
+    turn: str,
+    place: str,
+    capacity: int,
+    all_groups: bool,
 ) -> None:
     """Writes the elements whose bits are in `mask` to the slots from `place` on; to label end if these are full."""
     bit, position, first, group, key = code.new("b32", 5)
@@ -173,13 +184,17 @@ def _append(
     code += f"next_bit: setp.eq.u32 {p}, {mask}, 0; @{p} bra appended;"
     code += f"setp.ge.u32 {p}, {place}, {capacity}; @{p} bra appended;"
     code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {position}, {mask}, 1;"
-    code += f"and.b32 {mask}, {mask}, {position}; shr.u32 {group}, {bit}, {window.group_size.bit_length() - 1};"
+    code += (
+        f"and.b32 {mask}, {mask}, {position}; shr.u32 {group}, {bit}, {window.group_size.bit_length() - 1};"
+    )
     code += f"mad.lo.u32 {group}, {group}, {WARPGROUP}, {turn};"
     if not all_groups:
         code += f"mad.lo.u32 {group}, {group}, 4, <hits>; ld.shared.b32 {group}, [{group}];"
     _first_position(code, window, group, first)
     code += f"and.b32 {bit}, {bit}, {window.group_size - 1}; shr.u32 {position}, {bit}, {window.vec.bit_length() - 1};"
-    code += f"and.b32 {bit}, {bit}, {window.vec - 1}; mad.lo.u32 {position}, {position}, {window.block}, {bit};"
+    code += (
+        f"and.b32 {bit}, {bit}, {window.vec - 1}; mad.lo.u32 {position}, {position}, {window.block}, {bit};"
+    )
     code += f"add.u32 {position}, {position}, {first};"
     _load_key(code, kind, position, key)  # once more, since a register cannot be chosen by number
     code += f"add.u32 {position}, {position}, <origin>;" + store_slot("<slots>", place, key, position)

@@ -31,7 +31,9 @@ def of_warps(code: Code, value: str, scratch: str, lane: int) -> list[str]:
     at, own = code.new("b32", 2)
     (p,) = code.new("pred")
     values = code.new("b32", WARPS)
-    code += f"and.b32 {own}, <thread>, {LANES - 1}; setp.eq.u32 {p}, {own}, {lane}; shr.u32 {at}, <thread>, 5;"
+    code += (
+        f"and.b32 {own}, <thread>, {LANES - 1}; setp.eq.u32 {p}, {own}, {lane}; shr.u32 {at}, <thread>, 5;"
+    )
     code += f"mad.lo.u32 {at}, {at}, 4, {scratch}; @{p} st.shared.b32 [{at}], {value}; {BARRIER}"
     code += f"ld.shared.v4.b32 {{{', '.join(values)}}}, [{scratch}];"
     return values
@@ -55,4 +57,6 @@ def reserve(code: Code, count: str, counter: str, place: str) -> None:
     add_lower_lanes(code, count, place)
     code += f"and.b32 {lane}, <thread>, {LANES - 1}; setp.eq.u32 {p}, {lane}, {LANES - 1}; mov.b32 {base}, 0;"
     code += f"@{p} atom.relaxed.cta.shared::cta.add.u32 {base}, [{counter}], {count};"
-    code += f"shfl.sync.idx.b32 {base}, {base}, {LANES - 1}, 31, 0xffffffff; add.u32 {place}, {place}, {base};"
+    code += (
+        f"shfl.sync.idx.b32 {base}, {base}, {LANES - 1}, 31, 0xffffffff; add.u32 {place}, {place}, {base};"
+    )
