@@ -22,9 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER,
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import split_slot
 
-_COMPARED_AT_ONCE = (
-    4  # candidates of a thread that are compared together, so that loads do not wait for each other
-)
+_CHUNK = 4  # candidates of a thread that are handled together
 
 
 def rank_by_buckets(code: Code, capacity: int, k: int, padded: int, most: int, otherwise: str) -> None:
@@ -45,22 +43,25 @@ def rank_by_buckets(code: Code, capacity: int, k: int, padded: int, most: int, o
     _count(code, values, places, largest, factor)
     _start(code, mine, each, most, otherwise)
     _group(code, values, places)
-    for first in range(0, each, _COMPARED_AT_ONCE):
-        own = slice(first, first + _COMPARED_AT_ONCE)
-        _compare(code, first, values[own], places[own], k, padded)
-    code += "ranked:"
+    for i, own in enumerate(_chunks(code, "ranked", values, places)):
+        _compare(code, *own, k, padded, label=f"compared{i}")
 
 
-def _own(code: Code, label: str, first: int, registers):
-    """Yields a predicate, whether the thread has a candidate, and its registers, for its candidates from `first` on.
+def _chunks(code: Code, label: str, values: list[str], places: list[str]):
+    """Yields some of the thread's candidates after others: predicates, whether it has them, and their registers.
 
-    All threads jump to `label`, which follows, as soon as none of them has one.
+    What is done with those of a chunk does not wait for each other. All threads jump to `label`, which follows the
+    last chunk, as soon as none of them has one.
     """
-    none, have, left = *code.new("pred", 2), *code.new("b32")
-    for i, own in enumerate(registers, first):
-        code += f"sub.s32 {left}, <n>, {WARPGROUP * i}; setp.le.s32 {none}, {left}, 0; @{none} bra {label};"
-        code += f"setp.lt.s32 {have}, <thread>, {left};"
-        yield have, *own
+    none, left = *code.new("pred"), *code.new("b32")
+    have = code.new("pred", min(_CHUNK, len(values)))
+    for first in range(0, len(values), _CHUNK):
+        code += (
+            f"sub.s32 {left}, <n>, {WARPGROUP * first}; setp.le.s32 {none}, {left}, 0; @{none} bra {label};"
+        )
+        for p in have:
+            code += f"setp.lt.s32 {p}, <thread>, {left}; sub.s32 {left}, {left}, {WARPGROUP};"
+        yield have, values[first : first + _CHUNK], places[first : first + _CHUNK]
     code += f"{label}:"
 
 
@@ -81,15 +82,18 @@ def _load_and_bracket(code: Code, values: list[str], largest: str, factor: str, 
     address, low, high, least = code.new("b32", 4)
     (ratio,) = code.new("f32")
     code += f"mov.b32 {largest}, 0; mov.b32 {least}, 0xffffffff; mad.lo.u32 {address}, <thread>, 8, <slots>;"
-
-    for have, i, value in _own(code, "loaded", 0, enumerate(values)):
-        code += f"ld.shared.b64 {value}, [{address}+{8 * WARPGROUP * i}]; mov.b64 {{{low}, {high}}}, {value};"
-        code += f"@{have} max.u32 {largest}, {largest}, {high}; @{have} min.u32 {least}, {least}, {high};"
-    for op, value, byte in (("max", largest, 0), ("min", least, 16)):
-        code += f"redux.sync.{op}.u32 {value}, {value}, 0xffffffff; add.u32 {address}, <ranked>, {byte};"
-        each_warp = sums_ptx.of_warps(code, value, address, 0)
-        code += f"mov.b32 {value}, {code.tree(f'{op}.u32', 'b32', each_warp)};"
-    code += f"sub.u32 {least}, {largest}, {least};"
+    for have, some, _ in _chunks(code, "loaded", values, values):
+        for i, value in enumerate(some):
+            code += f"ld.shared.b64 {value}, [{address}+{8 * WARPGROUP * i}];"
+        for p, value in zip(have, some):
+            code += f"mov.b64 {{{low}, {high}}}, {value};"
+            code += f"@{p} max.u32 {largest}, {largest}, {high}; @{p} min.u32 {least}, {least}, {high};"
+        code += f"add.u32 {address}, {address}, {8 * WARPGROUP * _CHUNK};"
+    code += f"redux.sync.max.u32 {largest}, {largest}, 0xffffffff;"
+    code += f"redux.sync.min.u32 {least}, {least}, 0xffffffff;"
+    larger, smaller = sums_ptx.of_warps(code, [largest, least], "<ranked>", 0)
+    code += f"mov.b32 {largest}, {code.tree('max.u32', 'b32', larger)};"
+    code += f"sub.u32 {least}, {largest}, {code.tree('min.u32', 'b32', smaller)};"
     bits = np.float32(capacity * 2.0**32 * (1 - 2.0**-20)).view(np.uint32)
     code += f"cvt.rn.f32.u32 {ratio}, {least}; add.f32 {ratio}, {ratio}, 0f3F800000;"
     code += f"rcp.approx.ftz.f32 {ratio}, {ratio}; mul.f32 {ratio}, {ratio}, 0f{bits:08X};"
@@ -99,12 +103,14 @@ def _load_and_bracket(code: Code, values: list[str], largest: str, factor: str, 
 def _count(code: Code, values: list[str], places: list[str], largest: str, factor: str) -> None:
     """Counts the candidates in their buckets; a place is the bucket, and above 16 bits how many it had before."""
     low, high, address = code.new("b32", 3)
-
-    for have, value, place in _own(code, "counted", 0, zip(values, places)):
-        code += f"mov.b64 {{{low}, {high}}}, {value}; sub.u32 {high}, {largest}, {high};"
-        code += f"mul.hi.u32 {place}, {high}, {factor}; mad.lo.u32 {address}, {place}, 4, <buckets>;"
-        code += f"@{have} atom.relaxed.cta.shared::cta.add.u32 {low}, [{address}], 1;"
-        code += f"shl.b32 {low}, {low}, 16; or.b32 {place}, {place}, {low};"
+    before = code.new("b32", min(_CHUNK, len(values)))
+    for have, some, own in _chunks(code, "counted", values, places):
+        for p, value, place, number in zip(have, some, own, before):
+            code += f"mov.b64 {{{low}, {high}}}, {value}; sub.u32 {high}, {largest}, {high};"
+            code += f"mul.hi.u32 {place}, {high}, {factor}; mad.lo.u32 {address}, {place}, 4, <buckets>;"
+            code += f"@{p} atom.relaxed.cta.shared::cta.add.u32 {number}, [{address}], 1;"
+        for place, number in zip(own, before):
+            code += f"shl.b32 {number}, {number}, 16; or.b32 {place}, {place}, {number};"
     code += BARRIER
 
 
@@ -122,7 +128,7 @@ def _start(code: Code, mine: str, each: int, most: int, otherwise: str) -> None:
     sums_ptx.add_lower_lanes(code, total, start)
     code += f"mov.b32 {held}, {code.tree('max.u32', 'b32', counts)}; redux.sync.max.u32 {held}, {held}, 0xffffffff;"
     code += f"shl.b32 {held}, {held}, 16; or.b32 {total}, {total}, {held};"
-    totals = sums_ptx.of_warps(code, total, "<ranked>", LANES - 1)
+    (totals,) = sums_ptx.of_warps(code, [total], "<ranked>", LANES - 1)
     for total, held in zip(totals, largest):
         code += f"shr.u32 {held}, {total}, 16; and.b32 {total}, {total}, 0xffff;"
     sums_ptx.add_lower_warps(code, start, totals)
@@ -139,18 +145,22 @@ def _group(code: Code, values: list[str], places: list[str]) -> None:
     """Writes the candidates to the slots again, grouped by buckets; a place is now where its bucket starts, and above
     16 bits how many it has.
     """
-    number, address = code.new("b32", 2)
-
-    for have, value, place in _own(code, "grouped", 0, zip(values, places)):
-        code += f"shr.u32 {number}, {place}, 16; and.b32 {address}, {place}, 0xffff;"
-        code += f"mad.lo.u32 {address}, {address}, 4, <buckets>; @{have} ld.shared.b32 {place}, [{address}];"
-        code += f"and.b32 {address}, {place}, 0xffff; add.u32 {address}, {address}, {number};"
-        code += f"mad.lo.u32 {address}, {address}, 8, <slots>; @{have} st.shared.b64 [{address}], {value};"
+    address = code.new("b32")[0]
+    before = code.new("b32", min(_CHUNK, len(values)))
+    for have, some, own in _chunks(code, "grouped", values, places):
+        for p, place, number in zip(have, own, before):
+            code += f"shr.u32 {number}, {place}, 16; and.b32 {address}, {place}, 0xffff;"
+            code += f"mad.lo.u32 {address}, {address}, 4, <buckets>; @{p} ld.shared.b32 {place}, [{address}];"
+        for p, value, place, number in zip(have, some, own, before):
+            code += f"and.b32 {address}, {place}, 0xffff; add.u32 {address}, {address}, {number};"
+            code += f"mad.lo.u32 {address}, {address}, 8, <slots>; @{p} st.shared.b64 [{address}], {value};"
     code += BARRIER
 
 
-def _compare(code: Code, first: int, values: list[str], places: list[str], k: int, padded: int) -> None:
-    """Compares candidates of the thread with those of their buckets, one after another, and writes them at their ranks.
+def _compare(
+    code: Code, have: list[str], values: list[str], places: list[str], k: int, padded: int, label: str
+) -> None:
+    """Compares candidates with the others of their buckets, one after another, and writes them at their ranks.
 
     A bucket that starts at rank k or later is left out.
     """
@@ -158,25 +168,22 @@ def _compare(code: Code, first: int, values: list[str], places: list[str], k: in
     others, inside = code.new("b64", len(values)), code.new("pred", len(values))
     turn, most, key, index = code.new("b32", 4)
     (p,) = code.new("pred")
-    for count in counts:
-        code += f"mov.b32 {count}, 0;"
-
-    own = zip(places, counts, ranks, addresses)
-    for have, place, count, rank, address in _own(code, f"looked_up{first}", first, own):
+    for q, place, count, rank, address in zip(have, places, counts, ranks, addresses):
         code += f"and.b32 {rank}, {place}, 0xffff; mad.lo.u32 {address}, {rank}, 8, <slots>;"
-        code += f"setp.lt.and.u32 {p}, {rank}, {k}, {have}; @{p} shr.u32 {count}, {place}, 16;"
+        code += f"setp.lt.and.u32 {p}, {rank}, {k}, {q};"
+        code += f"shr.u32 {count}, {place}, 16; selp.b32 {count}, {count}, 0, {p};"
     code += f"mov.b32 {most}, {code.tree('max.u32', 'b32', counts)}; mov.b32 {turn}, 0;"
-    code += f"setp.eq.u32 {p}, {most}, 0; @{p} bra compared{first}; next{first}:"
+    code += f"setp.eq.u32 {p}, {most}, 0; @{p} bra {label}; next_{label}:"
     for count, other, address, q in zip(counts, others, addresses, inside):
         code += f"setp.lt.u32 {q}, {turn}, {count}; @{q} ld.shared.b64 {other}, [{address}];"
         code += f"add.u32 {address}, {address}, 8;"
     for value, other, rank, q in zip(values, others, ranks, inside):
         code += f"setp.gt.and.u64 {q}, {other}, {value}, {q}; @{q} add.u32 {rank}, {rank}, 1;"
-    code += f"add.u32 {turn}, {turn}, 1; setp.lt.u32 {p}, {turn}, {most}; @{p} bra next{first};"
+    code += f"add.u32 {turn}, {turn}, 1; setp.lt.u32 {p}, {turn}, {most}; @{p} bra next_{label};"
     for value, count, rank, address in zip(values, counts, ranks, addresses):
         code += f"setp.gt.u32 {p}, {count}, 0; setp.lt.and.u32 {p}, {rank}, {k}, {p};" + split_slot(
             value, key, index
         )
         code += f"mad.lo.u32 {address}, {rank}, 4, <ranked>; @{p} st.shared.b32 [{address}], {key};"
         code += f"@{p} st.shared.b32 [{address}+{4 * padded}], {index};"
-    code += f"compared{first}:"
+    code += f"{label}:"

@@ -9,6 +9,9 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import store_slot
 
 _BITS = 32  # elements that a thread looks at together, one for each bit of a word
+_FEW_SLOTS = (
+    256  # slots up to which a thread has so few candidates that it appends two, and not four, at once
+)
 _LOADED_AT_ONCE = 8  # loads that a thread has under way
 
 
@@ -30,7 +33,7 @@ def collect(
     """
     kind, capacity = Elements(x_smem.dtype), slots.shape[0] // 2
     code = Code()
-    n, turn, count, mask, place, counter = code.new("b32", 6)
+    n, turn, count, mask, place = code.new("b32", 5)
     (p,) = code.new("pred")
     if all_groups:
         code += f"mov.b32 {n}, {window.groups};"
@@ -39,8 +42,8 @@ def collect(
     code += f"and.b32 {turn}, <thread>, {WARPGROUP - LANES}; setp.ge.u32 {p}, {turn}, {n}; @{p} bra end;"
     code += f"mov.b32 {turn}, <thread>; next_turn:"
     _mask_turn(code, window, kind, mask, turn, n, all_groups)
-    code += f"popc.b32 {count}, {mask}; mov.b32 {counter}, <counts>;"
-    sums_ptx.reserve(code, count, counter, place)
+    code += f"popc.b32 {count}, {mask}; setp.ne.u32 {p}, {count}, 0;"
+    code += f"@{p} atom.relaxed.cta.shared::cta.add.u32 {place}, [<counts>], {count};"
     _append(code, window, kind, mask, turn, place, capacity, all_groups)
     at_once = _BITS // window.group_size * WARPGROUP
     code += f"add.u32 {turn}, {turn}, {at_once}; and.b32 {count}, {turn}, -{LANES};"
@@ -55,7 +58,7 @@ def collect(
 def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> None:
     """Lists in <hits> the numbers of the groups that reach <bound>, in any order; register n gets how many there are.
 
-    A thread counts its groups that do, and writes them to as many places. If they are more than there is room for, it
+    A warp counts those of its groups that do, and reserves as many places. If they are more than there is room for, it
     makes the number of candidates too large, and jumps to label end.
 
     Args:
@@ -63,25 +66,32 @@ def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> 
       room: number of places in <hits>.
       capacity: number of slots for candidates.
     """
-    keys = code.new("b32", min(window.groups_per_thread, _LOADED_AT_ONCE))
-    group_keys, count, group, place, counter, address = code.new("b32", 6)
+    each = window.groups_per_thread
+    keys, ballots, at = (code.new("b32", min(each, _LOADED_AT_ONCE)) for _ in range(3))
+    reach = code.new("pred", len(keys))
+    count, group, place, lower_lanes, address = code.new("b32", 5)
     p, fits = code.new("pred", 2)
-
-    def load(i):
-        key = keys[i % len(keys)]
-        return f"ld.shared.b32 {key}, [{group_keys}+{4 * WARPGROUP * i}]; setp.ge.s32 {p}, {key}, <bound>;"
-
-    code += f"mad.lo.u32 {group_keys}, <thread>, 4, <group_keys>; mov.b32 {count}, 0; add.u32 {counter}, <counts>, 4;"
-    for i in range(window.groups_per_thread):
-        code += load(i) + f"@{p} add.u32 {count}, {count}, 1;"
-    sums_ptx.reserve(code, count, counter, place)
-    for i in range(window.groups_per_thread):
+    code += f"mad.lo.u32 {address}, <thread>, 4, <group_keys>; mov.u32 {lower_lanes}, %lanemask_lt;"
+    for start in range(0, each, _LOADED_AT_ONCE):
+        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+        for i, key in zip(turns, keys):
+            code += f"ld.shared.b32 {key}, [{address}+{4 * WARPGROUP * i}];"
+        code += f"mov.b32 {count}, 0;"
+        for _, key, q, ballot, before in zip(turns, keys, reach, ballots, at):
+            code += f"setp.ge.s32 {q}, {key}, <bound>; vote.sync.ballot.b32 {ballot}, {q}, 0xffffffff;"
+            code += f"and.b32 {before}, {ballot}, {lower_lanes}; popc.b32 {before}, {before};"
+            code += f"add.u32 {before}, {before}, {count}; popc.b32 {ballot}, {ballot};"
+            code += f"add.u32 {count}, {count}, {ballot};"
+        code += f"setp.eq.u32 {p}, {count}, 0; @{p} bra listed{start}; setp.eq.u32 {p}, {lower_lanes}, 0;"
         code += (
-            load(i)
-            + f"setp.lt.and.u32 {fits}, {place}, {room}, {p}; mad.lo.u32 {address}, {place}, 4, <hits>;"
+            f"mov.b32 {place}, 0; @{p} atom.relaxed.cta.shared::cta.add.u32 {place}, [<counts>+4], {count};"
         )
-        code += f"add.u32 {group}, <thread>, {WARPGROUP * i}; @{fits} st.shared.b32 [{address}], {group};"
-        code += f"@{p} add.u32 {place}, {place}, 1;"
+        code += f"shfl.sync.idx.b32 {place}, {place}, 0, 31, 0xffffffff;"
+        for i, q, before in zip(turns, reach, at):
+            code += f"add.u32 {before}, {before}, {place}; setp.lt.and.u32 {fits}, {before}, {room}, {q};"
+            code += f"mad.lo.u32 {before}, {before}, 4, <hits>; add.u32 {group}, <thread>, {WARPGROUP * i};"
+            code += f"@{fits} st.shared.b32 [{before}], {group};"
+        code += f"listed{start}:"
     code += f"{BARRIER} ld.shared.b32 {n}, [<counts>+4]; setp.le.u32 {p}, {n}, {room}; @{p} bra room;"
     code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.b32 [<counts>], {capacity + 1}; bra end; room:"
 
@@ -93,35 +103,51 @@ def _mask_turn(
 
     Bits above compare as keys do: those of a negative bound are turned first.
     """
-    group, first, address, bits, ones, bound, flip, half = code.new("b32", 8)
-    p, q = code.new("pred", 2)
-    shift = 16 if kind.halves else 0
-    code += f"mov.b32 {mask}, 0; shr.s32 {flip}, <bound>, 31; and.b32 {flip}, {flip}, {kind.flip};"
-    code += f"shl.b32 {bound}, <bound>, {shift};"
-    for u in range(_BITS // window.group_size):
+    at_once = _BITS // window.group_size
+    groups, firsts, have = code.new("b32", at_once), code.new("b32", at_once), code.new("pred", at_once)
+    address, bound, flip = code.new("b32", 3)
+    vectors = []
+    for u, (group, first, p) in enumerate(zip(groups, firsts, have)):
         code += f"add.u32 {group}, {turn}, {u * WARPGROUP}; setp.lt.u32 {p}, {group}, {n};"
         if all_groups:
             code += f"mad.lo.u32 {address}, {group}, 4, <group_keys>; mov.b32 {first}, 0x80000000;"
             code += f"@{p} ld.shared.b32 {first}, [{address}]; setp.ge.and.s32 {p}, {first}, <bound>, {p};"
+            code += f"selp.b32 {group}, {group}, 0, {p};"
         else:
-            code += f"mad.lo.u32 {address}, {group}, 4, <hits>; @{p} ld.shared.b32 {group}, [{address}];"
-        code += f"@!{p} bra masked{u};"
+            code += f"mad.lo.u32 {address}, {group}, 4, <hits>; mov.b32 {group}, 0;"
+            code += f"@{p} ld.shared.b32 {group}, [{address}];"
+    for group, first in zip(groups, firsts):
         _first_position(code, window, group, first)
-        code += f"mad.lo.u32 {address}, {first}, {kind.itemsize}, <x>; mov.b32 {bits}, 0;"
-        bit = 0
-        for words in _group_words(code, window, kind, first, address):
-            for word in words:
-                code += f"xor.b32 {word}, {word}, {flip};"
-                if kind.halves:
-                    code += f"shl.b32 {half}, {word}, 16; setp.ge.s32 {q}, {half}, {bound};"
-                    code += f"@{q} or.b32 {bits}, {bits}, {1 << bit};"
-                    bit += 1
-                code += f"setp.ge.s32 {q}, {word}, {bound}; @{q} or.b32 {bits}, {bits}, {1 << bit};"
-                bit += 1
-        _keep_extent(code, window, first, bits, ones)
-        if u:
-            code += f"shl.b32 {bits}, {bits}, {u * window.group_size};"
-        code += f"or.b32 {mask}, {mask}, {bits}; masked{u}:"
+        code += f"mad.lo.u32 {address}, {first}, {kind.itemsize}, <x>;"
+        vectors.append(_group_words(code, window, kind, first, address))
+    code += f"mov.b32 {mask}, 0; shr.s32 {flip}, <bound>, 31; and.b32 {flip}, {flip}, {kind.flip};"
+    code += f"shl.b32 {bound}, <bound>, {16 if kind.halves else 0};"
+    for u, (first, p, words) in enumerate(zip(firsts, have, vectors)):
+        bits = _bits_reaching(code, kind, sum(words, []), bound, flip)
+        if window.size > window.vocab or window.count > 1:
+            _keep_extent(code, window, first, bits)
+        code += f"selp.b32 {bits}, {bits}, 0, {p}; shl.b32 {bits}, {bits}, {u * window.group_size};"
+        code += f"or.b32 {mask}, {mask}, {bits};"
+
+
+def _bits_reaching(code: Code, kind: Elements, words: list[str], bound: str, flip: str) -> str:
+    """Returns a register with a bit for each element of the words, turned by `flip`, that is not below `bound`."""
+    each = _BITS // 4  # bits of one of several registers, which do not wait for each other
+    elements = []
+    for word in words:
+        code += f"xor.b32 {word}, {word}, {flip};"
+        if kind.halves:
+            (low,) = code.new("b32")
+            code += f"shl.b32 {low}, {word}, 16;"
+            elements.append(low)
+        elements.append(word)
+    bits = code.new("b32", -(-len(elements) // each))
+    (p,) = code.new("pred")
+    code += "".join(f"mov.b32 {b}, 0;" for b in bits)
+    for i, element in enumerate(elements):
+        b = bits[i // each]
+        code += f"setp.ge.s32 {p}, {element}, {bound}; @{p} or.b32 {b}, {b}, {1 << i};"
+    return code.tree("or.b32", "b32", bits)
 
 
 def _first_position(code: Code, window: Window, group: str, first: str) -> None:
@@ -154,12 +180,12 @@ def _group_words(code: Code, window: Window, kind: Elements, first: str, address
     return vectors
 
 
-def _keep_extent(code: Code, window: Window, first: str, bits: str, ones: str) -> None:
+def _keep_extent(code: Code, window: Window, first: str, bits: str) -> None:
     """Clears the bits of a group's elements that are outside of the extent: those before <low> and from <high> on.
 
     Positions rise with the bits, and those before <low> are in the first vector of the window.
     """
-    rest, blocks = code.new("b32", 2)
+    rest, blocks, ones = code.new("b32", 3)
     (p,) = code.new("pred")
     code += f"setp.eq.u32 {p}, {first}, 0; shl.b32 {ones}, -1, <low>; @{p} and.b32 {bits}, {bits}, {ones};"
     code += f"sub.s32 {rest}, <high>, {first}; max.s32 {rest}, {rest}, 0;"
@@ -178,39 +204,47 @@ def _append(
     capacity: int,
     all_groups: bool,
 ) -> None:
-    """Writes the elements whose bits are in `mask` to the slots from `place` on; to label end if these are full."""
-    bit, position, first, group, key = code.new("b32", 5)
+    """Writes the elements whose bits are in `mask` to the slots from `place` on, some at once."""
+    at_once = 2 if capacity <= _FEW_SLOTS else 4
+    bits, groups, keys, positions = (code.new("b32", at_once) for _ in range(4))
+    chosen = code.new("pred", at_once)
+    (rest,) = code.new("b32")
     (p,) = code.new("pred")
-    code += f"next_bit: setp.eq.u32 {p}, {mask}, 0; @{p} bra appended;"
-    code += f"setp.ge.u32 {p}, {place}, {capacity}; @{p} bra appended;"
-    code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {position}, {mask}, 1;"
-    code += (
-        f"and.b32 {mask}, {mask}, {position}; shr.u32 {group}, {bit}, {window.group_size.bit_length() - 1};"
-    )
-    code += f"mad.lo.u32 {group}, {group}, {WARPGROUP}, {turn};"
-    if not all_groups:
-        code += f"mad.lo.u32 {group}, {group}, 4, <hits>; ld.shared.b32 {group}, [{group}];"
-    _first_position(code, window, group, first)
-    code += f"and.b32 {bit}, {bit}, {window.group_size - 1}; shr.u32 {position}, {bit}, {window.vec.bit_length() - 1};"
-    code += (
-        f"and.b32 {bit}, {bit}, {window.vec - 1}; mad.lo.u32 {position}, {position}, {window.block}, {bit};"
-    )
-    code += f"add.u32 {position}, {position}, {first};"
-    _load_key(code, kind, position, key)  # once more, since a register cannot be chosen by number
-    code += f"add.u32 {position}, {position}, <origin>;" + store_slot("<slots>", place, key, position)
-    code += f"add.u32 {place}, {place}, 1; bra next_bit; appended:"
+    code += f"next_bits: setp.eq.u32 {p}, {mask}, 0; setp.ge.or.u32 {p}, {place}, {capacity}, {p};"
+    code += f"@{p} bra appended;"
+    for j, (q, bit, group) in enumerate(zip(chosen, bits, groups)):
+        code += f"add.u32 {rest}, {place}, {j}; setp.lt.u32 {p}, {rest}, {capacity};"
+        code += f"setp.ne.and.u32 {q}, {mask}, 0, {p};"
+        code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {rest}, {mask}, 1;"
+        code += f"and.b32 {mask}, {mask}, {rest};"
+        code += f"shr.u32 {group}, {bit}, {window.group_size.bit_length() - 1};"
+        code += f"mad.lo.u32 {group}, {group}, {WARPGROUP}, {turn};"
+        if not all_groups:
+            code += f"mad.lo.u32 {group}, {group}, 4, <hits>; @{q} ld.shared.b32 {group}, [{group}];"
+    for q, bit, group, key, position in zip(chosen, bits, groups, keys, positions):
+        _first_position(code, window, group, position)
+        code += f"and.b32 {bit}, {bit}, {window.group_size - 1}; shr.u32 {rest}, {bit}, {window.vec.bit_length() - 1};"
+        code += f"and.b32 {bit}, {bit}, {window.vec - 1}; mad.lo.u32 {bit}, {rest}, {window.block}, {bit};"
+        code += f"add.u32 {position}, {position}, {bit};"
+        _load_bits(code, kind, position, key, q)  # once more, since a register cannot be chosen by number
+    for q, key, position in zip(chosen, keys, positions):
+        kind.keys(code, [key])
+        code += f"add.u32 {position}, {position}, <origin>;" + store_slot(
+            "<slots>", place, key, position, f"@{q}"
+        )
+        code += f"add.u32 {place}, {place}, 1;"
+    code += "bra next_bits; appended:"
 
 
-def _load_key(code: Code, kind: Elements, position: str, key: str) -> None:
-    """Writes the key of the element at a position to register `key`."""
+def _load_bits(code: Code, kind: Elements, position: str, bits: str, predicate: str) -> None:
+    """Writes the bits of the element at a position, as a signed number, to register `bits`, if the predicate holds."""
     (address,) = code.new("b32")
     code += f"mad.lo.u32 {address}, {position}, {kind.itemsize}, <x>;"
     if kind.halves:
         (half,) = code.new("b16")
-        code += f"ld.shared.b16 {half}, [{address}]; cvt.s32.s16 {key}, {half};"
+        code += f"@{predicate} ld.shared.b16 {half}, [{address}]; cvt.s32.s16 {bits}, {half};"
     else:
-        code += f"ld.shared.b32 {key}, [{address}];"
-    kind.keys(code, [key])
+        code += f"@{predicate} ld.shared.b32 {bits}, [{address}];"
 
 
 # ---- counts and ties

@@ -23,20 +23,24 @@ def add_lower_lanes(code: Code, value: str, start: str) -> None:
     code += f"sub.u32 {start}, {value}, {start};"
 
 
-def of_warps(code: Code, value: str, scratch: str, lane: int) -> list[str]:
-    """Returns registers with what this lane of each warp has in `value`.
+def of_warps(code: Code, values: list[str], scratch: str, lane: int) -> list[list[str]]:
+    """Returns, for each of the values, registers with what this lane of each warp has in it.
 
-    The warps meet in four words of shared memory at `scratch`, which nothing reads or writes meanwhile.
+    The warps meet in shared memory at `scratch`, four words for each value, which nothing reads or writes meanwhile.
     """
     at, own = code.new("b32", 2)
     (p,) = code.new("pred")
-    values = code.new("b32", WARPS)
+    out = [code.new("b32", WARPS) for _ in values]
     code += (
         f"and.b32 {own}, <thread>, {LANES - 1}; setp.eq.u32 {p}, {own}, {lane}; shr.u32 {at}, <thread>, 5;"
     )
-    code += f"mad.lo.u32 {at}, {at}, 4, {scratch}; @{p} st.shared.b32 [{at}], {value}; {BARRIER}"
-    code += f"ld.shared.v4.b32 {{{', '.join(values)}}}, [{scratch}];"
-    return values
+    code += f"mad.lo.u32 {at}, {at}, 4, {scratch};"
+    for i, value in enumerate(values):
+        code += f"@{p} st.shared.b32 [{at}+{4 * WARPS * i}], {value};"
+    code += BARRIER
+    for i, of_value in enumerate(out):
+        code += f"ld.shared.v4.b32 {{{', '.join(of_value)}}}, [{scratch}+{4 * WARPS * i}];"
+    return out
 
 
 def add_lower_warps(code: Code, start: str, totals: list[str]) -> None:
@@ -45,18 +49,3 @@ def add_lower_warps(code: Code, start: str, totals: list[str]) -> None:
     code += f"shr.u32 {warp}, <thread>, 5;"
     for i, total in enumerate(totals[:-1]):
         code += f"setp.gt.u32 {p}, {warp}, {i}; @{p} add.u32 {start}, {start}, {total};"
-
-
-def reserve(code: Code, count: str, counter: str, place: str) -> None:
-    """Reserves `count` places for each lane of a warp, by one addition to the word of shared memory at `counter`.
-
-    Register `place` gets the lane's first one; `count` is changed.
-    """
-    lane, base = code.new("b32", 2)
-    (p,) = code.new("pred")
-    add_lower_lanes(code, count, place)
-    code += f"and.b32 {lane}, <thread>, {LANES - 1}; setp.eq.u32 {p}, {lane}, {LANES - 1}; mov.b32 {base}, 0;"
-    code += f"@{p} atom.relaxed.cta.shared::cta.add.u32 {base}, [{counter}], {count};"
-    code += (
-        f"shfl.sync.idx.b32 {base}, {base}, {LANES - 1}, 31, 0xffffffff; add.u32 {place}, {place}, {base};"
-    )

@@ -15,6 +15,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     BARRIER,
+    LANES,
     REF,
     SCALAR,
     Code,
@@ -37,7 +38,7 @@ def threshold(group_keys, slots, scratch, groups: int, k: int):
         count the group_keys from low to high in buckets
         b = the bucket with the k-th largest of all
         low = max(low, its least key), n = how many group_keys reach it
-        if n <= k + max(2, k / 16), or the bucket is one key: return low
+        if n is few more than k, or the bucket is one key: return low
         high, above = the largest key of bucket b, how many exceed it
 
     The counters lie in the empty slots, and leave them empty.
@@ -51,6 +52,11 @@ def threshold(group_keys, slots, scratch, groups: int, k: int):
         return fragmented_array.FragmentedArray.splat(bound, (), is_signed=True)
 
     return emit(group_keys, slots, scratch)
+
+
+def few_more(k: int) -> int:
+    """Returns how many groups may reach the bound: not more than k if these are whole turns of all threads."""
+    return min(k + max(2, k // 16), -(-k // WARPGROUP) * WARPGROUP)
 
 
 def _text(groups: int, k: int) -> Code:
@@ -73,7 +79,7 @@ def _text(groups: int, k: int) -> Code:
     code += f"shl.b32 {edge}, {bucket}, {shift}; sub.u32 {high}, {high}, {edge}; mov.b32 {edge}, 1;"
     code += f"shl.b32 {edge}, {edge}, {shift}; sub.u32 {edge}, {edge}, 1; sub.u32 {at}, {high}, {low};"
     code += f"min.u32 {edge}, {edge}, {at}; sub.u32 {low}, {high}, {edge}; mov.b32 {above}, {before};"
-    code += f"setp.eq.u32 {last}, {edge}, 0; setp.le.or.s32 {last}, {reach}, {k + max(2, k // 16)}, {last};"
+    code += f"setp.eq.u32 {last}, {edge}, 0; setp.le.or.s32 {last}, {reach}, {few_more(k)}, {last};"
     code += f"@!{last} bra again;"
     return code
 
@@ -98,11 +104,10 @@ def _bracket(code: Code, keys: list[str], k: int, low: str, high: str) -> None:
     code += f"mov.b32 {high}, {code.tree('max.s32', 'b32', list(keys))};"
     maxima = [code.tree("max.s32", "b32", keys[i::sets]) for i in range(sets)]
     code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', maxima)};"
-    for op, value, byte in (("min", low, 0), ("max", high, 16)):
-        (scratch,) = code.new("b32")
-        code += f"redux.sync.{op}.s32 {value}, {value}, 0xffffffff; add.u32 {scratch}, <scratch>, {byte};"
-        of_warps = sums_ptx.of_warps(code, value, scratch, 0)
-        code += f"mov.b32 {value}, {code.tree(f'{op}.s32', 'b32', of_warps)};"
+    code += f"redux.sync.min.s32 {low}, {low}, 0xffffffff; redux.sync.max.s32 {high}, {high}, 0xffffffff;"
+    lows, highs = sums_ptx.of_warps(code, [low, high], "<scratch>", 0)
+    code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', lows)};"
+    code += f"mov.b32 {high}, {code.tree('max.s32', 'b32', highs)};"
 
 
 def _find_bucket(code: Code, above: str, k: int) -> tuple[str, str, str]:
@@ -123,7 +128,7 @@ def _find_bucket(code: Code, above: str, k: int) -> tuple[str, str, str]:
     code += f"ld.shared.{kind} {words}, [{mine}+{byte}]; st.shared.{kind} [{mine}+{byte}], {zeros};"
     code += f"mov.b32 {total}, {code.tree('add.u32', 'b32', list(counts))};"
     sums_ptx.add_lower_lanes(code, total, start)
-    totals = sums_ptx.of_warps(code, total, "<scratch>", 31)
+    (totals,) = sums_ptx.of_warps(code, [total], "<scratch>", LANES - 1)
     sums_ptx.add_lower_warps(code, start, totals)
     code += f"add.u32 {before}, {start}, {above}; mul.lo.u32 {bucket}, <thread>, {_EACH};"
     for count in counts:
