@@ -17,12 +17,12 @@ def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
     Where many lie in one bucket, they are found by counting or, if there is room for more candidates, by sorting.
     """
     capacity = slots.shape[0] // 2
-    otherwise = "count" if capacity <= _COMPARED else "sort"
+    otherwise = "crowded" if capacity <= _COMPARED else "sort"
     code = Code()
     (p,) = code.new("pred")
     code += f"setp.le.u32 {p}, <n>, {_COUNTED}; @{p} bra count;"
     rank_by_buckets(code, capacity, k, padded, _IN_BUCKET, otherwise)
-    code += "bra end; count:"
+    code += f"bra end; crowded: {BARRIER} count:"  # the barrier: all threads have read what they reduced in <ranked>
     _rank_by_counting(code, k, padded, end="end")
     if otherwise == "sort":
         code += "sort:"

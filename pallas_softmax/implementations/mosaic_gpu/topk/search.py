@@ -84,7 +84,7 @@ class Search:
         if groups < k:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
         return selection.threshold(
-            self.group_keys_smem, self.slots_smem, self.hits_smem, groups, k, interpret=self.interpret
+            self.group_keys_smem, self.slots_smem, self.counts_smem, groups, k, interpret=self.interpret
         )
 
     def _collect(self, bound, *, all_groups=False):

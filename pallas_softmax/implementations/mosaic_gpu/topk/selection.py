@@ -148,15 +148,15 @@ def absorb_step(
 # ---- the search
 
 
-def threshold(group_keys, slots, scratch, groups: int, k: int, *, interpret):
+def threshold(group_keys, slots, counts, groups: int, k: int, *, interpret):
     """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
 
     Args:
       slots: an empty list, of which 512 words are used meanwhile.
-      scratch: shared memory of at least 12 words.
+      counts: of which all but the two counts may be used.
     """
     if not interpret:
-        return threshold_ptx.threshold(group_keys, slots, scratch, groups, k)
+        return threshold_ptx.threshold(group_keys, slots, counts, groups, k)
     return lax.sort(group_keys[:groups])[groups - k]
 
 

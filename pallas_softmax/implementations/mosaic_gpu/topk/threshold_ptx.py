@@ -29,7 +29,7 @@ _EACH = 4  # counters of a thread
 _COUNTERS_BITS = (_EACH * WARPGROUP).bit_length() - 1
 
 
-def threshold(group_keys, slots, scratch, groups: int, k: int):
+def threshold(group_keys, slots, counts, groups: int, k: int):
     """Goes from all keys to those of one bucket, as long as there are many in it:
 
     low, high = a key that at least k group_keys reach, the largest group_key
@@ -43,15 +43,15 @@ def threshold(group_keys, slots, scratch, groups: int, k: int):
 
     The counters lie in the empty slots, and leave them empty.
     """
-    code = _text(groups, k)
+    code = text(groups, k)
 
     @inline(arg_types=(REF,) * 3, return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
-    def emit(_, group_keys, slots, scratch):
-        operands = {"group_keys": group_keys, "slots": slots, "scratch": scratch, "thread": thread()}
+    def emit(_, group_keys, slots, counts):
+        operands = {"group_keys": group_keys, "slots": slots, "counts": counts, "thread": thread()}
         (bound,) = emit_ptx(code, operands, {"bound": "i32"})
         return fragmented_array.FragmentedArray.splat(bound, (), is_signed=True)
 
-    return emit(group_keys, slots, scratch)
+    return emit(group_keys, slots, counts)
 
 
 def few_more(k: int) -> int:
@@ -59,21 +59,22 @@ def few_more(k: int) -> int:
     return min(k + max(2, k // 16), -(-k // WARPGROUP) * WARPGROUP)
 
 
-def _text(groups: int, k: int) -> Code:
-    """Returns the text of `threshold`; <scratch> has 12 words, and <bound> gets the result."""
+def text(groups: int, k: int) -> Code:
+    """Returns the text of `threshold`; <bound> gets the result, and words 4 to 15 of <counts> are used meanwhile."""
     code = Code()
-    high, above, width, shift, distance, at, edge = code.new("b32", 7)
+    high, above, width, shift, distance, at, edge, scratch = code.new("b32", 8)
     low = "<bound>"
     p, last = code.new("pred", 2)
     keys = _load_group_keys(code, groups)
-    _bracket(code, keys, k, low, high)
+    code += f"add.u32 {scratch}, <counts>, 16;"
+    _bracket(code, keys, k, low, high, scratch)
     code += f"mov.b32 {above}, 0; again: sub.u32 {width}, {high}, {low};"
     code += f"bfind.u32 {shift}, {width}; sub.s32 {shift}, {shift}, {_COUNTERS_BITS - 1}; max.s32 {shift}, {shift}, 0;"
     for key in keys:
         code += f"sub.u32 {distance}, {high}, {key}; setp.le.u32 {p}, {distance}, {width};"
         code += f"shr.u32 {distance}, {distance}, {shift}; mad.lo.u32 {at}, {distance}, 4, <slots>;"
         code += f"@{p} red.relaxed.cta.shared::cta.add.u32 [{at}], 1;"
-    bucket, before, reach = _find_bucket(code, above, k)
+    bucket, before, reach = _find_bucket(code, above, k, scratch)
     # The least key of the bucket is high - (bucket + 1 << shift) + 1, and no less than low; its largest is
     # high - (bucket << shift).
     code += f"shl.b32 {edge}, {bucket}, {shift}; sub.u32 {high}, {high}, {edge}; mov.b32 {edge}, 1;"
@@ -94,7 +95,7 @@ def _load_group_keys(code: Code, groups: int) -> list[str]:
     return keys
 
 
-def _bracket(code: Code, keys: list[str], k: int, low: str, high: str) -> None:
+def _bracket(code: Code, keys: list[str], k: int, low: str, high: str, scratch: str) -> None:
     """Finds a key that at least k group_keys reach, and the largest.
 
     Each thread's keys are dealt out to as many sets as make k sets or more of all threads; all sets have a key that
@@ -105,12 +106,12 @@ def _bracket(code: Code, keys: list[str], k: int, low: str, high: str) -> None:
     maxima = [code.tree("max.s32", "b32", keys[i::sets]) for i in range(sets)]
     code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', maxima)};"
     code += f"redux.sync.min.s32 {low}, {low}, 0xffffffff; redux.sync.max.s32 {high}, {high}, 0xffffffff;"
-    lows, highs = sums_ptx.of_warps(code, [low, high], "<scratch>", 0)
+    lows, highs = sums_ptx.of_warps(code, [low, high], scratch, 0)
     code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', lows)};"
     code += f"mov.b32 {high}, {code.tree('max.s32', 'b32', highs)};"
 
 
-def _find_bucket(code: Code, above: str, k: int) -> tuple[str, str, str]:
+def _find_bucket(code: Code, above: str, k: int, scratch: str) -> tuple[str, str, str]:
     """Finds the bucket with the k-th largest key, and clears the counters, when all keys are counted.
 
     Args:
@@ -128,15 +129,15 @@ def _find_bucket(code: Code, above: str, k: int) -> tuple[str, str, str]:
     code += f"ld.shared.{kind} {words}, [{mine}+{byte}]; st.shared.{kind} [{mine}+{byte}], {zeros};"
     code += f"mov.b32 {total}, {code.tree('add.u32', 'b32', list(counts))};"
     sums_ptx.add_lower_lanes(code, total, start)
-    (totals,) = sums_ptx.of_warps(code, [total], "<scratch>", LANES - 1)
+    (totals,) = sums_ptx.of_warps(code, [total], scratch, LANES - 1)
     sums_ptx.add_lower_warps(code, start, totals)
     code += f"add.u32 {before}, {start}, {above}; mul.lo.u32 {bucket}, <thread>, {_EACH};"
     for count in counts:
         # of all threads one finds, at one of its counters, that before < k <= reach
         code += f"add.u32 {reach}, {before}, {count}; setp.lt.s32 {p}, {before}, {k};"
         code += f"setp.ge.and.s32 {found}, {reach}, {k}, {p};"
-        code += f"@{found} st.shared.v2.b32 [<scratch>+16], {{{bucket}, {before}}};"
-        code += f"@{found} st.shared.b32 [<scratch>+24], {reach};"
+        code += f"@{found} st.shared.v2.b32 [{scratch}+16], {{{bucket}, {before}}};"
+        code += f"@{found} st.shared.b32 [{scratch}+24], {reach};"
         code += f"mov.b32 {before}, {reach}; add.u32 {bucket}, {bucket}, 1;"
-    code += f"{BARRIER} ld.shared.v2.b32 {{{bucket}, {before}}}, [<scratch>+16]; ld.shared.b32 {reach}, [<scratch>+24];"
+    code += f"{BARRIER} ld.shared.v2.b32 {{{bucket}, {before}}}, [{scratch}+16]; ld.shared.b32 {reach}, [{scratch}+24];"
     return bucket, before, reach
