@@ -103,6 +103,8 @@ def test_threshold(groups, k, kind):
     ("window", "dtype", "best"),
     [
         (Window(2007, 4, 8, 8), F32, 130),
+        pytest.param(Window(1024, 4, 8, 8), F32, 40, marks=pytest.mark.slow),  # fewer blocks than a group has
+        pytest.param(Window(2048, 4, 2, 2), F32, 40, marks=pytest.mark.slow),  # nothing is outside
         pytest.param(Window(1024, 4, 2, 1), F32, 200, marks=pytest.mark.slow),
         pytest.param(Window(1024, 4, 2, 2), F32, 1000, marks=pytest.mark.slow),  # more than there are slots
         pytest.param(Window(9003, 8, 4, 4), BF16, 140, marks=pytest.mark.slow),

@@ -74,6 +74,8 @@ MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # where all lanes of a warp are taken
 # a sum (802 us with the best cluster in place of a second launch), and bfloat16 takes 343 us, 0.96 of it.
 ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
+MANY_WINNERS = 65  # winners from which on the search takes longer than parts save, and both limits are
+MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
 # second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
@@ -94,6 +96,7 @@ MERGED_PER_CTA = 4_096  # winners
 # The maxima of groups of 32 elements leave 67 candidates of 4000 x 25000 float32 for k = 64, and take 137 us. One
 # maximum a thread left 90 to 180 candidates, and took 178 us.
 STEP_ELEMENTS = 32  # elements of a thread in a step, and in a group at most
+GROUPS = 3  # groups of a window for each winner, at least, as long as they can be made smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,20 +225,23 @@ def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
         return 1  # merging so many winners would take longer than parts save
     if rows <= FEW_ROWS and vocab > FEW_ROWS_MIN_VOCAB:  # whole rows would leave multiprocessors without work
         return min(-(-vocab // FEW_ROWS_PART), max(MIN_PARTS, FEW_ROWS_MERGED // k), MAX_PARTS)
-    if vocab * itemsize > ROW_BYTES[itemsize]:  # a multiprocessor would hold one row, and wait for the next
-        return -(-vocab * itemsize // PART_BYTES[itemsize])
+    row_bytes, part_bytes = ROW_BYTES[itemsize], PART_BYTES[itemsize]
+    if k >= MANY_WINNERS:
+        row_bytes = part_bytes = MANY_WINNERS_BYTES
+    if vocab * itemsize > row_bytes:  # a multiprocessor would hold one row, and wait for the next
+        return -(-vocab * itemsize // part_bytes)
     return 1  # nothing is to be merged
 
 
 def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
-    """Returns the window of a row in `count` parts that has twice as many groups as winners, if it can.
+    """Returns the window of a row in `count` parts that has GROUPS times as many groups as winners, if it can.
 
     The k-th largest of fewer maxima would be a loose bound for the k-th best element.
     """
     vec = ACCESS_BYTES // itemsize
     step_blocks = group_blocks = STEP_ELEMENTS // vec
     window = Window(vocab, vec, step_blocks, group_blocks, count)
-    while group_blocks > 1 and window.groups < 2 * k:
+    while group_blocks > 1 and (window.groups < GROUPS * k or group_blocks > window.blocks):
         group_blocks //= 2
         window = Window(vocab, vec, step_blocks, group_blocks, count)
     return window

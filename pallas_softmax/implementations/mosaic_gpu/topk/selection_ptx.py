@@ -124,7 +124,7 @@ def _mask_turn(
     code += f"shl.b32 {bound}, <bound>, {16 if kind.halves else 0};"
     for u, (first, p, words) in enumerate(zip(firsts, have, vectors)):
         bits = _bits_reaching(code, kind, sum(words, []), bound, flip)
-        if window.size > window.vocab or window.count > 1:
+        if window.groups * window.group_size > window.cut.shortest:  # some are outside
             _keep_extent(code, window, first, bits)
         code += f"selp.b32 {bits}, {bits}, 0, {p}; shl.b32 {bits}, {bits}, {u * window.group_size};"
         code += f"or.b32 {mask}, {mask}, {bits};"
