@@ -34,12 +34,12 @@ def threshold(group_keys, slots, counts, groups: int, k: int):
 
     low, high = a key that at least k group_keys reach, the largest group_key
     above = 0                                              number of group_keys that exceed high
-    repeat:
+    while low < high:
         count the group_keys from low to high in buckets
         b = the bucket with the k-th largest of all
         low = max(low, its least key), n = how many group_keys reach it
-        if n is few more than k, or the bucket is one key: return low
         high, above = the largest key of bucket b, how many exceed it
+        stop if n is few more than k
 
     The counters lie in the empty slots, and leave them empty.
     """
@@ -64,11 +64,12 @@ def text(groups: int, k: int) -> Code:
     code = Code()
     high, above, width, shift, distance, at, edge, scratch = code.new("b32", 8)
     low = "<bound>"
-    p, last = code.new("pred", 2)
+    (p,) = code.new("pred")
     keys = _load_group_keys(code, groups)
     code += f"add.u32 {scratch}, <counts>, 16;"
     _bracket(code, keys, k, low, high, scratch)
     code += f"mov.b32 {above}, 0; again: sub.u32 {width}, {high}, {low};"
+    code += f"setp.eq.u32 {p}, {width}, 0; @{p} bra done;"
     code += f"bfind.u32 {shift}, {width}; sub.s32 {shift}, {shift}, {_COUNTERS_BITS - 1}; max.s32 {shift}, {shift}, 0;"
     for key in keys:
         code += f"sub.u32 {distance}, {high}, {key}; setp.le.u32 {p}, {distance}, {width};"
@@ -80,8 +81,7 @@ def text(groups: int, k: int) -> Code:
     code += f"shl.b32 {edge}, {bucket}, {shift}; sub.u32 {high}, {high}, {edge}; mov.b32 {edge}, 1;"
     code += f"shl.b32 {edge}, {edge}, {shift}; sub.u32 {edge}, {edge}, 1; sub.u32 {at}, {high}, {low};"
     code += f"min.u32 {edge}, {edge}, {at}; sub.u32 {low}, {high}, {edge}; mov.b32 {above}, {before};"
-    code += f"setp.eq.u32 {last}, {edge}, 0; setp.le.or.s32 {last}, {reach}, {few_more(k)}, {last};"
-    code += f"@!{last} bra again;"
+    code += f"setp.gt.s32 {p}, {reach}, {few_more(k)}; @{p} bra again; done:"
     return code
 
 
