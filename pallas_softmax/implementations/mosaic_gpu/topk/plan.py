@@ -74,7 +74,11 @@ MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # where all lanes of a warp are taken
 # a sum (802 us with the best cluster in place of a second launch), and bfloat16 takes 343 us, 0.96 of it.
 ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
-MANY_WINNERS = 65  # winners from which on the search takes longer than parts save, and both limits are
+
+# Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
+# 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
+# in 2 and in 4. (Between 65 and 127 winners this was not measured.)
+MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
 MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
@@ -96,7 +100,6 @@ MERGED_PER_CTA = 4_096  # winners
 # The maxima of groups of 32 elements leave 67 candidates of 4000 x 25000 float32 for k = 64, and take 137 us. One
 # maximum a thread left 90 to 180 candidates, and took 178 us.
 STEP_ELEMENTS = 32  # elements of a thread in a step, and in a group at most
-GROUPS = 3  # groups of a window for each winner, at least, as long as they can be made smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,14 +237,14 @@ def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
 
 
 def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
-    """Returns the window of a row in `count` parts that has GROUPS times as many groups as winners, if it can.
+    """Returns the window of a row in `count` parts that has twice as many groups as winners, if it can.
 
     The k-th largest of fewer maxima would be a loose bound for the k-th best element.
     """
     vec = ACCESS_BYTES // itemsize
     step_blocks = group_blocks = STEP_ELEMENTS // vec
     window = Window(vocab, vec, step_blocks, group_blocks, count)
-    while group_blocks > 1 and (window.groups < GROUPS * k or group_blocks > window.blocks):
+    while group_blocks > 1 and (window.groups < 2 * k or group_blocks > window.blocks):
         group_blocks //= 2
         window = Window(vocab, vec, step_blocks, group_blocks, count)
     return window
