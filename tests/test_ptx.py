@@ -77,7 +77,7 @@ def test_rank(monkeypatch, k, n, kind):
     ("groups", "k", "kind"),
     [
         (896, 128, "spread"),
-        (128, 5, "one far above"),
+        pytest.param(128, 5, "one far above", marks=pytest.mark.slow),
         pytest.param(256, 200, "anything", marks=pytest.mark.slow),
         pytest.param(256, 200, "alike", marks=pytest.mark.slow),
         pytest.param(6272, 2048, "spread", marks=pytest.mark.slow),
