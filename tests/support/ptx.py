@@ -12,6 +12,7 @@ import numpy as np
 THREADS, LANES = 128, 32
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _STATEMENT = re.compile(r"\s*(?:([A-Za-z_]\w*):(?!:)|([^;]*?);)")
+_PREDICATE = re.compile(r"^\s*(?:@(!?\S+)\s)?\s*(.*?)\s*$", re.S)
 _ARGUMENT = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)")
 
 
@@ -53,9 +54,9 @@ def _parse(text):
             assert label not in labels
             labels[label] = len(program)
         elif statement.strip():
-            predicate, rest = re.match(r"\s*(?:@(!?\S+)\s)?\s*(.*?)\s*$", statement, re.S).groups()
+            predicate, rest = _PREDICATE.findall(statement)[0]
             op, _, arguments = rest.partition(" ")
-            program.append((predicate, op, [a.strip() for a in _ARGUMENT.findall(arguments)]))
+            program.append((predicate or None, op, [a.strip() for a in _ARGUMENT.findall(arguments)]))
     return program, labels
 
 
