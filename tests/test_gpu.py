@@ -421,6 +421,13 @@ def test_topk_of_more_candidates_than_slots(implementation, v, dtype, k, many):
     assert_topk(topk(implementation, jnp.tile(x, (10 if many else 1, 1)), k), x, k, list(rows))
 
 
+@pytest.mark.parametrize(("v", "k"), [(4104, 100), (4104, 128), (4104, 300), (25000, 2048)], ids=str)
+def test_topk_of_winners_in_one_bucket(v, k):
+    """They are counted, or sorted where there is room for more than 256 candidates."""
+    rows = kernels.bunched(v)
+    assert_topk(topk("mosaic_gpu", np.stack([*rows.values()]), k), np.stack([*rows.values()]), k, [*rows])
+
+
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("v", [100, 1000, 50257])

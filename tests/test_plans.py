@@ -211,6 +211,8 @@ TOPK_PLANS = {
     (4096, 50257, 64, "bfloat16"): 2,
     (4096, 50257, 64, "float32"): 3,
     (4096, 128256, 64, "float32"): 6,
+    (4096, 50257, 128, "float32"): 2,  # of many winners longer parts, since each part is searched
+    (2048, 49152, 128, "bfloat16"): 1,
 }
 
 

@@ -14,10 +14,17 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligne
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
-from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import (
+    merge_kernel,
+    ranking_ptx,
+    selection_ptx,
+    threshold_ptx,
+    window_kernel,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from pallas_softmax.implementations.mosaic_gpu.topk.selection import Extent  # noqa: F401
 from tests.support import bounds, cases, oracle
 from tests.support.cases import BF16, F16, F32
 
@@ -93,6 +100,25 @@ def plan_topk(rows, vocab, k, dtype, capability=HOPPER):
 
 
 MAX_K = topk_plan.MAX_K
+
+
+def candidate_slots(k):
+    """Returns the number of candidates that a window has room for."""
+    return topk_plan.candidate_slots(k)
+
+
+def ptx_of(monkeypatch, step, *args, **kwargs):
+    """Returns the text that a step of the search puts into the kernel."""
+    module = {"rank": ranking_ptx, "collect": selection_ptx}[step]
+    texts = []
+    monkeypatch.setattr(module, "insert", lambda code, *_, **__: texts.append(code))
+    getattr(module, step)(*args, **kwargs)
+    return texts.pop()
+
+
+def threshold_ptx_of(groups, k):
+    """Returns the text of the search for a threshold, in which <bound> gets it."""
+    return threshold_ptx.text(groups, k)
 
 
 def merge_so_many_lists(monkeypatch, lists):
@@ -191,6 +217,17 @@ def neighbours(v):
         "ties of odd numbers": rng.choice(np.array([0.1, 0.3, 0.7], F32), v),
         "16 bits": short,
         "16 bits but for one": np.where(np.arange(v) == v // 2, np.nextafter(short, np.float32(9)), short),
+    }
+
+
+def bunched(v):
+    """Rows, by name, whose best float32 numbers but one differ in their lowest bits, so that they share a bucket."""
+    ulps, first = neighbours(v)["all apart by ulps"], np.arange(v) == v // 3
+    return {
+        "one far above": np.where(first, np.float32(1e30), ulps),
+        "inf above": np.where(first, np.float32(np.inf), -ulps),
+        "one far above ties": np.where(first, np.float32(9), np.float32(1.5)),
+        "none above": ulps,
     }
 
 

@@ -13,6 +13,7 @@ class Elements:
       itemsize: bytes of an element.
       halves: whether a word has two elements.
       neg_inf: the bits of -inf.
+      flip: the bits of a word in which the sort key of a negative element differs from its own bits.
     """
 
     def __init__(self, dtype):
@@ -20,6 +21,7 @@ class Elements:
         self.itemsize = np.dtype(dtype).itemsize
         self.halves = self.itemsize == 2
         self.neg_inf = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}[self.name]
+        self.flip = 0x7FFF7FFF if self.halves else 0x7FFFFFFF
 
     def vectors(self, code: Code, address: str, offsets: list[int]) -> list[list[str]]:
         """Loads 16 bytes from each of address + offsets; the registers of their four words."""

@@ -86,7 +86,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     k, interpret = request.k, request.interpret
     rows, merges = len(lists.m) // count, -(-count // fan_in)
     final = merges == 1
-    slots = power_of_two(fan_in * k, WARPGROUP)
+    slots = power_of_two(fan_in * k, 2 * WARPGROUP)
 
     def topk_merge(
         lists_gmem,
@@ -97,6 +97,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         d_gmem,
         *,
         best_smem,
+        buckets_smem,
         counts_smem,
         slots_smem,
     ):
@@ -116,7 +117,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         normalizer = online.across(lane, scale=row_scale)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
-            slots_smem, counts_smem[0], best_smem, normalizer, row_scale, request, final,
+            slots_smem, counts_smem[0], buckets_smem, best_smem, normalizer, row_scale, request, final,
         )  # fmt: skip
 
     return gpu_kernel(
@@ -125,6 +126,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         out_type=lists_type(rows * merges, request, final),
         scratch_types={
             "best_smem": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
+            "buckets_smem": plgpu.SMEM((slots,), jnp.int32),
             "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
             "slots_smem": plgpu.SMEM((2 * slots,), jnp.int32),
         },

@@ -74,6 +74,12 @@ MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # where all lanes of a warp are taken
 ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 
+# Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
+# 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
+# in 2 and in 4. (Between 65 and 127 winners this was not measured.)
+MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
+MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
+
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
 # second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
 # 1 x 128256 float32 takes 5.4 us, 10 x 100000 takes 6.0 us, and 64 x 128256 takes 11.4 us.
@@ -150,6 +156,11 @@ class Window:
         return self.blocks - self.full * self.step_blocks
 
     @property
+    def group_size(self) -> int:
+        """Number of elements of a group, a power of two."""
+        return self.group_blocks * self.vec
+
+    @property
     def groups_per_thread(self) -> int:
         """Number of groups, of group_blocks blocks each, whose maxima one thread keeps."""
         return -(-self.blocks // self.group_blocks)
@@ -216,8 +227,11 @@ def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
         return 1  # merging so many winners would take longer than parts save
     if rows <= FEW_ROWS and vocab > FEW_ROWS_MIN_VOCAB:  # whole rows would leave multiprocessors without work
         return min(-(-vocab // FEW_ROWS_PART), max(MIN_PARTS, FEW_ROWS_MERGED // k), MAX_PARTS)
-    if vocab * itemsize > ROW_BYTES[itemsize]:  # a multiprocessor would hold one row, and wait for the next
-        return -(-vocab * itemsize // PART_BYTES[itemsize])
+    row_bytes, part_bytes = ROW_BYTES[itemsize], PART_BYTES[itemsize]
+    if k >= MANY_WINNERS:
+        row_bytes = part_bytes = MANY_WINNERS_BYTES
+    if vocab * itemsize > row_bytes:  # a multiprocessor would hold one row, and wait for the next
+        return -(-vocab * itemsize // part_bytes)
     return 1  # nothing is to be merged
 
 
@@ -229,7 +243,7 @@ def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
     vec = ACCESS_BYTES // itemsize
     step_blocks = group_blocks = STEP_ELEMENTS // vec
     window = Window(vocab, vec, step_blocks, group_blocks, count)
-    while group_blocks > 1 and window.groups < 2 * k:
+    while group_blocks > 1 and (window.groups < 2 * k or group_blocks > window.blocks):
         group_blocks //= 2
         window = Window(vocab, vec, step_blocks, group_blocks, count)
     return window

@@ -83,7 +83,9 @@ class Search:
         groups = self.window.groups
         if groups < k:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
-        return selection.threshold(self.group_keys_smem, self.hits_smem, groups, k, interpret=self.interpret)
+        return selection.threshold(
+            self.group_keys_smem, self.slots_smem, self.counts_smem, groups, k, interpret=self.interpret
+        )
 
     def _collect(self, bound, *, all_groups=False):
         """Appends to the candidates the elements that reach the bound."""

@@ -4,9 +4,11 @@ On the GPU the steps are inline PTX, for Pallas has no scatter, sort or warp ope
 the same steps in JAX, which are here. They come in the order of their files:
 
     arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
-    selection_ptx.py   threshold, collect, count, collect_ties      the search for the candidates in it
+    threshold_ptx.py   threshold                                    the search for the candidates in it
+    selection_ptx.py   collect, count, collect_ties
                        collect_winners                              the candidates of a merge
-    ranking_ptx.py     rank                                         the order of the candidates
+    ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
+    buckets_ptx.py                                                  or buckets
     rounds_ptx.py      take                                         the k best of rows in registers
     sorting_ptx.py     take                                         the same, where k is large
 
@@ -36,6 +38,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     rounds_ptx,
     selection_ptx,
     sorting_ptx,
+    threshold_ptx,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     Window,
@@ -145,14 +148,15 @@ def absorb_step(
 # ---- the search
 
 
-def threshold(group_keys, scratch, groups: int, k: int, *, interpret):
+def threshold(group_keys, slots, counts, groups: int, k: int, *, interpret):
     """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
 
     Args:
-      scratch: shared memory of at least 8 words.
+      slots: an empty list, of which 512 words are used meanwhile.
+      counts: of which all but the two counts may be used.
     """
     if not interpret:
-        return selection_ptx.threshold(group_keys, scratch, groups, k)
+        return threshold_ptx.threshold(group_keys, slots, counts, groups, k)
     return lax.sort(group_keys[:groups])[groups - k]
 
 
@@ -228,15 +232,16 @@ def _indices(window: Window, extent: Extent):
 # ---- the order
 
 
-def rank(slots, n, ranked, k: int, *, interpret):
+def rank(slots, n, buckets, ranked, k: int, *, interpret):
     """Writes the k best of the first n slots, in order, to `ranked`: keys, and after padded_winners(k) indices.
 
     Args:
+      buckets: scratch in shared memory, a word for each slot.
       ranked: shared memory, at least 2 * padded_winners(k) words.
     """
     padded = padded_winners(k)
     if not interpret:
-        return ranking_ptx.rank(slots, n, ranked, k, padded)
+        return ranking_ptx.rank(slots, n, buckets, ranked, k, padded)
     key, index = ranked_slots(slots, n)
     ranked[:k] = key[:k]
     ranked[padded : padded + k] = index[:k]

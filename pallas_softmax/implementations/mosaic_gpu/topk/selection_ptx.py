@@ -1,133 +1,18 @@
 """The search of `selection` in inline PTX, by the 128 threads of a CTA."""
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
-import numpy as np
-from jax.experimental.mosaic.gpu import fragmented_array
-
 from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    BARRIER,
-    LANES,
-    REF,
-    SCALAR,
-    Code,
-    emit_ptx,
-    inline,
-    thread,
-)
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, Code
+from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import store_slot
 
-_WARPS = WARPGROUP // LANES
-_WARP_GROUPS = 1024  # up to so many group_keys every warp finds the threshold for itself: 32 keys a lane
-_APPENDED_AT_ONCE = 8  # elements of a group up to which a thread appends them together
+_BITS = 32  # elements that a thread looks at together, one for each bit of a word
+_FEW_SLOTS = (
+    256  # slots up to which a thread has so few candidates that it appends two, and not four, at once
+)
 _LOADED_AT_ONCE = 8  # loads that a thread has under way
-
-
-# ---- the threshold
-
-
-def threshold(group_keys, scratch, groups: int, k: int):
-    """Bisection between two keys, until few more than k group_keys reach the lower one, or the two are alike:
-
-    low, high = a key that at least k group_keys reach, the largest group_key
-    n = groups
-    while low < high and n > k + max(2, k / 16):
-        middle = the key halfway, rounded up
-        v = how many group_keys reach middle
-        if v >= k:  low, n = middle, v
-        else:       high = middle - 1
-
-    A lane holds the same group_keys all the while. Of few, every warp has all, and needs no barrier; of many, each
-    warp has a quarter, and the warps add up what they count.
-    """
-    together = groups > _WARP_GROUPS
-    code = Code()
-    keys = _load_group_keys(code, groups, WARPGROUP if together else LANES)
-    parity = code.new("b32")[0] if together else None
-    low, high = _bracket_threshold(code, keys, groups, k, parity)
-    n, middle, gap, reach = code.new("b32", 4)
-    (p,) = code.new("pred")
-    code += f"mov.b32 {n}, {groups}; again: setp.lt.s32 {p}, {low}, {high};"
-    code += f"setp.gt.and.s32 {p}, {n}, {k + max(2, k // 16)}, {p}; @!{p} bra done;"
-    code += f"sub.u32 {gap}, {high}, {low}; and.b32 {middle}, {gap}, 1; shr.u32 {gap}, {gap}, 1;"
-    code += f"add.u32 {middle}, {middle}, {gap}; add.u32 {middle}, {middle}, {low};"
-    _count_reaching(code, keys, middle, reach)
-    _reduce_threads(code, "add.u32", reach, parity)
-    code += f"setp.ge.s32 {p}, {reach}, {k}; @{p} mov.b32 {low}, {middle}; @{p} mov.b32 {n}, {reach};"
-    code += f"@!{p} sub.u32 {high}, {middle}, 1; bra again; done: mov.b32 <bound>, {low};"
-    code += BARRIER if together else ""  # after it the scratch may be used again
-
-    @inline(arg_types=(REF, REF), return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
-    def emit(_, group_keys, scratch):
-        operands = {"group_keys": group_keys, "scratch": scratch, "thread": thread()}
-        (bound,) = emit_ptx(code, operands, {"bound": "i32"})
-        return fragmented_array.FragmentedArray.splat(bound, (), is_signed=True)
-
-    return emit(group_keys, scratch)
-
-
-def _load_group_keys(code: Code, groups: int, threads: int) -> list[str]:
-    """Loads every `threads`-th of the group_keys, when all are written; returns their registers."""
-    (address,) = code.new("b32")
-    code += f"{BARRIER} and.b32 {address}, <thread>, {threads - 1}; mad.lo.u32 {address}, {address}, 4, <group_keys>;"
-    keys = code.new("b32", groups // threads)
-    for i, key in enumerate(keys):
-        code += f"ld.shared.b32 {key}, [{address}+{4 * threads * i}];"
-    return keys
-
-
-def _bracket_threshold(
-    code: Code, keys: list[str], groups: int, k: int, parity: str | None
-) -> tuple[str, str]:
-    """Returns registers with a key that at least k group_keys reach, and with the largest.
-
-    Each lane's keys are dealt out to as many sets as make k sets or more of all lanes; all sets have a key that
-    reaches the least of their maxima. Where k is more than half of the groups, each key is a set.
-    """
-    low, high = code.new("b32", 2)
-    threads = groups // len(keys)
-    sets = -(-k // threads) if 2 * k <= groups else len(keys)
-    code += f"mov.b32 {high}, {code.tree('max.s32', 'b32', list(keys))};"
-    maxima = [code.tree("max.s32", "b32", keys[i::sets]) for i in range(sets)]
-    code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', maxima)};"
-    if parity is not None:
-        code += f"mov.b32 {parity}, 0;"
-    _reduce_threads(code, "min.s32", low, parity)
-    _reduce_threads(code, "max.s32", high, parity)
-    return low, high
-
-
-def _count_reaching(code: Code, keys: list[str], bound: str, count: str) -> None:
-    """Writes to register `count` how many of the keys reach the bound, by four sums that do not wait for each other."""
-    (p,) = code.new("pred")
-    sums = code.new("b32", 4)
-    code += "".join(f"mov.b32 {x}, 0; " for x in sums)
-    for i, key in enumerate(keys):
-        code += f"setp.ge.s32 {p}, {key}, {bound}; @{p} add.u32 {sums[i % 4]}, {sums[i % 4]}, 1;"
-    code += f"mov.b32 {count}, {code.tree('add.u32', 'b32', list(sums))};"
-
-
-def _reduce_threads(code: Code, op: str, value: str, parity: str | None) -> None:
-    """Reduces a register in place over the lanes of a warp, and with `parity` over the warps of the CTA as well.
-
-    The warps meet in <scratch>, in two places by turns, which `parity` (0 or 1) tells and changes: so a warp that is
-    ahead does not overwrite what another has still to read, for none is ahead by more than one turn.
-    """
-    code += f"redux.sync.{op} {value}, {value}, 0xffffffff;"
-    if parity is None:
-        return
-    address, lane = code.new("b32", 2)
-    (p,) = code.new("pred")
-    of_warps = code.new("b32", _WARPS)
-    code += f"shr.u32 {address}, <thread>, 5; mad.lo.u32 {address}, {parity}, 4, {address};"
-    code += f"mad.lo.u32 {address}, {address}, 4, <scratch>; and.b32 {lane}, <thread>, {LANES - 1};"
-    code += f"setp.eq.u32 {p}, {lane}, 0; @{p} st.shared.b32 [{address}], {value};"
-    code += f"{BARRIER} mad.lo.u32 {address}, {parity}, 16, <scratch>; xor.b32 {parity}, {parity}, 1;"
-    code += f"ld.shared.v4.b32 {{{', '.join(of_warps)}}}, [{address}]; mov.b32 {value}, {of_warps[0]};"
-    code += "".join(f"{op} {value}, {value}, {x};" for x in of_warps[1:])
 
 
 # ---- the candidates
@@ -136,33 +21,33 @@ def _reduce_threads(code: Code, op: str, value: str, parity: str | None) -> None
 def collect(
     window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups: bool
 ) -> None:
-    """A thread takes one group that reaches the bound after another, and appends its elements that do:
+    """A thread takes some groups that reach the bound, 32 elements in all, and then others, and appends their elements:
 
-    n = list the groups that reach the bound         with all_groups: n = all groups, and skip those that do not
-    for i = thread, thread + 128, ... below n:
-        append the elements of group hits[i]         two ways, by how many elements a group has
+    n = list the groups that reach the bound          with all_groups: n = all groups, and leave out those that do not
+    for turn = 0, 128 * groups at once, ... below n:
+        mask = a bit for each of the thread's 32 elements that is in the extent and reaches the bound
+        place = reserve as many places as mask has bits
+        while mask: take its lowest bit, and write that element to slot `place`, and go to the next
 
     All threads leave at once where the list is too short for the groups, or the slots for the elements.
     """
     kind, capacity = Elements(x_smem.dtype), slots.shape[0] // 2
     code = Code()
-    n, turn, group, address = code.new("b32", 4)
+    n, turn, count, mask, place = code.new("b32", 5)
     (p,) = code.new("pred")
     if all_groups:
         code += f"mov.b32 {n}, {window.groups};"
     else:
-        _list_hits(code, window, n, address, hits.shape[0], capacity)
-    code += f"mov.b32 {turn}, <thread>; next_group: setp.ge.u32 {p}, {turn}, {n}; @{p} bra end;"
-    if all_groups:
-        code += f"mad.lo.u32 {address}, {turn}, 4, <group_keys>; ld.shared.b32 {group}, [{address}];"
-        code += f"setp.lt.s32 {p}, {group}, <bound>; " + _go_on(turn, f"@{p}")
-        code += f"mov.b32 {group}, {turn};"
-    else:
-        code += f"mad.lo.u32 {address}, {turn}, 4, <hits>; ld.shared.b32 {group}, [{address}];"
-    first, keys = _load_group(code, window, kind, group, address)
-    append = _append_together if len(keys) <= _APPENDED_AT_ONCE else _append_one_by_one
-    append(code, window, kind, keys, first, capacity, turn, address)
-    code += f"end: {BARRIER}"
+        _list_hits(code, window, n, hits.shape[0], capacity)
+    code += f"and.b32 {turn}, <thread>, {WARPGROUP - LANES}; setp.ge.u32 {p}, {turn}, {n}; @{p} bra end;"
+    code += f"mov.b32 {turn}, <thread>; next_turn:"
+    _mask_turn(code, window, kind, mask, turn, n, all_groups)
+    code += f"popc.b32 {count}, {mask}; setp.ne.u32 {p}, {count}, 0;"
+    code += f"@{p} atom.relaxed.cta.shared::cta.add.u32 {place}, [<counts>], {count};"
+    _append(code, window, kind, mask, turn, place, capacity, all_groups)
+    at_once = _BITS // window.group_size * WARPGROUP
+    code += f"add.u32 {turn}, {turn}, {at_once}; and.b32 {count}, {turn}, -{LANES};"
+    code += f"setp.lt.u32 {p}, {count}, {n}; @{p} bra next_turn; end: {BARRIER}"
     insert(
         code,
         {"x": x_smem, "group_keys": group_keys, "hits": hits, "slots": slots, "counts": counts},
@@ -170,163 +55,196 @@ def collect(
     )
 
 
-def _go_on(turn: str, predicate: str = "") -> str:
-    """Returns PTX that goes on to the thread's next group, if a predicate ("@p") holds; `turn` counts the groups."""
-    return f"{predicate} add.u32 {turn}, {turn}, {WARPGROUP}; {predicate} bra next_group;"
-
-
-def _list_hits(code: Code, window: Window, n: str, address: str, room: int, capacity: int) -> None:
+def _list_hits(code: Code, window: Window, n: str, room: int, capacity: int) -> None:
     """Lists in <hits> the numbers of the groups that reach <bound>, in any order; register n gets how many there are.
 
-    A thread counts its groups that do, reserves as many places by an atomic addition, and writes them there. If
-    they are more than there is room for, it makes the number of candidates too large, and jumps to label end.
+    A warp counts those of its groups that do, and reserves as many places. If they are more than there is room for, it
+    makes the number of candidates too large, and jumps to label end.
 
     Args:
       n: register for the result.
-      address: register for scratch.
       room: number of places in <hits>.
       capacity: number of slots for candidates.
     """
-    keys = code.new("b32", min(window.groups_per_thread, _LOADED_AT_ONCE))
-    group_keys, count, group = code.new("b32", 3)
+    each = window.groups_per_thread
+    keys, ballots, at = (code.new("b32", min(each, _LOADED_AT_ONCE)) for _ in range(3))
+    reach = code.new("pred", len(keys))
+    count, group, place, lower_lanes, address = code.new("b32", 5)
     p, fits = code.new("pred", 2)
-
-    def load(i):
-        key = keys[i % len(keys)]
-        return f"ld.shared.b32 {key}, [{group_keys}+{4 * WARPGROUP * i}]; setp.ge.s32 {p}, {key}, <bound>;"
-
-    code += f"mad.lo.u32 {group_keys}, <thread>, 4, <group_keys>; mov.b32 {count}, 0;"
-    for i in range(window.groups_per_thread):
-        code += load(i) + f"@{p} add.u32 {count}, {count}, 1;"
-    code += f"setp.eq.u32 {p}, {count}, 0; @{p} bra listed;"
-    code += f"atom.relaxed.cta.shared::cta.add.u32 {n}, [<counts>+4], {count};"
-    for i in range(window.groups_per_thread):
-        code += load(i) + f"setp.lt.and.u32 {fits}, {n}, {room}, {p}; mad.lo.u32 {address}, {n}, 4, <hits>;"
-        code += f"add.u32 {group}, <thread>, {WARPGROUP * i}; @{fits} st.shared.b32 [{address}], {group};"
-        code += f"@{p} add.u32 {n}, {n}, 1;"
-    code += f"listed: {BARRIER} ld.shared.b32 {n}, [<counts>+4]; setp.le.u32 {p}, {n}, {room}; @{p} bra room;"
+    code += f"mad.lo.u32 {address}, <thread>, 4, <group_keys>; mov.u32 {lower_lanes}, %lanemask_lt;"
+    for start in range(0, each, _LOADED_AT_ONCE):
+        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+        for i, key in zip(turns, keys):
+            code += f"ld.shared.b32 {key}, [{address}+{4 * WARPGROUP * i}];"
+        code += f"mov.b32 {count}, 0;"
+        for _, key, q, ballot, before in zip(turns, keys, reach, ballots, at):
+            code += f"setp.ge.s32 {q}, {key}, <bound>; vote.sync.ballot.b32 {ballot}, {q}, 0xffffffff;"
+            code += f"and.b32 {before}, {ballot}, {lower_lanes}; popc.b32 {before}, {before};"
+            code += f"add.u32 {before}, {before}, {count}; popc.b32 {ballot}, {ballot};"
+            code += f"add.u32 {count}, {count}, {ballot};"
+        code += f"setp.eq.u32 {p}, {count}, 0; @{p} bra listed{start}; setp.eq.u32 {p}, {lower_lanes}, 0;"
+        code += (
+            f"mov.b32 {place}, 0; @{p} atom.relaxed.cta.shared::cta.add.u32 {place}, [<counts>+4], {count};"
+        )
+        code += f"shfl.sync.idx.b32 {place}, {place}, 0, 31, 0xffffffff;"
+        for i, q, before in zip(turns, reach, at):
+            code += f"add.u32 {before}, {before}, {place}; setp.lt.and.u32 {fits}, {before}, {room}, {q};"
+            code += f"mad.lo.u32 {before}, {before}, 4, <hits>; add.u32 {group}, <thread>, {WARPGROUP * i};"
+            code += f"@{fits} st.shared.b32 [{before}], {group};"
+        code += f"listed{start}:"
+    code += f"{BARRIER} ld.shared.b32 {n}, [<counts>+4]; setp.le.u32 {p}, {n}, {room}; @{p} bra room;"
     code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.b32 [<counts>], {capacity + 1}; bra end; room:"
 
 
-def _load_group(
-    code: Code, window: Window, kind: Elements, group: str, address: str
-) -> tuple[str, list[str]]:
-    """Loads the elements of a group; returns a register with its first position, and those with the keys.
-
-    Args:
-      group: register with the number of the group.
-      address: register for scratch.
-    """
-    block, first, after = code.new("b32", 3)
-    block_bytes = window.block * kind.itemsize
-    code += f"shr.u32 {block}, {group}, {WARPGROUP.bit_length() - 1};"
-    code += f"mul.lo.u32 {block}, {block}, {window.group_blocks};"  # that of its first elements
-    code += f"and.b32 {first}, {group}, {WARPGROUP - 1}; mul.lo.u32 {first}, {first}, {window.vec};"
-    code += f"mad.lo.u32 {first}, {block}, {window.block}, {first};"
-    code += f"mad.lo.u32 {address}, {first}, {kind.itemsize}, <x>;"
-    keys = []
-    for j in range(window.group_blocks):
-        if j and window.blocks % window.group_blocks:
-            # The last block stands for those that would come after it; no position of theirs is in the extent.
-            code += f"add.u32 {after}, {block}, {j}; min.u32 {after}, {after}, {window.blocks - 1};"
-            code += f"sub.u32 {after}, {after}, {block};"
-            code += f"mad.lo.u32 {after}, {after}, {block_bytes}, {address};"
-            (words,) = kind.vectors(code, after, [0])
-        else:
-            (words,) = kind.vectors(code, address, [j * block_bytes])
-        keys += kind.keys(code, kind.bits(code, words))
-    return first, keys
-
-
-def _append_one_by_one(
-    code: Code,
-    window: Window,
-    kind: Elements,
-    keys: list[str],
-    first: str,
-    capacity: int,
-    turn: str,
-    slot: str,
+def _mask_turn(
+    code: Code, window: Window, kind: Elements, mask: str, turn: str, n: str, all_groups: bool
 ) -> None:
-    """Appends those of up to 32 keys that reach <bound>, and goes on; to label end if the slots are full.
+    """Sets a bit of `mask` for each element of groups turn, turn + 128, ... in the extent that reaches <bound>.
 
-    mask = a bit for each key that reaches the bound                 as a rule there is one
-    while mask: take its lowest bit, and append that element, unless its position is outside the extent
+    Bits above compare as keys do: those of a negative bound are turned first.
+    """
+    at_once = _BITS // window.group_size
+    groups, firsts, have = code.new("b32", at_once), code.new("b32", at_once), code.new("pred", at_once)
+    address, bound, flip = code.new("b32", 3)
+    vectors = []
+    for u, (group, first, p) in enumerate(zip(groups, firsts, have)):
+        code += f"add.u32 {group}, {turn}, {u * WARPGROUP}; setp.lt.u32 {p}, {group}, {n};"
+        if all_groups:
+            code += f"mad.lo.u32 {address}, {group}, 4, <group_keys>; mov.b32 {first}, 0x80000000;"
+            code += f"@{p} ld.shared.b32 {first}, [{address}]; setp.ge.and.s32 {p}, {first}, <bound>, {p};"
+            code += f"selp.b32 {group}, {group}, 0, {p};"
+        else:
+            code += f"mad.lo.u32 {address}, {group}, 4, <hits>; mov.b32 {group}, 0;"
+            code += f"@{p} ld.shared.b32 {group}, [{address}];"
+    for group, first in zip(groups, firsts):
+        _first_position(code, window, group, first)
+        code += f"mad.lo.u32 {address}, {first}, {kind.itemsize}, <x>;"
+        vectors.append(_group_words(code, window, kind, first, address))
+    code += f"mov.b32 {mask}, 0; shr.s32 {flip}, <bound>, 31; and.b32 {flip}, {flip}, {kind.flip};"
+    code += f"shl.b32 {bound}, <bound>, {16 if kind.halves else 0};"
+    for u, (first, p, words) in enumerate(zip(firsts, have, vectors)):
+        bits = _bits_reaching(code, kind, sum(words, []), bound, flip)
+        if window.groups * window.group_size > window.cut.shortest:  # some are outside
+            _keep_extent(code, window, first, bits)
+        code += f"selp.b32 {bits}, {bits}, 0, {p}; shl.b32 {bits}, {bits}, {u * window.group_size};"
+        code += f"or.b32 {mask}, {mask}, {bits};"
+
+
+def _bits_reaching(code: Code, kind: Elements, words: list[str], bound: str, flip: str) -> str:
+    """Returns a register with a bit for each element of the words, turned by `flip`, that is not below `bound`."""
+    each = _BITS // 4  # bits of one of several registers, which do not wait for each other
+    elements = []
+    for word in words:
+        code += f"xor.b32 {word}, {word}, {flip};"
+        if kind.halves:
+            (low,) = code.new("b32")
+            code += f"shl.b32 {low}, {word}, 16;"
+            elements.append(low)
+        elements.append(word)
+    bits = code.new("b32", -(-len(elements) // each))
+    (p,) = code.new("pred")
+    code += "".join(f"mov.b32 {b}, 0;" for b in bits)
+    for i, element in enumerate(elements):
+        b = bits[i // each]
+        code += f"setp.ge.s32 {p}, {element}, {bound}; @{p} or.b32 {b}, {b}, {1 << i};"
+    return code.tree("or.b32", "b32", bits)
+
+
+def _first_position(code: Code, window: Window, group: str, first: str) -> None:
+    """Writes the first position of a group to register `first`."""
+    (block,) = code.new("b32")
+    code += f"shr.u32 {block}, {group}, {WARPGROUP.bit_length() - 1};"
+    code += f"mul.lo.u32 {block}, {block}, {window.group_blocks * window.block};"  # that of its first block
+    code += f"and.b32 {first}, {group}, {WARPGROUP - 1}; mad.lo.u32 {first}, {first}, {window.vec}, {block};"
+
+
+def _group_words(code: Code, window: Window, kind: Elements, first: str, address: str) -> list[list[str]]:
+    """Loads the vectors of a group; returns the registers of the words of each.
 
     Args:
       first: register with the first position of the group.
-      capacity: number of slots.
-      turn: register that counts the groups of the thread; see `_go_on`.
-      slot: register for scratch.
+      address: that of this position.
     """
-    mask, bit, position, key = code.new("b32", 4)
+    offsets = [b * window.block * kind.itemsize for b in range(window.group_blocks)]
+    if window.blocks % window.group_blocks == 0:
+        return kind.vectors(code, address, offsets)
+    vectors = []
+    last, at = code.new("b32", 2)
+    # The last block stands for those that would come after it; no position of theirs is in the extent.
+    code += f"and.b32 {last}, {first}, {window.block - 1};"
+    code += f"add.u32 {last}, {last}, {(window.blocks - 1) * window.block};"
+    code += f"mad.lo.u32 {last}, {last}, {kind.itemsize}, <x>;"
+    for offset in offsets:
+        code += f"add.u32 {at}, {address}, {offset}; min.u32 {at}, {at}, {last};"
+        vectors += kind.vectors(code, at, [0])
+    return vectors
+
+
+def _keep_extent(code: Code, window: Window, first: str, bits: str) -> None:
+    """Clears the bits of a group's elements that are outside of the extent: those before <low> and from <high> on.
+
+    Positions rise with the bits, and those before <low> are in the first vector of the window.
+    """
+    rest, blocks, ones = code.new("b32", 3)
     (p,) = code.new("pred")
-    code += f"mov.b32 {mask}, 0;"
-    for i, value in enumerate(keys):
-        code += f"setp.ge.s32 {p}, {value}, <bound>; @{p} or.b32 {mask}, {mask}, {1 << i};"
-    code += f"next_bit: setp.eq.u32 {p}, {mask}, 0; " + _go_on(turn, f"@{p}")
-    code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {slot}, {mask}, 1;"
-    code += f"and.b32 {mask}, {mask}, {slot};"
-    code += f"shr.u32 {position}, {bit}, {window.vec.bit_length() - 1};"
-    code += f"and.b32 {bit}, {bit}, {window.vec - 1};"
-    code += f"mad.lo.u32 {position}, {position}, {window.block}, {bit};"
-    code += f"add.u32 {position}, {position}, {first};"
-    code += f"setp.lt.s32 {p}, {position}, <low>; @{p} bra next_bit;"
-    code += f"setp.ge.s32 {p}, {position}, <high>; @{p} bra next_bit;"
-    _load_key(code, kind, position, key)  # once more, since a register cannot be chosen by number
-    code += f"add.u32 {position}, {position}, <origin>;"
-    code += f"atom.relaxed.cta.shared::cta.add.u32 {slot}, [<counts>], 1;"
-    code += f"setp.ge.u32 {p}, {slot}, {capacity}; @{p} bra end;"
-    code += store_slot("<slots>", slot, key, position) + "bra next_bit;"
+    code += f"setp.eq.u32 {p}, {first}, 0; shl.b32 {ones}, -1, <low>; @{p} and.b32 {bits}, {bits}, {ones};"
+    code += f"sub.s32 {rest}, <high>, {first}; max.s32 {rest}, {rest}, 0;"
+    code += f"shr.u32 {blocks}, {rest}, {window.block.bit_length() - 1}; and.b32 {rest}, {rest}, {window.block - 1};"
+    code += f"min.u32 {rest}, {rest}, {window.vec}; mad.lo.u32 {blocks}, {blocks}, {window.vec}, {rest};"
+    code += f"shl.b32 {ones}, -1, {blocks}; not.b32 {ones}, {ones}; and.b32 {bits}, {bits}, {ones};"
 
 
-def _load_key(code: Code, kind: Elements, position: str, key: str) -> None:
-    """Writes the key of the element at a position to register `key`."""
+def _append(
+    code: Code,
+    window: Window,
+    kind: Elements,
+    mask: str,
+    turn: str,
+    place: str,
+    capacity: int,
+    all_groups: bool,
+) -> None:
+    """Writes the elements whose bits are in `mask` to the slots from `place` on, some at once."""
+    at_once = 2 if capacity <= _FEW_SLOTS else 4
+    bits, groups, keys, positions = (code.new("b32", at_once) for _ in range(4))
+    chosen = code.new("pred", at_once)
+    (rest,) = code.new("b32")
+    (p,) = code.new("pred")
+    code += f"next_bits: setp.eq.u32 {p}, {mask}, 0; setp.ge.or.u32 {p}, {place}, {capacity}, {p};"
+    code += f"@{p} bra appended;"
+    for j, (q, bit, group) in enumerate(zip(chosen, bits, groups)):
+        code += f"add.u32 {rest}, {place}, {j}; setp.lt.u32 {p}, {rest}, {capacity};"
+        code += f"setp.ne.and.u32 {q}, {mask}, 0, {p};"
+        code += f"brev.b32 {bit}, {mask}; clz.b32 {bit}, {bit}; sub.u32 {rest}, {mask}, 1;"
+        code += f"and.b32 {mask}, {mask}, {rest};"
+        code += f"shr.u32 {group}, {bit}, {window.group_size.bit_length() - 1};"
+        code += f"mad.lo.u32 {group}, {group}, {WARPGROUP}, {turn};"
+        if not all_groups:
+            code += f"mad.lo.u32 {group}, {group}, 4, <hits>; @{q} ld.shared.b32 {group}, [{group}];"
+    for q, bit, group, key, position in zip(chosen, bits, groups, keys, positions):
+        _first_position(code, window, group, position)
+        code += f"and.b32 {bit}, {bit}, {window.group_size - 1}; shr.u32 {rest}, {bit}, {window.vec.bit_length() - 1};"
+        code += f"and.b32 {bit}, {bit}, {window.vec - 1}; mad.lo.u32 {bit}, {rest}, {window.block}, {bit};"
+        code += f"add.u32 {position}, {position}, {bit};"
+        _load_bits(code, kind, position, key, q)  # once more, since a register cannot be chosen by number
+    for q, key, position in zip(chosen, keys, positions):
+        kind.keys(code, [key])
+        code += f"add.u32 {position}, {position}, <origin>;" + store_slot(
+            "<slots>", place, key, position, f"@{q}"
+        )
+        code += f"add.u32 {place}, {place}, 1;"
+    code += "bra next_bits; appended:"
+
+
+def _load_bits(code: Code, kind: Elements, position: str, bits: str, predicate: str) -> None:
+    """Writes the bits of the element at a position, as a signed number, to register `bits`, if the predicate holds."""
     (address,) = code.new("b32")
     code += f"mad.lo.u32 {address}, {position}, {kind.itemsize}, <x>;"
     if kind.halves:
         (half,) = code.new("b16")
-        code += f"ld.shared.b16 {half}, [{address}]; cvt.s32.s16 {key}, {half};"
+        code += f"@{predicate} ld.shared.b16 {half}, [{address}]; cvt.s32.s16 {bits}, {half};"
     else:
-        code += f"ld.shared.b32 {key}, [{address}];"
-    kind.keys(code, [key])
-
-
-def _append_together(
-    code: Code,
-    window: Window,
-    kind: Elements,
-    keys: list[str],
-    first: str,
-    capacity: int,
-    turn: str,
-    slot: str,
-) -> None:
-    """Appends those of few keys that reach <bound>, and goes on; to label end if the slots are full.
-
-    chosen[i] = key[i] >= bound, and its position is in the extent
-    slot = what an atomic addition of the number of the chosen ones gives: the first place that is free
-    for all i: if chosen[i], write the candidate, and go to the next slot
-
-    The arguments are those of `_append_one_by_one`; `first` is changed.
-    """
-    starts = [b * window.block + j for b in range(window.group_blocks) for j in range(window.vec)]
-    chosen = code.new("pred", len(keys))
-    count, position = code.new("b32", 2)
-    (p,) = code.new("pred")
-    code += f"mov.b32 {count}, 0;"
-    for key, start, q in zip(keys, starts, chosen):
-        code += f"add.s32 {position}, {first}, {start}; setp.ge.s32 {p}, {position}, <low>;"
-        code += f"setp.lt.and.s32 {p}, {position}, <high>, {p};"
-        code += f"setp.ge.and.s32 {q}, {key}, <bound>, {p}; @{q} add.u32 {count}, {count}, 1;"
-    code += f"setp.eq.u32 {p}, {count}, 0; @{p} bra appended;"
-    code += f"atom.relaxed.cta.shared::cta.add.u32 {slot}, [<counts>], {count};"
-    code += f"add.u32 {count}, {count}, {slot}; setp.gt.u32 {p}, {count}, {capacity}; @{p} bra end;"
-    code += f"add.s32 {first}, {first}, <origin>;"
-    for i, (key, start, q) in enumerate(zip(keys, starts, chosen)):
-        code += f"@!{q} bra not_chosen{i}; add.s32 {position}, {first}, {start};"
-        code += store_slot("<slots>", slot, key, position) + f"add.u32 {slot}, {slot}, 1; not_chosen{i}:"
-    code += "appended:" + _go_on(turn)
+        code += f"@{predicate} ld.shared.b32 {bits}, [{address}];"
 
 
 # ---- counts and ties
@@ -426,7 +344,7 @@ def _add_lower_warps(
     """
     address, of_warp = code.new("b32", 2)
     (p,) = code.new("pred")
-    totals = code.new("b32", _WARPS)
+    totals = code.new("b32", sums_ptx.WARPS)
     code += f"mad.lo.u32 {address}, {parity}, 16, <scratch>; mad.lo.u32 {of_warp}, {warp}, 4, {address};"
     code += f"setp.eq.u32 {p}, {lower_lanes}, 0; @{p} st.shared.b32 [{of_warp}], {in_warp}; {BARRIER}"
     code += f"ld.shared.v4.b32 {{{', '.join(totals)}}}, [{address}]; add.u32 {before}, {before}, {base};"

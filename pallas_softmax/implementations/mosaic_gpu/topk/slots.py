@@ -40,16 +40,17 @@ def ranked_slots(slots, n):
     return ~key, index
 
 
-def store_slot(slots: str, at: str, key: str, index: str) -> str:
+def store_slot(slots: str, at: str, key: str, index: str, predicate: str = "") -> str:
     """Returns PTX that writes a candidate to slot number `at`.
 
     Args:
       slots: the address of the list.
       at, key, index: registers (b32), which keep what they hold.
+      predicate: "@p" to write it if p holds.
     """
     return f"""{{ .reg .b32 address, low, high; .reg .b64 both;
         mad.lo.u32 address, {at}, 8, {slots}; xor.b32 high, {key}, 0x80000000; not.b32 low, {index};
-        mov.b64 both, {{low, high}}; st.shared.b64 [address], both; }}"""
+        mov.b64 both, {{low, high}}; {predicate} st.shared.b64 [address], both; }}"""
 
 
 def split_slot(slot: str, key: str, index: str) -> str:

@@ -65,6 +65,7 @@ def write_winners(
     at,
     slots,
     n,
+    buckets,
     ranked,
     normalizer: Normalizer,
     scale,
@@ -77,13 +78,14 @@ def write_winners(
       lists_gmem: references to the arrays of `lists_type`.
       slots: the candidates in shared memory; see `slots.py`.
       n: number of candidates, at least k.
+      buckets: scratch in shared memory, a word for each slot.
       ranked: scratch in shared memory, of 2 * padded_winners(k) words.
       normalizer: of the row, or of the part of it that the candidates are from.
       scale: 1 / temperature of the row.
       final: whether to write values, not keys.
     """
     k, interpret = request.k, request.interpret
-    selection.rank(slots, n, ranked, k, interpret=interpret)
+    selection.rank(slots, n, buckets, ranked, k, interpret=interpret)
     for first in range(0, k, WARPGROUP):
         key, index = (
             blocks.load(ranked.at[pl.ds(start, WARPGROUP)], interpret=interpret)
