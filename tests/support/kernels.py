@@ -11,9 +11,12 @@ import numpy as np
 
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
+from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips, plan_columns
+from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
@@ -62,6 +65,37 @@ def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
         arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
     got = softmax_rows(name, arrays, where, plan=plan, interpret=interpret)
     bounds.assert_operation(name, got, arrays, names, where)
+
+
+def columns_results(name, arrays, plan, interpret=INTERPRET):
+    """Returns all that the kernel of columns returns for arrays (outer, vocab, inner)."""
+    return columns_kernel.launch(
+        FORMULAS[name],
+        [jnp.asarray(a) for a in arrays],
+        plan,
+        name=name,
+        approximate=approximate(arrays[-1].dtype),
+        interpret=interpret,
+    )
+
+
+def columns_rows(name, arrays, plan, interpret=INTERPRET):
+    """Returns the result of the kernel of columns for the rows of arrays (rows, vocab), laid across memory.
+
+    Where their number is even, they are the columns of two arrays.
+    """
+    rows, vocab = arrays[0].shape
+    outer = 1 if rows % 2 else 2
+    across = [np.asarray(a).reshape(outer, -1, vocab).swapaxes(1, 2) for a in arrays]
+    out = np.asarray(columns_results(name, across, plan, interpret)[0].astype(arrays[-1].dtype))
+    return out.swapaxes(1, 2).reshape(rows, -1)
+
+
+def assert_columns(name, x, names, plan, interpret=INTERPRET):
+    """Asserts that the kernel of columns is right for the logits x."""
+    arrays = cases.operands(name, x)
+    got = columns_rows(name, arrays, plan, interpret)
+    bounds.assert_operation(name, got, arrays, names)
 
 
 def fewer_rows(plan):

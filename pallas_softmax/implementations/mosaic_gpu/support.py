@@ -46,7 +46,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 def _topk_unsupported(call: Call) -> str | None:
     """Why the kernels cannot find or merge the winners of a call; None if they can."""
-    if not call.trailing:
+    if call.inner != 1:
         return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"

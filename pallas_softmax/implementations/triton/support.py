@@ -51,7 +51,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 def _unsupported_topk(call: Call) -> str | None:
     """Says why the kernels of top-k do not take a call of it; None if they do."""
-    if not call.trailing:
+    if call.inner != 1:
         return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
