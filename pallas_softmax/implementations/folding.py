@@ -20,6 +20,10 @@ import jax
 import jax.numpy as jnp
 
 
+# Why a kernel of rows is not chosen for rows that lie across memory.
+TRANSPOSED = "slower than xla where the row is not the last axes: it is transposed, twice"
+
+
 @dataclasses.dataclass(frozen=True)
 class MaskRows:
     """Which row of the mask belongs to a row: the sum of (row // after % size) * stride over the terms.

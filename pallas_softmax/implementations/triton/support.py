@@ -8,6 +8,7 @@ import sys
 
 from pallas_softmax import operations
 from pallas_softmax.call import Call
+from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.triton.plan import MAX_INDEX, MAX_K, MAX_PARTS, plan_topk
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,6 +27,8 @@ MIN_TRITON = (3, 6)
 
 def slower(call: Call) -> str | None:
     """Says why XLA is faster than the kernels at a call that they support; None if it is not."""
+    if call.inner != 1:
+        return TRANSPOSED
     is_gradient = operations.TABLE[call.op].is_gradient
     if is_gradient and call.masked and call.dtype == "float32" and call.vocab > FAST_MASKED_BACKWARD:
         return f"slower than xla for the masked backward of float32 rows of more than {FAST_MASKED_BACKWARD}"
