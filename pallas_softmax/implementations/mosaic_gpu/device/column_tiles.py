@@ -70,6 +70,20 @@ def load_smem(ref, tile: Tile, *, interpret):
     return load(ref)
 
 
+def store_smem(ref, tile: Tile, value, *, interpret) -> None:
+    """Writes a tile to `ref`, rows of shared memory, which no thread but that of each element reads before a barrier."""
+    value = value.astype(ref.dtype)
+    if interpret:
+        ref[...] = value
+        return
+
+    @inline(arg_types=(REF, tiles.layout(tile)))
+    def store(_, ref, value):  # inline, since Pallas puts two barriers around each store
+        value.store_untiled(ref, optimized=False)
+
+    store(ref, value)
+
+
 def load_per_column(ref, tile: Tile):
     """The numbers in `ref`, shared memory, one for each column, as the reduction of a tile along its rows has them."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole

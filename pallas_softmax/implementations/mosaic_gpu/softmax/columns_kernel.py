@@ -159,7 +159,8 @@ class _Ring:
             total = self._merge(total)
         constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
         if plan.count > 1:
-            plgpu.barrier_arrive(self.met)  # this CTA has read what the others sent
+            plgpu.commit_smem()  # for all threads: one of them arrives, and then others may leave or send anew
+            plgpu.barrier_arrive(self.met)
         if self.writes:
             lax.fori_loop(0, plan.steps, lambda i, carry: self._write(turn, i, constants, carry), 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -281,7 +282,8 @@ class _Ring:
         if plan.steps > plan.slots:
             pl.when(load >= plan.steps)(lambda: self._wait(slot))
         for at, x in self._blocks(slot):
-            out_smem[at] = self.formula.value(*x, *constants).astype(out_smem.dtype)
+            y = self.formula.value(*x, *constants)
+            column_tiles.store_smem(out_smem.at[at], plan.block, y, interpret=self.interpret)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
             out_smem.at[pl.ds(slot * plan.step_rows, plan.step_rows)],
