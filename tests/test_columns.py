@@ -12,47 +12,29 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import F32
 from tests.support.covering import first, pairs, slow
-from tests.support.kernels import ALL, FEW, HOPPER, Strips, Tile
+from tests.support.kernels import COLUMN_STRIPS, COLUMN_TILES, Tile
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-EVEN = [*ALL, "normal"]  # rows that are the columns of two arrays
 
 # --- Numbers, in the interpreter ----------------------------------------------------------------------
 
-# (tile, V, dtype, rows). Vectors and single elements; tiles that end with the columns and beyond them.
-TILES = [
-    (Tile(24, 8, 1, 1), 21, F32, ALL),
-    (Tile(128, 4, 4, 1), 127, F32, EVEN),
-    (Tile(8, 16, 4, 1), 8, BF16, EVEN),
-    (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
-    (Tile(1, 128, 1, 1), 1, BF16, FEW),
-    (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
-]
-# (strips, dtype, rows). All steps in shared memory, the last whole or not, or a step alone; some of them, read twice;
-# a cluster for each strip, and clusters that take several.
-STRIPS = [
-    (Strips(129, 8, 4, 1, 64, 3, 2), F32, EVEN),
-    (Strips(1000, 8, 4, 1, 128, 3, 3), BF16, FEW + FEW[:1]),
-    (Strips(1024, 16, 4, 1, 256, 2, 4), F16, FEW + FEW[:1]),
-    (Strips(127, 32, 4, 1, 128, 1, 1), F32, EVEN),
-    (Strips(1000, 16, 4, 1, 64, 16, 1), F32, EVEN),
-]
 
-
-@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, TILES)), ids=str)
+@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, COLUMN_TILES)), ids=str)
 def test_columns_in_registers(name, case):
     plan, v, dtype, names = case
     kernels.assert_columns(name, cases.rows(_known(name, names), v, dtype), _known(name, names), plan)
 
 
-@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, STRIPS)), ids=str)
+@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, COLUMN_STRIPS)), ids=str)
 def test_columns_in_shared_memory(name, case):
     plan, dtype, names = case
-    kernels.assert_columns(name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan)
+    kernels.assert_columns(
+        name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan
+    )
 
 
 def _known(name, names):
@@ -62,7 +44,12 @@ def _known(name, names):
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [("softmax", (1,)), slow("log_softmax_grad", (0,)), slow("logsumexp", (1, 2)), slow("softmax_grad", (0, 1))],
+    [
+        ("softmax", (1,)),
+        slow("log_softmax_grad", (0,)),
+        slow("logsumexp", (1, 2)),
+        slow("softmax_grad", (0, 1)),
+    ],
     ids=str,
 )
 def test_axes_side_by_side(name, axes):
@@ -103,7 +90,7 @@ SHAPES = [
 def test_plans_fit_the_gpu(op, dtype):
     arrays, itemsize = (2 if op in oracle.BACKWARD else 1), jnp.dtype(dtype).itemsize
     for outer, vocab, inner in SHAPES:
-        plan = kernels.plan_columns(op, outer, vocab, inner, dtype, HOPPER)
+        plan = kernels.plan_columns(op, outer, vocab, inner, dtype)
         if isinstance(plan, Tile):
             rows, width = plan.shape
             assert rows >= vocab and inner % plan.vec == 0
@@ -114,7 +101,9 @@ def test_plans_fit_the_gpu(op, dtype):
             assert plan.step_rows % plan.block.rows == 0 and plan.width * itemsize % 16 == 0
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 223 * 1024
             assert plan.count * plan.steps * plan.step_rows >= vocab
-            assert 2 <= plan.slots <= plan.steps or plan.slots == plan.steps  # or a slot would wait for itself
+            assert (
+                2 <= plan.slots <= plan.steps or plan.slots == plan.steps
+            )  # or a slot would wait for itself
             assert plan.count in (1, 2, 4, 8, 16) and plan.clusters <= outer * -(-inner // plan.width)
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-
 # Why a kernel of rows is not chosen for rows that lie across memory.
 TRANSPOSED = "slower than xla where the row is not the last axes: it is transposed, twice"
 

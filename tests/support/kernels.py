@@ -11,10 +11,10 @@ import numpy as np
 
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
-from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel
+from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, columns_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
-from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips, plan_columns
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, window_kernel
@@ -67,6 +67,11 @@ def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
     bounds.assert_operation(name, got, arrays, names, where)
 
 
+def plan_columns(name, outer, vocab, inner, dtype, capability=HOPPER):
+    """Returns the plan that the package chooses for columns, or None."""
+    return columns_plan.plan_columns(name, outer, vocab, inner, dtype, capability)
+
+
 def columns_results(name, arrays, plan, interpret=INTERPRET):
     """Returns all that the kernel of columns returns for arrays (outer, vocab, inner)."""
     return columns_kernel.launch(
@@ -96,6 +101,28 @@ def assert_columns(name, x, names, plan, interpret=INTERPRET):
     arrays = cases.operands(name, x)
     got = columns_rows(name, arrays, plan, interpret)
     bounds.assert_operation(name, got, arrays, names)
+
+
+EVEN = [*ALL, "normal"]  # rows that are the columns of two arrays
+
+# (tile, V, dtype, rows). Vectors and single elements; tiles that end with the columns and beyond them.
+COLUMN_TILES = [
+    (Tile(24, 8, 1, 1), 21, F32, ALL),
+    (Tile(128, 4, 4, 1), 127, F32, EVEN),
+    (Tile(8, 16, 4, 1), 8, BF16, EVEN),
+    (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
+    (Tile(1, 128, 1, 1), 1, BF16, FEW),
+    (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
+]
+# (strips, dtype, rows). All steps in shared memory, the last whole or not, or a step alone; some of them, read twice;
+# a cluster for each strip, and clusters that take several.
+COLUMN_STRIPS = [
+    (Strips(129, 8, 4, 1, 64, 3, 2), F32, EVEN),
+    (Strips(1000, 8, 4, 1, 128, 3, 2), BF16, FEW + FEW[:1]),
+    (Strips(1024, 16, 4, 1, 256, 2, 2), F16, FEW + FEW[:1]),
+    (Strips(127, 32, 4, 1, 128, 1, 1), F32, EVEN),
+    (Strips(1000, 16, 4, 1, 64, 16, 1), F32, EVEN),
+]
 
 
 def fewer_rows(plan):

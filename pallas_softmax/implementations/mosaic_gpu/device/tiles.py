@@ -196,6 +196,7 @@ def _indices(tile: Tile, row):
 
 
 def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
+    """The type of a tile, for inline code to return."""
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 

@@ -1,10 +1,12 @@
-"""Columns: rows of elements that lie apart, reduced where they are, with threads along the contiguous dimension.
+"""Columns: rows whose elements lie apart in memory, reduced where they are, with threads along contiguous elements.
 
-An array (outer, vocab, inner) has outer * inner rows, and the elements of each are `inner` apart in memory: the rows
-are its columns. A CTA, or a cluster of CTAs, takes a strip of neighbouring columns; see `columns_plan`.
+An array (outer, vocab, inner) has outer * inner rows, each a column of `vocab` elements. A CTA takes neighbouring
+columns: short ones in its registers, all at once; long ones in shared memory, with the other CTAs of a cluster, each
+of which has some of the lines. Which, `columns_plan` says.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.implementations.mosaic_gpu.device import column_tiles, tiles
+from pallas_softmax.implementations.mosaic_gpu.device import column_tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
@@ -34,7 +36,7 @@ def launch(
     Args:
       formula: what is computed.
       arrays: those that the formula reads, of one shape (outer, vocab, inner).
-      plan: a tile that holds a strip of columns in registers, or strips in shared memory.
+      plan: a tile, whose rows are the lines of some columns; or strips.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
       interpret: as for `pallas_call`.
@@ -48,43 +50,46 @@ def launch(
         out_type = [jax.ShapeDtypeStruct((outer, 1, inner), jnp.float32)] * formula.results_per_row
     else:
         out_type = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[-1].dtype)]
-    return (_launch_tile if isinstance(plan, Tile) else _launch_strips)(
-        formula, arrays, plan, out_type, name=name, approximate=approximate, interpret=interpret
-    )
+    settings = {"out_type": out_type, "name": name, "approximate": approximate, "interpret": interpret}
+    if isinstance(plan, Tile):
+        return _launch_tiles(formula, arrays, plan, settings)
+    return _launch_strips(formula, arrays, plan, settings)
 
 
-def _launch_tile(formula, arrays, tile: Tile, out_type, *, name, approximate, interpret) -> list[jax.Array]:
-    """A strip of whole columns in the registers of a CTA: the rows of the tile are those of the strip."""
+# --- Short columns, in registers ----------------------------------------------------------------------
+
+
+def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, settings: dict[str, Any]):
+    """Has each CTA hold whole columns in its registers."""
     outer, _, inner = arrays[0].shape
-    strips = -(-inner // tile.shape[1])
+    lines, width = tile.shape
+    across = -(-inner // width)  # tiles side by side
+    fill, interpret = formula.reduction.neutral, settings["interpret"]
 
     def broadcast(per_column):
         return lax.broadcast_in_dim(per_column, tile.shape, (1,))
 
     def body(x_gmem, *out_gmem):
-        strip = lax.axis_index("strip")
-        at = strip // strips, jnp.int32(0), strip % strips * tile.shape[1]
-        fill = formula.reduction.neutral
-        x = [column_tiles.load(gmem, tile, at, fill, interpret=interpret).astype(jnp.float32) for gmem in x_gmem]
+        number = lax.axis_index("tile")
+        at = number // across, jnp.int32(0), number % across * width
+        x = [
+            column_tiles.load(gmem, tile, at, fill, interpret=interpret).astype(jnp.float32)
+            for gmem in x_gmem
+        ]
         total = formula.reduction.across(formula.reduction.lift(formula.term(*x)), 0, broadcast)
-        results = constants = [broadcast(constant) for constant in formula.constants(total)]
-        if formula.value is not None:
-            results = [formula.value(*x, *constants)]
+        constants = [broadcast(constant) for constant in formula.constants(total)]
+        results = constants if formula.value is None else [formula.value(*x, *constants)]
         for gmem, y in zip(out_gmem, results, strict=True):
             column_tiles.store(gmem, tile, at, y, interpret=interpret)
 
-    return gpu_kernel(
-        body,
-        grid={"strip": outer * strips},
-        out_type=out_type,
-        name=name,
-        approximate=approximate,
-        interpret=interpret,
-    )(arrays)
+    return gpu_kernel(body, grid={"tile": outer * across}, **settings)(arrays)
 
 
-def _launch_strips(formula, arrays, plan: Strips, out_type, *, name, approximate, interpret) -> list[jax.Array]:
-    """Strips of columns in the shared memory of clusters, of whose CTAs each has some of the rows."""
+# --- Long columns, in shared memory -------------------------------------------------------------------
+
+
+def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, settings: dict[str, Any]):
+    """Has each cluster take one strip after the other, through the slots of its shared memory."""
     outer, vocab, inner = arrays[0].shape
     across = -(-inner // plan.width)  # strips side by side
     scratch: dict[str, Any] = {
@@ -95,129 +100,158 @@ def _launch_strips(formula, arrays, plan: Strips, out_type, *, name, approximate
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
-    strips = outer * across
-    clusters = min(plan.clusters or strips, strips)
 
-    def body(x_gmem, *out_gmem, **refs):
-        ring = _Ring(formula, plan, across, vocab, x_gmem, out_gmem, interpret, **refs)
+    def body(x_gmem, *out_gmem, **scratch):
+        part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
         first = lax.axis_index("cluster")
-        turns = lax.div(strips - 1 - first, clusters) + 1
-        ring.run(lambda turn: first + turn * clusters, turns)
+        turns = lax.div(outer * across - 1 - first, plan.clusters) + 1
+        refs = _Refs(x_gmem, out_gmem, **scratch)
+        _Cluster(formula, plan, refs, part, first, turns, across, settings["interpret"]).run()
 
-    return gpu_kernel(
-        body,
-        grid={"cluster": clusters, "part": plan.count} if plan.count > 1 else {"cluster": clusters},
-        cluster=plan.count,
-        out_type=out_type,
-        scratch_types=scratch,
-        name=name,
-        approximate=approximate,
-        interpret=interpret,
-    )(arrays)
+    grid = {"cluster": plan.clusters, "part": plan.count} if plan.count > 1 else {"cluster": plan.clusters}
+    return gpu_kernel(body, grid=grid, cluster=plan.count, scratch_types=scratch, **settings)(arrays)
 
 
-class _Ring:
-    """What a CTA does: its part of one strip after the other, in steps, through the slots of shared memory."""
+class _Refs(NamedTuple):
+    """What a CTA reads and writes.
 
-    def __init__(
-        self, formula, plan, across, vocab, x_gmem, out_gmem, interpret, *, x_smem, landed, sent_smem=None, met=None
-    ):
-        self.formula: Formula = formula
-        self.plan: Strips = plan
-        self.across, self.vocab = across, vocab
-        self.x_gmem, self.out_gmem = x_gmem, out_gmem
-        self.interpret = interpret
-        self.x_smem, self.landed, self.sent_smem, self.met = x_smem, landed, sent_smem, met
-        self.part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        self.writes = formula.value is not None
-        # Of each strip, all steps are loaded, and, if they are needed again, those that have left the slots.
-        self.loads = plan.steps + (plan.steps - plan.slots if self.writes else 0)
+    Attributes:
+      x_gmem: the arrays (outer, vocab, inner).
+      out_gmem: the results.
+      x_smem: for each array, the slots, one after the other; those of the last one also hold what is to be written.
+      landed: for each array, a barrier for each slot, which completes when a step has arrived there.
+      sent_smem: in a cluster, the reduction of the CTA's part of each column, for the others to read.
+      met: in a cluster, the barrier at which its CTAs meet.
+    """
 
-    def run(self, strip_of, turns) -> None:
-        """Takes the strips strip_of(0) to strip_of(turns - 1)."""
-        self.strip_of, self.turns = strip_of, turns
+    x_gmem: list
+    out_gmem: tuple
+    x_smem: list
+    landed: list
+    sent_smem: Any = None
+    met: Any = None
 
-        def start(load, carry):
-            self._fetch(0, load, load)
-            return carry
 
-        lax.fori_loop(0, self.plan.slots, start, 0)
+@dataclasses.dataclass(frozen=True)
+class _Cluster:
+    """What a CTA of a cluster does: its part of one strip after the other.
 
-        def take(turn, carry):
-            self._take(turn)
-            return carry
+    The loads of a strip are numbered: first come all its steps, then those that have left the slots before they were
+    written, from the last one back. A load takes the slot that has been free for the longest, so that slots are taken
+    in turn, and it starts when the load that had the slot before is needed no more; see the drawing in `Strips`.
 
-        lax.fori_loop(0, turns, take, 0)
+    Attributes:
+      formula, plan: as for `launch`.
+      refs: what it reads and writes.
+      part: number of this CTA in the cluster.
+      first: number of the first strip of the cluster, the others of which are `plan.clusters` apart.
+      turns: number of strips that the cluster takes.
+      across: number of strips side by side.
+      interpret: as for `pallas_call`.
+    """
+
+    formula: Formula
+    plan: Strips
+    refs: _Refs
+    part: Any
+    first: Any
+    turns: Any
+    across: int
+    interpret: Any
+
+    @property
+    def writes(self) -> bool:
+        """Whether the result has elements, not one number for each row."""
+        return self.formula.value is not None
+
+    @property
+    def loads(self) -> int:
+        """Number of loads of a strip."""
+        return self.plan.steps + (self.plan.steps - self.plan.slots if self.writes else 0)
+
+    def run(self) -> None:
+        """Takes all strips of the cluster."""
+        _repeat(self.plan.slots, lambda slot: self._fetch(0, slot, slot))
+        _repeat(self.turns, self._take)
 
     def _take(self, turn) -> None:
-        """Computes the strip of a turn, while the loads of the next one start."""
-        plan, reduction = self.plan, self.formula.reduction
+        """Computes a strip, while loads of the next one start."""
+        plan, refs, reduction = self.plan, self.refs, self.formula.reduction
         lanes = jax.tree.map(self._filled, reduction.empty)
         lanes = lax.fori_loop(0, plan.steps, lambda step, lanes: self._absorb(turn, step, lanes), lanes)
         total = reduction.across(lanes, 0, self._broadcast)
         if plan.count > 1:
             total = self._merge(total)
         constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
-        if plan.count > 1:
-            plgpu.commit_smem()  # for all threads: one of them arrives, and then others may leave or send anew
-            plgpu.barrier_arrive(self.met)
         if self.writes:
-            lax.fori_loop(0, plan.steps, lambda i, carry: self._write(turn, i, constants, carry), 0)
+            _repeat(plan.steps, lambda i: self._write(turn, i, constants))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._refill(turn, self.loads - 1)
         else:
-            outer, _, column = self._at(turn, 0)
-            for gmem, y in zip(self.out_gmem, constants, strict=True):
-                at = outer, self.part, column  # there is one row, that of part 0
-                column_tiles.store(gmem, plan.block, at, y, interpret=self.interpret)
+            outer, _, column = self._place(turn, 0)
+            for gmem, y in zip(refs.out_gmem, constants, strict=True):
+                # part 0 writes: a line of the other parts is beyond the one of the result
+                column_tiles.store(gmem, plan.block, (outer, self.part, column), y, interpret=self.interpret)
         if plan.count > 1:
-            plgpu.barrier_wait(self.met)  # what this CTA sent has been read: it may send again, or leave
+            plgpu.barrier_wait(refs.met)  # all have read what this CTA sent: it may send again, or leave
 
     # --- Loads
 
-    def _at(self, turn, step):
-        """Index along the outer axis, first row and first column of a step of the strip of a turn."""
-        plan, strip = self.plan, self.strip_of(turn)
-        row = (self.part * plan.steps + step) * plan.step_rows
-        return lax.div(strip, self.across), row, lax.rem(strip, self.across) * plan.width
+    def _place(self, turn, step):
+        """Index along the outer axis, first line and first column of a step."""
+        plan = self.plan
+        strip = self.first + turn * plan.clusters
+        line = (self.part * plan.steps + step) * plan.step_rows
+        return lax.div(strip, self.across), line, lax.rem(strip, self.across) * plan.width
 
-    def _piece(self, gmem, turn, step):
-        """The rows and columns of a step."""
-        outer, row, column = self._at(turn, step)
-        return gmem.at[outer, pl.ds(row, self.plan.step_rows), pl.ds(column, self.plan.width)]
+    def _lines(self, gmem, turn, step):
+        """A step of an array in device memory. What is beyond the array reads as 0, and is not written."""
+        outer, line, column = self._place(turn, step)
+        return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
 
     def _step(self, load):
-        """The step that a load of a strip has: all of them in their order, then those needed again, backwards."""
+        """The step that a load brings."""
         return jnp.where(load < self.plan.steps, load, self.loads - 1 - load)
 
     def _slot(self, turn, load):
-        """The slot of a load: they are taken in turn."""
+        """The slot that a load takes."""
         return lax.rem(turn * self.loads + load, self.plan.slots)
 
+    def _slot_lines(self, slot):
+        """The lines of shared memory that a slot has."""
+        return pl.ds(slot * self.plan.step_rows, self.plan.step_rows)
+
     def _fetch(self, turn, load, slot) -> None:
-        rows = pl.ds(slot * self.plan.step_rows, self.plan.step_rows)
-        for gmem, smem, landed in zip(self.x_gmem, self.x_smem, self.landed, strict=True):
-            plgpu.copy_gmem_to_smem(self._piece(gmem, turn, self._step(load)), smem.at[rows], landed.at[slot])
+        """Starts a load, one copy for each array."""
+        refs, lines = self.refs, self._slot_lines(slot)
+        for gmem, smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
+            plgpu.copy_gmem_to_smem(
+                self._lines(gmem, turn, self._step(load)), smem.at[lines], landed.at[slot]
+            )
 
     def _refill(self, turn, load) -> None:
-        """Starts the next load into the slot of a load that is needed no more."""
-        later = load + self.plan.slots
-        next_strip = (later >= self.loads).astype(jnp.int32) if not isinstance(later, int) else int(later >= self.loads)
+        """Starts the load that takes the slot of this one, which is needed no more: of this strip or the next."""
+        following = load + self.plan.slots
+        next_strip = jnp.int32(following >= self.loads)
 
         @pl.when(turn + next_strip < self.turns)
         def _():
-            self._fetch(turn + next_strip, later - next_strip * self.loads, self._slot(turn, load))
+            self._fetch(turn + next_strip, following - next_strip * self.loads, self._slot(turn, load))
 
     def _wait(self, slot) -> None:
-        for landed in self.landed:
+        """Waits until a load has arrived."""
+        for landed in self.refs.landed:
             plgpu.barrier_wait(landed.at[slot])
 
     def _blocks(self, slot):
-        """For each block of a slot: where its rows are in shared memory, and the block of each array."""
+        """For each block of a slot: its lines of shared memory, and the block of each array, in float32."""
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(slot * self.plan.step_rows + start, block.rows)
-            x = [column_tiles.load_smem(smem.at[at], block, interpret=self.interpret) for smem in self.x_smem]
+            x = [
+                column_tiles.load_smem(smem.at[at], block, interpret=self.interpret)
+                for smem in self.refs.x_smem
+            ]
             yield at, [a.astype(jnp.float32) for a in x]
 
     # --- Reduction
@@ -225,11 +259,10 @@ class _Ring:
     def _broadcast(self, per_column):
         return lax.broadcast_in_dim(per_column, self.plan.block.shape, (1,))
 
-    def _laid_out(self, tile):
-        return tile if self.interpret else plgpu.layout_cast(tile, tiles.layout(self.plan.block))
-
     def _filled(self, value):
-        return self._laid_out(jnp.full(self.plan.block.shape, value, jnp.float32))
+        """A float32 block whose elements are all `value`."""
+        full = jnp.full(self.plan.block.shape, value, jnp.float32)
+        return column_tiles.laid_out(full, self.plan.block, interpret=self.interpret)
 
     def _absorb(self, turn, step, lanes):
         """Adds a step to the reduction of each lane."""
@@ -237,16 +270,17 @@ class _Ring:
         slot = self._slot(turn, step)
         self._wait(slot)
         terms = [formula.term(*x) for _, x in self._blocks(slot)]
-        if plan.count * plan.steps * plan.step_rows != self.vocab:
-            row = self._laid_out(lax.broadcasted_iota(jnp.int32, plan.block.shape, 0))
-            held = self.vocab - self._at(turn, step)[1]
+        if plan.count * plan.steps * plan.step_rows != plan.vocab:
+            line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
+            line = column_tiles.laid_out(line, plan.block, interpret=self.interpret)
+            held = plan.vocab - self._place(turn, step)[1]  # lines from this step on that are in the array
             terms = [
-                jnp.where(row < held - i * plan.block.rows, term, formula.reduction.neutral)
+                jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
             ]
         lanes = formula.reduction.absorb(lanes, terms)
-        if not self.writes or plan.steps > plan.slots:
-            kept = plan.slots if self.writes else 0
+        kept = plan.slots if self.writes else 0  # steps at the end that stay in their slots to be written
+        if plan.steps > kept:
 
             @pl.when(step < plan.steps - kept)
             def _():
@@ -257,38 +291,51 @@ class _Ring:
 
     def _merge(self, total):
         """The reductions of the cluster's CTAs merged, in the same order by each of them."""
-        for smem, leaf in zip(jax.tree.leaves(self.sent_smem), jax.tree.leaves(total), strict=True):
+        block, met = self.plan.block, self.refs.met
+        for smem, leaf in zip(jax.tree.leaves(self.refs.sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = leaf
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.met)
-        plgpu.barrier_wait(self.met)
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
 
         def of_peer(part: int):
-            peer = {"part": jnp.int32(part)}
+            peer: Any = {"part": jnp.int32(part)}
             return jax.tree.map(
-                lambda smem: column_tiles.load_per_column(plgpu.cluster_ref(smem, peer), self.plan.block),
-                self.sent_smem,
+                lambda smem: column_tiles.load_per_column(plgpu.cluster_ref(smem, peer), block),
+                self.refs.sent_smem,
             )
 
-        return online.tree(self.formula.reduction.merge, [of_peer(part) for part in range(self.plan.count)])
+        total = online.tree(self.formula.reduction.merge, [of_peer(part) for part in range(self.plan.count)])
+        plgpu.commit_smem()  # all threads have read: one arrives for all, and then a peer may leave
+        plgpu.barrier_arrive(met)
+        return total
 
     # --- Results
 
-    def _write(self, turn, i, constants, carry):
-        """Writes a step, through its slot, and starts a load into the slot that was written before it."""
-        plan, out_smem = self.plan, self.x_smem[-1]
+    def _write(self, turn, i, constants) -> None:
+        """Writes the i-th of the steps, in the order of the slots, and starts a load into the slot before."""
+        plan, out_smem = self.plan, self.refs.x_smem[-1]
         load = plan.steps - plan.slots + i
         slot = self._slot(turn, load)
         if plan.steps > plan.slots:
             pl.when(load >= plan.steps)(lambda: self._wait(slot))
+        value: Any = self.formula.value
         for at, x in self._blocks(slot):
-            y = self.formula.value(*x, *constants)
-            column_tiles.store_smem(out_smem.at[at], plan.block, y, interpret=self.interpret)
+            column_tiles.store_smem(
+                out_smem.at[at], plan.block, value(*x, *constants), interpret=self.interpret
+            )
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            out_smem.at[pl.ds(slot * plan.step_rows, plan.step_rows)],
-            self._piece(self.out_gmem[0], turn, self._step(load)),
-        )
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        written = self._lines(self.refs.out_gmem[0], turn, self._step(load))
+        plgpu.copy_smem_to_gmem(out_smem.at[self._slot_lines(slot)], written)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the slot before has been read
         pl.when(i > 0)(lambda: self._refill(turn, load - 1))
+
+
+def _repeat(count, do) -> None:
+    """Calls do(i) for each i below `count`."""
+
+    def step(i, carry):
+        do(i)
         return carry
+
+    lax.fori_loop(0, count, step, 0)
