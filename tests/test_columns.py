@@ -32,6 +32,9 @@ def test_columns_in_registers(name, case):
 @pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, COLUMN_STRIPS)), ids=str)
 def test_columns_in_shared_memory(name, case):
     plan, dtype, names = case
+    beyond = plan.steps * plan.step_rows > plan.vocab or len(names) // 2 % plan.width
+    if jax.__version_info__ < (0, 11) and beyond:
+        pytest.skip("the interpreter of jax 0.10 has no copies that reach beyond an array")
     kernels.assert_columns(
         name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan
     )

@@ -119,7 +119,7 @@ COLUMN_TILES = [
 COLUMN_STRIPS = [
     (Strips(129, 8, 4, 1, 64, 3, 2), F32, EVEN),
     (Strips(1000, 8, 4, 1, 128, 3, 2), BF16, FEW + FEW[:1]),
-    (Strips(1024, 16, 4, 1, 256, 2, 2), F16, FEW + FEW[:1]),
+    (Strips(1024, 16, 4, 1, 256, 2, 2), F16, EVEN),
     (Strips(127, 32, 4, 1, 128, 1, 1), F32, EVEN),
     (Strips(1000, 16, 4, 1, 64, 16, 1), F32, EVEN),
 ]
