@@ -14,7 +14,7 @@ import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import F32
 from tests.support.covering import first, pairs, slow
-from tests.support.kernels import COLUMN_STRIPS, COLUMN_TILES, Tile
+from tests.support.kernels import COLUMN_STRIPS, COLUMN_TILES, READ_STRIPS, Tile
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -29,10 +29,14 @@ def test_columns_in_registers(name, case):
     kernels.assert_columns(name, cases.rows(_known(name, names), v, dtype), _known(name, names), plan)
 
 
-@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, COLUMN_STRIPS)), ids=str)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    first(2, pairs(oracle.OPERATIONS, COLUMN_STRIPS) + pairs(["logsumexp"], READ_STRIPS)),
+    ids=str,
+)
 def test_columns_in_shared_memory(name, case):
     plan, dtype, names = case
-    beyond = plan.steps * plan.step_rows > plan.vocab or len(names) // 2 % plan.width
+    beyond = plan.lines_beyond or len(names) // 2 % plan.width
     if jax.__version_info__ < (0, 11) and beyond:
         pytest.skip("the interpreter of jax 0.10 has no copies that reach beyond an array")
     kernels.assert_columns(
@@ -58,12 +62,15 @@ def _known(name, names):
 def test_axes_side_by_side(name, axes):
     """One or several, with the shape of the result of the public function."""
     rng = np.random.default_rng(4)
-    arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 2, 6, 2, 4)).astype(F32)
+    arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 2, 20, 2, 16)).astype(F32)
 
     def rows(a):
         moved = np.moveaxis(a, axes, range(-len(axes), 0))
         return moved.reshape(-1, np.prod(moved.shape[-len(axes) :]))
 
+    vocab, inner = np.prod([arrays[0].shape[a] for a in axes]), np.prod(arrays[0].shape[axes[-1] + 1 :])
+    plan = kernels.plan_columns(name, arrays[0].size // (vocab * inner), int(vocab), int(inner), F32)
+    assert isinstance(plan, Tile)
     got = kernels.softmax_rows(name, arrays, axes=axes)
     kept = tuple(1 if a in axes and name == "logsumexp" else n for a, n in enumerate(arrays[0].shape))
     assert got.shape == kept
@@ -100,14 +107,15 @@ def test_plans_fit_the_gpu(op, dtype):
             assert rows * width * arrays <= 12_288  # registers
         elif plan is not None:
             assert plan.vocab == vocab and inner * itemsize % 16 == 0
-            assert plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
+            assert (
+                plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
+            )  # of a bulk copy, and barriers
             assert plan.step_rows % plan.block.rows == 0 and plan.width * itemsize % 16 == 0
+            assert plan.width < inner  # or copies would not end where lines end
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 223 * 1024
             assert plan.count * plan.steps * plan.step_rows >= vocab
-            assert (
-                2 <= plan.slots <= plan.steps or plan.slots == plan.steps
-            )  # or a slot would wait for itself
-            assert plan.count in (1, 2, 4, 8, 16) and plan.clusters <= outer * -(-inner // plan.width)
+            assert plan.slots == plan.steps or op == "logsumexp"
+            assert plan.count in (1, 2, 4, 8, 16)
 
 
 # --- Which calls take it ------------------------------------------------------------------------------
@@ -115,8 +123,8 @@ def test_plans_fit_the_gpu(op, dtype):
 LOWERED = {
     "registers": ((8, 21, 4096), 1),
     "registers, unaligned": ((8, 21, 4095), 1),
-    "shared memory": ((4096, 512), 0),
-    "cluster": ((25000, 256), 0),
+    "shared memory": ((1000, 8192), 0),
+    "cluster": ((8192, 512), 0),
 }
 
 
@@ -139,11 +147,17 @@ def test_columns_lower_without_a_transpose(op, case, dtype):
 
 @pytest.mark.parametrize(
     ("shape", "axes", "masked"),
-    [((8, 21, 4096), (0, 2), False), ((8, 21, 4096), (1,), True), ((25000, 255), (0,), False)],
+    [
+        ((8, 21, 4096), (0, 2), False),
+        ((8, 21, 4096), (1,), True),
+        ((25000, 255), (0,), False),
+        ((131072, 21, 8), (1,), False),
+        ((100000, 4096), (0,), False),
+    ],
     ids=str,
 )
 def test_what_is_left_to_xla(shape, axes, masked):
-    """Axes that are not side by side, masks, and long columns of which not all lines start on 16 bytes."""
+    """Axes that are not side by side; masks; lines that are not of 16 bytes; too few columns; too long ones."""
     where = np.ones((1,) * len(shape), bool) if masked else None
     (forward, backward) = ps.explain(lambda x: ps.softmax(x, axes, where), array(*shape))
     for choice in (forward, backward):

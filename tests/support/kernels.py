@@ -114,14 +114,17 @@ COLUMN_TILES = [
     (Tile(1, 128, 1, 1), 1, BF16, FEW),
     (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
 ]
-# (strips, dtype, rows). All steps in shared memory, the last whole or not, or a step alone; some of them, read twice;
-# a cluster for each strip, and clusters that take several.
+# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns.
 COLUMN_STRIPS = [
-    (Strips(129, 8, 4, 1, 64, 3, 2), F32, EVEN),
-    (Strips(1000, 8, 4, 1, 128, 3, 2), BF16, FEW + FEW[:1]),
-    (Strips(1024, 16, 4, 1, 256, 2, 2), F16, EVEN),
-    (Strips(127, 32, 4, 1, 128, 1, 1), F32, EVEN),
-    (Strips(1000, 16, 4, 1, 64, 16, 1), F32, EVEN),
+    (Strips(129, 8, 4, 1, 64, 3), F32, EVEN),
+    (Strips(1024, 8, 4, 1, 256, 4), F16, EVEN),
+    (Strips(127, 16, 4, 1, 128, 1), BF16, EVEN),
+    (Strips(1000, 8, 4, 1, 128, 8), F32, EVEN),
+]
+# The same of columns that are only read, through fewer slots.
+READ_STRIPS = [
+    (Strips(1000, 8, 4, 1, 128, 3), F32, EVEN),
+    (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN),
 ]
 
 

@@ -89,8 +89,8 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
 
 
 def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, settings: dict[str, Any]):
-    """Has each cluster take one strip after the other, through the slots of its shared memory."""
-    outer, vocab, inner = arrays[0].shape
+    """Has each cluster take a strip, through its shared memory."""
+    outer, _, inner = arrays[0].shape
     across = -(-inner // plan.width)  # strips side by side
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
@@ -98,17 +98,18 @@ def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, sett
     }
     if plan.count > 1:
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
+        per_lane = plgpu.SMEM(plan.block.shape, jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
+        scratch["seen_smem"] = jax.tree.map(lambda _: per_lane, formula.reduction.empty)
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
     def body(x_gmem, *out_gmem, **scratch):
+        strip = lax.axis_index("strip")
         part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        first = lax.axis_index("cluster")
-        turns = lax.div(outer * across - 1 - first, plan.clusters) + 1
-        refs = _Refs(x_gmem, out_gmem, **scratch)
-        _Cluster(formula, plan, refs, part, first, turns, across, settings["interpret"]).run()
+        place = lax.div(strip, across), part, lax.rem(strip, across) * plan.width
+        _Part(formula, plan, _Refs(x_gmem, out_gmem, **scratch), *place, settings["interpret"]).compute()
 
-    grid = {"cluster": plan.clusters, "part": plan.count} if plan.count > 1 else {"cluster": plan.clusters}
+    grid = {"strip": outer * across, "part": plan.count} if plan.count > 1 else {"strip": outer * across}
     return gpu_kernel(body, grid=grid, cluster=plan.count, scratch_types=scratch, **settings)(arrays)
 
 
@@ -121,6 +122,7 @@ class _Refs(NamedTuple):
       x_smem: for each array, the slots, one after the other; those of the last one also hold what is to be written.
       landed: for each array, a barrier for each slot, which completes when a step has arrived there.
       sent_smem: in a cluster, the reduction of the CTA's part of each column, for the others to read.
+      seen_smem: in a cluster, where each thread puts what it has read of the others.
       met: in a cluster, the barrier at which its CTAs meet.
     """
 
@@ -129,125 +131,78 @@ class _Refs(NamedTuple):
     x_smem: list
     landed: list
     sent_smem: Any = None
+    seen_smem: Any = None
     met: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cluster:
-    """What a CTA of a cluster does: its part of one strip after the other.
-
-    The loads of a strip are numbered: first come all its steps, then those that have left the slots before they were
-    written, from the last one back. A load takes the slot that has been free for the longest, so that slots are taken
-    in turn, and it starts when the load that had the slot before is needed no more; see the drawing in `Strips`.
+class _Part:
+    """What a CTA does: some lines of a strip, step by step.
 
     Attributes:
       formula, plan: as for `launch`.
       refs: what it reads and writes.
+      outer: index of the strip along the outer axis.
       part: number of this CTA in the cluster.
-      first: number of the first strip of the cluster, the others of which are `plan.clusters` apart.
-      turns: number of strips that the cluster takes.
-      across: number of strips side by side.
+      column: first column of the strip.
       interpret: as for `pallas_call`.
     """
 
     formula: Formula
     plan: Strips
     refs: _Refs
+    outer: Any
     part: Any
-    first: Any
-    turns: Any
-    across: int
+    column: Any
     interpret: Any
 
-    @property
-    def writes(self) -> bool:
-        """Whether the result has elements, not one number for each row."""
-        return self.formula.value is not None
-
-    @property
-    def loads(self) -> int:
-        """Number of loads of a strip."""
-        return self.plan.steps + (self.plan.steps - self.plan.slots if self.writes else 0)
-
-    def run(self) -> None:
-        """Takes all strips of the cluster."""
-        _repeat(self.plan.slots, lambda slot: self._fetch(0, slot, slot))
-        _repeat(self.turns, self._take)
-
-    def _take(self, turn) -> None:
-        """Computes a strip, while loads of the next one start."""
+    def compute(self) -> None:
+        """Load, reduce, merge with the other CTAs, write."""
         plan, refs, reduction = self.plan, self.refs, self.formula.reduction
+        _repeat(plan.slots, self._fetch)
         lanes = jax.tree.map(self._filled, reduction.empty)
-        lanes = lax.fori_loop(0, plan.steps, lambda step, lanes: self._absorb(turn, step, lanes), lanes)
+        lanes = lax.fori_loop(0, plan.steps, self._absorb, lanes)
         total = reduction.across(lanes, 0, self._broadcast)
         if plan.count > 1:
             total = self._merge(total)
         constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
-        if self.writes:
-            _repeat(plan.steps, lambda i: self._write(turn, i, constants))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._refill(turn, self.loads - 1)
-        else:
-            outer, _, column = self._place(turn, 0)
+        if self.formula.value is None:
             for gmem, y in zip(refs.out_gmem, constants, strict=True):
-                # part 0 writes: a line of the other parts is beyond the one of the result
-                column_tiles.store(gmem, plan.block, (outer, self.part, column), y, interpret=self.interpret)
+                # the result has one line, which part 0 writes: what the others have lies beyond it
+                at = self.outer, self.part, self.column
+                column_tiles.store(gmem, plan.block, at, y, interpret=self.interpret)
+        else:
+            _repeat(plan.steps, lambda step: self._write(step, constants))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if plan.count > 1:
-            plgpu.barrier_wait(refs.met)  # all have read what this CTA sent: it may send again, or leave
+            plgpu.barrier_wait(refs.met)  # no CTA leaves while another one may read its shared memory
 
     # --- Loads
 
-    def _place(self, turn, step):
-        """Index along the outer axis, first line and first column of a step."""
-        plan = self.plan
-        strip = self.first + turn * plan.clusters
-        line = (self.part * plan.steps + step) * plan.step_rows
-        return lax.div(strip, self.across), line, lax.rem(strip, self.across) * plan.width
+    def _first_line(self, step):
+        """The line of the array at which a step starts."""
+        return (self.part * self.plan.steps + step) * self.plan.step_rows
 
-    def _lines(self, gmem, turn, step):
+    def _lines(self, gmem, step):
         """A step of an array in device memory. What is beyond the array reads as 0, and is not written."""
-        outer, line, column = self._place(turn, step)
-        return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
+        lines = pl.ds(self._first_line(step), self.plan.step_rows)
+        return gmem.at[self.outer, lines, pl.ds(self.column, self.plan.width)]
 
-    def _step(self, load):
-        """The step that a load brings."""
-        return jnp.where(load < self.plan.steps, load, self.loads - 1 - load)
+    def _slot(self, step):
+        """The lines of shared memory that a step has: the slots are taken in turn."""
+        return pl.ds(lax.rem(step, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
 
-    def _slot(self, turn, load):
-        """The slot that a load takes."""
-        return lax.rem(turn * self.loads + load, self.plan.slots)
-
-    def _slot_lines(self, slot):
-        """The lines of shared memory that a slot has."""
-        return pl.ds(slot * self.plan.step_rows, self.plan.step_rows)
-
-    def _fetch(self, turn, load, slot) -> None:
-        """Starts a load, one copy for each array."""
-        refs, lines = self.refs, self._slot_lines(slot)
+    def _fetch(self, step) -> None:
+        """Starts the copies of a step, one of each array."""
+        refs, slot = self.refs, lax.rem(step, self.plan.slots)
         for gmem, smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
-            plgpu.copy_gmem_to_smem(
-                self._lines(gmem, turn, self._step(load)), smem.at[lines], landed.at[slot]
-            )
+            plgpu.copy_gmem_to_smem(self._lines(gmem, step), smem.at[self._slot(step)], landed.at[slot])
 
-    def _refill(self, turn, load) -> None:
-        """Starts the load that takes the slot of this one, which is needed no more: of this strip or the next."""
-        following = load + self.plan.slots
-        next_strip = jnp.int32(following >= self.loads)
-
-        @pl.when(turn + next_strip < self.turns)
-        def _():
-            self._fetch(turn + next_strip, following - next_strip * self.loads, self._slot(turn, load))
-
-    def _wait(self, slot) -> None:
-        """Waits until a load has arrived."""
-        for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[slot])
-
-    def _blocks(self, slot):
-        """For each block of a slot: its lines of shared memory, and the block of each array, in float32."""
+    def _blocks(self, step):
+        """For each block of a step: its lines of shared memory, and the block of each array, in float32."""
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
-            at = pl.ds(slot * self.plan.step_rows + start, block.rows)
+            at = pl.ds(self._slot(step).start + start, block.rows)
             x = [
                 column_tiles.load_smem(smem.at[at], block, interpret=self.interpret)
                 for smem in self.refs.x_smem
@@ -264,74 +219,69 @@ class _Cluster:
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
         return column_tiles.laid_out(full, self.plan.block, interpret=self.interpret)
 
-    def _absorb(self, turn, step, lanes):
-        """Adds a step to the reduction of each lane."""
+    def _absorb(self, step, lanes):
+        """Adds a step to the reduction of each lane, and starts the one that takes its slot, if any."""
         plan, formula = self.plan, self.formula
-        slot = self._slot(turn, step)
-        self._wait(slot)
-        terms = [formula.term(*x) for _, x in self._blocks(slot)]
-        if plan.count * plan.steps * plan.step_rows != plan.vocab:
+        for landed in self.refs.landed:
+            plgpu.barrier_wait(landed.at[lax.rem(step, plan.slots)])
+        terms = [formula.term(*x) for _, x in self._blocks(step)]
+        if plan.lines_beyond:
             line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
             line = column_tiles.laid_out(line, plan.block, interpret=self.interpret)
-            held = plan.vocab - self._place(turn, step)[1]  # lines from this step on that are in the array
+            held = plan.vocab - self._first_line(step)  # lines from this step on that are in the array
             terms = [
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
             ]
         lanes = formula.reduction.absorb(lanes, terms)
-        kept = plan.slots if self.writes else 0  # steps at the end that stay in their slots to be written
-        if plan.steps > kept:
+        if plan.steps > plan.slots:
 
-            @pl.when(step < plan.steps - kept)
+            @pl.when(step + plan.slots < plan.steps)
             def _():
                 plgpu.commit_smem()  # all threads have read the slot
-                self._refill(turn, step)
+                self._fetch(step + plan.slots)
 
         return lanes
 
     def _merge(self, total):
         """The reductions of the cluster's CTAs merged, in the same order by each of them."""
-        block, met = self.plan.block, self.refs.met
-        for smem, leaf in zip(jax.tree.leaves(self.refs.sent_smem), jax.tree.leaves(total), strict=True):
+        refs, block = self.refs, self.plan.block
+        for smem, leaf in zip(jax.tree.leaves(refs.sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = leaf
         plgpu.commit_smem()
-        plgpu.barrier_arrive(met)
-        plgpu.barrier_wait(met)
+        plgpu.barrier_arrive(refs.met)
+        plgpu.barrier_wait(refs.met)
 
         def of_peer(part: int):
             peer: Any = {"part": jnp.int32(part)}
             return jax.tree.map(
                 lambda smem: column_tiles.load_per_column(plgpu.cluster_ref(smem, peer), block),
-                self.refs.sent_smem,
+                refs.sent_smem,
             )
 
         total = online.tree(self.formula.reduction.merge, [of_peer(part) for part in range(self.plan.count)])
-        plgpu.commit_smem()  # all threads have read: one arrives for all, and then a peer may leave
-        plgpu.barrier_arrive(met)
+        # A peer may leave when this CTA arrives, so what its threads read must have come. A barrier alone lets loads
+        # be on their way; what a thread stores is there.
+        for smem, leaf in zip(jax.tree.leaves(refs.seen_smem), jax.tree.leaves(total), strict=True):
+            column_tiles.store_smem(smem, block, self._broadcast(leaf), interpret=self.interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.met)
         return total
 
     # --- Results
 
-    def _write(self, turn, i, constants) -> None:
-        """Writes the i-th of the steps, in the order of the slots, and starts a load into the slot before."""
-        plan, out_smem = self.plan, self.refs.x_smem[-1]
-        load = plan.steps - plan.slots + i
-        slot = self._slot(turn, load)
-        if plan.steps > plan.slots:
-            pl.when(load >= plan.steps)(lambda: self._wait(slot))
+    def _write(self, step, constants) -> None:
+        """Writes a step, through its slot."""
         value: Any = self.formula.value
-        for at, x in self._blocks(slot):
-            column_tiles.store_smem(
-                out_smem.at[at], plan.block, value(*x, *constants), interpret=self.interpret
-            )
+        (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
+        for at, x in self._blocks(step):
+            y = value(*x, *constants)
+            column_tiles.store_smem(out_smem.at[at], self.plan.block, y, interpret=self.interpret)
         plgpu.commit_smem()
-        written = self._lines(self.refs.out_gmem[0], turn, self._step(load))
-        plgpu.copy_smem_to_gmem(out_smem.at[self._slot_lines(slot)], written)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the slot before has been read
-        pl.when(i > 0)(lambda: self._refill(turn, load - 1))
+        plgpu.copy_smem_to_gmem(out_smem.at[self._slot(step)], self._lines(out_gmem, step))
 
 
-def _repeat(count, do) -> None:
+def _repeat(count: int, do) -> None:
     """Calls do(i) for each i below `count`."""
 
     def step(i, carry):
