@@ -38,7 +38,8 @@ SHORT_LINE_BYTES = 64  # where longer pieces leave room for one CTA: (1, 25000, 
 PART_BYTES = (
     72 * 1024
 )  # of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room
-HALF_SMEM_BYTES = 108 * 1024  # up to which two CTAs have room
+HALF_SMEM_BYTES = 104 * 1024  # up to which two CTAs have room
+EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
 STEP_BYTES = 14 * 1024  # of a step, about, in each array
 STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
 READ_SLOTS = (
@@ -119,10 +120,11 @@ def plan_columns(
     if inner * itemsize % ACCESS_BYTES:
         return None  # bulk copies need lines that start on 16 bytes
     only_read = operations.TABLE[op].results == operations.PER_ROW
-    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     for line, most in (
         (LINE_BYTES, min(smem, HALF_SMEM_BYTES)),  # two CTAs on a multiprocessor, or more
-        (SHORT_LINE_BYTES, min(smem, HALF_SMEM_BYTES) if arrays > 1 else smem),
+        # one of them, too; but the backward reaches no more than XLA then, 57% of a copy at (1, 25000, 4000)
+        (SHORT_LINE_BYTES, smem if arrays == 1 else min(smem, HALF_SMEM_BYTES)),
     ):
         strips = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
