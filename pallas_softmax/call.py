@@ -17,7 +17,8 @@ class Call:
       dtype: the name of the logits' dtype.
       rows: the number of rows.
       vocab: the number of elements of a row; of a row that is spread over a mesh, of one device's shard.
-      trailing: whether the reduced axes are the last ones, so that a row is contiguous in memory.
+      inner: how far apart neighbours in a row are in memory, in elements: 1 if the reduced axes are the last ones. None
+        if the reduced axes are not side by side, so that no number says it.
       masked: whether there is a `where`.
       k: the number of winners, for top-k.
       depth: the length of what a projection projects to the row, D; None for other operations.
@@ -29,7 +30,7 @@ class Call:
     dtype: str
     rows: int
     vocab: int
-    trailing: bool = True
+    inner: int | None = 1
     masked: bool = False
     k: int | None = None
     objection: str | None = None
@@ -64,12 +65,19 @@ def describe(
         dtype=x.dtype.name,
         rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
         vocab=vocab,
-        trailing=axes == tuple(range(x.ndim - len(axes), x.ndim)),
+        inner=distance(x.shape, axes),
         masked=where is not None,
         k=None if k is None else min_dim(k, vocab),
         objection=symbolic(x.shape, k),
         mesh_axes=mesh_axes,
     )
+
+
+def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
+    """Number of elements from an element of a row to the next; None if the axes, ascending, are not side by side."""
+    if not axes:
+        return 1
+    return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
 
 
 def symbolic(shape: tuple, k: int | None = None) -> str | None:

@@ -89,9 +89,13 @@ def _better_by_xla(call: Call) -> str | None:
     11% more (in the L2 cache), and those of `triton` as long; in a program, XLA fuses it with what makes its
     logits, which a kernel cannot.
     """
-    if not call.trailing:
-        return "slower than xla where the row is not the last axes: it is transposed, twice"
-    if call.op == "softmax" and call.dtype == "float32" and not call.masked and call.vocab % 4 == 0:
+    if (
+        call.op == "softmax"
+        and call.dtype == "float32"
+        and not call.masked
+        and call.inner == 1
+        and call.vocab % 4 == 0
+    ):
         if call.vocab <= _FUSED_ROW:
             return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
     return None

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from pallas_softmax import operations
-from pallas_softmax.call import Choice
+from pallas_softmax.call import Choice, distance
 from pallas_softmax.choice import choose_again, choose_if_able
 from pallas_softmax.compiled import compiled
 from pallas_softmax.implementations import xla
@@ -87,6 +87,7 @@ def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str,
         mesh_axes=(),
         rows=x.size // vocab if vocab else 0,
         vocab=vocab,
+        inner=distance(x.shape, axes),
         dtype=x.dtype.name,
         k=keywords.get("k"),
     )

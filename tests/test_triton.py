@@ -54,7 +54,7 @@ def test_the_device_decides(kind, chosen, works):
 # name: (a call that is XLA's, why)
 XLAS = {
     "short rows": (call(vocab=8192), "no faster than xla for aligned float32 rows of up to 8192"),
-    "another axis": (call("log_softmax", trailing=False), "transposed"),
+    "another axis": (call("log_softmax", inner=None), "transposed"),
     "masked backward": (call("softmax_grad", vocab=16385, masked=True), "masked backward of float32 rows"),
 }
 KERNELS = [
@@ -100,7 +100,7 @@ def test_unsupported(works):
         (dict(vocab=2**31 - 1), str(2**31 - 1)),
         (dict(op="topk", k=0), "k=0 is not from 1 to 256"),
         (dict(op="topk", k=257), "k=257 is not from 1 to 256"),
-        (dict(op="topk", k=5, trailing=False), "not contiguous"),
+        (dict(op="topk", k=5, inner=None), "not contiguous"),
         (dict(op="topk", k=129, dtype="bfloat16", vocab=2**31 - 2**20), "more than 65535 parts"),
     ):
         call = Call(**(dict(op="softmax", dtype="float32", rows=100, vocab=1000) | changes))

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+# Why a kernel of rows is not chosen for rows that lie across memory.
+TRANSPOSED = "slower than xla where the row is not the last axes: it is transposed, twice"
+
 
 @dataclasses.dataclass(frozen=True)
 class MaskRows:

@@ -11,9 +11,12 @@ import numpy as np
 
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
+from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, columns_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
+from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     merge_kernel,
     ranking_ptx,
@@ -69,6 +72,67 @@ def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
         arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
     got = softmax_rows(name, arrays, where, plan=plan, interpret=interpret)
     bounds.assert_operation(name, got, arrays, names, where)
+
+
+def plan_columns(name, outer, vocab, inner, dtype, capability=HOPPER):
+    """Returns the plan that the package chooses for columns, or None."""
+    return columns_plan.plan_columns(name, outer, vocab, inner, dtype, capability)
+
+
+def columns_results(name, arrays, plan, interpret=INTERPRET):
+    """Returns all that the kernel of columns returns for arrays (outer, vocab, inner)."""
+    return columns_kernel.launch(
+        FORMULAS[name],
+        [jnp.asarray(a) for a in arrays],
+        plan,
+        name=name,
+        approximate=approximate(arrays[-1].dtype),
+        interpret=interpret,
+    )
+
+
+def columns_rows(name, arrays, plan, interpret=INTERPRET):
+    """Returns the result of the kernel of columns for the rows of arrays (rows, vocab), laid across memory.
+
+    Where their number is even, they are the columns of two arrays.
+    """
+    rows, vocab = arrays[0].shape
+    outer = 1 if rows % 2 else 2
+    across = [np.asarray(a).reshape(outer, -1, vocab).swapaxes(1, 2) for a in arrays]
+    out = np.asarray(columns_results(name, across, plan, interpret)[0].astype(arrays[-1].dtype))
+    return out.swapaxes(1, 2).reshape(rows, -1)
+
+
+def assert_columns(name, x, names, plan, interpret=INTERPRET):
+    """Asserts that the kernel of columns is right for the logits x."""
+    arrays = cases.operands(name, x)
+    got = columns_rows(name, arrays, plan, interpret)
+    bounds.assert_operation(name, got, arrays, names)
+
+
+EVEN = [*ALL, "normal"]  # rows that are the columns of two arrays
+
+# (tile, V, dtype, rows). Vectors and single elements; tiles that end with the columns and beyond them.
+COLUMN_TILES = [
+    (Tile(24, 8, 1, 1), 21, F32, ALL),
+    (Tile(128, 4, 4, 1), 127, F32, EVEN),
+    (Tile(8, 16, 4, 1), 8, BF16, EVEN),
+    (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
+    (Tile(1, 128, 1, 1), 1, BF16, FEW),
+    (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
+]
+# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns.
+COLUMN_STRIPS = [
+    (Strips(129, 8, 4, 1, 64, 3), F32, EVEN),
+    (Strips(1024, 8, 4, 1, 256, 4), F16, EVEN),
+    (Strips(127, 16, 4, 1, 128, 1), BF16, EVEN),
+    (Strips(1000, 8, 4, 1, 128, 8), F32, EVEN),
+]
+# The same of columns that are only read, through fewer slots.
+READ_STRIPS = [
+    (Strips(1000, 8, 4, 1, 128, 3), F32, EVEN),
+    (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN),
+]
 
 
 def fewer_rows(plan):

@@ -2,10 +2,12 @@
 
 import jax.numpy as jnp
 
-from pallas_softmax import operations
+from pallas_softmax import operations, target
 from pallas_softmax.call import Call
+from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, DTYPES, SMEM_BYTES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_columns
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
 
 # The calls on a single row that XLA runs faster, measured on an H100. benchmarks/results/launch has the float32
@@ -22,12 +24,25 @@ def slower(call: Call) -> str | None:
     The kernels are at least as fast at nearly all shapes that were measured (benchmarks/results/launch and
     figure2), but for the backward and for thousands of winners of one very long row.
     """
+    if call.inner != 1:
+        return _across_slower(call)
     if call.rows != 1 or call.vocab <= LONE_ROW:
         return None
     if call.op == "topk" and (call.k or 0) > LONE_ROW_WINNERS and call.dtype == "float32":
         return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
     if operations.TABLE[call.op].is_gradient:
         return f"slower than xla for the backward of a single row of more than {LONE_ROW}"
+    return None
+
+
+def _across_slower(call: Call) -> str | None:
+    """Why XLA is faster at rows that lie across memory; None if it is not."""
+    if call.inner is None:
+        return TRANSPOSED
+    outer = call.rows // call.inner
+    plan = plan_columns(call.op, outer, call.vocab, call.inner, call.dtype, target.capability())
+    if call.masked or plan is None:
+        return TRANSPOSED
     return None
 
 
@@ -48,7 +63,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 def _topk_unsupported(call: Call) -> str | None:
     """Why the kernels cannot find or merge the winners of a call; None if they can."""
-    if not call.trailing:
+    if call.inner != 1:
         return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"

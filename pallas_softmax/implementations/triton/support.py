@@ -8,6 +8,7 @@ import sys
 
 from pallas_softmax import operations
 from pallas_softmax.call import Call
+from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.triton.plan import MAX_INDEX, MAX_K, MAX_PARTS, plan_topk
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,6 +27,8 @@ MIN_TRITON = (3, 6)
 
 def slower(call: Call) -> str | None:
     """Says why XLA is faster than the kernels at a call that they support; None if it is not."""
+    if call.inner != 1:
+        return TRANSPOSED
     is_gradient = operations.TABLE[call.op].is_gradient
     if is_gradient and call.masked and call.dtype == "float32" and call.vocab > FAST_MASKED_BACKWARD:
         return f"slower than xla for the masked backward of float32 rows of more than {FAST_MASKED_BACKWARD}"
@@ -51,7 +54,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 def _unsupported_topk(call: Call) -> str | None:
     """Says why the kernels of top-k do not take a call of it; None if they do."""
-    if not call.trailing:
+    if call.inner != 1:
         return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"

@@ -58,11 +58,11 @@ def load(ref, tile: Tile, row, fill, *, interpret):
         inside = (i < rows) & (j < vocab)
         return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
 
-    @inline(arg_types=(REF, SCALAR), return_type=_type(tile, ref.dtype))
+    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, ref.dtype))
     def load(_, ref, row):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = []
-        for at, column in _places(tile, scalar(row)):
+        for at, column in places(tile, scalar(row)):
             offset = predicated_ptx.offset_of(at, vocab, column)
             inside = _inside(at, rows, column, vocab)
             registers.append(predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill))
@@ -91,12 +91,12 @@ def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, 
 
     dtype = np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
 
-    @inline(arg_types=(REF, SCALAR, layout(tile)), return_type=_type(tile, dtype))
+    @inline(arg_types=(REF, SCALAR, layout(tile)), return_type=type_of(tile, dtype))
     def gather(_, ref, row, column):
         pointer = utils.memref_ptr(ref)
         element = ir.IntegerType.get_signless(8) if dtype == "int8" else ir.MemRefType(ref.type).element_type
         registers = []
-        for (at, _), register in zip(_places(tile, scalar(row), blocked), column.registers.flat, strict=True):
+        for (at, _), register in zip(places(tile, scalar(row), blocked), column.registers.flat, strict=True):
             of_column = elements(register)[0] if columns > 1 else i32(0)
             offset = predicated_ptx.offset_of(ref_row(_RowNumber(at)).value, columns, of_column)
             inside = _inside(at, rows, of_column, columns)
@@ -113,11 +113,11 @@ def load_per_row(ref, tile: Tile, row, *, interpret):
         i, _ = _indices(tile, row)
         return jnp.broadcast_to(ref[...][jnp.where(i < rows, i, 0)], tile.shape)
 
-    @inline(arg_types=(REF, SCALAR), return_type=_type(tile, ref.dtype))
+    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, ref.dtype))
     def load_per_row(_, ref, row):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = []
-        for at, _ in _places(tile, scalar(row)):
+        for at, _ in places(tile, scalar(row)):
             inside = _inside(at, rows, i32(0), 1)
             offset = predicated_ptx.offset_of(at, 1, i32(0))
             (number,) = elements(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
@@ -140,11 +140,11 @@ def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, 
         inside = (i < rows) & (j < vocab)
         return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
 
-    @inline(arg_types=(REF, SCALAR), return_type=_type(tile, "int8"))
+    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, "int8"))
     def load_mask(_, ref, row):
         pointer = utils.memref_ptr(ref)
         registers = []
-        for at, column in _places(tile, scalar(row)):
+        for at, column in places(tile, scalar(row)):
             inside = _inside(at, rows, column, vocab)
             of_mask = mask_row(_RowNumber(at)).value
             registers.append(predicated_ptx.load_mask(pointer, tile.vec, of_mask, column, columns, inside))
@@ -176,13 +176,13 @@ def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
     @inline(arg_types=(REF, SCALAR, layout(tile)))
     def store(_, ref, row, value):
         pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
-        places, registers = list(_places(tile, scalar(row), blocked)), list(value.registers.flat)
+        spots, registers = list(places(tile, scalar(row), blocked)), list(value.registers.flat)
         if blocked:
             vec = math.gcd(vocab, tile.steps, ACCESS_BYTES // itemsize)
             together = [registers[i : i + vec] for i in range(0, len(registers), vec)]
             registers = [pack([elements(register)[0] for register in each]) for each in together]
-            places = places[::vec]
-        for (at, column), register in zip(places, registers, strict=True):
+            spots = spots[::vec]
+        for (at, column), register in zip(spots, registers, strict=True):
             offset = predicated_ptx.offset_of(at, vocab, column)
             predicated_ptx.store_vector(pointer, register, vec, offset, _inside(at, rows, column, vocab))
 
@@ -195,11 +195,12 @@ def _indices(tile: Tile, row):
     return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
 
 
-def _type(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
+def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
+    """The type of a tile, for inline code to return."""
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
-def _places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
+def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Row and first column of each register of this thread, in the order of the layout's registers."""
     own, lanes = thread(), tile.lanes
     of_lane, of_step = (tile.steps, 1) if blocked else (tile.vec, lanes * tile.vec)

@@ -1,14 +1,21 @@
-"""softmax, log_softmax, logsumexp and two backwards on arrays of any rank: folded into rows, planned, launched."""
+"""softmax, log_softmax, logsumexp and two backwards on arrays of any rank: folded into rows, planned, launched.
 
+Rows that lie across memory, along an axis that is not the last one, stay where they are if `plan_columns` has a plan
+for them, and are transposed otherwise.
+"""
+
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from pallas_softmax import target
+from pallas_softmax.call import distance
 from pallas_softmax.implementations.folding import fold
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.softmax import parts_kernel, tile_kernel
+from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, parts_kernel, tile_kernel
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_columns
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate, plan_softmax
 
@@ -26,7 +33,7 @@ def rows(
 
     Args:
       op: the name of the operation, in `FORMULAS`.
-      arrays: those that it reads, of one shape. Arrays whose reduced axes are not the last ones are transposed.
+      arrays: those that it reads, of one shape.
       where: None, or a boolean of the rank of the arrays that broadcasts to them.
       axes: the reduced axes, ascending.
       plan: how rows lie over the GPU, if it is not what `plan_softmax` chooses.
@@ -35,17 +42,30 @@ def rows(
     Returns:
       Arrays of the shape of `arrays`; or of that shape with the reduced axes of size 1.
     """
+    dtype = arrays[-1].dtype
+    keywords: dict[str, Any] = {
+        "name": op if op.endswith("grad") else f"{op}_forward",
+        "approximate": approximate(dtype),
+        "interpret": interpret,
+    }
+    shape = arrays[0].shape
+    view = _columns(shape, axes) if where is None and plan is None else None
+    if view and (columns := plan_columns(op, *view, dtype, target.capability())):
+        per_row = [1 if a in axes else size for a, size in enumerate(shape)]
+        results = columns_kernel.launch(FORMULAS[op], [a.reshape(view) for a in arrays], columns, **keywords)
+        return [result.reshape(shape if result.shape == view else per_row) for result in results]
+
     folded, mask, unfold = fold(arrays, where, axes)
-    (count, vocab), dtype = folded[0].shape, arrays[-1].dtype
+    (count, vocab) = folded[0].shape
     plan = plan or plan_softmax(op, count, vocab, dtype, target.capability())
     kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
-    results = kernel.launch(
-        FORMULAS[op],
-        folded,
-        mask,
-        plan,
-        name=op if op.endswith("grad") else f"{op}_forward",
-        approximate=approximate(dtype),
-        interpret=interpret,
-    )
-    return [unfold(result) for result in results]
+    return [unfold(result) for result in kernel.launch(FORMULAS[op], folded, mask, plan, **keywords)]
+
+
+def _columns(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """The shape (outer, vocab, inner) in which the rows along `axes` are columns; None if they are not."""
+    inner = distance(shape, axes)
+    if inner in (None, 1):
+        return None
+    vocab = math.prod(shape[a] for a in axes)
+    return math.prod(shape) // (vocab * inner), vocab, inner

@@ -1,0 +1,175 @@
+"""Rows that lie across memory: the kernel of columns, how it is planned, and which calls take it.
+
+What the kernel does by clusters and by inline PTX, the GPU runs (test_gpu_columns.py).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_softmax as ps
+from tests.support import bounds, cases, kernels, oracle
+from tests.support.cases import F32
+from tests.support.covering import first, pairs, slow
+from tests.support.kernels import COLUMN_STRIPS, COLUMN_TILES, READ_STRIPS, Tile
+from tests.support.lowering import array, kernel_names, kernel_results, lowered
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+# --- Numbers, in the interpreter ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, COLUMN_TILES)), ids=str)
+def test_columns_in_registers(name, case):
+    plan, v, dtype, names = case
+    kernels.assert_columns(name, cases.rows(_known(name, names), v, dtype), _known(name, names), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    first(2, pairs(oracle.OPERATIONS, COLUMN_STRIPS) + pairs(["logsumexp"], READ_STRIPS)),
+    ids=str,
+)
+def test_columns_in_shared_memory(name, case):
+    plan, dtype, names = case
+    beyond = plan.lines_beyond or len(names) // 2 % plan.width
+    if jax.__version_info__ < (0, 11) and beyond:
+        pytest.skip("the interpreter of jax 0.10 has no copies that reach beyond an array")
+    kernels.assert_columns(
+        name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan
+    )
+
+
+def _known(name, names):
+    """Returns the rows without those whose NaN XLA's maximum on the CPU loses, for which logsumexp is +inf there."""
+    return [n if name != "logsumexp" or n not in ("nan_and_inf", "everything") else "normal" for n in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("softmax", (1,)),
+        slow("log_softmax_grad", (0,)),
+        slow("logsumexp", (1, 2)),
+        slow("softmax_grad", (0, 1)),
+    ],
+    ids=str,
+)
+def test_axes_side_by_side(name, axes):
+    """One or several, with the shape of the result of the public function."""
+    rng = np.random.default_rng(4)
+    arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 2, 20, 2, 16)).astype(F32)
+
+    def rows(a):
+        moved = np.moveaxis(a, axes, range(-len(axes), 0))
+        return moved.reshape(-1, np.prod(moved.shape[-len(axes) :]))
+
+    vocab, inner = np.prod([arrays[0].shape[a] for a in axes]), np.prod(arrays[0].shape[axes[-1] + 1 :])
+    plan = kernels.plan_columns(name, arrays[0].size // (vocab * inner), int(vocab), int(inner), F32)
+    assert isinstance(plan, Tile)
+    got = kernels.softmax_rows(name, arrays, axes=axes)
+    kept = tuple(1 if a in axes and name == "logsumexp" else n for a, n in enumerate(arrays[0].shape))
+    assert got.shape == kept
+    folded = [rows(a) for a in arrays]
+    bounds.assert_operation(name, rows(got), folded, [f"row {i}" for i in range(len(folded[0]))])
+
+
+# --- Plans --------------------------------------------------------------------------------------------
+
+SHAPES = [
+    (1, 1, 8),
+    (1, 2, 3),
+    (8, 21, 262144),
+    (8, 21, 262143),
+    (64, 128, 4096),
+    (1, 1000, 100000),
+    (1, 4096, 4096),
+    (1, 25000, 4000),
+    (2, 50257, 768),
+    (5, 1000003, 16),
+    (3, 300, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", oracle.OPERATIONS)
+def test_plans_fit_the_gpu(op, dtype):
+    arrays, itemsize = (2 if op in oracle.BACKWARD else 1), jnp.dtype(dtype).itemsize
+    for outer, vocab, inner in SHAPES:
+        plan = kernels.plan_columns(op, outer, vocab, inner, dtype)
+        if isinstance(plan, Tile):
+            rows, width = plan.shape
+            assert rows >= vocab and inner % plan.vec == 0
+            assert rows * width * arrays <= 12_288  # registers
+        elif plan is not None:
+            assert plan.vocab == vocab and inner * itemsize % 16 == 0
+            assert (
+                plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
+            )  # of a bulk copy, and barriers
+            assert plan.step_rows % plan.block.rows == 0 and plan.width * itemsize % 16 == 0
+            assert plan.width < inner  # or copies would not end where lines end
+            assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 217 * 1024
+            assert plan.count * plan.steps * plan.step_rows >= vocab
+            assert plan.slots == plan.steps or op == "logsumexp"
+            assert plan.count in (1, 2, 4, 8, 16)
+
+
+# --- Which calls take it ------------------------------------------------------------------------------
+
+LOWERED = {
+    "registers": ((8, 21, 4096), 1),
+    "registers, unaligned": ((8, 21, 4095), 1),
+    "shared memory": ((1000, 8192), 0),
+    "cluster": ((8192, 512), 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "dtype"), first(2, pairs(oracle.FORWARD, LOWERED, ["float32", "bfloat16"])), ids=str
+)
+def test_columns_lower_without_a_transpose(op, case, dtype):
+    """Forward, and with gradients, as kernels alone."""
+    shape, axis = LOWERED[case]
+    x = array(*shape, dtype=dtype)
+    assert [choice.cuda for choice in ps.explain(lambda x: getattr(ps, op)(x, axis), x)][0] == "mosaic_gpu"
+    text = lowered(lambda x: getattr(ps, op)(x, axis), x)
+    assert kernel_names(text) == [f"{op}_forward"]
+    assert "stablehlo.transpose" not in text
+    if op != "logsumexp":
+        text = lowered(jax.grad(lambda x: jnp.sum(getattr(ps, op)(x, axis).astype(F32) ** 2)), x)
+        assert kernel_names(text) == [f"{op}_forward", f"{op}_grad"]
+        assert "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "masked"),
+    [
+        ((8, 21, 4096), (0, 2), False),
+        ((8, 21, 4096), (1,), True),
+        ((25000, 255), (0,), False),
+        ((131072, 21, 8), (1,), False),
+        ((100000, 4096), (0,), False),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_xla(shape, axes, masked):
+    """Axes that are not side by side; masks; lines that are not of 16 bytes; too few columns; too long ones."""
+    where = np.ones((1,) * len(shape), bool) if masked else None
+    (forward, backward) = ps.explain(lambda x: ps.softmax(x, axes, where), array(*shape))
+    for choice in (forward, backward):
+        assert choice.cuda == "xla"
+        assert "transposed" in dict(choice.reasons)["mosaic_gpu"]
+
+
+def test_vmap_and_shards_have_columns_of_their_own():
+    """A batch is one more outer axis; a device chooses for its shard."""
+    batch = lowered(jax.vmap(lambda x: ps.softmax(x, 0)), array(4, 21, 4096))
+    assert kernel_results(batch) == [["4x21x4096xf32"]]
+    mesh = AbstractMesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        x = array(21, 4096, sharding=NamedSharding(mesh, P(None, "i")))
+        assert kernel_results(lowered(lambda x: ps.softmax(x, 0), x)) == [["1x21x2048xf32"]]
