@@ -20,6 +20,7 @@ class Call:
       trailing: whether the reduced axes are the last ones, so that a row is contiguous in memory.
       masked: whether there is a `where`.
       k: the number of winners, for top-k.
+      depth: the length of what a projection projects to the row, D; None for other operations.
       objection: why no kernel can take the arrays, whatever it computes; None if one can.
       mesh_axes: names of the mesh axes of `jax.shard_map` that each row is spread over.
     """
@@ -33,6 +34,7 @@ class Call:
     k: int | None = None
     objection: str | None = None
     mesh_axes: tuple[str, ...] = ()
+    depth: int | None = None
 
     def of(self, op: str) -> "Call":
         """The call of another operation on the same rows."""
@@ -41,7 +43,10 @@ class Call:
     def __str__(self) -> str:
         k = "" if self.k is None else f", k={self.k}"
         over = f" over {', '.join(self.mesh_axes)}" if self.mesh_axes else ""
-        return f"{self.op} {self.dtype}[{self.rows}, {self.vocab}]{k}{over}"
+        logits = f"[{self.rows}, {self.vocab}]"
+        if self.depth is not None:
+            logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
+        return f"{self.op} {self.dtype}{logits}{k}{over}"
 
 
 def describe(

@@ -7,6 +7,9 @@ three words, one for each array:
     MASK     is boolean and broadcasts to that, or is None
     PER_ROW  has one number, or a few, for each row, (..., 1) or (..., k)
 
+The operations of a projection take x, w and bias in place of logits (`implementations/projection.py`): for these
+no words are needed, since `sharding/projection.py` divides them.
+
 To add an operation, add its row here, and a function of its name to `functions` in each implementation that
 has it: in `implementations/xla.py` at least. If its rows may be spread over a mesh, `sharding/exchange.py`
 says what devices send.
@@ -93,5 +96,8 @@ TABLE = {
     "topk_tangent": Operation(
         ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, ROW, PER_ROW), PER_ROW, divided_by_xla=False
     ),
+    "projection": Operation((), (), gradient="projection_grad", on_shard="projection"),
+    "projection_grad": Operation((), (), on_shard="projection_grad", is_gradient=True),
+    "projection_with_grad": Operation((), (), on_shard="projection_with_grad", is_gradient=True),
     "merge": Operation((ROW, MASK, ROW, PER_ROW, PER_ROW), PER_ROW),  # of the winners of several devices
 }

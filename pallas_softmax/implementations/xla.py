@@ -21,6 +21,7 @@ from jax.lax import top_k  # as it is at the import, in case a program puts ours
 
 from pallas_softmax import online
 from pallas_softmax.call import Implementation
+from pallas_softmax.implementations import xla_projection
 from pallas_softmax.online import Candidates, Normalizer, widen
 
 
@@ -321,6 +322,7 @@ functions = {
     "topk_grad": topk_grad,
     "topk_tangent": topk_tangent,
     "merge": merge,
+    **xla_projection.functions,
 }
 IMPLEMENTATION = Implementation(
     functions, unsupported=lambda call, capability: None, slower=lambda call: None

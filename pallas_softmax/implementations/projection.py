@@ -1,0 +1,252 @@
+"""The three operations of a projection and its softmax, from what an implementation does for some rows at a time.
+
+    projection             the statistics of each row                                     1 matrix product
+    projection_grad        the gradients of x, w and bias, the statistics being known     3 products
+    projection_with_grad   both at once, for losses whose weights are known               3 products
+
+Rows are taken in chunks, so that what is stored of their logits stays within a bound:
+
+             D                    V                          the gradients of a chunk
+         ┌───────┐       ┌─────────────────┐
+   chunk │ x     │  @  D │ w               │ = z, here dz ──►  dx of the chunk = dz @ w.T
+         ├───────┤       └─────────────────┘             ──►  dw, float32    += x.T @ dz
+         │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
+         └───────┘
+
+The last chunk starts where it ends with the array, and of its rows those that were seen before do not count again.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import min_dim
+
+from pallas_softmax import projection as formulas
+from pallas_softmax.online import Normalizer, widen
+from pallas_softmax.projection import Coefficients, Head, Statistics
+from pallas_softmax.varying import vary_together
+
+_ROWS = 128  # what the number of rows of a chunk is a multiple of, where there are that many: a kernel's tile
+
+
+class Pieces(NamedTuple):
+    """What an implementation does for some rows at a time: x (rows, D), labels int32 (rows,), the whole w and bias.
+
+    A label outside of [0, V) is no column. bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
+
+    Attributes:
+      statistics: (x, w, bias, labels, *, head) -> Statistics.
+      dlogits: (x, w, bias, labels, coefficients, *, head) -> dz, the gradient in the raw logits.
+      statistics_and_dlogits: (x, w, bias, labels, to_coefficients, *, head) -> (Statistics, dz), in which
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges over a mesh what it is given. One product.
+      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
+      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and the other two store for each logit.
+    """
+
+    statistics: Callable[..., Statistics]
+    dlogits: Callable[..., jax.Array]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array]]
+    add_product: Callable[..., jax.Array]
+    bytes_per_logit: Callable[[int], tuple[float, float]]
+
+
+def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int) -> int:
+    """The number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
+    fit = max(1, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
+    if not isinstance(rows, int):  # symbolic: of jax.export
+        return min_dim(rows, fit)
+    if rows <= fit:
+        return rows
+    unit = _ROWS if fit >= _ROWS else 1
+    chunks = -(-rows // (fit // unit * unit))
+    even = -(-rows // chunks)
+    return min(rows, -(-even // unit) * unit)
+
+
+def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
+    """The matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
+    to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    return lax.dot_general(
+        a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
+    )
+
+
+def operations_of(pieces: Pieces) -> dict[str, Callable]:
+    """The operations of `operations.TABLE` that are made of the pieces of an implementation."""
+    return {
+        "projection": functools.partial(_projection, pieces),
+        "projection_grad": functools.partial(_projection_grad, pieces),
+        "projection_with_grad": functools.partial(_projection_with_grad, pieces),
+    }
+
+
+def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_bytes: int, mesh_axes=()):
+    """The statistics of whole rows.
+
+    Args:
+      pieces: the implementation's.
+      x: (n, D), of a floating dtype of 16 bits or more.
+      w: (D, V), or (V, D) for head.transpose_w; of the same dtype. Inside `mesh_axes`, a device's columns.
+      bias: (V,) or None.
+      labels: int32 (n,), columns of whole rows; or None.
+      head: what else there is to know.
+      workspace_bytes: the bound of what is stored of the logits at a time.
+      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
+    """
+    labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
+    rows = chunk_rows(x.shape[0], head.vocab(w), pieces.bytes_per_logit(x.dtype.itemsize)[0], workspace_bytes)
+
+    def step(chunk: _Chunk, statistics):
+        of_chunk = pieces.statistics(chunk.of(x), w, bias, chunk.of(labels), head=head)
+        return chunk.put(statistics, vary_together(of_chunk, x, w)[0])
+
+    empty = vary_together(_no_statistics(x, head), x, w, labels)[0]
+    return _over_chunks(x.shape[0], rows, step, empty).merged(mesh_axes)
+
+
+def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **static):
+    """The gradients (dx, dw, dbias) of sum(weights * losses) in the dtypes of x, w and bias; dx is summed over the mesh.
+
+    Args:
+      pieces, x, w, bias, labels: as for `projection`.
+      weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever is in them.
+      statistics: what `projection` returned.
+      **static: as for `projection`.
+    """
+    return _gradients(pieces, x, w, bias, labels, weights, statistics, **static)[1:]
+
+
+def _projection_with_grad(pieces: Pieces, x, w, bias, labels, weights, **static):
+    """The statistics of whole rows (of those whose weight is not 0), and the gradients."""
+    return _gradients(pieces, x, w, bias, labels, weights, None, **static)
+
+
+_HEADROOM = (
+    2.0**10
+)  # float16 has it for the small probabilities; 64 times more is left for what z_loss multiplies
+
+
+def _gradients(
+    pieces: Pieces,
+    x,
+    w,
+    bias,
+    labels,
+    weights,
+    known: Statistics | None,
+    *,
+    head: Head,
+    workspace_bytes: int,
+    mesh_axes=(),
+):
+    vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
+    stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
+    rows = chunk_rows(x.shape[0], head.vocab(w), stored, workspace_bytes)
+    # dz is rounded to the dtype of x: its weights are at most 1 there, and what they are is put right in float32
+    largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
+    headroom = _HEADROOM if x.dtype == jnp.float16 else 1.0
+    scale = jnp.where(largest > 0, largest / headroom, 1)
+    weights = weights / scale
+
+    def step(chunk: _Chunk, carry):
+        statistics, dx, dw, dbias = carry
+        own_weights = chunk.new(chunk.of(weights))
+        own_x = jnp.where(
+            own_weights[:, None] == 0, 0, chunk.of(x)
+        )  # a NaN that is left out must not reach dw
+
+        def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
+            found = vary_together(found, x, w)[0].merged(mesh_axes)
+            return found, formulas.coefficients(found, own_weights, head, vocab)
+
+        arrays = (own_x, w, bias, chunk.of(labels))
+        if known is None:
+            found, dz = pieces.statistics_and_dlogits(*arrays, to_coefficients, head=head)
+            statistics = chunk.put(statistics, found)
+        else:
+            of_chunk = formulas.coefficients(chunk.of(known), own_weights, head, vocab)
+            dz = pieces.dlogits(*arrays, of_chunk, head=head)
+        dz = vary_together(dz, x, w)[0]
+        own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * scale
+        own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
+        dx = chunk.put(dx, own_dx.astype(x.dtype))
+        dw = pieces.add_product(dw, own_x, dz, head=head)
+        if bias is not None:
+            dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
+        return statistics, dx, dw, dbias
+
+    wide = widen(x).dtype
+    per_row = known if known is not None else _no_statistics(x, head)
+    per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
+    dw, dbias = jnp.zeros(w.shape, wide), None if bias is None else jnp.zeros(bias.shape, wide)
+    dw, dbias = vary_together((dw, dbias), x, w, labels, weights, over=mesh_axes)[0]
+    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, (per_row, dx, dw, dbias))
+    dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
+    return statistics, dx, (dw * scale).astype(w.dtype), dbias
+
+
+def _no_statistics(x, head: Head) -> Statistics:
+    zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
+    return Statistics(Normalizer(zeros, zeros), zeros, zeros if head.label_smoothing else None)
+
+
+def _labels_on_shard(labels, x, vocab: int, mesh_axes):
+    """The labels as columns of this device; without labels, ones that are no column."""
+    if labels is None:
+        return vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+    return labels - lax.axis_index(mesh_axes) * vocab if mesh_axes else labels
+
+
+class _Chunk(NamedTuple):
+    """Some consecutive rows.
+
+    Attributes:
+      start: the first one; None if the chunk is all rows.
+      rows: their number.
+      seen: how many of them, the first ones, belong to the chunk before.
+    """
+
+    start: Any
+    rows: int
+    seen: Any
+
+    def of(self, arrays):
+        """These rows of the arrays, of which None stays."""
+        if self.start is None:
+            return arrays
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
+
+    def new(self, part, old=0):
+        """`part`, of these rows, with `old` in those that were seen before."""
+        if self.start is None:
+            return part
+        index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
+        return jnp.where(index < self.seen, old, part)
+
+    def put(self, arrays, parts):
+        """The arrays with these rows of them replaced, but for those that were seen before."""
+        if self.start is None:
+            return parts
+
+        def put(a, part):
+            return lax.dynamic_update_slice_in_dim(a, self.new(part, self.of(a)), self.start, 0)
+
+        return jax.tree.map(put, arrays, parts)
+
+
+def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry):
+    """step(chunk, carry) -> carry, for each chunk of n rows; what it carries is changed in place."""
+    if rows is n or rows == n:
+        return step(_Chunk(None, rows, 0), carry)
+
+    def body(i, carry):
+        start = jnp.minimum(i * rows, n - rows)
+        return step(_Chunk(start, rows, i * rows - start), carry)
+
+    return lax.fori_loop(0, -(-n // rows), body, carry)

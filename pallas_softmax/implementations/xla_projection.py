@@ -1,0 +1,86 @@
+"""Implementation `xla` of a projection and its softmax: plain JAX, for every device and floating dtype."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax.implementations.projection import Pieces, dot, operations_of
+from pallas_softmax.online import Normalizer
+from pallas_softmax.projection import Head, Statistics
+
+# On the CPU, where x.T @ dz has memory of its own before it is added to the total: the most of that, in bytes.
+_PRODUCT_BYTES = 32 * 2**20
+
+
+def logits(x, w, bias, *, head: Head):
+    """The logits z of some rows, in the dtype of the arithmetic."""
+    z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
+    z = z if bias is None else z + bias.astype(z.dtype)
+    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    return z if head.temperature == 1 else z / head.temperature
+
+
+def statistics(x, w, bias, labels, *, head: Head) -> Statistics:
+    """What `Pieces.statistics` says."""
+    return _statistics_of(logits(x, w, bias, head=head), labels, head)
+
+
+def dlogits(x, w, bias, labels, coefficients, *, head: Head):
+    """What `Pieces.dlogits` says."""
+    return _dlogits_of(logits(x, w, bias, head=head), labels, coefficients, head).astype(x.dtype)
+
+
+def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head):
+    """What `Pieces.statistics_and_dlogits` says."""
+    z = logits(x, w, bias, head=head)
+    merged, coefficients = to_coefficients(_statistics_of(z, labels, head))
+    return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype)
+
+
+def _statistics_of(z, labels, head: Head) -> Statistics:
+    m, d = online.reduce(z, 1)
+    columns = jnp.where(labels < 0, z.shape[1], labels)  # a negative index would count from the end
+    label_logit = jnp.take_along_axis(z, columns[:, None], 1, mode="fill", fill_value=0)
+    total = jnp.sum(z, 1) if head.label_smoothing else None
+    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit[:, 0], total)
+
+
+def _dlogits_of(z, labels, coefficients, head: Head):
+    m, of_exp, of_label, constant = (number[:, None] for number in coefficients)
+    at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
+    dz = of_exp * jnp.exp(z - m) - jnp.where(at_label, of_label, 0) - constant
+    return dz if head.softcap is None else dz * (1 - (z * (head.temperature / head.softcap)) ** 2)
+
+
+def add_product(total, x, dz, *, head: Head):
+    """What `Pieces.add_product` says; on the CPU some columns at a time, since XLA adds to a total in place on GPUs only."""
+
+    def directly(total, x, dz):
+        return total + (dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head))
+
+    def by_columns(total, x, dz):
+        along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
+        width = min(vocab, max(1, _PRODUCT_BYTES // (x.shape[1] * total.dtype.itemsize)))
+
+        def step(i, total):
+            start = jnp.minimum(i * width, vocab - width)
+            part = lax.dynamic_slice_in_dim(total, start, width, along)
+            columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+            new = columns >= i * width - start  # the last columns overlap with those before
+            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, start, width, 1), 0)
+            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), start, along)
+
+        return lax.fori_loop(0, -(-vocab // width), step, total)
+
+    if not x.size or not total.size:
+        return total
+    return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)
+
+
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
+    """z in float32 or wider; and z with dz in the dtype of x."""
+    wide = max(4, itemsize)
+    return wide, wide + itemsize
+
+
+functions = operations_of(Pieces(statistics, dlogits, statistics_and_dlogits, add_product, bytes_per_logit))

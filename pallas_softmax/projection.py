@@ -1,0 +1,120 @@
+"""A projection followed by the softmax: the values that describe it, and the formulas on what is kept of a row.
+
+The logits of a token (a row of x) are, element by element,
+
+    raw = x @ w + bias,     z = softcap * tanh(raw / softcap) / temperature
+
+in float32 (float64 for float64 inputs). They are never stored as a whole. What is kept of a row is `Statistics`; the
+losses, and the coefficients of their gradient in z, are formulas on these.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax.online import Normalizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What is static of a projection and of the loss on its logits; hashable.
+
+    Attributes:
+      transpose_w: whether w is (V, D), and not (D, V).
+      softcap: the bound of the logits, or None.
+      temperature: what the logits are divided by, after the softcap.
+      label_smoothing: the share of a row's target that lies evenly on all columns.
+      z_loss: the weight of the squared logsumexp in the loss.
+      precision: of the matrix products, as `lax.dot_general` takes it.
+    """
+
+    transpose_w: bool = False
+    softcap: float | None = None
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    precision: Any = None
+
+    def vocab(self, w: jax.Array) -> int:
+        """The number of columns, V; of a w that is spread over a mesh, those of one device."""
+        return w.shape[0 if self.transpose_w else 1]
+
+
+class Statistics(NamedTuple):
+    """What is kept of each row's logits z, each of shape (rows,), in the dtype of the arithmetic.
+
+    Attributes:
+      normalizer: (m, d), the maximum and the sum of exp(z - m).
+      label_logit: z at the label, 0 for a label outside of [0, V).
+      total: the sum of z over the row where `label_smoothing` is not 0; else None.
+    """
+
+    normalizer: Normalizer
+    label_logit: jax.Array
+    total: jax.Array | None
+
+    def merged(self, mesh_axes: tuple[str, ...]) -> "Statistics":
+        """Those of whole rows, from those of the columns that each device of `mesh_axes` has."""
+        if not mesh_axes:
+            return self
+        label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
+        return Statistics(online.union(self.normalizer, mesh_axes), label_logit, total)
+
+
+class Coefficients(NamedTuple):
+    """The gradient of a weighted sum of rows' losses in their raw logits, by numbers of each row, (rows,) each:
+
+        (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - (z * temperature / softcap)**2)
+
+    in which the last factor is 1 without a softcap. At the label of a peaked row the first two terms cancel, so they
+    must be subtracted in float32, and only the result may be rounded to 16 bits.
+    """
+
+    m: jax.Array
+    of_exp: jax.Array
+    of_label: jax.Array
+    constant: jax.Array
+
+
+def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
+    """logsumexp(z) - z[label], with label smoothing and z_loss: one per row.
+
+    Args:
+      statistics: those of whole rows.
+      head: the projection.
+      vocab: the number of columns of a whole row.
+    """
+    (m, d), label_logit, total = statistics
+    finite = jnp.abs(m) < jnp.inf
+    # log d is added last: of a peaked row, m - z[label] is exact and log d is small
+    loss = jnp.where(finite, m - label_logit, logsumexp(statistics) - label_logit)
+    loss = loss + jnp.where(finite, jnp.log(d), 0)
+    if head.label_smoothing:
+        loss = loss + head.label_smoothing * (label_logit - total / vocab)
+    return loss + head.z_loss * logsumexp(statistics) ** 2 if head.z_loss else loss
+
+
+def logsumexp(statistics: Statistics) -> jax.Array:
+    """The log of the sum of exp(z)."""
+    m, d = statistics.normalizer
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))
+
+
+def coefficients(statistics: Statistics, weights: jax.Array, head: Head, vocab: int) -> Coefficients:
+    """The coefficients of the gradient of sum(weights * losses); without labels, of sum(weights * logsumexp).
+
+    Args:
+      statistics: those of whole rows.
+      weights: one per row; a row of weight 0 has no gradient, whatever its statistics.
+      head, vocab: as for `losses`.
+    """
+    m, d = statistics.normalizer
+    raw = weights / head.temperature
+    of_exp = raw * (1 + 2 * head.z_loss * logsumexp(statistics)) / d if head.z_loss else raw / d
+    smoothing = head.label_smoothing
+    numbers = (online.shift(m), of_exp, raw * (1 - smoothing), raw * smoothing / vocab)
+    return Coefficients(*(jnp.where(weights == 0, 0, number) for number in numbers))
