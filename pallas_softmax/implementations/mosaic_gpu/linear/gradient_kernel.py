@@ -1,49 +1,36 @@
-"""Kernels that multiply the gradients of logits, dz (rows, vocab), by what made the logits: dx = dz w, dw += x dz."""
+"""Kernels that multiply gradients of logits, dz (rows, V), by what the logits were made of."""
 
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_softmax.implementations.mosaic_gpu.linear.logits_kernel import _along, _of_rows, _pad
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import Tiling
-from pallas_softmax.implementations.mosaic_gpu.linear.product import TILE_M, Staging, product, store
+from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
+from pallas_softmax.projection import Head
 
 
-def times_w(dz, w, scale, *, transposed: bool, tiling: Tiling = Tiling(), interpret: Any = None):
-    """dx: scale (rows,) times dz @ w.T, in the dtype of w, (rows, depth)."""
-    depth = w.shape[1 if transposed else 0]
+def add_to_weight_gradient(
+    total: jax.Array, x: jax.Array, dz: jax.Array, *, head: Head, tiling: Tiling, interpret: Any = None
+) -> jax.Array:
+    """total + x.T @ dz, or its transpose for head.transpose_w, in place: float32 of the shape of w.
 
-    def epilogue(acc, place, scale_gmem, out_gmem):
-        if scale_gmem is not None:
-            acc = acc * _along(_of_rows(scale_gmem, place.row, interpret), acc)
-        store(place.staging, acc.astype(w.dtype), out_gmem, place.row, place.column)
+    The sums are added by the L2 cache, while the CTA is at its next tile: `total` is not read into the multiprocessor.
+    """
 
-    return product(
-        epilogue, dz, w, (None if scale is None else _pad(scale, TILE_M, 0),),
-        b_transposed=not transposed,
-        out_type=jax.ShapeDtypeStruct((len(dz), depth), w.dtype),
-        staging=Staging(w.dtype, 64),
-        tiling=tiling, name="linear_dx", interpret=interpret,
-    )
+    def epilogue(acc, place: Place, total_gmem):
+        store(place, acc, total_gmem, add=True)
 
-
-def weight_gradient(x, dz, vocab, *, transposed: bool, into=None, dtype=jnp.float32, tiling: Tiling = Tiling(), interpret: Any = None):
-    """dw = x.T @ dz (or its transpose), added to `into` in place, if that is given: float32 of the shape of w."""
-    depth = x.shape[1]
-    shape = (vocab, depth) if transposed else (depth, vocab)
-
-    def epilogue(acc, place, out_gmem):
-        store(place.staging, acc.astype(dtype), out_gmem, place.row, place.column, add=into is not None)
-
-    return product(
-        epilogue, *((dz, x) if transposed else (x, dz)), (),
+    (total,) = product(
+        epilogue,
+        *((dz, x) if head.transpose_w else (x, dz)),
+        (),
+        (jax.ShapeDtypeStruct(total.shape, total.dtype),),
         a_transposed=True,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
-        into=into,
-        staging=Staging(dtype, 128 // jnp.dtype(dtype).itemsize),
-        tiling=tiling, name="linear_dw", interpret=interpret,
+        into=(total,),
+        staged=jnp.float32,
+        tiling=tiling,
+        name="linear_weight_gradient",
+        interpret=interpret,
     )
+    return total

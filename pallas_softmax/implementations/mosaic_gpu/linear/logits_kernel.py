@@ -1,11 +1,15 @@
-"""Kernels that make logits, x @ w + bias, tile by tile, and write numbers of each row, or exponentials, instead of them.
+"""Kernels that make logits, x @ w + bias, tile by tile, and write in their place what is wanted of them.
 
-They compute in base 2, in which the GPU does: with z2 = z log2(e), exp(z - r) is exp2(z2 - r2). The rounding of r2
-is no error, since r2 itself, and not r log2(e), is what is kept.
+`row_sums` reduces the rows of each tile, and where it is given a reference for each row writes exponentials, too;
+`logit_gradients` writes gradients. The logits themselves stay in registers:
+
+    acc, 64 rows of a tile of x @ w, float32
+      │  + bias, softcap, temperature; -inf from column V on
+      ▼
+      z ──► of each row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
+      └───► exp(z - reference), or the gradient                                 (rows, V), 16 bits
 """
 
-import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,223 +19,245 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.implementations.mosaic_gpu.linear.plan import Tiling
-from pallas_softmax.implementations.mosaic_gpu.linear.product import (
-    TILE_M,
-    WARPGROUP_ROWS,
-    Staging,
-    product,
-    store,
-)
-
-LOG2E = math.log2(math.e)
+from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_M, WARPGROUP_ROWS, Tiling
+from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
+from pallas_softmax.online import Normalizer
+from pallas_softmax.projection import Coefficients, Head
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """What makes logits of a product: columns from `vocab` on count as -inf.
+class Labels(NamedTuple):
+    """The labels, and where to look for them.
 
     Attributes:
-      vocab: the number of columns of w.
-      transposed: whether w is (vocab, depth).
-      softcap: c in c tanh(z / c), or None.
+      column: int32 (rows,); one outside of [0, V) is no column.
+      in_tile: int32 (blocks of 64 rows, tiles): 0 where no row of the block has its label in the tile.
     """
 
-    vocab: int
-    transposed: bool = False
-    softcap: float | None = None
+    column: Any
+    in_tile: Any
 
 
 class RowSums(NamedTuple):
-    """What a kernel finds of each row, one number for each tile of the columns: float32 (tiles, rows).
+    """What a kernel finds of each row in each tile of the columns: float32 (tiles, rows).
 
     Attributes:
-      m2: the largest logit, in base 2.
-      d: the sum of exp2(z2 - m2), or of exp2(z2 - reference).
-      label: the logit at the label, 0 in the other tiles; None without labels.
-      total: the sum of the logits; None if it is not asked for.
+      normalizer: (m, d), the maximum and the sum of exp(z - m); or of exp(z - reference), if there is one.
+      label_logit: z at the label, 0 where the label is not in the tile.
+      total: the sum of z; None if it is not asked for.
     """
 
-    m2: Any
-    d: Any
-    label: Any = None
-    total: Any = None
+    normalizer: Normalizer
+    label_logit: Any
+    total: Any
 
 
 def row_sums(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
-    labels: jax.Array | None,
-    reference: jax.Array | None,
+    labels: jax.Array,
+    reference: jax.Array | None = None,
     *,
     head: Head,
-    with_total: bool = False,
-    tiling: Tiling = Tiling(),
+    into: tuple | None = None,
+    wanted: jax.Array | None = None,
+    tiling: Tiling,
     interpret: Any = None,
 ) -> tuple[RowSums, jax.Array | None]:
-    """Reduces the rows of the logits; with a reference, writes the exponentials, too.
+    """Reduces the rows of the logits; with a reference, writes exp(z - reference) in the dtype of x, too.
 
     Args:
-      x: (rows, depth).
-      w: (depth, vocab), or (vocab, depth) if transposed.
-      bias: float32 (vocab,), or None.
-      labels: int32 (rows,), or None.
-      reference: float32 (rows,), in base 2, or None.
-      head: what makes logits of the product.
-      with_total: whether to add up the logits.
+      x, w, bias, labels: as in `projection.Pieces`.
+      reference: float32 (rows,), or None.
+      head: the projection.
+      into: what another call returned, to be changed in place.
+      wanted: int32 (1,), whether to do anything at all, with `into`.
       tiling: sizes of tiles and stages.
       interpret: as for `pallas_call`.
 
     Returns:
-      The sums, and exp2(z2 - reference) in the dtype of x, (rows, vocab rounded up to a multiple of 8): columns
-      after the vocabulary are 0. Of capped logits it is multiplied by the cap's slope.
+      The sums, and the exponentials, (rows, columns of w); columns that do not count are 0. Of logits with a softcap
+      they are multiplied by its slope. Rows are rounded up to a multiple of a tile's in the sums.
     """
-    rows, tiles = len(x), -(-head.vocab // tiling.tile_n)
-    labels = None if labels is None else _pad(labels, TILE_M, -1)
-    per_row = jax.ShapeDtypeStruct((tiles, -(-rows // TILE_M) * TILE_M), jnp.float32)
-    sums = RowSums(per_row, per_row, None if labels is None else per_row, per_row if with_total else None)
-    stored = None if reference is None else jax.ShapeDtypeStruct((rows, -(-head.vocab // 8) * 8), x.dtype)
+    rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
+    tiles = -(-columns // tiling.tile_n)
+    number = jax.ShapeDtypeStruct((tiles, -(-rows // TILE_M) * TILE_M), jnp.float32)
+    sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
+    stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
-        None if bias is None else _pad(bias, tiling.tile_n, 0),
-        labels,
-        None if labels is None else _tiles_with_labels(labels, tiles, tiling.tile_n),
-        None if reference is None else _pad(reference, TILE_M, 0),
+        None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
+        _labels(labels, tiles, tiling.tile_n),
+        None if reference is None else _padded(reference, TILE_M),
     )
 
-    def epilogue(acc, place, bias_gmem, labels_gmem, hits_gmem, reference_gmem, sums_gmem, stored_gmem):
-        z, slope, column = _logits(acc, place, bias_gmem, head, interpret)
-        own = (place.index, pl.ds(place.row, WARPGROUP_ROWS))
-        m2 = jnp.max(z, axis=1) * LOG2E
-        r2 = online.shift(m2) if reference_gmem is None else _of_rows(reference_gmem, place.row, interpret)
-        e = jnp.exp2(z * LOG2E - _along(r2, z))
-        sums_gmem.m2[own] = m2
-        sums_gmem.d[own] = jnp.sum(e, axis=1)
-        if sums_gmem.label is not None:
-            label = _along(_of_rows(labels_gmem, place.row, interpret) - place.column, z)
-            sums_gmem.label[own] = lax.cond(
-                hits_gmem[place.row // WARPGROUP_ROWS, place.index] != 0,
-                lambda: jnp.sum(jnp.where(column == label, z, 0.0), axis=1),
-                lambda: jnp.zeros_like(m2) if interpret else plgpu.layout_cast(jnp.zeros_like(m2), plgpu.Layout.WGMMA.reduce(1)),
-            )
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, reference_gmem, sums_gmem, stored_gmem):
+        z, column = _logits(acc, place, bias_gmem, head, columns, interpret)
+        own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+        zeros = _zeros(interpret)
+        sums_gmem.label_logit[own] = lax.cond(
+            _has_labels(labels_gmem, place),
+            lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column, interpret), z, 0.0), axis=1),
+            lambda: zeros,
+        )
         if sums_gmem.total is not None:
-            sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab - place.column, z, 0.0), axis=1)
+            counts = z if columns == head.vocab(w) else jnp.where(column < head.vocab(w) - place.column, z, 0.0)
+            sums_gmem.total[own] = jnp.sum(counts, axis=1)
+        m = jnp.max(z, axis=1)
+        sums_gmem.normalizer.m[own] = m
+        r = online.shift(m) if reference_gmem is None else _of_rows(reference_gmem, place, interpret)
+        e = jnp.exp(z - _along(r, z))
+        sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if stored_gmem is not None:
-            e = e if slope is None else e * slope
-            store(place.staging, e.astype(x.dtype), stored_gmem, place.row, place.column)
+            store(place, e if head.softcap is None else e * _slope(z, head), stored_gmem)
 
     return product(
         epilogue,
         x,
         w,
         inputs,
-        b_transposed=head.transposed,
-        out_type=(sums, stored),
-        staging=None if stored is None else Staging(x.dtype, 64),
+        (sums, stored),
+        b_transposed=head.transpose_w,
+        into=into,
+        wanted=wanted,
+        staged=None if stored is None else x.dtype,
         tiling=tiling,
-        name="linear_normalizer" if stored is None else "linear_exponentials",
+        name="linear_statistics" if stored is None else "linear_exponentials",
         interpret=interpret,
     )
 
 
-class Coefficients(NamedTuple):
-    """What the gradient of a row of logits is: p * of_p - uniform, times the cap's slope; float32 (rows,).
-
-    Attributes:
-      lse2: the row's logsumexp, in base 2.
-      of_p: factor of the probabilities.
-      uniform: what is subtracted everywhere; None is 0.
-    """
-
-    lse2: Any
-    of_p: Any
-    uniform: Any = None
-
-
 def logit_gradients(
-    x, w, bias, coefficients: Coefficients, *, head: Head, tiling: Tiling = Tiling(), interpret: Any = None
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    coefficients: Coefficients,
+    *,
+    head: Head,
+    tiling: Tiling,
+    interpret: Any = None,
 ) -> jax.Array:
-    """The gradients of the logits, but for the label's own term, in the dtype of x: (rows, vocab rounded up to 8)."""
-    rows = len(x)
+    """The gradients that `Coefficients` describes, in the dtype of x: (rows, columns of w), 0 in those that do not count.
+
+    Args:
+      x, w, bias, labels, coefficients: as in `projection.Pieces`.
+      head: the projection.
+      tiling: sizes of tiles and stages.
+      interpret: as for `pallas_call`.
+    """
+    columns = w.shape[0 if head.transpose_w else 1]
     inputs = (
-        None if bias is None else _pad(bias, tiling.tile_n, 0),
-        jax.tree.map(lambda a: _pad(a, TILE_M, 0), coefficients),
+        None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
+        _labels(labels, -(-columns // tiling.tile_n), tiling.tile_n),
+        jax.tree.map(lambda a: _padded(a, TILE_M), coefficients),
     )
 
-    def epilogue(acc, place, bias_gmem, of_rows_gmem, out_gmem):
-        z, slope, column = _logits(acc, place, bias_gmem, head, interpret)
-        lse2, of_p, uniform = (
-            None if gmem is None else _along(_of_rows(gmem, place.row, interpret), z) for gmem in of_rows_gmem
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, coefficients_gmem, out_gmem):
+        z, column = _logits(acc, place, bias_gmem, head, columns, interpret)
+        m, of_exp, of_label, constant = (_along(_of_rows(c, place, interpret), z) for c in coefficients_gmem)
+        dz = of_exp * jnp.exp(z - m)
+        if head.label_smoothing:
+            inside = column < head.vocab(w) - place.column
+            dz = dz - (constant if columns == head.vocab(w) else jnp.where(inside, constant, 0.0))
+        dz = lax.cond(
+            _has_labels(labels_gmem, place),
+            lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
+            lambda: dz,
         )
-        dz = jnp.exp2(z * LOG2E - lse2) * of_p
-        if uniform is not None:
-            dz = jnp.where(column < head.vocab - place.column, dz - uniform, 0.0)
-        dz = dz if slope is None else dz * slope
-        store(place.staging, dz.astype(x.dtype), out_gmem, place.row, place.column)
+        store(place, dz if head.softcap is None else dz * _slope(z, head), out_gmem)
 
-    return product(
+    (dz,) = product(
         epilogue,
         x,
         w,
         inputs,
-        b_transposed=head.transposed,
-        out_type=jax.ShapeDtypeStruct((rows, -(-head.vocab // 8) * 8), x.dtype),
-        staging=Staging(x.dtype, 64),
+        (jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),),
+        b_transposed=head.transpose_w,
+        staged=x.dtype,
         tiling=tiling,
         name="linear_logit_gradients",
         interpret=interpret,
     )
+    return dz
 
 
-def _logits(acc, place, bias_gmem, head: Head, interpret):
-    """Of a tile: its logits, the slope of the cap (None without one), and its columns, numbered from 0."""
-    layout = None if interpret else plgpu.Layout.WGMMA
-    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=layout)
-    z, slope = acc, None
+# ---- Logits in registers
+
+
+def _logits(acc, place: Place, bias_gmem, head: Head, columns: int, interpret):
+    """The logits of a part of the product, and their columns, of which the part's first one is 0."""
+    column = plgpu.broadcasted_iota(
+        jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA
+    )
+    z = acc
     if bias_gmem is not None:
-        z = z + lax.broadcast_in_dim(_of_columns(bias_gmem, place.column, acc.shape[1], interpret), z.shape, (1,))
+        bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0, interpret)
+        z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
-        t = _tanh(z / head.softcap)
-        z, slope = head.softcap * t, 1 - t * t
-    if head.vocab % acc.shape[1]:
-        z = jnp.where(column < head.vocab - place.column, z, -jnp.inf)
-    return z, slope, column
+        z = head.softcap * _tanh(z * (1 / head.softcap))
+    if head.temperature != 1:
+        z = z * (1 / head.temperature)
+    vocab = columns if head.columns is None else head.columns
+    if vocab % acc.shape[1]:
+        z = jnp.where(column < vocab - place.column, z, -jnp.inf)
+    return z, column
 
 
 def _tanh(y):
-    """tanh to some units of float32; the GPU's own instruction has 11 bits."""
-    far = 1 - 2 / (1 + jnp.exp2(y * (2 * LOG2E)))
+    """tanh to some units of float32; the GPU's own instruction is right to 11 bits."""
+    far = 1 - 2 / (1 + jnp.exp(2 * y))
     square = y * y
-    near = y * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))  # exact to float32 up to 0.1
-    return jnp.where(jnp.abs(y) < 0.1, near, far)
+    near = y - y * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))  # the series, to 1e-9 of y
+    return jnp.where(square < 0.01, near, far)
 
 
-def _tiles_with_labels(labels, tiles: int, tile_n: int):
-    """int32 (blocks of 64 rows, tiles): not 0 where the block has a label in the tile; the others need no search."""
+def _slope(z, head: Head):
+    """The derivative of the softcap; 0 in columns that do not count, where z is -inf."""
+    capped = jnp.maximum(z, -head.softcap / head.temperature) * (head.temperature / head.softcap)
+    return 1 - capped * capped
+
+
+# ---- Numbers of rows and columns
+
+
+def _labels(labels, tiles: int, tile_n: int) -> Labels:
+    labels = _padded(labels, TILE_M, -1)
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // tile_n
-    return jnp.any(tile == jnp.arange(tiles), axis=1).astype(jnp.int32)
+    return Labels(labels, jnp.any(tile == jnp.arange(tiles), axis=1).astype(jnp.int32))
 
 
-def _pad(a, multiple: int, value):
+def _has_labels(labels_gmem: Labels, place: Place):
+    """Whether some row of this part of the product has its label there."""
+    return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
+
+
+def _at_label(labels_gmem: Labels, place: Place, column, interpret):
+    """Which element of each row is that of its label."""
+    return column == _along(_of_rows(labels_gmem.column, place, interpret) - place.column, column)
+
+
+def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
 
 
-def _of_rows(gmem, row, interpret):
-    """The numbers of the 64 rows from `row` on."""
-    return _load(gmem.at[pl.ds(row, WARPGROUP_ROWS)], 1, interpret)
-
-
-def _of_columns(gmem, column, count: int, interpret):
-    """The numbers of `count` columns from `column` on."""
-    return _load(gmem.at[pl.ds(column, count)], 0, interpret)
+def _of_rows(gmem, place: Place, interpret):
+    """The numbers of the part's 64 rows."""
+    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1, interpret)
 
 
 def _load(gmem, reduced: int, interpret):
+    """Numbers of rows or columns, as they lie in registers beside an accumulator whose other dimension is `reduced`."""
     if interpret:
         return gmem[...]
     index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
     return plgpu.load(gmem, *index, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
 
 
-def _along(of_rows, z):
-    return lax.broadcast_in_dim(of_rows, z.shape, (0,))
+def _zeros(interpret):
+    zeros = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
+    return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _along(of_rows, like):
+    """A number of each row, for all elements of the row."""
+    return lax.broadcast_in_dim(of_rows, like.shape, (0,))
