@@ -71,9 +71,9 @@ def _objection(name: str, call: Call, automatic: bool) -> str | None:
     if call.objection is not None:
         return call.objection
     candidate = load(name)
+    if call.op not in candidate.functions:
+        return f"no kernel for {call.op}"
     reason = candidate.unsupported(call, target.capability())
-    if reason is None and call.op not in candidate.functions:
-        reason = f"no kernel for {call.op}"
     if reason is None and automatic:
         reason = _better_by_xla(call) or candidate.slower(call)
     return reason

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_softmax.call import Choice, symbolic
 from pallas_softmax.choice import choose_again
-from pallas_softmax.sharding import partition
+from pallas_softmax.sharding import partition, projection
 
 
 def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
@@ -50,6 +51,48 @@ def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **sta
         shifted = None if axes is None else tuple(a + 1 for a in axes)
         batch_choice = choose_again(batch, choice.requested)
         out = run(batch_choice, *jax.tree.unflatten(tree, leaves), axes=shifted, **static)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*arrays)
+
+
+def run_projection(choice: Choice, *arrays: Any, **static: Any) -> Any:
+    """Runs an operation of a projection; of a vmap, tokens that share w are more tokens, else slices go one by one.
+
+    Args:
+      choice: what to call.
+      *arrays: x, w, bias, and what has one number for each token.
+      **static: the other arguments.
+
+    Raises:
+      NotImplementedError: a named implementation does not support the call.
+    """
+    choice.required_cuda()
+
+    @custom_vmap
+    def call(*arrays):
+        return projection.run(choice, arrays, static)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *arrays):
+        x, w, bias, *per_token = arrays
+        x_batched, *shared, per_token_batched = in_batched[0], *in_batched[1:3], in_batched[3:]
+        if choice.call.op == "projection" and not any(jax.tree.leaves(shared)):
+            x, *per_token = jax.tree.map(
+                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
+                [x, *per_token],
+                [x_batched, *per_token_batched],
+            )
+            out = call(x, w, bias, *per_token)
+        else:  # dw is one for each slice
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+
+            def one(moving):
+                slices = iter(moving)
+                return call(*tree.unflatten([next(slices) if b else a for a, b in zip(leaves, batched)]))
+
+            out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*arrays)

@@ -36,8 +36,10 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 
     def implementation(name: str) -> Callable:
         function = functools.partial(load(name).functions[operation], **keywords)
-        # its results vary over the axes of `jax.shard_map` that an argument varies over
-        return lambda *arrays: jax.tree.map(lambda out: vary_together(out, *arrays)[0], function(*arrays))
+        # its results vary over the axes of `jax.shard_map` that an argument varies over; over those that a row is
+        # spread over, by themselves if at all
+        vary = functools.partial(vary_together, but=keywords.get("mesh_axes", ()))
+        return lambda *arrays: jax.tree.map(lambda out: vary(out, *arrays)[0], function(*arrays))
 
     def refused(*arrays):
         return placeholder(result_shapes(operation, arrays, keywords), str(choice.refusal))

@@ -19,7 +19,7 @@ PACKAGE = pallas_softmax.__name__
 # files in it that are not named themselves.
 LAYERS = (
     ("__init__",),
-    ("softmax", "topk", "paper"),
+    ("softmax", "topk", "linear", "paper"),
     ("arguments", "derivatives"),
     ("eager",),
     ("execution",),
@@ -30,8 +30,11 @@ LAYERS = (
     ("implementations.mosaic_gpu.__init__", "implementations.mosaic_gpu.implementation"),
     ("implementations.triton.__init__", "implementations.triton.implementation"),
     ("implementations.mosaic_gpu", "implementations.triton", "implementations.xla"),
+    ("implementations.xla_projection",),
+    ("implementations.projection",),
     ("implementations.mosaic_gpu.device",),
     ("implementations.folding",),
+    ("projection",),
     ("online", "refusal", "varying", "target", "compiled"),
     ("call",),
     ("operations",),

@@ -110,7 +110,7 @@ def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_byt
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **static):
-    """The gradients (dx, dw, dbias) of sum(weights * losses) in the dtypes of x, w and bias; dx is summed over the mesh.
+    """The gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias; dx is that of whole rows.
 
     Args:
       pieces, x, w, bias, labels: as for `projection`.

@@ -38,7 +38,7 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head):
 
 
 def _statistics_of(z, labels, head: Head) -> Statistics:
-    m, d = online.reduce(z, 1)
+    m, d = online.reduce(z, 1, chunk=z.shape[1])
     columns = jnp.where(labels < 0, z.shape[1], labels)  # a negative index would count from the end
     label_logit = jnp.take_along_axis(z, columns[:, None], 1, mode="fill", fill_value=0)
     total = jnp.sum(z, 1) if head.label_smoothing else None
@@ -53,7 +53,7 @@ def _dlogits_of(z, labels, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """What `Pieces.add_product` says; on the CPU some columns at a time, since XLA adds to a total in place on GPUs only."""
+    """What `Pieces.add_product` says; on the CPU, where XLA does not add to a total in place, some columns at a time."""
 
     def directly(total, x, dz):
         return total + (dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head))

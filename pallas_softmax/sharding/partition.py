@@ -11,6 +11,7 @@ An array that no mesh divides goes to `platforms.run` as it is.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,13 +45,39 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
         return exchange.run(choice, arrays, keywords, choice.call.mesh_axes)
     leaves = jax.tree.leaves(arrays)
     left_to_xla = choice.requested == "xla" and operation.divided_by_xla
-    if left_to_xla or not _divisible(leaves):
+    if left_to_xla or not divisible(leaves):
         return platforms.run(choice, arrays, keywords)
-    dimensions = _Dimensions.of(choice, arrays, keywords)
+
+    def shard_function(mesh_axes: tuple[str, ...]):
+        return lambda *arrays: exchange.run(choice, arrays, keywords, mesh_axes)
+
+    def whole(*arrays):
+        return platforms.run(choice, arrays, keywords)
+
+    return divide(choice, arrays, whole, _Dimensions.of(choice, arrays, keywords), shard_function)
+
+
+def divide(choice: Choice, arrays: tuple, whole: Callable, dimensions: Any, shard_function: Callable) -> Any:
+    """Runs a call on arrays that a mesh may divide.
+
+    Args:
+      choice, arrays: as for `run`.
+      whole: the function of the whole arrays.
+      dimensions: a `_Dimensions`, or what has its `result_shapes`, `lay_out` and `sharding_rule`.
+      shard_function: from the third result of `lay_out` to a function of a device's shards of the arrays.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def of_leaves(function):
+        return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
+    def on_shard(mesh_axes):
+        return of_leaves(shard_function(mesh_axes))
+
     mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in leaves) if explicit_axes(m)), None)
     if mesh is not None:
-        return _over_explicit_axes(choice, arrays, keywords, dimensions, mesh)
-    return _over_auto_axes(choice, arrays, keywords, dimensions)
+        return _over_explicit_axes(leaves, dimensions, on_shard, mesh)
+    return _over_auto_axes(choice, leaves, of_leaves(whole), dimensions, on_shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,24 +148,13 @@ class _Dimensions:
         return " -> ".join(sides), tuple(others)
 
 
-def _shard_function(choice: Choice, arrays: tuple, keywords, mesh_axes: tuple[str, ...]):
-    """A function of the leaves of a device's shards of the arrays, which returns those of its results."""
-    tree = jax.tree.structure(arrays)
-
-    def on_shard(*leaves):
-        return jax.tree.leaves(exchange.run(choice, jax.tree.unflatten(tree, leaves), keywords, mesh_axes))
-
-    return on_shard
-
-
-def _over_explicit_axes(choice: Choice, arrays: tuple, keywords, dimensions: _Dimensions, mesh) -> Any:
+def _over_explicit_axes(leaves: list, dimensions: Any, on_shard: Callable, mesh) -> Any:
     if not _available(mesh):  # of what is called for a vmap, only the shapes are used
         return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
-    leaves = jax.tree.leaves(arrays)
     shardings = [jax.typeof(a).sharding for a in leaves]
     in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
     mapped = jax.shard_map(
-        _shard_function(choice, arrays, keywords, mesh_axes),
+        on_shard(mesh_axes),
         mesh=mesh,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
@@ -148,23 +164,19 @@ def _over_explicit_axes(choice: Choice, arrays: tuple, keywords, dimensions: _Di
     return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), mapped(*laid))
 
 
-def _over_auto_axes(choice: Choice, arrays: tuple, keywords, dimensions: _Dimensions) -> Any:
-    leaves, tree = jax.tree.flatten(arrays)
-
-    def whole(*leaves):
-        return jax.tree.leaves(platforms.run(choice, jax.tree.unflatten(tree, leaves), keywords))
-
+def _over_auto_axes(
+    choice: Choice, leaves: list, whole: Callable, dimensions: Any, on_shard: Callable
+) -> Any:
     def partition(mesh, arg_shapes, _):
         shardings = [a.sharding for a in arg_shapes]
         if mesh.empty:  # nothing in the program names a mesh: what is sharded nevertheless is gathered
             devices = sorted(shardings[0].device_set, key=lambda device: device.id)
             mesh, shardings = Mesh(np.array(devices), ("devices",)), [None] * len(shardings)
         in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
-        on_shard = _shard_function(choice, arrays, keywords, mesh_axes)
         in_shardings, out_shardings = (
             [NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs)
         )
-        return mesh, on_shard, out_shardings, tuple(in_shardings)
+        return mesh, on_shard(mesh_axes), out_shardings, tuple(in_shardings)
 
     function = custom_partitioning(whole)
     rule, other_factors = dimensions.sharding_rule()
@@ -195,7 +207,7 @@ def _lower(ctx, *leaves, whole, divided, refusal):
 mlir.register_lowering(_divided_p, _lower)
 
 
-def _divisible(leaves: list[jax.Array]) -> bool:
+def divisible(leaves: list[jax.Array]) -> bool:
     """Whether a mesh may divide the arrays: not where their shards are in hand already."""
     first, context = leaves[0], jax.sharding.get_abstract_mesh()
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)

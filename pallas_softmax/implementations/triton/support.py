@@ -42,8 +42,6 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return "the array is empty"
     if max(call.rows, call.vocab) > MAX_INDEX:
         return f"more than {MAX_INDEX} rows, or elements of a row: {call.rows} x {call.vocab}"
-    if call.op == "merge":
-        return "no kernel for winners of other devices"
     if call.op == "topk" and (reason := _unsupported_topk(call)) is not None:
         return reason
     return missing()

@@ -1,0 +1,393 @@
+"""linear_logsumexp, linear_cross_entropy and linear_log_probs: what they promise, and how their gradients are wired."""
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from pallas_softmax import arguments, execution, online, projection
+from pallas_softmax.arguments import AxisName
+from pallas_softmax.call import Choice
+from pallas_softmax.choice import choose
+from pallas_softmax.eager import at_once
+from pallas_softmax.projection import Head, Statistics
+from pallas_softmax.sharding.projection import describe
+from pallas_softmax.sharding.specs import explicit_axes
+from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
+
+Reduction = Literal["mean", "sum"] | None
+
+WORKSPACE_BYTES = 512 * 2**20
+
+
+def linear_logsumexp(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """logsumexp(x @ w + bias) over the columns of w, without the logits in memory.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
+
+    Args:
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      bias: (V,), of a floating dtype.
+      softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
+      transpose_w: whether `w` is (V, D), as an embedding is that shares its weights. It is not copied.
+      workspace_bytes: the bound of what is stored of the logits at a time: a chunk of the rows.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
+        columns, the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      float32 (...), float64 for float64. The logits are accumulated and kept in float32, whatever the dtype of `x`.
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode. The gradients have their dtypes, and are
+      accumulated in float32; the derivatives in the logits are rounded to the dtype of `x`.
+
+    Raises:
+      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, or a number is traced.
+      ValueError: shapes do not fit, a number is out of range, `axis_name` is not bound, `x` differs along it, or
+        `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    options = _Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return at_once(_per_token_of, (x, w, bias, None, None), (options,))
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The cross entropy of the logits z = x @ w + bias and labels, without the logits in memory.
+
+    The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
+
+    A mean or sum that is differentiated computes its gradients along with it: three matrix products in all. One loss
+    per token makes the logits again in its backward: four products. A loss that is not differentiated takes one.
+
+    Args:
+      x, w, bias, softcap, transpose_w, workspace_bytes, axis_name, implementation: as for `linear_logsumexp`.
+      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. One out
+        of this range makes the loss NaN, unless `where` leaves it out.
+      where: boolean, broadcastable to `labels`; False leaves a token out, whatever its `x` and its label are: its loss
+        and its gradient are 0.
+      label_smoothing: number s from 0 to 1.
+      z_loss: number of 0 or more; z_loss * logsumexp(z)**2 is added to the loss of each token.
+      reduction: "mean" over the tokens that are not left out (0 if there is none), "sum", or None: one loss per token.
+
+    Returns:
+      float32 (float64 for float64): a scalar, or for reduction=None an array of the shape of `labels`. Differentiable
+      as `linear_logsumexp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and for labels that are no integers or do not
+        fit, `where` that is not boolean or does not fit, or an unknown reduction.
+    """
+    name = "linear_cross_entropy"
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = options._replace(label_smoothing=label_smoothing, z_loss=z_loss)
+    if reduction is None:
+        return at_once(_per_token_of, (x, w, bias, labels, where), (options,))
+    return at_once(_total_of, (x, w, bias, labels, where), (options, reduction))
+
+
+def linear_log_probs(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    temperature: float = 1.0,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """log softmax(z / temperature)[label] of the logits z = x @ w + bias, without the logits in memory: one per token.
+
+    Args:
+      x, w, bias, softcap, transpose_w, workspace_bytes, axis_name, implementation: as for `linear_logsumexp`.
+      labels: as for `linear_cross_entropy`.
+      temperature: positive number.
+
+    Returns:
+      float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range. Differentiable as
+      `linear_logsumexp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+    """
+    name = "linear_log_probs"
+    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = options._replace(temperature=temperature)
+    return at_once(_log_probs_of, (x, w, bias, labels), (options,))
+
+
+class _Options(NamedTuple):
+    """The static arguments, as users pass them, and the function that they are of."""
+
+    function: str
+    softcap: float | None
+    transpose_w: bool
+    workspace_bytes: int
+    axis_name: AxisName
+    implementation: str | None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    temperature: float = 1.0
+
+
+class _Call(NamedTuple):
+    """What is known of a call while tracing; hashable.
+
+    Attributes:
+      forward: the choice for the statistics.
+      gradient: that for the gradients.
+      head: the projection and its loss.
+      workspace_bytes: the bound of what is stored of the logits.
+      vocab: the number of columns of a whole row.
+    """
+
+    forward: Choice
+    gradient: Choice
+    head: Head
+    workspace_bytes: int
+    vocab: int
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the columns are spread over."""
+        return self.forward.call.mesh_axes
+
+    def run(self, choice: Choice, *arrays):
+        """Runs an operation of this call."""
+        return execution.run_projection(choice, *arrays, head=self.head, workspace_bytes=self.workspace_bytes)
+
+    def values(self, statistics: Statistics, labels) -> jax.Array:
+        """The loss of each token, NaN for a label out of range; without labels, its logsumexp."""
+        if labels is None:
+            return projection.logsumexp(statistics)
+        return jnp.where(self.valid(labels), projection.losses(statistics, self.head, self.vocab), jnp.nan)
+
+    def weights(self, labels, given) -> jax.Array:
+        """The weights of the tokens' losses in a gradient, NaN for one that counts and has a label out of range."""
+        return given if labels is None else jnp.where(self.valid(labels) | (given == 0), given, jnp.nan)
+
+    def valid(self, labels) -> jax.Array:
+        """Which labels are columns."""
+        return (labels >= 0) & (labels < self.vocab)
+
+
+# ---- One value for each token: its gradient makes the logits again
+
+
+def _log_probs_of(x, w, bias, labels, options: _Options):
+    return -_per_token_of(x, w, bias, labels, None, options)
+
+
+def _per_token_of(x, w, bias, labels, where, options: _Options):
+    call, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_grad")
+    values = _per_token(call, x, w, bias, labels)
+    return values if where is None else jnp.where(where, values, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _per_token(call: _Call, x, w, bias, labels):
+    """The value of each token."""
+    return call.values(call.run(call.forward, x, w, bias, labels), labels)
+
+
+def _per_token_forward(call: _Call, x, w, bias, labels):
+    statistics = call.run(call.forward, x, w, bias, labels)
+    return call.values(statistics, labels), (x, w, bias, labels, statistics)
+
+
+def _per_token_backward(call: _Call, saved, dvalues):
+    x, w, bias, labels, statistics = saved
+    weights = call.weights(labels, sum_cotangents(dvalues, call.mesh_axes))
+    dx, dw, dbias = call.run(call.gradient, x, w, bias, labels, weights, statistics)
+    return share_cotangent(dx, call.mesh_axes), dw, dbias, None
+
+
+_per_token.defvjp(_per_token_forward, _per_token_backward)
+
+
+# ---- Their mean or sum: its gradient is computed along with it
+
+
+def _total_of(x, w, bias, labels, where, options: _Options, reduction: Reduction):
+    call, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_with_grad")
+    if where is None:
+        count = labels.size
+        where = jnp.ones_like(labels, jnp.bool_)
+    else:
+        count = jnp.sum(where)
+    scale = 1 / jnp.maximum(count, 1).astype(online.widen(x).dtype) if reduction == "mean" else 1
+    return _total(call, x, w, bias, labels, jnp.where(where, scale, 0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(call: _Call, x, w, bias, labels, weights):
+    """The sum of weights * losses, in which what has weight 0 may be NaN; the weights have no gradient."""
+    return _weighted(call.values(call.run(call.forward, x, w, bias, labels), labels), weights)
+
+
+def _total_forward(call: _Call, x, w, bias, labels, weights):
+    statistics, *gradients = call.run(call.gradient, x, w, bias, labels, call.weights(labels, weights))
+    return _weighted(call.values(statistics, labels), weights), gradients
+
+
+def _weighted(losses, weights):
+    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+
+
+def _total_backward(call: _Call, gradients, dtotal):
+    dtotal = sum_cotangents(dtotal, call.mesh_axes)
+    dx, dw, dbias = (None if g is None else (g * dtotal).astype(g.dtype) for g in gradients)
+    return share_cotangent(dx, call.mesh_axes), dw, dbias, None, None
+
+
+_total.defvjp(_total_forward, _total_backward)
+
+
+# ---- Checks of the arguments
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tuple[_Call, tuple]:
+    """The call, and its arrays: checked, laid together, with int32 labels of which those out of range are -1.
+
+    Args:
+      x, w, bias, labels, where: as users pass them.
+      options: as users pass them.
+      gradient: the operation that computes the gradients.
+    """
+    name = options.function
+    x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
+    bias = None if bias is None else arguments.array(name, "bias", bias)
+    for of, a in ("x", x), ("w", w), ("bias", bias):
+        if a is not None and a.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {of} must be of {', '.join(_FLOATS)}, got {a.dtype.name}")
+    if x.dtype != w.dtype:
+        raise TypeError(
+            f"{name}: x and w must have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one of them"
+        )
+    transpose_w = arguments.static_bool(name, "transpose_w", options.transpose_w)
+    layout = "(V, D)" if transpose_w else "(D, V)"
+    if x.ndim < 1 or w.ndim != 2 or w.shape[1 if transpose_w else 0] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
+        )
+    head = _head(options, transpose_w, x.dtype)
+    if bias is not None and bias.shape != (head.vocab(w),):
+        raise ValueError(f"{name}: bias must have the shape ({head.vocab(w)},), got {bias.shape}")
+    workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
+    if workspace_bytes <= 0:
+        raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
+    mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
+    vocab = head.vocab(w) * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    if labels is not None:
+        labels = _labels(name, labels, x.shape[:-1], vocab)
+    if where is not None:
+        where = jnp.broadcast_to(arguments.mask(name, where, x.shape[:-1]), x.shape[:-1])
+    for of, a in ("x", x), ("labels", labels), ("where", where):
+        if a is not None and varies(a, mesh_axes):
+            raise ValueError(
+                f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
+            )
+    x, labels, where = _lay_together(x, labels, where)
+    x, w, bias, labels, where = vary_together(x, w, bias, labels, where, but=mesh_axes)
+    w, bias = vary_together(w, bias, over=mesh_axes)
+
+    def chosen(op: str) -> Choice:
+        return choose(describe(op, x, w, head, mesh_axes), options.implementation)
+
+    call = _Call(chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)
+    return call, (x, w, bias, labels, where)
+
+
+def _head(options: _Options, transpose_w: bool, dtype) -> Head:
+    """The static numbers, checked."""
+
+    def number(name: str, accepted: str, accepts: Callable[[float], bool]) -> float:
+        value = getattr(options, name)
+        wanted = f"{options.function}: {name} must be {accepted}"
+        if isinstance(value, Tracer):
+            raise TypeError(f"{wanted}, got a traced value; pass it through static_argnames of jax.jit")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{wanted}, got {value!r}")
+        if not accepts(float(value)):
+            raise ValueError(f"{wanted}, got {value!r}")
+        return float(value)
+
+    def positive(value: float) -> bool:
+        return 0 < value < math.inf
+
+    softcap = options.softcap
+    return Head(
+        transpose_w=transpose_w,
+        softcap=None if softcap is None else number("softcap", "None or a positive number", positive),
+        temperature=number("temperature", "a positive number", positive),
+        label_smoothing=number("label_smoothing", "a number from 0 to 1", lambda value: 0 <= value <= 1),
+        z_loss=number("z_loss", "a number of 0 or more", lambda value: 0 <= value < math.inf),
+        precision=_precision(dtype),
+    )
+
+
+def _precision(dtype) -> Any:
+    """The precision of the matrix products: for float32 what `jax.default_matmul_precision` says, by default all."""
+    if dtype.itemsize < 4:
+        return None
+    return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
+    """The labels in int32; those that are no column are -1."""
+    labels = arguments.array(name, "labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
+    if labels.shape != shape:
+        raise ValueError(
+            f"{name}: labels must have the shape of x without its last dimension, {shape}, got {labels.shape}"
+        )
+    return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)
+
+
+def _lay_together(x, *others):
+    """Shards labels and mask as the tokens of `x`, where types say how they are sharded."""
+    laid = jax.typeof(x).sharding
+    if not explicit_axes(laid.mesh) or jax.sharding.get_abstract_mesh().manual_axes:
+        return x, *others
+    tokens = NamedSharding(laid.mesh, PartitionSpec(*laid.spec[:-1]))
+    return x, *(None if a is None else jax.sharding.reshard(a, tokens) for a in others)

@@ -1,0 +1,137 @@
+"""How the operations of a projection are divided over a mesh, under jit.
+
+    x       (..., D)           the tokens over some mesh axes, as x or labels are sharded; D is whole
+    w       (D, V) or (V, D)   the columns over other mesh axes, as w is sharded; D is gathered, as fully sharded
+                               data parallelism does, and so are columns over a mesh axis that divides the tokens
+
+Devices that share a row send two numbers and a logit for it, and a sum for its dx; those that share w, a sum for dw.
+As for all other operations (`sharding.partition`), it is `jax.shard_map` over Explicit mesh axes, and
+`custom_partitioning` over Auto ones.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from pallas_softmax import platforms
+from pallas_softmax.call import Call, Choice, symbolic
+from pallas_softmax.choice import choose_again
+from pallas_softmax.projection import Head
+from pallas_softmax.sharding.partition import divide, divisible
+from pallas_softmax.sharding.specs import axes_of_entry
+
+
+def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call:
+    """The `Call` of an operation on the rows x @ w."""
+    return Call(
+        op=op,
+        dtype=x.dtype.name,
+        rows=math.prod(x.shape[:-1]),
+        vocab=head.vocab(w),
+        depth=x.shape[-1],
+        objection=symbolic(x.shape + w.shape),
+        mesh_axes=mesh_axes,
+    )
+
+
+def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs an operation of `implementations/projection.py` on arrays that may be sharded.
+
+    Args:
+      choice: what to call.
+      arrays: its arrays, those that have one number for each token in any shape.
+      keywords: its static arguments.
+    """
+    if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
+        return _on_shard(choice, keywords, ((), choice.call.mesh_axes), *arrays)
+    whole = functools.partial(_on_shard, choice, keywords, ((), ()))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    dimensions = _Dimensions.of(choice.call.op, arrays, keywords["head"], jax.eval_shape(whole, *shapes))
+    return divide(
+        choice, arrays, whole, dimensions, lambda axes: functools.partial(_on_shard, choice, keywords, axes)
+    )
+
+
+def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias, *per_token) -> Any:
+    """The operation on what one device has of the arrays, for whose shapes the choice is made anew.
+
+    Args:
+      choice: that for the user's call.
+      keywords: the static arguments.
+      axes: the mesh axes that the tokens are spread over, and those that the columns are.
+      x, w, bias, *per_token: the device's shards.
+    """
+    tokens, columns = axes
+    batch, op = x.shape[:-1], choice.call.op
+    flat = (x.reshape(-1, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(-1), per_token))
+    on_shard = choose_again(describe(op, x, w, keywords["head"]), choice.requested)
+    out = platforms.run(on_shard, flat, {**keywords, "mesh_axes": columns})
+    if op == "projection":
+        return jax.tree.map(lambda a: a.reshape(batch), out)
+    *statistics, dx, dw, dbias = out
+    statistics = jax.tree.map(lambda a: a.reshape(batch), statistics)
+    dw, dbias = lax.psum((dw, dbias), tokens) if tokens else (dw, dbias)
+    return *statistics, dx.reshape(x.shape), dw, dbias
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dimensions:
+    """What the dimensions of arguments and results are: "b0", "b1", ... of the tokens, "d" or "v".
+
+    Attributes:
+      arguments: for each array, those of its dimensions.
+      results: the same for what is returned.
+      result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
+      sizes: of each dimension.
+    """
+
+    arguments: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    result_shapes: Any
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(op: str, arrays: tuple, head: Head, result_shapes: Any) -> "_Dimensions":
+        """Those of an operation."""
+        x, w, bias, *per_token = arrays
+        tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
+        of_w = ("v", "d") if head.transpose_w else ("d", "v")
+        of_bias = () if bias is None else (("v",),)
+        like_arguments = ((*tokens, "d"), of_w, *of_bias)
+        gradients = 0 if op == "projection" else len(like_arguments)
+        count = len(jax.tree.leaves(result_shapes)) - gradients
+        return _Dimensions(
+            like_arguments + (tokens,) * len(jax.tree.leaves(per_token)),
+            (tokens,) * count + like_arguments[:gradients],
+            result_shapes,
+            dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w)))),
+        )
+
+    def lay_out(self, shardings, mesh_sizes):
+        """The specs of arguments and results, and the mesh axes of the tokens and of the columns."""
+        axes, used = {"d": ()}, set()
+        for name, size in self.sizes.items():  # the tokens come first
+            for sharding, names in zip(shardings, self.arguments) if name != "d" else ():
+                spec = getattr(sharding, "spec", ())
+                at = names.index(name) if name in names else len(spec)
+                entry = axes_of_entry(spec[at]) if at < len(spec) else ()
+                if entry and not used & {*entry} and size % math.prod(mesh_sizes[a] for a in entry) == 0:
+                    axes[name] = entry
+                    used |= {*entry}
+                    break
+        specs = (
+            [P(*(axes.get(name) or None for name in names)) for names in each]
+            for each in (self.arguments, self.results)
+        )
+        tokens = tuple(a for name, of in axes.items() if name not in "dv" for a in of)
+        return *specs, (tokens, axes.get("v", ()))
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """Shardy's rule: a factor for each dimension; and that which no device has a part of."""
+        sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
+        return " -> ".join(sides), ("d",)
