@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_M, WARPGROUP_ROWS, Tiling
+from pallas_softmax.implementations.mosaic_gpu.linear.plan import WARPGROUP_ROWS, Tiling
 from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
 from pallas_softmax.online import Normalizer
 from pallas_softmax.projection import Coefficients, Head
@@ -81,17 +81,17 @@ def row_sums(
     """
     rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
     tiles = -(-columns // tiling.tile_n)
-    number = jax.ShapeDtypeStruct((tiles, -(-rows // TILE_M) * TILE_M), jnp.float32)
+    number = jax.ShapeDtypeStruct((tiles, _rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
-        _labels(labels, tiles, tiling.tile_n),
-        None if reference is None else _padded(reference, TILE_M),
+        _labels(labels, columns, tiling),
+        None if reference is None else _padded(reference, tiling.cluster_rows),
     )
 
     def epilogue(acc, place: Place, bias_gmem, labels_gmem, reference_gmem, sums_gmem, stored_gmem):
-        z, column = _logits(acc, place, bias_gmem, head, columns, interpret)
+        z, column = _logits(acc, place, bias_gmem, head, head.vocab(w), interpret)
         own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
         zeros = _zeros(interpret)
         sums_gmem.label_logit[own] = lax.cond(
@@ -100,8 +100,7 @@ def row_sums(
             lambda: zeros,
         )
         if sums_gmem.total is not None:
-            counts = z if columns == head.vocab(w) else jnp.where(column < head.vocab(w) - place.column, z, 0.0)
-            sums_gmem.total[own] = jnp.sum(counts, axis=1)
+            sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
         m = jnp.max(z, axis=1)
         sums_gmem.normalizer.m[own] = m
         r = online.shift(m) if reference_gmem is None else _of_rows(reference_gmem, place, interpret)
@@ -148,17 +147,16 @@ def logit_gradients(
     columns = w.shape[0 if head.transpose_w else 1]
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
-        _labels(labels, -(-columns // tiling.tile_n), tiling.tile_n),
-        jax.tree.map(lambda a: _padded(a, TILE_M), coefficients),
+        _labels(labels, columns, tiling),
+        jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
 
     def epilogue(acc, place: Place, bias_gmem, labels_gmem, coefficients_gmem, out_gmem):
-        z, column = _logits(acc, place, bias_gmem, head, columns, interpret)
+        z, column = _logits(acc, place, bias_gmem, head, head.vocab(w), interpret)
         m, of_exp, of_label, constant = (_along(_of_rows(c, place, interpret), z) for c in coefficients_gmem)
         dz = of_exp * jnp.exp(z - m)
         if head.label_smoothing:
-            inside = column < head.vocab(w) - place.column
-            dz = dz - (constant if columns == head.vocab(w) else jnp.where(inside, constant, 0.0))
+            dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
         dz = lax.cond(
             _has_labels(labels_gmem, place),
             lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
@@ -184,7 +182,7 @@ def logit_gradients(
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, bias_gmem, head: Head, columns: int, interpret):
+def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
     """The logits of a part of the product, and their columns, of which the part's first one is 0."""
     column = plgpu.broadcasted_iota(
         jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA
@@ -197,7 +195,6 @@ def _logits(acc, place: Place, bias_gmem, head: Head, columns: int, interpret):
         z = head.softcap * _tanh(z * (1 / head.softcap))
     if head.temperature != 1:
         z = z * (1 / head.temperature)
-    vocab = columns if head.columns is None else head.columns
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
@@ -220,10 +217,11 @@ def _slope(z, head: Head):
 # ---- Numbers of rows and columns
 
 
-def _labels(labels, tiles: int, tile_n: int) -> Labels:
-    labels = _padded(labels, TILE_M, -1)
-    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // tile_n
-    return Labels(labels, jnp.any(tile == jnp.arange(tiles), axis=1).astype(jnp.int32))
+def _labels(labels, columns: int, tiling: Tiling) -> Labels:
+    labels = _padded(labels, tiling.cluster_rows, -1)
+    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // tiling.tile_n
+    tiles = jnp.arange(-(-columns // tiling.tile_n))
+    return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
 
 
 def _has_labels(labels_gmem: Labels, place: Place):
@@ -238,6 +236,10 @@ def _at_label(labels_gmem: Labels, place: Place, column, interpret):
 
 def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _of_rows(gmem, place: Place, interpret):

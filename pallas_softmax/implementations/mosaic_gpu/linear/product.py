@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
+    BLOCK_ROWS,
     CTAS,
     MULTIPLIERS,
     SWIZZLE_BYTES,
@@ -63,7 +64,6 @@ def product(
     others: tuple,
     out_type: tuple,
     *,
-    a_transposed: bool = False,
     b_transposed: bool = False,
     into: tuple | None = None,
     wanted: jax.Array | None = None,
@@ -76,7 +76,7 @@ def product(
 
     Args:
       epilogue: what is made of a part; `acc` is that in float32, the other arguments are references to device memory.
-      a: (M, K), or (K, M) if `a_transposed`.
+      a: (M, K).
       b: (K, N), or (N, K) if `b_transposed`.
       others: further inputs of the epilogue; pytrees of arrays.
       out_type: shapes and dtypes of the outputs; pytrees.
@@ -87,21 +87,22 @@ def product(
       name: the kernel's name in profiles.
       interpret: as for `pallas_call`.
     """
-    m, depth = a.shape[::-1] if a_transposed else a.shape
-    grid = -(-m // TILE_M), -(-b.shape[0 if b_transposed else 1] // tiling.tile_n)
-
-    def block(size: int, along: int) -> plgpu.BlockSpec:
-        """The blocks of an operand along K, which is its dimension `along`."""
-        shape = (size, tiling.tile_k) if along else (tiling.tile_k, size)
-        return plgpu.BlockSpec(
-            shape, (lambda k: (0, k)) if along else (lambda k: (k, 0)), transforms=_transforms(a.dtype)
-        )
+    tile_n, tile_k = tiling.tile_n, tiling.tile_k
+    # in tiles, or in clusters of them that share their block of b
+    grid = -(-a.shape[0] // tiling.cluster_rows), -(-b.shape[0 if b_transposed else 1] // tile_n)
+    shared = {"collective_axes": ("cluster",)} if tiling.cluster > 1 else {}
+    blocks = [
+        plgpu.BlockSpec((TILE_M, tile_k), lambda k: (0, k), transforms=_transforms(a.dtype)),
+        plgpu.BlockSpec((tile_n, tile_k), lambda k: (0, k), transforms=_transforms(b.dtype), **shared)
+        if b_transposed
+        else plgpu.BlockSpec((tile_k, tile_n), lambda k: (k, 0), transforms=_transforms(b.dtype), **shared),
+    ]
 
     def pipeline(multiply, context):
         return plgpu.emit_pipeline_warp_specialized(
             multiply,
-            grid=(-(-depth // tiling.tile_k),),
-            in_specs=[block(TILE_M, 0 if a_transposed else 1), block(tiling.tile_n, 1 if b_transposed else 0)],
+            grid=(-(-a.shape[1] // tile_k),),
+            in_specs=blocks,
             max_concurrent_steps=tiling.stages,
             memory_registers=_COPIER_REGISTERS,
             num_compute_wgs=MULTIPLIERS,
@@ -113,34 +114,34 @@ def product(
         def unused(*_):
             pass
 
-        def all_tiles(blocks, staging_smem):
+        def all_tiles(blocks_smem, staging_smem):
             warpgroup = lax.axis_index("warpgroup")
 
             @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="cta")
             def _(loop):
                 i, j = plgpu.planar_snake(loop.index[0], grid, 0, tiling.rows_together)
-                own_rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                i = i if tiling.cluster == 1 else i * tiling.cluster + lax.axis_index("cluster")
 
                 def multiply(_, a_smem, b_smem, acc):
-                    a_own = a_smem.at[:, own_rows].transpose((1, 0)) if a_transposed else a_smem.at[own_rows]
-                    plgpu.wgmma(acc, a_own, b_smem.transpose((1, 0)) if b_transposed else b_smem)
+                    own = a_smem.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                    plgpu.wgmma(acc, own, b_smem.transpose((1, 0)) if b_transposed else b_smem)
                     plgpu.wgmma_wait(0)
                     return acc
 
                 def context(multiply_all):
-                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tiling.tile_n), jnp.float32))
+                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
                     def _(acc):
                         multiply_all(acc)
                         row = i * TILE_M + warpgroup * WARPGROUP_ROWS
                         staging = None if staging_smem is None else staging_smem.at[warpgroup]
-                        place = Place(row, j * tiling.tile_n, j, staging)
+                        place = Place(row, j * tile_n, j, staging)
                         epilogue(acc[...], place, *others_and_outputs_gmem)
 
-                rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * tiling.tile_n, tiling.tile_n)
+                columns = pl.ds(j * tile_n, tile_n)
                 pipeline(multiply, context)(
-                    a_gmem.at[:, rows] if a_transposed else a_gmem.at[rows],
+                    a_gmem.at[pl.ds(i * TILE_M, TILE_M)],
                     b_gmem.at[columns] if b_transposed else b_gmem.at[:, columns],
-                    allocations=blocks,
+                    allocations=blocks_smem,
                 )
 
             if staging_smem is not None:
@@ -155,14 +156,14 @@ def product(
                 collective_axes="warpgroup",
             )
 
-    return _launch(kernel, (a, b, wanted, *others), out_type, into, name, interpret)
+    return _launch(kernel, (a, b, wanted, *others), out_type, into, tiling.cluster, name, interpret)
 
 
 _COPIER_REGISTERS = 40  # registers of a thread of the warpgroup that copies; the others share the rest
 
 
-def store(place: Place, values, gmem, *, add: bool = False) -> None:
-    """Writes a part of the product, in the dtype of `gmem`, where it lies there; or adds it to what is there.
+def store(place: Place, values, gmem) -> None:
+    """Writes a part of the product to its place in `gmem`, in the dtype of that.
 
     It goes through the buffers of `place` by turns, so that one is copied while the other is filled.
     """
@@ -174,7 +175,6 @@ def store(place: Place, values, gmem, *, add: bool = False) -> None:
         plgpu.copy_smem_to_gmem(
             place.staging.at[i % 2],
             gmem.at[pl.ds(place.row, WARPGROUP_ROWS), pl.ds(place.column + at, width)],
-            reduction_op="add" if add else None,
         )
 
 
@@ -186,10 +186,10 @@ def _staging(dtype) -> plgpu.SMEM:
 def _transforms(dtype) -> tuple:
     """How a block lies in shared memory so that wgmma and TMA take it: 8 rows of 128 bytes together, swizzled."""
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    return plgpu.TilingTransform((BLOCK_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
 
 
-def _launch(kernel: Callable[..., None], inputs: tuple, out_type: tuple, into: tuple | None, name: str, interpret: Any):
+def _launch(kernel, inputs: tuple, out_type: tuple, into: tuple | None, cluster: int, name: str, interpret: Any):
     """Runs a kernel on pytrees of inputs, with new outputs or with those of `into`."""
     flat_inputs, in_tree = jax.tree.flatten(inputs)
     flat_outputs, out_tree = jax.tree.flatten(out_type)
@@ -198,8 +198,10 @@ def _launch(kernel: Callable[..., None], inputs: tuple, out_type: tuple, into: t
         kernel(*in_tree.unflatten(refs[: len(flat_inputs)]), *out_tree.unflatten(refs[len(flat_inputs) :]))
 
     mesh = {
-        "grid": (CTAS,),
+        "grid": (CTAS // cluster,),
         "grid_names": ("cta",),
+        "cluster": (cluster,) if cluster > 1 else (),
+        "cluster_names": ("cluster",) if cluster > 1 else (),
         "num_threads": MULTIPLIERS + 1,
         "thread_name": "warpgroup",
         "kernel_name": name,
