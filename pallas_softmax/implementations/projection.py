@@ -31,7 +31,8 @@ from pallas_softmax.online import Normalizer, widen
 from pallas_softmax.projection import Coefficients, Head, Statistics
 from pallas_softmax.varying import vary_together
 
-_ROWS = 128  # what the number of rows of a chunk is a multiple of, where there are that many: a kernel's tile
+_ROWS = 128  # what the number of rows of a chunk is a multiple of, where so many fit: a kernel's tile
+_FEWEST_ROWS = 8  # and where they do not, also if not even these fit: a block of a kernel's copies
 
 
 class Pieces(NamedTuple):
@@ -59,12 +60,12 @@ class Pieces(NamedTuple):
 
 def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int) -> int:
     """The number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
-    fit = max(1, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
+    fit = max(_FEWEST_ROWS, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
     if not isinstance(rows, int):  # symbolic: of jax.export
         return min_dim(rows, fit)
     if rows <= fit:
         return rows
-    unit = _ROWS if fit >= _ROWS else 1
+    unit = _ROWS if fit >= _ROWS else _FEWEST_ROWS
     chunks = -(-rows // (fit // unit * unit))
     even = -(-rows // chunks)
     return min(rows, -(-even // unit) * unit)
