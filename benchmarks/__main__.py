@@ -9,6 +9,7 @@ benchmarks.topk             How fast is fused_topk?
 benchmarks.paper            Do the figures of the paper hold?
 benchmarks.accuracy         How many ulps are ours and XLA's off?
 benchmarks.programs         What does ours save in whole programs?
+benchmarks.linear           How fast is the cross entropy of a projection, and in how much memory?
 benchmarks.beam_search      How fast is beam search with fused_topk?
 benchmarks.sharded          How do softmax and top-k scale over devices?
 benchmarks.support.redraw   Draws pictures of results again, from their JSON

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, execution, online, projection
@@ -18,8 +17,7 @@ from pallas_softmax.call import Choice
 from pallas_softmax.choice import choose
 from pallas_softmax.eager import at_once
 from pallas_softmax.projection import Head, Statistics
-from pallas_softmax.sharding.projection import describe
-from pallas_softmax.sharding.specs import explicit_axes
+from pallas_softmax.sharding.projection import describe, lay_together
 from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
 
 Reduction = Literal["mean", "sum"] | None
@@ -326,8 +324,8 @@ def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tup
             raise ValueError(
                 f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
             )
-    x, labels, where = _lay_together(x, labels, where)
-    x, w, bias, labels, where = vary_together(x, w, bias, labels, where, but=mesh_axes)
+    arrays = lay_together((x, w, bias, labels, where), head)
+    x, w, bias, labels, where = vary_together(*arrays, but=mesh_axes)
     w, bias = vary_together(w, bias, over=mesh_axes)
 
     def chosen(op: str) -> Choice:
@@ -382,12 +380,3 @@ def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
             f"{name}: labels must have the shape of x without its last dimension, {shape}, got {labels.shape}"
         )
     return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)
-
-
-def _lay_together(x, *others):
-    """Shards labels and mask as the tokens of `x`, where types say how they are sharded."""
-    laid = jax.typeof(x).sharding
-    if not explicit_axes(laid.mesh) or jax.sharding.get_abstract_mesh().manual_axes:
-        return x, *others
-    tokens = NamedSharding(laid.mesh, PartitionSpec(*laid.spec[:-1]))
-    return x, *(None if a is None else jax.sharding.reshard(a, tokens) for a in others)

@@ -93,6 +93,8 @@ class Settings:
     heads: int = 8
     width: int = 1024
     training_steps: int = 400
+    head: tuple[str, ...] = ("small",)
+    reduction: tuple[str, ...] = ("mean",)
     sharding: tuple[str, ...] = ("batch", "vocab")
     devices: tuple[int, ...] = (1, 2, 4, 8)
     axis_type: str = "Auto"

@@ -184,7 +184,7 @@ def _gradients(
         own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
         dx = chunk.put(dx, own_dx.astype(x.dtype))
         dw = pieces.add_product(dw, own_x, dz, head=head)
-        dw = vary_together(dw, x, w, labels, weights, over=mesh_axes)[0]
+        dw = vary_together(dw, x, w, labels, weights)[0]
         if bias is not None:
             dz = dz if factor is None else dz * factor
             dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
@@ -194,7 +194,7 @@ def _gradients(
     per_row = known if known is not None else _no_statistics(x, head)
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, wide)
-    dbias = vary_together(dbias, x, w, labels, weights, over=mesh_axes)[0]
+    dbias = vary_together(dbias, x, w, labels, weights)[0]
     statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, (per_row, dx, None, dbias))
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return statistics, dx, (dw * scale).astype(w.dtype), dbias

@@ -53,7 +53,7 @@ def _dlogits_of(z, labels, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """What `Pieces.add_product` says; on the CPU, where XLA does not add to a total in place, some columns at a time."""
+    """What `Pieces.add_product` says; on the CPU, where XLA adds to no total in place, some columns at a time."""
 
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)

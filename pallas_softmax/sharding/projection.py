@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import platforms
@@ -23,7 +24,7 @@ from pallas_softmax.call import Call, Choice, symbolic
 from pallas_softmax.choice import choose_again
 from pallas_softmax.projection import Head
 from pallas_softmax.sharding.partition import divide, divisible
-from pallas_softmax.sharding.specs import axes_of_entry
+from pallas_softmax.sharding.specs import axes_of_entry, explicit_axes
 
 
 def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call:
@@ -55,6 +56,23 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     return divide(
         choice, arrays, whole, dimensions, lambda axes: functools.partial(_on_shard, choice, keywords, axes)
     )
+
+
+def lay_together(arrays: tuple, head: Head) -> tuple:
+    """The arrays, sharded as an operation takes them, where types say how they are sharded.
+
+    Args:
+      arrays: x, w, bias, and what has one number for each token; None stays.
+      head: the projection.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in leaves) if explicit_axes(m)), None)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    dimensions = _Dimensions.of("projection", arrays, head, ())
+    specs, *_ = dimensions.lay_out([jax.typeof(a).sharding for a in leaves], mesh.shape)
+    laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
+    return jax.tree.unflatten(tree, laid)
 
 
 def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias, *per_token) -> Any:

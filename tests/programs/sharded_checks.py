@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from tests.programs import linear_checks
 from tests.support import bounds, cases, covering, oracle
 from tests.support.cases import BF16, F16, F32
 
@@ -587,6 +588,10 @@ def explained(op, how):
     if how == "shard_map":  # then it is known what a device has
         local = (len(NAMES) // at.size("b"), V // at.size("v"))
         assert (choices[0].call.rows, choices[0].call.vocab) == local
+
+
+CHECKS |= linear_checks.CHECKS
+SLOW |= linear_checks.SLOW
 
 
 def main(*patterns):

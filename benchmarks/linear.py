@@ -1,0 +1,445 @@
+"""How fast is the cross entropy of a projection? python -m benchmarks.linear --flagfile=configs/linear.flags
+
+The loss is that of a language model: --batch tokens of a width D, projected to V columns. Contenders, beside ours:
+
+matmul        the projection alone, its result stored in the dtype of x: nothing can do without it
+jax_scan      what people write: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits
+jax_float32   plain JAX, float32 logits in memory
+jax_inexact   plain JAX, logits of the dtype of x in memory; in 16 bits their rounding is in the loss
+torch         F.cross_entropy(x @ w, labels)
+torch_compile the same under torch.compile
+
+Loss and gradients of x and w are held against those of jax_scan before anything is timed. `products` is the time over
+that of matmul: a forward makes 1 product, a mean with its gradients 3, and one loss per token with them 4, if the
+logits are not kept. `MiB` is what XLA plans beside arguments and results: a float32 dw is in it, where there is one.
+
+With --training_steps, a small language model, whose embedding is its head, is trained on the text beside this file, by
+the plain loss and by ours, and the two curves are compared.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app
+from jax import lax
+
+import pallas_softmax
+from benchmarks import beam_search
+from benchmarks.support import flags, report, timing
+from benchmarks.support.contenders import Call, fetch_jax, jax_call
+from benchmarks.support.driver import note, progress, require_extra
+
+# Width D and columns V of models' heads.
+HEADS = {
+    "small": (64, 1000),
+    "gpt2": (768, 50257),
+    "llama3": (4096, 128256),
+    "gemma2": (2304, 256000),
+    "qwen3": (4096, 151936),
+}
+PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", "torch", "torch_compile")
+REFERENCE = "jax_scan"
+_SCANNED = 2048  # tokens of a step of jax_scan
+# The largest relative error (norm of the difference over norm) against jax_scan: a few eps of the dtype that dz is
+# rounded to; in float32 jax_scan's products may be in TF32, whose eps is 2^-10.
+TOLERANCE = {"float32": 4 * 2**-10, "bfloat16": 4 * 2**-8, "float16": 4 * 2**-10}
+# What rounds the logits to 16 bits is off by that times |z|: it is shown, and nothing is asked of it.
+INEXACT = ("jax_inexact", "torch", "torch_compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """One loss of one size."""
+
+    tokens: int
+    head: str
+    dtype: str
+    reduction: str  # mean or none
+    direction: str  # forward or both
+
+    @property
+    def label(self) -> str:
+        """A name of the loss in few words."""
+        width, vocab = HEADS[self.head]
+        size = f"[{self.tokens}, {width}] @ [{width}, {vocab}]"
+        return f"{self.head} {size} {self.dtype} {self.reduction} {self.direction}"
+
+
+@dataclasses.dataclass
+class Row:
+    """The columns of the CSV for one contender in one loss; what is empty was not measured."""
+
+    loss: Loss
+    contender: str  # one of PEERS, or one of our implementations
+    ours: bool
+    ran: str = ""  # the implementation found in the lowered program
+    status: str = "ok"  # ok, differs (a peer), FAILED, not run, error
+    reason: str = ""  # why the status is not ok
+    value: float | None = None  # the mean loss
+    error: float | None = (
+        None  # the largest of loss and gradients, against jax_scan, in the measure of TOLERANCE
+    )
+    memory_mib: float | None = None  # temporaries, by XLA's plan
+    samples: int = 0
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    products: float | None = None  # p50 over that of matmul
+    first_result_s: float | None = None
+
+    @property
+    def fails(self) -> bool:
+        """Whether this row makes the run fail."""
+        return self.status in ("FAILED", "error")
+
+
+# --- The contenders -------------------------------------------------------------------------------------
+
+
+def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
+    """Returns one loss per token, from logits of `dtype` in memory."""
+    z = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
+    return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
+
+
+def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns one loss per token, from some tokens' float32 logits at a time."""
+    step = jax.checkpoint(lambda tokens: _plain(tokens[0], w, tokens[1], jnp.float32))
+    size = min(_SCANNED, len(x))
+    whole = len(x) // size * size
+    parts = x[:whole].reshape(-1, size, x.shape[1]), labels[:whole].reshape(-1, size)
+    losses = lax.map(step, parts).ravel()
+    return losses if whole == len(x) else jnp.concatenate([losses, step((x[whole:], labels[whole:]))])
+
+
+def _losses(contender: str, reduction: str) -> Callable:
+    """Returns the function (x, w, labels) of a JAX contender: a mean, or one loss per token."""
+    mean = jnp.mean if reduction == "mean" else lambda losses: losses
+    match contender:
+        case "matmul":
+            return lambda x, w, labels: x @ w
+        case "jax_scan":
+            return lambda *args: mean(_scanned(*args))
+        case "jax_float32":
+            return lambda *args: mean(_plain(*args, jnp.float32))
+        case "jax_inexact":
+            return lambda x, *args: mean(_plain(x, *args, x.dtype))
+    return functools.partial(
+        pallas_softmax.linear_cross_entropy,
+        reduction="mean" if reduction == "mean" else None,
+        implementation=None if contender == "auto" else contender,
+    )
+
+
+def _jax_call(row: Row, arrays: tuple) -> Call:
+    """Returns the call of a JAX contender, and writes into its row the memory that XLA has planned."""
+    function = _losses(row.contender, row.loss.reduction)
+
+    def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
+        return {"y": function(x, w, labels)}
+
+    def both(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
+        y, pull = jax.vjp(lambda x, w: function(x, w, labels), x, w)
+        dx, dw = pull(jnp.full_like(y, 1 / y.size))
+        return {"y": y, "dx": dx, "dw": dw}
+
+    run = forward if row.contender == "matmul" or row.loss.direction == "forward" else both
+    call = jax_call(run, *arrays, ran="" if row.ours else "jax")
+    if call.extra_mb is not None:  # with the results
+        results = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(run, *arrays)))
+        row.memory_mib = (1e6 * call.extra_mb - results) / 2**20
+    return call
+
+
+def _torch_call(row: Row, arrays: tuple) -> Call:
+    """Returns the call of torch on the memory of the JAX arrays, which DLPack shares."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if timing.on_gpu() and not torch.cuda.is_available():
+        raise NotImplementedError("this torch has no CUDA device")
+    x, w, labels = map(torch.from_dlpack, arrays)
+    labels = labels.long()
+    reduction = row.loss.reduction
+
+    def losses(x: Any, w: Any) -> Any:
+        return torch.nn.functional.cross_entropy(x @ w, labels, reduction=reduction)
+
+    function = torch.compile(losses) if row.contender == "torch_compile" else losses
+
+    def forward() -> dict[str, Any]:
+        with torch.no_grad():
+            return {"y": function(x, w)}
+
+    leaves = [a.detach().requires_grad_() for a in (x, w)]
+
+    def both() -> dict[str, Any]:
+        y = function(*leaves)
+        dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / y.numel()))
+        return {"y": y.detach(), "dx": dx, "dw": dw}
+
+    def wait(_: Any) -> None:
+        if timing.on_gpu():
+            torch.cuda.synchronize()
+
+    run = forward if row.loss.direction == "forward" else both
+    return Call(run=run, wait=wait, fetch=fetch_jax, ran="torch")
+
+
+# --- One loss -------------------------------------------------------------------------------------------
+
+
+def make_losses(chosen: flags.Settings) -> list[Loss]:
+    """Returns every loss that the flags ask for."""
+    return [
+        Loss(tokens, head, dtype, reduction, direction)
+        for head in chosen.head
+        for tokens in chosen.batch
+        for dtype in chosen.dtype
+        for reduction in chosen.reduction
+        for direction in chosen.direction
+    ]
+
+
+def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    width, vocab = HEADS[loss.head]
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (loss.tokens, width), loss.dtype)
+    w = jax.random.normal(keys[1], (width, vocab), loss.dtype) * jnp.asarray(2 * width**-0.5, loss.dtype)
+    return x, w, jax.random.randint(keys[2], (loss.tokens,), 0, vocab)
+
+
+@jax.jit
+def _error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """Returns the norm of the difference over the norm."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want))
+
+
+def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
+    """Holds every contender of one loss against jax_scan, then times them together."""
+    names = dict.fromkeys([REFERENCE, "matmul", *chosen.peers, *chosen.implementations])
+    rows = {name: Row(loss, name, ours=name not in PEERS) for name in names}
+    calls: dict[str, Call] = {}
+    want: dict[str, jax.Array] = {}
+    try:
+        arrays = _arrays(loss, chosen.seed)
+    except Exception as error:
+        for row in rows.values():
+            note(row, error)
+        return list(rows.values())
+    for name, row in rows.items():
+        try:
+            call = (_torch_call if name.startswith("torch") else _jax_call)(row, arrays)
+            row.ran, row.first_result_s = call.ran, call.first_result_s
+            if row.ours and name not in ("auto", "xla") and name not in call.ran.split("+"):
+                raise AssertionError(f"asked for {name}, lowered to {call.ran}")
+            result = call.run()
+            call.wait(result)
+            if name != "matmul":
+                got = {key: jnp.from_dlpack(a) for key, a in result.items()} if row.ran == "torch" else result
+                row.value = float(jnp.mean(got["y"]))
+                want = want or got
+                row.error = max(float(_error(got[key], want[key])) for key in want)
+            calls[name] = call
+        except Exception as error:
+            note(row, error)
+            continue
+        if row.error is not None and not row.error <= TOLERANCE[loss.dtype]:
+            row.status = "differs" if name in INEXACT else "FAILED"
+            row.reason = f"{row.error:.3g} off {REFERENCE}'s, more than {TOLERANCE[loss.dtype]:.3g}"
+            if row.status == "FAILED":
+                del calls[name]
+    want.clear()
+    times = timing.interleave(
+        calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
+    )
+    for name, seconds in times.items():
+        row = rows[name]
+        row.samples = len(seconds)
+        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
+        if "matmul" in times:
+            row.products = float(np.median(seconds) / np.median(times["matmul"]))
+    return list(rows.values())
+
+
+def table(rows: list[Row]) -> str:
+    """Returns the rows as aligned text, below a heading for each loss; what the columns are stands below."""
+    lines = [["  contender", "ran", "check", "loss", "error", "p50 us", "products", "MiB"]]
+    notes = report.Notes()
+    last = None
+    for row in rows:
+        if row.loss != last:
+            lines.append([row.loss.label])
+        last = row.loss
+        mark = f" {notes.mark(row.reason)}" if row.reason else ""
+        line = [f"  {row.contender}", row.ran, row.status + mark]
+        for value in (row.value, row.error, row.p50_us, row.products, row.memory_mib):
+            line.append("" if value is None else report.number(value) if value else "0")
+        lines.append(line)
+    texts = {
+        "ran": report.RAN,
+        "check": "ok if the error is no larger than a few eps of the dtype",
+        "error": f"the largest difference of the loss and of a gradient from {REFERENCE}'s, relative to its norm",
+        "p50 us": "the median time of a call",
+        "products": "that over the time of matmul, the projection alone",
+        "MiB": "temporaries by XLA's plan, a float32 dw among them",
+    }
+    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
+
+
+# --- A language model -----------------------------------------------------------------------------------
+
+_CONTEXT = 8  # tokens from which the next one is told
+_LAST = 10  # steps whose losses are averaged
+
+
+@dataclasses.dataclass
+class Curve:
+    """The columns of the CSV for one training."""
+
+    contender: str  # jax, or ours
+    vocab: int
+    width: int
+    dtype: str
+    tokens: int
+    steps: int
+    first_loss: float
+    last_loss: float  # the mean of the last steps
+    largest_gap: float  # of all steps, to the loss of jax
+    step_us: float  # wall time
+    memory_mib: float  # temporaries of a step, by XLA's plan
+
+
+def train(contender: str, vocab: int, dtype: str, chosen: flags.Settings) -> tuple[np.ndarray, float, float]:
+    """Trains a perceptron of the last tokens, whose embedding is its output layer, too, by Adam.
+
+    Returns:
+      The losses, the seconds of a step, and the MiB of its temporaries.
+    """
+    width, steps = chosen.width, chosen.training_steps
+    ids = jnp.asarray(beam_search.token_ids(vocab))
+    keys = jax.random.split(jax.random.key(chosen.seed), 4)
+    weights = {
+        "embed": width**-0.5 * jax.random.normal(keys[0], (vocab, width)),
+        "input": (_CONTEXT * width) ** -0.5 * jax.random.normal(keys[1], (_CONTEXT * width, width)),
+        "hidden": width**-0.5 * jax.random.normal(keys[2], (width, width)),
+    }
+    starts = jax.random.randint(keys[3], (steps, chosen.tokens), 0, len(ids) - _CONTEXT)
+
+    def loss(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
+        text = ids[start[:, None] + jnp.arange(_CONTEXT + 1)]
+        embed = weights["embed"].astype(dtype)
+        x = embed[text[:, :-1]].reshape(len(text), -1)
+        x = jax.nn.gelu(x @ weights["input"].astype(dtype)) @ weights["hidden"].astype(dtype)
+        if contender == "jax":
+            return jnp.mean(_plain(x, embed.T, text[:, -1], jnp.float32))
+        return pallas_softmax.linear_cross_entropy(x, embed, text[:, -1], transpose_w=True)
+
+    def adam(state: tuple, i: jax.Array, start: jax.Array) -> tuple[tuple, jax.Array]:
+        weights, mean, square = state
+        value, grads = jax.value_and_grad(loss)(weights, start)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
+        rate = 2e-3 * jnp.sqrt(1 - 0.99 ** (i + 1)) / (1 - 0.9 ** (i + 1))
+        weights = jax.tree.map(lambda w, m, s: w - rate * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
+        return (weights, mean, square), value
+
+    state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)))
+    step = jax.jit(adam, donate_argnums=0).lower(state, jnp.float32(0), starts[0]).compile()
+    memory = step.memory_analysis()
+    values, begin = [], 0.0
+    for i, start in enumerate(starts):
+        if i == 1:  # the first one is not timed
+            jax.block_until_ready(values)
+            begin = time.perf_counter()
+        state, value = step(state, jnp.float32(i), start)
+        values.append(value)
+    losses = np.asarray(jnp.stack(values))
+    seconds = (time.perf_counter() - begin) / max(1, steps - 1)
+    return losses, seconds, memory.temp_size_in_bytes / 2**20 if memory else 0.0
+
+
+def curves(chosen: flags.Settings) -> list[Curve]:
+    """Trains by the plain loss, with its logits in float32, and by ours, from the same weights on the same text."""
+    found = []
+    for vocab in chosen.vocab if chosen.training_steps else ():
+        for dtype in chosen.dtype:
+            reference = np.zeros(0)
+            for contender in ("jax", "ours"):
+                losses, seconds, memory = train(contender, vocab, dtype, chosen)
+                reference = losses if contender == "jax" else reference
+                found.append(
+                    Curve(
+                        contender,
+                        vocab,
+                        chosen.width,
+                        dtype,
+                        chosen.tokens,
+                        len(losses),
+                        float(losses[0]),
+                        float(np.mean(losses[-_LAST:])),
+                        float(np.abs(losses - reference).max()),
+                        1e6 * seconds,
+                        memory,
+                    )
+                )
+    return found
+
+
+def training_table(found: list[Curve]) -> str:
+    """Returns the trainings as aligned text."""
+    lines = [["  contender", "V", "dtype", "first loss", "last loss", "largest gap", "step us", "MiB"]]
+    for curve in found:
+        numbers = (curve.first_loss, curve.last_loss, curve.largest_gap, curve.step_us, curve.memory_mib)
+        lines.append(
+            [f"  {curve.contender}", str(curve.vocab), curve.dtype]
+            + [report.number(value, 5) if value else "0" for value in numbers]
+        )
+    return report.columns(lines, left=3)
+
+
+def define_flags() -> None:
+    """Defines the flags of this benchmark."""
+    flags.define_words("head", tuple(HEADS), "Whose projections, by width and columns.")
+    flags.define_integers("batch", "Tokens that are projected.")
+    flags.define_words("reduction", ("mean", "none"), "One mean, or one loss per token.")
+    flags.define_direction()
+    flags.define_dtype()
+    flags.define_implementations()
+    flags.define_words("peers", PEERS, "What to compare with.", PEERS[1:4])
+    flags.define_integer("training_steps", "Steps of the language model's training; 0 trains none.", 0)
+    flags.define_integer("tokens", "Tokens of a training step.")
+    flags.define_integer("width", "Width of the language model.")
+    flags.define_integers("vocab", "Columns of the language model's head.")
+    flags.define_seed()
+    flags.define_sampling()
+    flags.define_output()
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark and returns its exit code."""
+    chosen = flags.read(argv)
+    require_extra()
+    rows = [row for loss in progress(make_losses(chosen), "losses") for row in run_loss(loss, chosen)]
+    where = report.environment(chosen.commit)
+    report.write("linear", rows, chosen, where)
+    kind = "device time" if timing.on_gpu() else "wall time"
+    print(f"\nlinear on {where['device']}, jax {where['jax']}; {kind} of one call")
+    print(table(rows))
+    if trained := curves(chosen):
+        report.write("linear_training", trained, chosen, where)
+        print(f"\ntraining, {chosen.training_steps} steps of {chosen.tokens} tokens; wall time of a step")
+        print(training_table(trained))
+    print(f"files: {chosen.output_dir}/linear*.csv, .json")
+    return report.exit_code("linear", sum(row.fails for row in rows), rows)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,101 @@
+"""Checks of the projection over 8, 4 or 2 devices; sharded_checks.py runs them with its own."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_softmax as ps
+from benchmarks.support import links
+from tests.support import linear
+
+N, D, V = 64, 24, 512
+ROWS = 5  # of a chunk
+CHECKS = {}
+SLOW = set()
+
+# How x, w, bias and labels lie on a mesh of the axes "data" and "model".
+LAYOUTS = {
+    "tokens": (P("data"), P(), P(), P("data")),
+    "columns": (P(), P(None, "model"), P("model"), P()),
+    "both": (P("data"), P(None, "model"), P("model"), P("data")),
+    "fsdp": (P("data"), P("data"), P(), P("data")),
+}
+
+
+def sent(layout, reduction, devices):
+    """The bytes of the all-reduces, and those of the all-gathers, that a device has to take part in.
+
+    One chunk is in the text of a loop. Of a row over several devices it sends m, d and its logit, for all tokens at
+    once where the losses are one per token, and the float32 sum for dx, chunk by chunk.
+    """
+    data, model = devices // 2, 2
+    tokens, columns = layout in ("tokens", "both", "fsdp"), layout in ("columns", "both")
+    width = V // model if columns else V
+    rows = N // data if tokens else N
+    reduced = 4 * (D + 1) * width if tokens and data > 1 else 0
+    chunk = -(-rows // -(-rows // (2 * ROWS if columns else ROWS)))
+    if columns:
+        reduced += 4 * D * chunk + 12 * (rows if reduction is None else chunk)
+    return reduced, 4 * D * V if layout == "fsdp" and data > 1 else 0
+
+
+def check(how, layout, reduction):
+    """Loss and gradients are those of one device, and what is sent is what must be."""
+    devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(
+        (devices // 2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:devices]
+    )
+    x, w, labels, bias = linear.arrays(N, D, V, "float32", bias=True)
+    workspace = 4 * 2 * ROWS * V  # the gradients of float32 store 8 bytes for each logit
+
+    def loss(x, w, bias, labels, axis_name=None):
+        values = ps.linear_cross_entropy(
+            x, w, labels, bias=bias, reduction=reduction, workspace_bytes=workspace, axis_name=axis_name
+        )
+        return jnp.mean(values)
+
+    specs = LAYOUTS[layout]
+    f = loss
+    if how == "shard_map":
+
+        def on_shard(x, w, bias, labels):
+            w = jax.lax.all_gather(w, "data", tiled=True) if layout == "fsdp" else w
+            names = "model" if layout in ("columns", "both") else None
+            value = loss(x, w, bias, labels, names)
+            return value if layout == "columns" else jax.lax.pmean(value, "data")
+
+        f = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    f = jax.jit(jax.value_and_grad(f, (0, 1, 2)))
+    with jax.set_mesh(mesh):
+        laid = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, w, bias, labels), specs)]
+        compiled = f.lower(*laid).compile()
+        value, grads = compiled(*laid)
+    losses, size, *want = linear.losses_and_gradients(x, w, labels, np.full(N, 1 / N), bias=bias)
+    assert abs(float(value) - losses.mean()) <= 8 * np.spacing(np.float32(size.max() + losses.max()))
+    for got, expected in zip(grads, want):
+        assert linear.rounded_errors(got, expected) <= 2e-6  # float32, each a sum of some hundred terms
+    for got, spec in zip(grads, specs):
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), got.ndim), (got.sharding, spec)
+    found = links.collectives(compiled.as_text())
+    reduced, gathered = sent(layout, reduction, devices)
+    small = 16  # the loss itself
+    by_kind = {kind: sum(c.bytes for c in found if c.kind == kind) for kind in {c.kind for c in found}}
+    if how == "shard_map" and layout == "fsdp":  # there JAX transposes the all-gather to a reduce-scatter
+        assert by_kind.pop("reduce-scatter", 4 * D * V) in (4 * D * V, 4 * D * V // (devices // 2))
+        reduced -= 4 * D * V
+    assert by_kind.pop("all-gather", 0) == gathered, found
+    assert reduced <= by_kind.pop("all-reduce", 0) <= reduced + small, (reduced, found)
+    assert not by_kind, found
+
+
+for how, layout, reduction in itertools.product(("auto", "explicit", "shard_map"), LAYOUTS, ("mean", None)):
+    name = f"linear-{how}-{layout}-{reduction}"
+    CHECKS[name] = functools.partial(check, how, layout, reduction)
+    if (how, layout, reduction) != ("auto", "both", "mean"):
+        SLOW.add(name)

@@ -1,0 +1,449 @@
+"""linear_logsumexp, linear_cross_entropy and linear_log_probs: numbers, gradients, labels and masks, memory."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import pallas_softmax as ps
+from pallas_softmax.implementations.projection import chunk_rows
+from tests.support.covering import first, slow
+from tests.support.linear import arrays, losses_and_gradients, plain, rounded_errors
+from tests.support.oracle import wide
+
+ROWS = 40  # of a chunk: less than the number of tokens, and no divisor of it
+
+
+def workspace(vocab, rows=ROWS):
+    """A workspace that holds so many rows of float32 logits."""
+    return 4 * vocab * rows
+
+
+def value_and_grads(f, *args):
+    return jax.jit(jax.value_and_grad(f, tuple(range(len(args)))))(*args)
+
+
+# --- Numbers: V is no multiple of what is taken at a time, and n neither ------------------------------
+
+FEATURES = {
+    "": {},
+    "transposed": {"transpose_w": True},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 5.0, "transpose_w": True, "bias": True},
+    "smoothing": {"label_smoothing": 0.1, "bias": True},
+    "z_loss": {"z_loss": 0.01},
+    "all": {"softcap": 20.0, "label_smoothing": 0.2, "z_loss": 0.02, "bias": True, "transpose_w": True},
+}
+NUMBERS = [
+    ("bfloat16", "", "mean", 1),
+    ("float16", "all", None, 4),
+    ("float32", "softcap", "sum", 1),
+    *(
+        (dtype, features, reduction, peak)
+        for dtype in ("float32", "bfloat16", "float16")
+        for features in FEATURES
+        for reduction in ("mean", None)
+        for peak in (1, 40)
+    ),
+]
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(("dtype", "features", "reduction", "peak"), first(2, NUMBERS))
+def test_losses_and_gradients(dtype, features, reduction, peak):
+    n, vocab = 101, 1003
+    keywords = dict(FEATURES[features])
+    x, w, labels, bias = arrays(
+        n,
+        24,
+        vocab,
+        dtype,
+        peak=peak,
+        bias=keywords.pop("bias", False),
+        transpose_w=keywords.get("transpose_w", False),
+    )
+    where = np.arange(n) % 5 != 1
+    weights = where / (where.sum() if reduction == "mean" else 1)
+    g = np.random.default_rng(1).standard_normal(n).astype("float32")
+    if reduction is None:
+        weights = weights * g
+    held = [a for a in (x, w, bias) if a is not None]
+
+    def ours(x, w, bias=None, reduction=reduction):
+        loss = ps.linear_cross_entropy(
+            x,
+            w,
+            labels,
+            bias=bias,
+            where=where,
+            reduction=reduction,
+            workspace_bytes=workspace(vocab),
+            **keywords,
+        )
+        return jnp.sum(loss * g) if reduction is None else loss
+
+    def theirs(x, w, bias=None, dtype=dtype):
+        return jnp.sum(jnp.asarray(weights) * plain(x, w, labels, dtype=dtype, bias=bias, **keywords))
+
+    losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=bias, **keywords)
+    token = jax.jit(functools.partial(ps.linear_cross_entropy, reduction=None, **keywords))(
+        x, w, labels, bias=bias
+    )
+    stored = jax.jit(functools.partial(plain, **keywords))(x, w, labels, bias=bias)
+    kept = where  # the oracle has left out the others
+    ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
+    error, their_error = (np.abs(wide(a) - losses) / ulp for a in (token, stored))
+    assert (error <= their_error.max() + 2)[kept].all(), (error[kept].max(), their_error[kept].max())
+
+    total, ours_grads = value_and_grads(ours, *held)
+    _, their_grads = value_and_grads(theirs, *held)
+    want = np.sum(np.where(kept, weights * losses, 0))
+    unit = np.sum(np.where(kept, np.abs(weights) * (their_error.max() + 3) * ulp, 0))
+    assert abs(float(total) - want) <= unit + 1e-6 * abs(want)
+    allowed = 2 if dtype == "float32" else 1.05
+    for ours_grad, their_grad, want, held_array in zip(ours_grads, their_grads, gradients, held):
+        assert ours_grad.dtype == held_array.dtype and ours_grad.shape == held_array.shape
+        ours_error, their_error = rounded_errors(ours_grad, want), rounded_errors(their_grad, want)
+        assert ours_error <= allowed * their_error + 1e-7, (ours_error, their_error)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_logsumexp_and_log_probs():
+    x, w, labels, bias = arrays(30, 16, 517, "float32", bias=True)
+    x, labels = x.reshape(5, 6, 16), labels.reshape(5, 6)
+    g = np.random.default_rng(1).standard_normal((5, 6)).astype("float32")
+    small = workspace(517, 7)
+
+    def ours(x, w, b):
+        lse = ps.linear_logsumexp(x, w, bias=b, softcap=4.0, workspace_bytes=small)
+        log_p = ps.linear_log_probs(x, w, labels, bias=b, softcap=4.0, temperature=0.7, workspace_bytes=small)
+        return jnp.sum(g * lse) + jnp.sum(g**2 * log_p), (lse, log_p)
+
+    def theirs(x, w, b):
+        z = 4 * jnp.tanh((jnp.matmul(x, w, precision="highest") + b) / 4)
+        log_p = jax.nn.log_softmax(z / 0.7)
+        log_p = jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+        lse = jax.nn.logsumexp(z, -1)
+        return jnp.sum(g * lse) + jnp.sum(g**2 * log_p), (lse, log_p)
+
+    (_, values), grads = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(x, w, bias)
+    (_, want), want_grads = jax.jit(jax.value_and_grad(theirs, (0, 1, 2), has_aux=True))(x, w, bias)
+    for a, b in zip((*values, *grads), (*want, *want_grads)):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 1000, 50257])
+@pytest.mark.parametrize("n", [1, 7, 130])
+def test_shapes(n, vocab):
+    x, w, labels, _ = arrays(n, 8, vocab, "bfloat16")
+    losses, size, dx, dw, _ = losses_and_gradients(x, w, labels, np.full(n, 1 / n))
+    f = functools.partial(ps.linear_cross_entropy, workspace_bytes=workspace(vocab, 3))
+    total, grads = value_and_grads(lambda x, w: f(x, w, labels), x, w)
+    assert abs(float(total) - losses.mean()) <= 4 * np.spacing(np.float32(size.max() + losses.max()))
+    for got, want in zip(grads, (dx, dw)):
+        # one rounding of dz and one of the result, of 8 bits each; at V = 1 the gradient is 0
+        assert np.linalg.norm(wide(got) - want) <= 2**-8 * np.linalg.norm(want) + 1e-7
+
+
+@pytest.mark.slow
+def test_x64(x64):
+    x, w, labels, bias = arrays(20, 8, 300, "float64", bias=True)
+    bias = bias.astype("float64")
+    losses, _, *want = losses_and_gradients(x, w, labels, np.full(20, 1 / 20), bias=bias)
+    total, grads = value_and_grads(
+        lambda x, w, b: ps.linear_cross_entropy(x, w, labels.astype("int64"), bias=b), x, w, bias
+    )
+    assert total.dtype == jnp.float64
+    np.testing.assert_allclose(total, losses.mean(), rtol=1e-14)
+    for got, expected in zip(grads, want):
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-16)
+
+
+# --- Labels and masks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("reduction", ["mean", slow(None)])
+def test_what_is_left_out_may_be_anything(reduction):
+    """A token that `where` leaves out reaches nothing: not with a NaN in its x, not with a label that is no column."""
+    x, w, labels, _ = arrays(10, 8, 100, "float32")
+    where = np.arange(10) % 3 != 0
+    spoilt_x = jnp.where(where[:, None], x, jnp.nan)
+    spoilt_labels = jnp.where(where, labels, jnp.asarray([100, -1, 2**31 - 1, -(2**31), 7] * 2))
+    f_of = functools.partial(
+        ps.linear_cross_entropy, where=where, reduction=reduction, workspace_bytes=workspace(100, 3)
+    )
+    f = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(f_of(*args)), (0, 1)))
+    jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(spoilt_x, w, spoilt_labels))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_labels_out_of_range_are_nan():
+    x, w, labels, _ = arrays(6, 8, 100, "float32")
+    bad = np.asarray(labels, "int8")
+    bad[[1, 2, 3]] = 100, -1, -100
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def f(x):
+        mean, each = ps.linear_cross_entropy(x, w, bad), ps.linear_log_probs(x, w, bad)
+        return mean + each.sum(), (mean, each)
+
+    dx, (mean, each) = f(x)
+    assert jnp.isnan(mean)
+    for found in (jnp.isnan(each), jnp.isnan(dx).all(1), jnp.isnan(dx).any(1)):
+        np.testing.assert_array_equal(found, [False, True, True, True, False, False])
+
+
+@pytest.mark.slow
+def test_no_token_is_left():
+    x, w, labels, _ = arrays(6, 8, 100, "float32")
+    for n in (6, 0):
+        f = functools.partial(ps.linear_cross_entropy, where=jnp.zeros(n, bool))
+        loss, grads = jax.value_and_grad(f, (0, 1))(x[:n], w, labels[:n])
+        assert loss == 0 and not any(map(jnp.any, grads))
+
+
+@pytest.mark.slow
+def test_columns_that_the_bias_masks():
+    """A bias of -inf takes a column out, as one masks the columns that only fill up w."""
+    x, w, labels, _ = arrays(12, 8, 100, "bfloat16")
+    f = jax.value_and_grad(ps.linear_cross_entropy, (0, 1))
+    loss, (dx, dw) = f(x, w[:, :90], labels % 90)
+    mask = jnp.where(jnp.arange(100) < 90, 0, -jnp.inf)
+    wide_loss, (wide_dx, wide_dw) = f(x, w.at[:, 90:].set(9), labels % 90, bias=mask)
+    np.testing.assert_array_equal(wide_dw[:, 90:], 0)
+    np.testing.assert_allclose(wide_loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(wide(wide_dx), wide(dx), rtol=2**-6, atol=2**-12)
+    np.testing.assert_allclose(wide(wide_dw[:, :90]), wide(dw), rtol=2**-6, atol=2**-12)
+
+
+# --- Memory, and how many products --------------------------------------------------------------------
+
+
+def products(f, *shapes):
+    """The matrix products of the compiled program, and the bytes of its temporaries."""
+    compiled = jax.jit(f).lower(*shapes).compile()
+    return compiled.as_text().count(" dot("), compiled.memory_analysis().temp_size_in_bytes
+
+
+def of_size(n, depth=4096, vocab=128256, dtype="bfloat16"):
+    shapes = ((n, depth), dtype), ((depth, vocab), dtype), ((n,), "int32")
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+DW = 4 * 4096 * 128256
+MEMORY = {
+    "mean": (jax.grad(ps.linear_cross_entropy, (0, 1)), 3, DW),
+    "evaluated": (ps.linear_cross_entropy, 1, 0),
+    "none": (jax.grad(lambda *a: jnp.sum(ps.linear_cross_entropy(*a, reduction=None)), (0, 1)), 4, DW),
+    "frozen w": (jax.grad(ps.linear_cross_entropy), 2, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    first(1, [(name, n) for name in MEMORY for n in (8192, 65536)]),
+)
+def test_memory_beside_a_float32_dw(name, n):
+    """It does not grow with n; and each product is made once. What nobody asks for is not computed."""
+    f, count, dw = MEMORY[name]
+    assert (count, True) == (lambda dots, bytes: (dots, bytes - dw <= 0.6 * 2**30))(*products(f, *of_size(n)))
+
+
+def test_rows_of_a_chunk():
+    gpt2, llama = 50257, 128256
+    default = 512 * 2**20
+    assert chunk_rows(8192, llama, 2, default) == 2048  # as kernels that store 16 bits
+    assert chunk_rows(8192, llama, 6, default) == 640  # plain JAX: float32 and 16 bits
+    assert chunk_rows(16384, gpt2, 2, default) == 4096  # 5248 fit: four even chunks
+    assert chunk_rows(100, llama, 6, default) == 100
+    assert chunk_rows(101, 1000, 4, 4 * 1000 * 40) == 40  # fewer than a kernel's tile: a multiple of 8
+    assert chunk_rows(50, 10**9, 4, default) == 8  # at least
+    for n in (1, 127, 129, 8191, 10**6):
+        for vocab in (1, 1000, llama):
+            rows = chunk_rows(n, vocab, 6, default)
+            assert 1 <= rows <= n and (rows == 1 or rows * vocab * 6 <= default)
+
+
+# --- Transformations ----------------------------------------------------------------------------------
+
+
+def mean_loss(x, w, labels):
+    return ps.linear_cross_entropy(x, w, labels, workspace_bytes=workspace(100, 5))
+
+
+@pytest.mark.slow
+def test_vmap():
+    """Tokens that share w go on as one array: one product, as without vmap."""
+    x, w, labels, _ = arrays(24, 8, 100, "float32")
+    xs, ls = x.reshape(3, 8, 8), labels.reshape(3, 8)
+    per_token = functools.partial(ps.linear_cross_entropy, reduction=None)
+    f = jax.vmap(per_token, (0, None, 0))
+    np.testing.assert_allclose(f(xs, w, ls).ravel(), per_token(x, w, labels), rtol=1e-6)
+    assert products(f, xs, w, ls)[0] == 1
+    (choice,) = ps.explain(f, xs, w, ls)[:1]
+    assert (choice.call.op, choice.call.rows, choice.elsewhere) == ("projection", 8, "xla")
+
+
+def losses_in_steps(x, w, labels):
+    """Gradient accumulation, each step under jax.checkpoint."""
+
+    @jax.checkpoint
+    def step(total, slices):
+        return total + mean_loss(slices[0], w, slices[1]) / 3, None
+
+    return jax.lax.scan(step, 0.0, (x.reshape(3, 8, 8), labels.reshape(3, 8)))[0]
+
+
+def tied(x, w, labels):
+    """w is the embedding, too: the gradients of both uses are summed."""
+    return mean_loss(x + w.T[labels], w, labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["checkpoint", "scan", "vmap", "vmap of grad", "donate", "tied", "remat none"]
+)
+def test_transformations(name):
+    x, w, labels, _ = arrays(24, 8, 100, "float32")
+
+    def plain_mean(x, w, labels=labels):
+        return jnp.mean(plain(x, w, labels))
+
+    f, want = {
+        "checkpoint": (jax.checkpoint(mean_loss), plain_mean),
+        "scan": (losses_in_steps, plain_mean),
+        "vmap": (
+            lambda x, w, labels: jnp.mean(
+                jax.vmap(mean_loss, (0, None, 0))(x.reshape(3, 8, 8), w, labels.reshape(3, 8))
+            ),
+            plain_mean,
+        ),
+        "tied": (tied, lambda x, w: plain_mean(x + w.T[labels], w)),
+        "remat none": (
+            jax.checkpoint(lambda *args: jnp.mean(ps.linear_cross_entropy(*args, reduction=None))),
+            plain_mean,
+        ),
+    }.get(name, (mean_loss, plain_mean))
+    want_grads = jax.grad(want, (0, 1))(x, w)
+    if name == "vmap of grad":
+        per_slice = jax.vmap(jax.grad(f, (0, 1)), (0, None, 0))(x.reshape(3, 8, 8), w, labels.reshape(3, 8))
+        got = per_slice[0].reshape(24, 8) / 3, jnp.mean(per_slice[1], 0)
+    else:
+        donate = (0, 1) if name == "donate" else ()
+        got = jax.jit(jax.grad(f, (0, 1)), donate_argnums=donate)(x + 0, w + 0, labels)
+    for a, b in zip(got, want_grads):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_export_of_any_number_of_tokens():
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = [
+        jax.ShapeDtypeStruct(s, t) for s, t in (((n, 8), "float32"), ((8, 100), "float32"), ((n,), "int32"))
+    ]
+    exported = jax.export.export(jax.jit(jax.value_and_grad(mean_loss, (0, 1))), platforms=["cpu", "cuda"])(
+        *shapes
+    )
+    again = jax.export.deserialize(exported.serialize())
+    for n in (3, 24):
+        x, w, labels, _ = arrays(n, 8, 100, "float32")
+        got, want = again.call(x, w, labels), jax.value_and_grad(mean_loss, (0, 1))(x, w, labels)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_forward_mode_says_that_it_is_not_there():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jit(lambda x: jax.jvp(lambda x: ps.linear_cross_entropy(x, W, L), (x,), (x,))).lower(X)
+
+
+def test_precision_of_float32_is_that_of_the_caller():
+    """No TF32 unless the caller asks for it, in forward and backward alike: all products of one call agree."""
+    shapes = of_size(16, 8, 100, "float32")
+
+    def precisions():
+        text = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1))).lower(*shapes).as_text()
+        return [
+            line.split("precision = ")[1].split("]")[0] for line in text.splitlines() if "dot_general" in line
+        ]
+
+    assert set(precisions()) == {"[HIGHEST, HIGHEST"} and len(precisions()) >= 3
+    with jax.default_matmul_precision("high"):
+        assert set(precisions()) == {"[HIGH, HIGH"}
+
+
+# --- Choice, and bad input ----------------------------------------------------------------------------
+
+
+def test_explain_and_named_implementations():
+    shapes = of_size(16, 8, 100)
+    forward, gradient = ps.explain(ps.linear_cross_entropy, *shapes, implementation="xla")
+    assert str(forward) == "projection bfloat16[16, 8] @ [8, 100]: xla"
+    assert gradient.call.op == "projection_with_grad"
+    _, gradient = ps.explain(ps.linear_logsumexp, *shapes[:2])
+    assert gradient.call.op == "projection_grad"
+    with pytest.raises(
+        NotImplementedError, match=r"'triton' cannot run projection .*no kernel for projection"
+    ):
+        jax.eval_shape(functools.partial(ps.linear_cross_entropy, implementation="triton"), *shapes)
+
+
+X, W, L = jnp.zeros((3, 4)), jnp.zeros((4, 5)), jnp.zeros(3, jnp.int32)
+BAD = [
+    (TypeError, "x must be of float16", (X.astype(int), W, L), {}),
+    (TypeError, "one dtype, got float32 and bfloat16", (X, W.astype("bfloat16"), L), {}),
+    (TypeError, "labels must be integers, got float32", (X, W, L + 0.5), {}),
+    (TypeError, "labels must be an array", (X, W, [0, 1, 2]), {}),
+    (ValueError, r"w \(D, V\) for transpose_w=False, got \(3, 4\) and \(5, 4\)", (X, W.T, L), {}),
+    (ValueError, r"w \(V, D\) for transpose_w=True", (X, W, L), {"transpose_w": True}),
+    (ValueError, r"labels must have the shape .*\(3,\), got \(2,\)", (X, W, L[:2]), {}),
+    (ValueError, r"bias must have the shape \(5,\), got \(4,\)", (X, W, L), {"bias": jnp.zeros(4)}),
+    (TypeError, "bias must be of", (X, W, L), {"bias": jnp.zeros(5, int)}),
+    (ValueError, "where must be None or boolean", (X, W, L), {"where": jnp.ones(3)}),
+    (ValueError, "where of shape", (X, W, L), {"where": jnp.ones(2, bool)}),
+    (ValueError, "softcap must be None or a positive number, got -1", (X, W, L), {"softcap": -1}),
+    (TypeError, "softcap must be None or a positive number, got '3'", (X, W, L), {"softcap": "3"}),
+    (
+        ValueError,
+        "label_smoothing must be a number from 0 to 1, got 1.5",
+        (X, W, L),
+        {"label_smoothing": 1.5},
+    ),
+    (ValueError, "z_loss must be a number of 0 or more, got -0.1", (X, W, L), {"z_loss": -0.1}),
+    (ValueError, "reduction must be 'mean', 'sum' or None, got 'none'", (X, W, L), {"reduction": "none"}),
+    (ValueError, "workspace_bytes must be positive, got 0", (X, W, L), {"workspace_bytes": 0}),
+    (ValueError, "axis_name must name mesh axes", (X, W, L), {"axis_name": "v"}),
+    (ValueError, "implementation must be", (X, W, L), {"implementation": "cuda"}),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "args", "keywords"), BAD, ids=[bad[1] for bad in BAD])
+def test_bad_input(error, match, args, keywords):
+    with pytest.raises(error, match=match):
+        ps.linear_cross_entropy(*args, **keywords)
+
+
+def test_numbers_must_not_be_traced():
+    with pytest.raises(TypeError, match="temperature must be a positive number, got a traced value"):
+        jax.eval_shape(lambda t: ps.linear_log_probs(X, W, L, temperature=t), 1.0)
+    with pytest.raises(ValueError, match="temperature must be a positive number, got 0"):
+        ps.linear_log_probs(X, W, L, temperature=0)
+
+
+def test_x_must_not_differ_along_axis_name():
+    mesh = AbstractMesh((2,), ("v",), axis_types=(AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    f = jax.shard_map(
+        lambda x, w: ps.linear_logsumexp(x, w, axis_name="v"),
+        mesh=mesh,
+        in_specs=(spec("v"), spec(None, "v")),
+        out_specs=spec("v"),
+    )
+    with pytest.raises(ValueError, match="x must be the same on all devices of axis_name='v'"):
+        jax.eval_shape(f, jnp.zeros((4, 8)), jnp.zeros((8, 10)))
