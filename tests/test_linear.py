@@ -238,11 +238,15 @@ def of_size(n, depth=4096, vocab=128256, dtype="bfloat16"):
 
 
 DW = 4 * 4096 * 128256
-MEMORY = {
-    "mean": (jax.grad(ps.linear_cross_entropy, (0, 1)), 3, DW),
+MEMORY = {  # the products of a gradient are in the program twice: for the first chunk, and in the loop
+    "mean": (jax.grad(ps.linear_cross_entropy, (0, 1)), 2 * 3, DW),
     "evaluated": (ps.linear_cross_entropy, 1, 0),
-    "none": (jax.grad(lambda *a: jnp.sum(ps.linear_cross_entropy(*a, reduction=None)), (0, 1)), 4, DW),
-    "frozen w": (jax.grad(ps.linear_cross_entropy), 2, 0),
+    "none": (
+        jax.grad(lambda *a: jnp.sum(ps.linear_cross_entropy(*a, reduction=None)), (0, 1)),
+        1 + 2 * 3,
+        DW,
+    ),
+    "frozen w": (jax.grad(ps.linear_cross_entropy), 2 * 2, 0),
 }
 
 
@@ -251,7 +255,7 @@ MEMORY = {
     first(1, [(name, n) for name in MEMORY for n in (8192, 65536)]),
 )
 def test_memory_beside_a_float32_dw(name, n):
-    """It does not grow with n; and each product is made once. What nobody asks for is not computed."""
+    """It does not grow with n; and each product is made once a chunk. What nobody asks for is not computed."""
     f, count, dw = MEMORY[name]
     assert (count, True) == (lambda dots, bytes: (dots, bytes - dw <= 0.6 * 2**30))(*products(f, *of_size(n)))
 

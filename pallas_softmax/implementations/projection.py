@@ -195,7 +195,9 @@ def _gradients(
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, wide)
     dbias = vary_together(dbias, x, w, labels, weights)[0]
-    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, (per_row, dx, None, dbias))
+    statistics, dx, dw, dbias = _over_chunks(
+        x.shape[0], rows, step, (per_row, dx, None, dbias), first_apart=True
+    )
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return statistics, dx, (dw * scale).astype(w.dtype), dbias
 
@@ -249,17 +251,18 @@ class _Chunk(NamedTuple):
         return jax.tree.map(put, arrays, parts)
 
 
-def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry):
+def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *, first_apart: bool = False):
     """step(chunk, carry) -> carry, for each chunk of n rows; what it carries is changed in place.
 
-    The first chunk is taken before the loop: its gradient of w is a product, and those of the others are added to it.
+    With `first_apart`, step takes the first chunk before the loop, and may change what is carried from None.
     """
     if rows is n or rows == n:
         return step(_Chunk(None, rows, 0), carry)
-    carry = step(_Chunk(jnp.int32(0), rows, 0), carry)
+    if first_apart:
+        carry = step(_Chunk(jnp.int32(0), rows, 0), carry)
 
     def body(i, carry):
         start = jnp.minimum(i * rows, n - rows)
         return step(_Chunk(start, rows, i * rows - start), carry)
 
-    return lax.fori_loop(1, -(-n // rows), body, carry)
+    return lax.fori_loop(1 if first_apart else 0, -(-n // rows), body, carry)

@@ -184,9 +184,7 @@ def logit_gradients(
 
 def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
     """The logits of a part of the product, and their columns, of which the part's first one is 0."""
-    column = plgpu.broadcasted_iota(
-        jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA
-    )
+    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
     z = acc
     if bias_gmem is not None:
         bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0, interpret)

@@ -30,7 +30,9 @@ from pallas_softmax.online import Normalizer
 from pallas_softmax.projection import Head, Statistics
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
-_LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, and its inverse, with room for what they multiply
+_LARGEST_SUM = (
+    2.0**100
+)  # of exp(z - reference): bfloat16 holds it, and its inverse, with room for what they multiply
 
 
 def statistics(x, w, bias, labels, *, head: Head, interpret: Any = None) -> Statistics:
@@ -71,7 +73,15 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
 
     def exponentials(reference, **again):
         return logits_kernel.row_sums(
-            x, w, bias, labels, reference, head=head, tiling=plan_projection(len(x)), interpret=interpret, **again
+            x,
+            w,
+            bias,
+            labels,
+            reference,
+            head=head,
+            tiling=plan_projection(len(x)),
+            interpret=interpret,
+            **again,
         )
 
     first = exponentials(reference)
@@ -147,7 +157,11 @@ def _on_whole_blocks(operation: Callable, name: str, x, w, bias, labels, *of_row
     w is copied where D or V is no multiple of 64: of V, that is 50,257, and few others that are in use.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
-    rows, deep, wide = _rounded_up(n, BLOCK_ROWS), _rounded_up(depth, BLOCK_COLUMNS), _rounded_up(vocab, BLOCK_COLUMNS)
+    rows, deep, wide = (
+        _rounded_up(n, BLOCK_ROWS),
+        _rounded_up(depth, BLOCK_COLUMNS),
+        _rounded_up(vocab, BLOCK_COLUMNS),
+    )
     if (rows, deep, wide) == (n, depth, vocab):
         return operation(x, w, bias, labels, *of_rows, head=head, **static)
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-CTAS = 132  # as many as an H100 or H200 has multiprocessors; where there are fewer, the rest wait for their turn
+CTAS = (
+    132  # as many as an H100 or H200 has multiprocessors; where there are fewer, the rest wait for their turn
+)
 MULTIPLIERS = 2  # warpgroups of a CTA that multiply
 WARPGROUP_ROWS = 64  # rows of a tile that each of them multiplies: those of one wgmma
 TILE_M = MULTIPLIERS * WARPGROUP_ROWS  # rows of a tile

@@ -189,7 +189,9 @@ def _transforms(dtype) -> tuple:
     return plgpu.TilingTransform((BLOCK_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
 
 
-def _launch(kernel, inputs: tuple, out_type: tuple, into: tuple | None, cluster: int, name: str, interpret: Any):
+def _launch(
+    kernel, inputs: tuple, out_type: tuple, into: tuple | None, cluster: int, name: str, interpret: Any
+):
     """Runs a kernel on pytrees of inputs, with new outputs or with those of `into`."""
     flat_inputs, in_tree = jax.tree.flatten(inputs)
     flat_outputs, out_tree = jax.tree.flatten(out_type)
@@ -206,9 +208,7 @@ def _launch(kernel, inputs: tuple, out_type: tuple, into: tuple | None, cluster:
         "thread_name": "warpgroup",
         "kernel_name": name,
     }
-    parameters = plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-    )
+    parameters = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
     if into is None:
         launch = plgpu.kernel(
             body, out_type=flat_outputs, compiler_params=parameters, interpret=interpret, **mesh
@@ -217,7 +217,12 @@ def _launch(kernel, inputs: tuple, out_type: tuple, into: tuple | None, cluster:
 
     def in_place(refs):
         pl.kernel(
-            body, out_type=(), mesh=plgpu.Mesh(**mesh), compiler_params=parameters, interpret=interpret, name=name
+            body,
+            out_type=(),
+            mesh=plgpu.Mesh(**mesh),
+            compiler_params=parameters,
+            interpret=interpret,
+            name=name,
         )(*refs)
 
     results = pl.run_state(in_place)((*flat_inputs, *jax.tree.leaves(into)))
