@@ -86,7 +86,7 @@ def row_sums(
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
-        _labels(labels, columns, tiling),
+        _labels(labels, columns, head.vocab(w), tiling),
         None if reference is None else _padded(reference, tiling.cluster_rows),
     )
 
@@ -107,7 +107,7 @@ def row_sums(
         e = jnp.exp(z - _along(r, z))
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if stored_gmem is not None:
-            store(place, e if head.softcap is None else e * _slope(z, head), stored_gmem)
+            store(place, e * _slope(z, head), stored_gmem)
 
     return product(
         epilogue,
@@ -136,7 +136,7 @@ def logit_gradients(
     tiling: Tiling,
     interpret: Any = None,
 ) -> jax.Array:
-    """The gradients that `Coefficients` describes, in the dtype of x: (rows, columns of w), 0 in those that do not count.
+    """The gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 where columns do not count.
 
     Args:
       x, w, bias, labels, coefficients: as in `projection.Pieces`.
@@ -147,7 +147,7 @@ def logit_gradients(
     columns = w.shape[0 if head.transpose_w else 1]
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
-        _labels(labels, columns, tiling),
+        _labels(labels, columns, head.vocab(w), tiling),
         jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
 
@@ -162,7 +162,7 @@ def logit_gradients(
             lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
             lambda: dz,
         )
-        store(place, dz if head.softcap is None else dz * _slope(z, head), out_gmem)
+        store(place, dz * _slope(z, head), out_gmem)
 
     (dz,) = product(
         epilogue,
@@ -207,16 +207,18 @@ def _tanh(y):
 
 
 def _slope(z, head: Head):
-    """The derivative of the softcap; 0 in columns that do not count, where z is -inf."""
-    capped = jnp.maximum(z, -head.softcap / head.temperature) * (head.temperature / head.softcap)
-    return 1 - capped * capped
+    """The derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
+    if head.softcap is None:
+        return 1.0
+    t = jnp.maximum(z * (head.temperature / head.softcap), -1)
+    return 1 - t * t
 
 
 # ---- Numbers of rows and columns
 
 
-def _labels(labels, columns: int, tiling: Tiling) -> Labels:
-    labels = _padded(labels, tiling.cluster_rows, -1)
+def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
+    labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // tiling.tile_n
     tiles = jnp.arange(-(-columns // tiling.tile_n))
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))

@@ -71,7 +71,7 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
     guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), head=head), 1)
     reference = online.shift(guess)
 
-    def exponentials(reference, **again):
+    def exponentials(reference, **again) -> tuple[RowSums, Any]:
         return logits_kernel.row_sums(
             x,
             w,
@@ -100,8 +100,8 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
     at_label = jnp.exp(own.label_logit - reference) - jnp.where(factor == 0, 0, of_label / factor)
     if head.softcap is not None:
         at_label = at_label * (1 - (own.label_logit * (head.temperature / head.softcap)) ** 2)
-    columns = jnp.where(labels < 0, e.shape[1], labels)  # a negative index would count from the end
-    e = e.at[jnp.arange(len(x)), columns].set(at_label.astype(e.dtype), mode="drop", unique_indices=True)
+    column = jnp.where((labels >= 0) & (labels < head.vocab(w)), labels, e.shape[1])
+    e = e.at[jnp.arange(len(x)), column].set(at_label.astype(e.dtype), mode="drop", unique_indices=True)
     return merged, e, factor
 
 
@@ -152,7 +152,7 @@ def operations(interpret: Any = None) -> dict[str, Callable]:
 
 
 def _on_whole_blocks(operation: Callable, name: str, x, w, bias, labels, *of_rows, head: Head, **static):
-    """Runs an operation on arrays that end with a block of smem; x, and rarely w, is copied to one that does, if need be.
+    """Runs an operation on arrays of whole blocks of smem; x, and rarely w, is copied to be one, if need be.
 
     w is copied where D or V is no multiple of 64: of V, that is 50,257, and few others that are in use.
     """

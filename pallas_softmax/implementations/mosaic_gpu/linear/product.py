@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -39,6 +39,8 @@ from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
     WARPGROUP_ROWS,
     Tiling,
 )
+
+plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any, since pyright takes its transforms for abstract
 
 
 class Place(NamedTuple):
@@ -90,7 +92,7 @@ def product(
     tile_n, tile_k = tiling.tile_n, tiling.tile_k
     # in tiles, or in clusters of them that share their block of b
     grid = -(-a.shape[0] // tiling.cluster_rows), -(-b.shape[0 if b_transposed else 1] // tile_n)
-    shared = {"collective_axes": ("cluster",)} if tiling.cluster > 1 else {}
+    shared: dict[str, Any] = {"collective_axes": ("cluster",)} if tiling.cluster > 1 else {}
     blocks = [
         plgpu.BlockSpec((TILE_M, tile_k), lambda k: (0, k), transforms=_transforms(a.dtype)),
         plgpu.BlockSpec((tile_n, tile_k), lambda k: (0, k), transforms=_transforms(b.dtype), **shared)
@@ -178,7 +180,7 @@ def store(place: Place, values, gmem) -> None:
         )
 
 
-def _staging(dtype) -> plgpu.SMEM:
+def _staging(dtype) -> Any:
     shape = (MULTIPLIERS, 2, WARPGROUP_ROWS, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
 
