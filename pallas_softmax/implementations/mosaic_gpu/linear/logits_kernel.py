@@ -136,7 +136,7 @@ def logit_gradients(
     tiling: Tiling,
     interpret: Any = None,
 ) -> jax.Array:
-    """The gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 where columns do not count.
+    """The gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
 
     Args:
       x, w, bias, labels, coefficients: as in `projection.Pieces`.

@@ -125,8 +125,8 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
-    """Four float32 for each row of a tile; and the gradients, too."""
-    return 16 / TILE_N, itemsize + 16 / TILE_N
+    """Four float32 for each row of a tile; and the gradients, beside which these do not count."""
+    return 16 / TILE_N, itemsize
 
 
 def pieces(interpret: Any = None) -> Pieces:

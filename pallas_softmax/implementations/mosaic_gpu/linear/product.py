@@ -89,79 +89,103 @@ def product(
       name: the kernel's name in profiles.
       interpret: as for `pallas_call`.
     """
-    tile_n, tile_k = tiling.tile_n, tiling.tile_k
-    # in tiles, or in clusters of them that share their block of b
+    tile_n, tile_k, stages, cluster = tiling.tile_n, tiling.tile_k, tiling.stages, tiling.cluster
     grid = -(-a.shape[0] // tiling.cluster_rows), -(-b.shape[0 if b_transposed else 1] // tile_n)
-    shared: dict[str, Any] = {"collective_axes": ("cluster",)} if tiling.cluster > 1 else {}
-    blocks = [
-        plgpu.BlockSpec((TILE_M, tile_k), lambda k: (0, k), transforms=_transforms(a.dtype)),
-        plgpu.BlockSpec((tile_n, tile_k), lambda k: (0, k), transforms=_transforms(b.dtype), **shared)
-        if b_transposed
-        else plgpu.BlockSpec((tile_k, tile_n), lambda k: (k, 0), transforms=_transforms(b.dtype), **shared),
-    ]
-
-    def pipeline(multiply, context):
-        return plgpu.emit_pipeline_warp_specialized(
-            multiply,
-            grid=(-(-a.shape[1] // tile_k),),
-            in_specs=blocks,
-            max_concurrent_steps=tiling.stages,
-            memory_registers=_COPIER_REGISTERS,
-            num_compute_wgs=MULTIPLIERS,
-            wg_axis="warpgroup",
-            compute_context=context,
-        )
+    steps = -(-a.shape[1] // tile_k)  # blocks along K
+    b_block = (tile_n, tile_k) if b_transposed else (tile_k, tile_n)
 
     def kernel(a_gmem, b_gmem, wanted_gmem, *others_and_outputs_gmem):
-        def unused(*_):
-            pass
-
-        def all_tiles(blocks_smem, staging_smem):
+        def run(a_smem, b_smem, staging_smem, arrived, consumed):
             warpgroup = lax.axis_index("warpgroup")
 
-            @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="cta")
-            def _(loop):
-                i, j = plgpu.planar_snake(loop.index[0], grid, 0, tiling.rows_together)
-                i = i if tiling.cluster == 1 else i * tiling.cluster + lax.axis_index("cluster")
+            def over_tiles(take: Callable[[Any, Any, Callable], None]) -> Any:
+                """Calls take(i, j, count) for this CTA's tiles; block k of a tile is its count(k)-th. Their number."""
 
-                def multiply(_, a_smem, b_smem, acc):
-                    own = a_smem.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-                    plgpu.wgmma(acc, own, b_smem.transpose((1, 0)) if b_transposed else b_smem)
+                @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="cta", init_carry=jnp.int32(0))
+                def blocks(loop, carry):
+                    i, j = plgpu.planar_snake(loop.index[0], grid, 0, tiling.rows_together)
+                    i = i if cluster == 1 else i * cluster + lax.axis_index("cluster")
+                    take(i, j, lambda k: carry + k)
+                    return carry + steps
+
+                return blocks
+
+            def copy(i, j, count):
+                rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * tile_n, tile_n)
+
+                def step(k, carry):
+                    along, slot = pl.ds(k * tile_k, tile_k), lax.rem(count(k), stages)
+
+                    @pl.when(count(k) >= stages)
+                    def _():
+                        plgpu.barrier_wait(consumed.at[slot])
+
+                    plgpu.copy_gmem_to_smem(a_gmem.at[rows, along], a_smem.at[slot], arrived.at[slot])
+                    b_from = b_gmem.at[columns, along] if b_transposed else b_gmem.at[along, columns]
+                    shared = {} if cluster == 1 else {"collective_axes": "cluster"}
+                    plgpu.copy_gmem_to_smem(b_from, b_smem.at[slot], arrived.at[slot], **shared)
+                    return carry
+
+                lax.fori_loop(0, steps, step, None)
+
+            def multiply(i, j, count):
+                @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
+                def _(acc):
+                    def step(k, carry):
+                        slot = lax.rem(count(k), stages)
+                        plgpu.barrier_wait(arrived.at[slot])
+                        own = a_smem.at[slot, pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                        b_all = b_smem.at[slot]
+                        plgpu.wgmma(acc, own, b_all.transpose((1, 0)) if b_transposed else b_all)
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(k > 0)  # this product runs on, the one before has ended
+                        def _():
+                            plgpu.barrier_arrive(consumed.at[lax.rem(count(k) - 1, stages)])
+
+                        return carry
+
+                    lax.fori_loop(0, steps, step, None)
                     plgpu.wgmma_wait(0)
-                    return acc
+                    plgpu.barrier_arrive(consumed.at[lax.rem(count(steps - 1), stages)])
+                    row = i * TILE_M + warpgroup * WARPGROUP_ROWS
+                    staging = None if staging_smem is None else staging_smem.at[warpgroup]
+                    epilogue(acc[...], Place(row, j * tile_n, j, staging), *others_and_outputs_gmem)
 
-                def context(multiply_all):
-                    @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
-                    def _(acc):
-                        multiply_all(acc)
-                        row = i * TILE_M + warpgroup * WARPGROUP_ROWS
-                        staging = None if staging_smem is None else staging_smem.at[warpgroup]
-                        place = Place(row, j * tile_n, j, staging)
-                        epilogue(acc[...], place, *others_and_outputs_gmem)
+            @pl.when(warpgroup == MULTIPLIERS)
+            def _():
+                plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+                blocks = over_tiles(copy)
+                for slot in range(stages):  # no CTA may leave while another of its cluster has yet to tell it
+                    pl.when(blocks > slot)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
 
-                columns = pl.ds(j * tile_n, tile_n)
-                pipeline(multiply, context)(
-                    a_gmem.at[pl.ds(i * TILE_M, TILE_M)],
-                    b_gmem.at[columns] if b_transposed else b_gmem.at[:, columns],
-                    allocations=blocks_smem,
-                )
-
-            if staging_smem is not None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            @pl.when(warpgroup < MULTIPLIERS)
+            def _():
+                plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+                over_tiles(multiply)
+                if staging_smem is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(True if wanted_gmem is None else wanted_gmem[0] != 0)
         def _():
+            barrier: Any = plgpu.Barrier
+            if cluster > 1:
+                barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
             pl.run_scoped(
-                all_tiles,
-                pipeline(unused, unused).get_allocations(a_gmem, b_gmem),
+                run,
+                plgpu.SMEM((stages, TILE_M, tile_k), a.dtype, transforms=_transforms(a.dtype)),
+                plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
                 None if staged is None else _staging(staged),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
                 collective_axes="warpgroup",
             )
 
     return _launch(kernel, (a, b, wanted, *others), out_type, into, tiling.cluster, name, interpret)
 
 
-_COPIER_REGISTERS = 40  # registers of a thread of the warpgroup that copies; the others share the rest
+_COPIER_REGISTERS = 40  # of each thread of the warpgroup that copies,
+_MULTIPLIER_REGISTERS = 232  # and of those that multiply: together what a multiprocessor has, 512 for 3 threads
 
 
 def store(place: Place, values, gmem) -> None:
