@@ -127,9 +127,9 @@ def _losses(contender: str, reduction: str) -> Callable:
         case "jax_scan":
             return lambda *args: mean(_scanned(*args))
         case "jax_float32":
-            return lambda *args: mean(_plain(*args, jnp.float32))
+            return lambda x, w, labels: mean(_plain(x, w, labels, jnp.float32))
         case "jax_inexact":
-            return lambda x, *args: mean(_plain(x, *args, x.dtype))
+            return lambda x, w, labels: mean(_plain(x, w, labels, x.dtype))
     return functools.partial(
         pallas_softmax.linear_cross_entropy,
         reduction="mean" if reduction == "mean" else None,
@@ -409,7 +409,7 @@ def define_flags() -> None:
     flags.define_words("head", tuple(HEADS), "Whose projections, by width and columns.")
     flags.define_integers("batch", "Tokens that are projected.")
     flags.define_words("reduction", ("mean", "none"), "One mean, or one loss per token.")
-    flags.define_direction()
+    flags.define_words("direction", ("forward", "both"), "The loss alone, or with its gradients.")
     flags.define_dtype()
     flags.define_implementations()
     flags.define_words("peers", PEERS, "What to compare with.", PEERS[1:4])

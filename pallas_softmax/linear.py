@@ -213,9 +213,9 @@ def _log_probs_of(x, w, bias, labels, options: _Options):
     return -_per_token_of(x, w, bias, labels, None, options)
 
 
-def _per_token_of(x, w, bias, labels, where, options: _Options):
+def _per_token_of(x, w, bias, labels, where, options: _Options) -> Any:
     call, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_grad")
-    values = _per_token(call, x, w, bias, labels)
+    values: Any = _per_token(call, x, w, bias, labels)
     return values if where is None else jnp.where(where, values, 0)
 
 
@@ -245,13 +245,11 @@ _per_token.defvjp(_per_token_forward, _per_token_backward)
 
 def _total_of(x, w, bias, labels, where, options: _Options, reduction: Reduction):
     call, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_with_grad")
-    if where is None:
-        count = labels.size
-        where = jnp.ones_like(labels, jnp.bool_)
-    else:
-        count = jnp.sum(where)
-    scale = 1 / jnp.maximum(count, 1).astype(online.widen(x).dtype) if reduction == "mean" else 1
-    return _total(call, x, w, bias, labels, jnp.where(where, scale, 0))
+    weights = jnp.ones_like(labels, online.widen(x).dtype)
+    weights = weights if where is None else jnp.where(where, weights, 0)
+    if reduction == "mean":
+        weights = weights / jnp.maximum(jnp.sum(weights), 1)
+    return _total(call, x, w, bias, labels, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -271,7 +269,7 @@ def _weighted(losses, weights):
 
 def _total_backward(call: _Call, gradients, dtotal):
     dtotal = sum_cotangents(dtotal, call.mesh_axes)
-    dx, dw, dbias = (None if g is None else (g * dtotal).astype(g.dtype) for g in gradients)
+    dx, dw, dbias = jax.tree.map(lambda g: (g * dtotal).astype(g.dtype), gradients)
     return share_cotangent(dx, call.mesh_axes), dw, dbias, None, None
 
 

@@ -72,10 +72,10 @@ class Statistics(NamedTuple):
 class Coefficients(NamedTuple):
     """The gradient of a weighted sum of rows' losses in their raw logits, by numbers of each row, (rows,) each:
 
-        (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - (z * temperature / softcap)**2)
+        (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
-    in which the last factor is 1 without a softcap. At the label of a peaked row the first two terms cancel, so they
-    must be subtracted in float32, and only the result may be rounded to 16 bits.
+    with t = z * temperature / softcap, the tanh, and 0 without a softcap. At the label of a peaked row the first two
+    terms cancel, so they must be subtracted in float32, and only the result may be rounded to 16 bits.
     """
 
     m: jax.Array
@@ -97,7 +97,7 @@ def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
     # log d is added last: of a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, logsumexp(statistics) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
-    if head.label_smoothing:
+    if total is not None:
         loss = loss + head.label_smoothing * (label_logit - total / vocab)
     return loss + head.z_loss * logsumexp(statistics) ** 2 if head.z_loss else loss
 

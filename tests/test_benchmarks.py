@@ -23,7 +23,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, paper, programs, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, linear, paper, programs, sharded, softmax, topk
 from benchmarks.support import answers, cases, driver, flags, plot, timing
 from benchmarks.support.contenders import jax_call, prepare_jax
 from benchmarks.support.flags import Settings
@@ -485,6 +485,7 @@ BINARIES = {
     "benchmarks": both,
     "benchmarks.accuracy": accuracy,
     "benchmarks.beam_search": beam_search,
+    "benchmarks.linear": linear,
     "benchmarks.paper": paper,
     "benchmarks.programs": programs,
     "benchmarks.sharded": sharded,
@@ -511,6 +512,10 @@ FLAGS = {
         "implementations",
         "seed",
     },
+    "benchmarks.linear": SAMPLING
+    | CALL
+    | OUTPUT
+    | {"head", "batch", "reduction", "dtype", "peers", "training_steps", "tokens", "width", "vocab", "seed"},
     "benchmarks.paper": (INPUT - {"dtype"})
     | SAMPLING
     | OUTPUT
@@ -573,6 +578,7 @@ def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     todo = {
         "benchmarks.beam_search": beam_search.make_searches,
+        "benchmarks.linear": linear.make_losses,
         "benchmarks.paper": lambda chosen: paper.benchmark(chosen).cases(chosen),
         "benchmarks.programs": programs.make_programs,
         "benchmarks.sharded": sharded.make_layouts,
@@ -871,6 +877,58 @@ def test_a_program_with_wrong_gradients_fails(small, monkeypatch):
     program = programs.Program("loss_lse", 50, "float32", remat=True)
     reference, ours = programs.run_program(program, chosen)
     assert reference.status == "ok" and ours.status == "FAILED" and ours.p50_us is None and ours.fails
+
+
+@pytest.mark.slow
+def test_linear_end_to_end(small, monkeypatch, capsys):
+    chosen = small(
+        head=("small",),
+        batch=(40,),
+        vocab=(50,),
+        tokens=32,
+        width=16,
+        training_steps=5,
+        reduction=("mean", "none"),
+        direction=("both",),
+        dtype=("float32",),
+        implementations=("auto", "mosaic_gpu"),
+        peers=("jax_float32",),
+    )
+    monkeypatch.setattr(flags, "read", lambda argv: chosen)
+    assert linear.main([]) == 0
+    with open(Path(chosen.output_dir) / "linear.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contender"] for row in rows] == [
+        "jax_scan",
+        "matmul",
+        "jax_float32",
+        "auto",
+        "mosaic_gpu",
+    ] * 2
+    for row in rows:
+        if row["contender"] == "mosaic_gpu":
+            assert row["status"] == "not run" and "mosaic_gpu" in row["reason"]
+        else:
+            assert row["status"] == "ok" and float(row["products"]) > 0
+            assert row["contender"] == "matmul" or float(row["error"]) <= 1e-6
+    with open(Path(chosen.output_dir) / "linear_training.csv", newline="") as file:
+        plain, ours = csv.DictReader(file)
+    np.testing.assert_allclose(float(plain["first_loss"]), np.log(50), rtol=0.1)
+    assert float(ours["largest_gap"]) <= 1e-4 and float(ours["last_loss"]) < float(ours["first_loss"])
+    assert "small [40, 64] @ [64, 1000]" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_linear_loss_with_wrong_gradients_fails(small, monkeypatch):
+    def wrong(x, w, labels, reduction, implementation):
+        return (
+            jax.lax.stop_gradient(jnp.mean(linear._plain(x, w, labels, jnp.float32))) + 0 * x.sum() * w.sum()
+        )
+
+    monkeypatch.setattr(pallas_softmax, "linear_cross_entropy", wrong)
+    loss = linear.Loss(40, "small", "float32", "mean", "both")
+    *_, ours = linear.run_loss(loss, small(peers=(), implementations=("auto",)))
+    assert ours.status == "FAILED" and ours.p50_us is None and ours.fails
 
 
 def test_heads_that_do_not_divide_the_width_are_refused(small):

@@ -49,7 +49,10 @@ def _dlogits_of(z, labels, coefficients, head: Head):
     m, of_exp, of_label, constant = (number[:, None] for number in coefficients)
     at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
     dz = of_exp * jnp.exp(z - m) - jnp.where(at_label, of_label, 0) - constant
-    return dz if head.softcap is None else dz * (1 - (z * (head.temperature / head.softcap)) ** 2)
+    if head.softcap is None:
+        return dz
+    tanh = z * (head.temperature / head.softcap)
+    return dz * (1 - tanh) * (1 + tanh)
 
 
 def add_product(total, x, dz, *, head: Head):

@@ -24,7 +24,7 @@ from pallas_softmax.call import Call, Choice, symbolic
 from pallas_softmax.choice import choose_again
 from pallas_softmax.projection import Head
 from pallas_softmax.sharding.partition import divide, divisible
-from pallas_softmax.sharding.specs import axes_of_entry, explicit_axes
+from pallas_softmax.sharding.specs import explicit_axes, shared_axes
 
 
 def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call:
@@ -86,7 +86,8 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     """
     tokens, columns = axes
     batch, op = x.shape[:-1], choice.call.op
-    flat = (x.reshape(-1, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(-1), per_token))
+    rows = math.prod(batch)
+    flat = (x.reshape(rows, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(rows), per_token))
     on_shard = choose_again(describe(op, x, w, keywords["head"]), choice.requested)
     out = platforms.run(on_shard, flat, {**keywords, "mesh_axes": columns})
     if op == "projection":
@@ -132,22 +133,18 @@ class _Dimensions:
 
     def lay_out(self, shardings, mesh_sizes):
         """The specs of arguments and results, and the mesh axes of the tokens and of the columns."""
-        axes, used = {"d": ()}, set()
-        for name, size in self.sizes.items():  # the tokens come first
-            for sharding, names in zip(shardings, self.arguments) if name != "d" else ():
-                spec = getattr(sharding, "spec", ())
-                at = names.index(name) if name in names else len(spec)
-                entry = axes_of_entry(spec[at]) if at < len(spec) else ()
-                if entry and not used & {*entry} and size % math.prod(mesh_sizes[a] for a in entry) == 0:
-                    axes[name] = entry
-                    used |= {*entry}
-                    break
+        names = [name for name in self.sizes if name != "d"]
+        given = []
+        for sharding, own in zip(shardings, self.arguments):
+            spec = dict(zip(own, getattr(sharding, "spec", ())))
+            given.append(([spec.get(name) for name in names], [name in own for name in names]))
+        axes = dict(zip(names, shared_axes(tuple(self.sizes[name] for name in names), given, mesh_sizes)))
         specs = (
-            [P(*(axes.get(name) or None for name in names)) for names in each]
+            [P(*(axes.get(name) or None for name in own)) for own in each]
             for each in (self.arguments, self.results)
         )
-        tokens = tuple(a for name, of in axes.items() if name not in "dv" for a in of)
-        return *specs, (tokens, axes.get("v", ()))
+        *tokens, columns = axes.values()
+        return *specs, (sum(tokens, ()), columns)
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
         """Shardy's rule: a factor for each dimension; and that which no device has a part of."""
