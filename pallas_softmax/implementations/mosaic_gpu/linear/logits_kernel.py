@@ -211,7 +211,7 @@ def _slope(z, head: Head):
     if head.softcap is None:
         return 1.0
     t = jnp.maximum(z * (head.temperature / head.softcap), -1)
-    return 1 - t * t
+    return (1 - t) * (1 + t)
 
 
 # ---- Numbers of rows and columns

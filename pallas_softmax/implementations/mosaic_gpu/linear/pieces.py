@@ -99,7 +99,8 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
         factor = jnp.where(jnp.abs(factor) < least, least, factor)
     at_label = jnp.exp(own.label_logit - reference) - jnp.where(factor == 0, 0, of_label / factor)
     if head.softcap is not None:
-        at_label = at_label * (1 - (own.label_logit * (head.temperature / head.softcap)) ** 2)
+        tanh = own.label_logit * (head.temperature / head.softcap)
+        at_label = at_label * (1 - tanh) * (1 + tanh)
     column = jnp.where((labels >= 0) & (labels < head.vocab(w)), labels, e.shape[1])
     e = e.at[jnp.arange(len(x)), column].set(at_label.astype(e.dtype), mode="drop", unique_indices=True)
     return merged, e, factor
