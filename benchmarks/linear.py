@@ -3,7 +3,7 @@
 The loss is that of a language model: --batch tokens of a width D, projected to V columns. Contenders, beside ours:
 
 matmul        the projection alone, its result stored in the dtype of x: nothing can do without it
-jax_scan      what people write: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits
+jax_scan      what people write: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits and dw
 jax_float32   plain JAX, float32 logits in memory
 jax_inexact   plain JAX, logits of the dtype of x in memory; in 16 bits their rounding is in the loss
 torch         F.cross_entropy(x @ w, labels)
@@ -109,8 +109,9 @@ def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Arr
 
 
 def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns one loss per token, from some tokens' float32 logits at a time."""
-    step = jax.checkpoint(lambda tokens: _plain(tokens[0], w, tokens[1], jnp.float32))
+    """Returns one loss per token, from some tokens' float32 logits at a time; dw is summed in float32."""
+    wide = w.astype(jnp.float32)
+    step = jax.checkpoint(lambda tokens: _plain(tokens[0], wide.astype(w.dtype), tokens[1], jnp.float32))
     size = min(_SCANNED, len(x))
     whole = len(x) // size * size
     parts = x[:whole].reshape(-1, size, x.shape[1]), labels[:whole].reshape(-1, size)
@@ -195,7 +196,7 @@ def _torch_call(row: Row, arrays: tuple) -> Call:
 
 
 def make_losses(chosen: flags.Settings) -> list[Loss]:
-    """Returns every loss that the flags ask for."""
+    """Returns every loss that the flags ask for; forward, a mean and one loss per token are the same work."""
     return [
         Loss(tokens, head, dtype, reduction, direction)
         for head in chosen.head
@@ -203,6 +204,7 @@ def make_losses(chosen: flags.Settings) -> list[Loss]:
         for dtype in chosen.dtype
         for reduction in chosen.reduction
         for direction in chosen.direction
+        if direction == "both" or reduction == chosen.reduction[0]
     ]
 
 
@@ -242,7 +244,9 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
             result = call.run()
             call.wait(result)
             if name != "matmul":
-                got = {key: jnp.from_dlpack(a) for key, a in result.items()} if row.ran == "torch" else result
+                got = result
+                if row.ran == "torch":
+                    got = {key: jnp.from_dlpack(a.contiguous()) for key, a in result.items()}
                 row.value = float(jnp.mean(got["y"]))
                 want = want or got
                 row.error = max(float(_error(got[key], want[key])) for key in want)

@@ -95,4 +95,13 @@ def run_projection(choice: Choice, *arrays: Any, **static: Any) -> Any:
             out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(*arrays)
+    once = jax.custom_jvp(call)
+
+    @once.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "linear_cross_entropy, linear_log_probs and linear_logsumexp have first derivatives only; for second ones"
+            " write the logits out, with pallas_softmax.logsumexp"
+        )
+
+    return once(*arrays)

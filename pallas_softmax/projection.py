@@ -75,7 +75,8 @@ class Coefficients(NamedTuple):
         (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
     with t = z * temperature / softcap, the tanh, and 0 without a softcap. At the label of a peaked row the first two
-    terms cancel, so they must be subtracted in float32, and only the result may be rounded to 16 bits.
+    terms cancel, so they must be subtracted in float32, and only the result may be rounded to 16 bits. Of a row that is
+    left out m is inf and the others are 0, and so is its gradient.
     """
 
     m: jax.Array
@@ -120,5 +121,7 @@ def coefficients(statistics: Statistics, weights: jax.Array, head: Head, vocab: 
     raw = weights / head.temperature
     of_exp = raw * (1 + 2 * head.z_loss * logsumexp(statistics)) / d if head.z_loss else raw / d
     smoothing = head.label_smoothing
-    numbers = (online.shift(m), of_exp, raw * (1 - smoothing), raw * smoothing / vocab)
-    return Coefficients(*(jnp.where(weights == 0, 0, number) for number in numbers))
+    numbers = (of_exp, raw * (1 - smoothing), raw * smoothing / vocab)
+    left_out = weights == 0
+    m = jnp.where(left_out, jnp.inf, online.shift(m))  # exp(z - m) is 0 then
+    return Coefficients(m, *(jnp.where(left_out, 0, number) for number in numbers))

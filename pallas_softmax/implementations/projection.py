@@ -129,9 +129,8 @@ def _projection_with_grad(pieces: Pieces, x, w, bias, labels, weights, **static)
     return _gradients(pieces, x, w, bias, labels, weights, None, **static)
 
 
-_HEADROOM = (
-    2.0**10
-)  # float16 has it for the small probabilities; 64 times more is left for what z_loss multiplies
+# What dz is multiplied by in float16, so that small probabilities do not underflow; 64 times more is left for z_loss.
+_HEADROOM = 2.0**10
 
 
 def _gradients(
@@ -160,9 +159,8 @@ def _gradients(
     def step(chunk: _Chunk, carry):
         statistics, dx, dw, dbias = carry
         own_weights = chunk.new(chunk.of(weights))
-        own_x = jnp.where(
-            own_weights[:, None] == 0, 0, chunk.of(x)
-        )  # a NaN that is left out must not reach dw
+        left_out = own_weights[:, None] == 0
+        own_x = jnp.where(left_out, 0, chunk.of(x))  # a NaN there must not reach dw
 
         def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
             found = vary_together(found, x, w)[0].merged(mesh_axes)

@@ -1,0 +1,31 @@
+"""The projections on an NVIDIA GPU: python -m pytest -m gpu -n 0 tests/test_gpu_linear.py"""
+
+import jax
+import pytest
+
+from tests.test_linear import FEATURES, MEMORY, assert_losses_and_gradients, of_size
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("peak", [1, 40])
+@pytest.mark.parametrize("reduction", ["mean", None])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_losses_and_gradients(dtype, features, reduction, peak):
+    """Neither n, D nor V is a multiple of a tile; float32 runs no TF32."""
+    assert_losses_and_gradients(dtype, features, reduction, peak, n=301, depth=200, vocab=5003, rows=128)
+
+
+@pytest.mark.parametrize("n", [8192, 65536])
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_beside_a_float32_dw(name, n):
+    f, _, dw = MEMORY[name]
+    memory = jax.jit(f).lower(*of_size(n)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes - dw <= 0.6 * 2**30
