@@ -88,6 +88,10 @@ def test_unsupported(dtype, n, kind, match, monkeypatch):
 
 # --- In the interpreter -------------------------------------------------------------------------------
 
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="the interpreter of jax 0.10 does not come to the end of these kernels",
+)
 NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the head
     (5, 72, 257, True, "bfloat16", True, 1, 2**29, {}),
     (130, 64, 320, False, "bfloat16", False, 300, 2**29, {}),  # far beyond the reference: e is made again
@@ -125,6 +129,7 @@ def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace,
 
 
 @pytest.mark.slow
+@interpreted
 def test_interpreted_labels_of_other_shards(monkeypatch):
     """A label from V on is no column, also where a tile or a padded w has one there."""
     monkeypatch.setattr(product, "CTAS", 2)

@@ -81,7 +81,7 @@ def row_sums(
     """
     rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
     tiles = -(-columns // tiling.tile_n)
-    number = jax.ShapeDtypeStruct((tiles, _rounded_up(rows, tiling.cluster_rows)), jnp.float32)
+    number: Any = jax.ShapeDtypeStruct((tiles, _rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (

@@ -185,7 +185,9 @@ def product(
 
 
 _COPIER_REGISTERS = 40  # of each thread of the warpgroup that copies,
-_MULTIPLIER_REGISTERS = 232  # and of those that multiply: together what a multiprocessor has, 512 for 3 threads
+_MULTIPLIER_REGISTERS = (
+    232  # and of those that multiply: together what a multiprocessor has, 512 for 3 threads
+)
 
 
 def store(place: Place, values, gmem) -> None:
