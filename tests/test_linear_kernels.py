@@ -1,6 +1,7 @@
 """The kernels of a projection: their plan, what is lowered, and their numbers in Pallas's interpreter."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
     w = array(*((vocab, depth) if transpose_w else (depth, vocab)), dtype=dtype)
     args = array(n, depth, dtype=dtype), w, array(n, dtype="int32")
 
-    def loss(x, w, labels, reduction="mean"):
+    def loss(x, w, labels, reduction: Any = "mean"):
         return jnp.sum(
             ps.linear_cross_entropy(
                 x,

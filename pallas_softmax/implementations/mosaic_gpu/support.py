@@ -24,7 +24,7 @@ def slower(call: Call) -> str | None:
     The kernels are at least as fast at nearly all shapes that were measured (benchmarks/results/launch and
     figure2), but for the backward and for thousands of winners of one very long row.
     """
-    if call.rows != 1 or call.vocab <= LONE_ROW:
+    if call.rows != 1 or call.vocab <= LONE_ROW or call.depth is not None:
         return None
     if call.op == "topk" and (call.k or 0) > LONE_ROW_WINNERS and call.dtype == "float32":
         return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
