@@ -59,8 +59,6 @@ def row_sums(
     reference: jax.Array | None = None,
     *,
     head: Head,
-    into: tuple | None = None,
-    wanted: jax.Array | None = None,
     tiling: Tiling,
     interpret: Any = None,
 ) -> tuple[RowSums, jax.Array | None]:
@@ -70,8 +68,6 @@ def row_sums(
       x, w, bias, labels: as in `projection.Pieces`.
       reference: float32 (rows,), or None.
       head: the projection.
-      into: what another call returned, to be changed in place.
-      wanted: int32 (1,), whether to do anything at all, with `into`.
       tiling: sizes of tiles and stages.
       interpret: as for `pallas_call`.
 
@@ -116,8 +112,6 @@ def row_sums(
         inputs,
         (sums, stored),
         b_transposed=head.transpose_w,
-        into=into,
-        wanted=wanted,
         staged=None if stored is None else x.dtype,
         tiling=tiling,
         name="linear_statistics" if stored is None else "linear_exponentials",

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations import xla_projection
@@ -60,7 +61,7 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
         dz = factor * e,   factor = of_exp * exp(r - m)          dx = factor * (e @ w.T),   dw = (factor * x).T @ e
 
     A bad guess does no harm as long as e and its sum are within the range of bfloat16, which is that of float32. Where
-    they are not, in any row, a second launch makes e again with r = m; otherwise it ends at once.
+    they are not, in any row, e is made once more, with r = m there.
 
     float16 has not that range, and label smoothing makes dz no multiple of e: they take two products.
     """
@@ -68,28 +69,26 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
         merged, coefficients = to_coefficients(statistics(x, w, bias, labels, head=head, interpret=interpret))
         return merged, dlogits(x, w, bias, labels, coefficients, head=head, interpret=interpret), None
 
+    rows = len(x)
     guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), head=head), 1)
-    reference = online.shift(guess)
 
-    def exponentials(reference, **again) -> tuple[RowSums, Any]:
-        return logits_kernel.row_sums(
-            x,
-            w,
-            bias,
-            labels,
-            reference,
-            head=head,
-            tiling=plan_projection(len(x)),
-            interpret=interpret,
-            **again,
+    def made(reference):
+        return reference, *logits_kernel.row_sums(
+            x, w, bias, labels, reference, head=head, tiling=plan_projection(rows), interpret=interpret
         )
 
-    first = exponentials(reference)
-    d = jnp.sum(first[0].normalizer.d, 0)[: len(x)]
-    bad = (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
-    m = jnp.max(first[0].normalizer.m, 0)[: len(x)]
-    reference = jnp.where(bad, online.shift(m), reference)
-    sums, e = exponentials(reference, into=first, wanted=jnp.any(bad).astype(jnp.int32)[None])
+    def out_of_range(made_before):
+        d = jnp.sum(made_before[1].normalizer.d, 0)[:rows]
+        return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
+
+    def again(state):
+        made_before, _ = state
+        m = online.shift(jnp.max(made_before[1].normalizer.m, 0)[:rows])
+        return made(jnp.where(out_of_range(made_before), m, made_before[0])), False
+
+    first = made(online.shift(guess))
+    state = first, jnp.any(out_of_range(first))
+    (reference, sums, e), _ = lax.while_loop(lambda state: state[1], again, state)
 
     own = _of_rows(sums, reference, len(x))
     merged, (m, of_exp, of_label, _) = to_coefficients(own)

@@ -67,8 +67,6 @@ def product(
     out_type: tuple,
     *,
     b_transposed: bool = False,
-    into: tuple | None = None,
-    wanted: jax.Array | None = None,
     staged: Any = None,
     tiling: Tiling,
     name: str,
@@ -82,8 +80,6 @@ def product(
       b: (K, N), or (N, K) if `b_transposed`.
       others: further inputs of the epilogue; pytrees of arrays.
       out_type: shapes and dtypes of the outputs; pytrees.
-      into: arrays that are changed in place, and are the outputs; None makes new ones.
-      wanted: int32 (1,), whether to do anything at all, with `into`; None is yes.
       staged: the dtype of what the epilogue writes by `store`, if it does.
       tiling: sizes of tiles and stages.
       name: the kernel's name in profiles.
@@ -94,7 +90,7 @@ def product(
     steps = -(-a.shape[1] // tile_k)  # blocks along K
     b_block = (tile_n, tile_k) if b_transposed else (tile_k, tile_n)
 
-    def kernel(a_gmem, b_gmem, wanted_gmem, *others_and_outputs_gmem):
+    def kernel(a_gmem, b_gmem, *others_and_outputs_gmem):
         def run(a_smem, b_smem, staging_smem, arrived, consumed):
             warpgroup = lax.axis_index("warpgroup")
 
@@ -166,22 +162,41 @@ def product(
                 if staging_smem is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(True if wanted_gmem is None else wanted_gmem[0] != 0)
-        def _():
-            barrier: Any = plgpu.Barrier
-            if cluster > 1:
-                barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-            pl.run_scoped(
-                run,
-                plgpu.SMEM((stages, TILE_M, tile_k), a.dtype, transforms=_transforms(a.dtype)),
-                plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
-                None if staged is None else _staging(staged),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
-                collective_axes="warpgroup",
-            )
+        barrier: Any = plgpu.Barrier
+        if cluster > 1:
+            barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+        pl.run_scoped(
+            run,
+            plgpu.SMEM((stages, TILE_M, tile_k), a.dtype, transforms=_transforms(a.dtype)),
+            plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
+            None if staged is None else _staging(staged),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
+            collective_axes="warpgroup",
+        )
 
-    return _launch(kernel, (a, b, wanted, *others), out_type, into, tiling.cluster, name, interpret)
+    flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
+    flat_outputs, out_tree = jax.tree.flatten(out_type)
+
+    def body(*refs):
+        kernel(*in_tree.unflatten(refs[: len(flat_inputs)]), *out_tree.unflatten(refs[len(flat_inputs) :]))
+
+    launch = plgpu.kernel(
+        body,
+        out_type=flat_outputs,
+        grid=(CTAS // cluster,),
+        grid_names=("cta",),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("cluster",) if cluster > 1 else (),
+        num_threads=MULTIPLIERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+        ),
+        interpret=interpret,
+    )
+    return out_tree.unflatten(launch(*flat_inputs))
 
 
 _COPIER_REGISTERS = 40  # of each thread of the warpgroup that copies,
@@ -215,43 +230,3 @@ def _transforms(dtype) -> tuple:
     """How a block lies in shared memory so that wgmma and TMA take it: 8 rows of 128 bytes together, swizzled."""
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((BLOCK_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
-
-
-def _launch(
-    kernel, inputs: tuple, out_type: tuple, into: tuple | None, cluster: int, name: str, interpret: Any
-):
-    """Runs a kernel on pytrees of inputs, with new outputs or with those of `into`."""
-    flat_inputs, in_tree = jax.tree.flatten(inputs)
-    flat_outputs, out_tree = jax.tree.flatten(out_type)
-
-    def body(*refs):
-        kernel(*in_tree.unflatten(refs[: len(flat_inputs)]), *out_tree.unflatten(refs[len(flat_inputs) :]))
-
-    mesh = {
-        "grid": (CTAS // cluster,),
-        "grid_names": ("cta",),
-        "cluster": (cluster,) if cluster > 1 else (),
-        "cluster_names": ("cluster",) if cluster > 1 else (),
-        "num_threads": MULTIPLIERS + 1,
-        "thread_name": "warpgroup",
-        "kernel_name": name,
-    }
-    parameters = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
-    if into is None:
-        launch = plgpu.kernel(
-            body, out_type=flat_outputs, compiler_params=parameters, interpret=interpret, **mesh
-        )
-        return out_tree.unflatten(launch(*flat_inputs))
-
-    def in_place(refs):
-        pl.kernel(
-            body,
-            out_type=(),
-            mesh=plgpu.Mesh(**mesh),
-            compiler_params=parameters,
-            interpret=interpret,
-            name=name,
-        )(*refs)
-
-    results = pl.run_state(in_place)((*flat_inputs, *jax.tree.leaves(into)))
-    return out_tree.unflatten(results[len(flat_inputs) :])
