@@ -1,6 +1,7 @@
 """The kernels of a projection on a Hopper GPU: numbers at the edges, which path ran, memory, compute-sanitizer."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,12 +83,12 @@ def test_not_finite(where):
 
 
 def test_kernels_run_and_memory():
-    """At Llama 3's size: exponentials, twice a chunk, of which one ends at once; and 0.6 GiB beside a float32 dw."""
+    """At Llama 3's size: exponentials only; and 0.6 GiB beside a float32 dw, of which they are 0.5."""
     x, w = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 128256), "bfloat16")
     labels = jax.ShapeDtypeStruct((8192,), "int32")
     lowered = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1))).lower(x, w, labels)
     assert set(kernel_names(lowered.as_text())) == {"linear_exponentials"}
-    memory = lowered.compile().memory_analysis()
+    memory: Any = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 4 * 4096 * 128256 + 0.6 * 2**30
 
 

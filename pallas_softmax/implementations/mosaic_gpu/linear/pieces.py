@@ -31,9 +31,7 @@ from pallas_softmax.online import Normalizer
 from pallas_softmax.projection import Head, Statistics
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
-_LARGEST_SUM = (
-    2.0**100
-)  # of exp(z - reference): bfloat16 holds it, and its inverse, with room for what they multiply
+_LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and what they multiply
 
 
 def statistics(x, w, bias, labels, *, head: Head, interpret: Any = None) -> Statistics:
@@ -72,36 +70,37 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
     rows = len(x)
     guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), head=head), 1)
 
-    def made(reference):
-        return reference, *logits_kernel.row_sums(
+    def exponentials(reference) -> Any:
+        sums, e = logits_kernel.row_sums(
             x, w, bias, labels, reference, head=head, tiling=plan_projection(rows), interpret=interpret
         )
+        return reference, sums, e
 
-    def out_of_range(made_before):
-        d = jnp.sum(made_before[1].normalizer.d, 0)[:rows]
+    def out_of_range(sums: RowSums):
+        d = jnp.sum(sums.normalizer.d, 0)[:rows]
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
-    def again(state):
-        made_before, _ = state
-        m = online.shift(jnp.max(made_before[1].normalizer.m, 0)[:rows])
-        return made(jnp.where(out_of_range(made_before), m, made_before[0])), False
+    def once_more(state):
+        (reference, sums, _), _ = state
+        m = online.shift(jnp.max(sums.normalizer.m, 0)[:rows])
+        return exponentials(jnp.where(out_of_range(sums), m, reference)), False
 
-    first = made(online.shift(guess))
-    state = first, jnp.any(out_of_range(first))
-    (reference, sums, e), _ = lax.while_loop(lambda state: state[1], again, state)
+    first = exponentials(online.shift(guess))
+    state = first, jnp.any(out_of_range(first[1]))
+    (reference, sums, e), _ = lax.while_loop(lambda state: state[1], once_more, state)
 
-    own = _of_rows(sums, reference, len(x))
+    own = _of_rows(sums, reference, rows)
     merged, (m, of_exp, of_label, _) = to_coefficients(own)
     factor = of_exp * jnp.exp(reference - m)
     if head.z_loss:  # of_exp may be next to nothing beside of_label, by which it is divided
-        least = jnp.abs(of_label) * 2.0**-20 / jnp.sum(sums.normalizer.d, 0)[: len(x)]
+        least = jnp.abs(of_label) * 2.0**-20 / jnp.sum(sums.normalizer.d, 0)[:rows]
         factor = jnp.where(jnp.abs(factor) < least, least, factor)
     at_label = jnp.exp(own.label_logit - reference) - jnp.where(factor == 0, 0, of_label / factor)
     if head.softcap is not None:
         tanh = own.label_logit * (head.temperature / head.softcap)
         at_label = at_label * (1 - tanh) * (1 + tanh)
     column = jnp.where((labels >= 0) & (labels < head.vocab(w)), labels, e.shape[1])
-    e = e.at[jnp.arange(len(x)), column].set(at_label.astype(e.dtype), mode="drop", unique_indices=True)
+    e = e.at[jnp.arange(rows), column].set(at_label.astype(e.dtype), mode="drop", unique_indices=True)
     return merged, e, factor
 
 
