@@ -67,7 +67,9 @@ def losses_and_gradients(
     e = np.exp(z - m)
     lse = m[:, 0] + np.log(e.sum(1))
     losses = (m[:, 0] - z[rows, labels]) + np.log(e.sum(1))
-    losses += label_smoothing * (z[rows, labels] - z.mean(1)) + z_loss * lse**2
+    losses += z_loss * lse**2
+    if label_smoothing:  # the mean is -inf where the bias masks a column
+        losses += label_smoothing * (z[rows, labels] - z.mean(1))
     p = e / e.sum(1, keepdims=True)
     dz = p * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / z.shape[1]
     if not label_smoothing:  # 1 - p without cancellation
@@ -148,7 +150,8 @@ def assert_operations(operations, n, depth, vocab, dtype, *, head, bias, peak, w
     found, known, (with_grad, *together) = run(x, w, b, labels, weights)
     token = plain(x, w, labels, dtype=jnp.float32, bias=b, **options)
     ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
-    allowed = np.abs(wide(token) - losses)[kept].max() + 3 * ulp
+    # z is summed in another order than there, by tensor cores, which truncate: another draw of as large an error
+    allowed = 2 * np.abs(wide(token) - losses)[kept].max() + 3 * ulp
     for statistics in (found, with_grad):
         error = np.abs(wide(projection.losses(statistics, head, vocab)) - losses)
         assert (error <= allowed)[kept].all(), (error[kept].max(), allowed.max())
