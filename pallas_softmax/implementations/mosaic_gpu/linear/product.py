@@ -95,7 +95,10 @@ def product(
             warpgroup = lax.axis_index("warpgroup")
 
             def over_tiles(take: Callable[[Any, Any, Callable], None]) -> Any:
-                """Calls take(i, j, count) for this CTA's tiles; block k of a tile is its count(k)-th. Their number."""
+                """Calls take(i, j, count) for each tile (i, j) of this CTA, and returns the number of blocks of all.
+
+                Before block k of the tile, the CTA has count(k) blocks: of each operand, in the order of the stages.
+                """
 
                 @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="cta", init_carry=jnp.int32(0))
                 def blocks(loop, carry):
@@ -199,10 +202,9 @@ def product(
     return out_tree.unflatten(launch(*flat_inputs))
 
 
-_COPIER_REGISTERS = 40  # of each thread of the warpgroup that copies,
-_MULTIPLIER_REGISTERS = (
-    232  # and of those that multiply: together what a multiprocessor has, 512 for 3 threads
-)
+# Registers of a thread of each warpgroup; a multiprocessor has 512 for a thread of all three together.
+_COPIER_REGISTERS = 40
+_MULTIPLIER_REGISTERS = 232
 
 
 def store(place: Place, values, gmem) -> None:
