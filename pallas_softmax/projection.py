@@ -30,6 +30,7 @@ class Head:
       label_smoothing: the share of a row's target that lies evenly on all columns.
       z_loss: the weight of the squared logsumexp in the loss.
       precision: of the matrix products, as `lax.dot_general` takes it.
+      columns: how many columns of w count, the first ones; None is all.
     """
 
     transpose_w: bool = False
@@ -38,9 +39,12 @@ class Head:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     precision: Any = None
+    columns: int | None = None
 
     def vocab(self, w: jax.Array) -> int:
         """The number of columns, V; of a w that is spread over a mesh, those of one device."""
+        if self.columns is not None:
+            return self.columns
         return w.shape[0 if self.transpose_w else 1]
 
 

@@ -31,7 +31,8 @@ from pallas_softmax.online import Normalizer, widen
 from pallas_softmax.projection import Coefficients, Head, Statistics
 from pallas_softmax.varying import vary_together
 
-_ROWS = 128  # what the number of rows of a chunk is a multiple of, where there are that many: a kernel's tile
+_ROWS = 128  # what the number of rows of a chunk is a multiple of, where so many fit: a kernel's tile
+_FEWEST_ROWS = 8  # and where they do not, also if not even these fit: a block of a kernel's copies
 
 
 class Pieces(NamedTuple):
@@ -42,27 +43,29 @@ class Pieces(NamedTuple):
     Attributes:
       statistics: (x, w, bias, labels, *, head) -> Statistics.
       dlogits: (x, w, bias, labels, coefficients, *, head) -> dz, the gradient in the raw logits.
-      statistics_and_dlogits: (x, w, bias, labels, to_coefficients, *, head) -> (Statistics, dz), in which
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges over a mesh what it is given. One product.
+      statistics_and_dlogits: (x, w, bias, labels, to_coefficients, *, head) -> (Statistics, dz, factor), in which
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges over a mesh what it is given, and the gradient
+        of a row is factor (rows,) times dz; None is 1. One product.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
+        A total of None is 0.
       bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and the other two store for each logit.
     """
 
     statistics: Callable[..., Statistics]
     dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array]]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     bytes_per_logit: Callable[[int], tuple[float, float]]
 
 
 def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int) -> int:
     """The number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
-    fit = max(1, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
+    fit = max(_FEWEST_ROWS, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
     if not isinstance(rows, int):  # symbolic: of jax.export
         return min_dim(rows, fit)
     if rows <= fit:
         return rows
-    unit = _ROWS if fit >= _ROWS else 1
+    unit = _ROWS if fit >= _ROWS else _FEWEST_ROWS
     chunks = -(-rows // (fit // unit * unit))
     even = -(-rows // chunks)
     return min(rows, -(-even // unit) * unit)
@@ -164,27 +167,35 @@ def _gradients(
             return found, formulas.coefficients(found, own_weights, head, vocab)
 
         arrays = (own_x, w, bias, chunk.of(labels))
+        factor = None
         if known is None:
-            found, dz = pieces.statistics_and_dlogits(*arrays, to_coefficients, head=head)
+            found, dz, factor = pieces.statistics_and_dlogits(*arrays, to_coefficients, head=head)
             statistics = chunk.put(statistics, found)
         else:
             of_chunk = formulas.coefficients(chunk.of(known), own_weights, head, vocab)
             dz = pieces.dlogits(*arrays, of_chunk, head=head)
         dz = vary_together(dz, x, w)[0]
         own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * scale
+        if factor is not None:
+            factor = vary_together(factor, x, w)[0][:, None]
+            own_dx, own_x = own_dx * factor, (own_x * factor).astype(x.dtype)
         own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
         dx = chunk.put(dx, own_dx.astype(x.dtype))
         dw = pieces.add_product(dw, own_x, dz, head=head)
+        dw = vary_together(dw, x, w, labels, weights)[0]
         if bias is not None:
+            dz = dz if factor is None else dz * factor
             dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
         return statistics, dx, dw, dbias
 
     wide = widen(x).dtype
     per_row = known if known is not None else _no_statistics(x, head)
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
-    dw, dbias = jnp.zeros(w.shape, wide), None if bias is None else jnp.zeros(bias.shape, wide)
-    dw, dbias = vary_together((dw, dbias), x, w, labels, weights)[0]
-    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, (per_row, dx, dw, dbias))
+    dbias = None if bias is None else jnp.zeros(bias.shape, wide)
+    dbias = vary_together(dbias, x, w, labels, weights)[0]
+    statistics, dx, dw, dbias = _over_chunks(
+        x.shape[0], rows, step, (per_row, dx, None, dbias), first_apart=True
+    )
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return statistics, dx, (dw * scale).astype(w.dtype), dbias
 
@@ -238,13 +249,18 @@ class _Chunk(NamedTuple):
         return jax.tree.map(put, arrays, parts)
 
 
-def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry):
-    """step(chunk, carry) -> carry, for each chunk of n rows; what it carries is changed in place."""
+def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *, first_apart: bool = False):
+    """step(chunk, carry) -> carry, for each chunk of n rows; what it carries is changed in place.
+
+    With `first_apart`, step takes the first chunk before the loop, and may change what is carried from None.
+    """
     if rows is n or rows == n:
         return step(_Chunk(None, rows, 0), carry)
+    if first_apart:
+        carry = step(_Chunk(jnp.int32(0), rows, 0), carry)
 
     def body(i, carry):
         start = jnp.minimum(i * rows, n - rows)
         return step(_Chunk(start, rows, i * rows - start), carry)
 
-    return lax.fori_loop(0, -(-n // rows), body, carry)
+    return lax.fori_loop(1 if first_apart else 0, -(-n // rows), body, carry)

@@ -34,7 +34,7 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head):
     """What `Pieces.statistics_and_dlogits` says."""
     z = logits(x, w, bias, head=head)
     merged, coefficients = to_coefficients(_statistics_of(z, labels, head))
-    return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype)
+    return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype), None
 
 
 def _statistics_of(z, labels, head: Head) -> Statistics:
@@ -58,8 +58,11 @@ def _dlogits_of(z, labels, coefficients, head: Head):
 def add_product(total, x, dz, *, head: Head):
     """What `Pieces.add_product` says; on the CPU, where XLA adds to no total in place, some columns at a time."""
 
+    def product(x, dz):
+        return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
+
     def directly(total, x, dz):
-        return total + (dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head))
+        return total + product(x, dz)
 
     def by_columns(total, x, dz):
         along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
@@ -75,6 +78,8 @@ def add_product(total, x, dz, *, head: Head):
 
         return lax.fori_loop(0, -(-vocab // width), step, total)
 
+    if total is None:
+        return product(x, dz)
     if not x.size or not total.size:
         return total
     return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)

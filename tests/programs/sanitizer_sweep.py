@@ -12,10 +12,12 @@ import jax
 import numpy as np
 
 from pallas_softmax import paper
+from pallas_softmax.implementations.mosaic_gpu.linear import pieces
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from pallas_softmax.implementations.triton.support import missing
-from tests.support import bounds, cases, kernels, oracle
+from pallas_softmax.projection import Head
+from tests.support import bounds, cases, kernels, linear, oracle
 from tests.support.kernels import Parts, Window
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
@@ -59,6 +61,13 @@ TRITON_TOPK = [
     (2, 2100, "bfloat16", Slabs(2, 2048, 256, 256, 8, 4), False, (200,)),
 ]
 
+# (n, D, V, dtype, head, bias, peak). A cluster with a tile half beyond the last row; e made again; two products.
+PROJECTIONS = [
+    (136, 104, 600, "bfloat16", Head(transpose_w=True, softcap=9.0), True, 1),
+    (33, 64, 257, "bfloat16", Head(), False, 300),
+    (9, 64, 128, "float16", Head(label_smoothing=0.1), False, 1),
+]
+
 
 def mosaic_gpu():
     for rows, v, dtype, plan, masked, names in SHAPES:
@@ -90,6 +99,14 @@ def mosaic_gpu():
             _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
             np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
     print("swept mosaic_gpu", SHAPES, TOPK, PAPER)
+
+
+def projection():
+    for *size, head, bias, peak in PROJECTIONS:
+        linear.assert_operations(
+            pieces.operations(), *size, head=head, bias=bias, peak=peak, workspace_bytes=2**29
+        )
+    print("swept projection", PROJECTIONS)
 
 
 def triton_rows(rows, v, dtype, plan, masked, name):
@@ -135,7 +152,7 @@ def triton_sweep():
 
 
 if __name__ == "__main__":
-    sweeps = {"mosaic_gpu": mosaic_gpu, "triton": triton_sweep}
+    sweeps = {"mosaic_gpu": mosaic_gpu, "projection": projection, "triton": triton_sweep}
     if missing() is not None:
         del sweeps["triton"]
     for implementation in sys.argv[1:] or sweeps:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_softmax import projection
 from tests.support.oracle import wide
 
 
@@ -66,7 +67,9 @@ def losses_and_gradients(
     e = np.exp(z - m)
     lse = m[:, 0] + np.log(e.sum(1))
     losses = (m[:, 0] - z[rows, labels]) + np.log(e.sum(1))
-    losses += label_smoothing * (z[rows, labels] - z.mean(1)) + z_loss * lse**2
+    losses += z_loss * lse**2
+    if label_smoothing:  # the mean is -inf where the bias masks a column
+        losses += label_smoothing * (z[rows, labels] - z.mean(1))
     p = e / e.sum(1, keepdims=True)
     dz = p * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / z.shape[1]
     if not label_smoothing:  # 1 - p without cancellation
@@ -121,3 +124,39 @@ def arrays(n, depth, vocab, dtype, *, peak=1.0, bias=False, transpose_w=False, s
         labels[::2] = (wide(x) @ wide(w)).argmax(1)[::2]
     b = jnp.asarray(rng.standard_normal(vocab), "float32") if bias else None
     return x, w.T if transpose_w else w, jnp.asarray(labels, "int32"), b
+
+
+def assert_operations(operations, n, depth, vocab, dtype, *, head, bias, peak, workspace_bytes):
+    """Asserts that an implementation's three operations of a projection are right, gradients as far as 16 bits go."""
+    x, w, labels, b = arrays(n, depth, vocab, dtype, peak=peak, bias=bias, transpose_w=head.transpose_w)
+    weights = jnp.asarray(np.random.default_rng(1).random(n) * (np.arange(n) % 5 != 1), "float32")
+    static = {"head": head, "workspace_bytes": workspace_bytes}
+    options = {
+        k: getattr(head, k) for k in ("softcap", "temperature", "label_smoothing", "z_loss", "transpose_w")
+    }
+    losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=b, **options)
+    kept = np.asarray(weights) != 0
+
+    @jax.jit
+    def run(x, w, b, labels, weights):
+        found = operations["projection"](x, w, b, labels, **static)
+        known = operations["projection_grad"](x, w, b, labels, weights, found, **static)
+        return found, known, operations["projection_with_grad"](x, w, b, labels, weights, **static)
+
+    @jax.jit
+    def theirs(x, w, b):
+        return jnp.sum(weights * plain(x, w, labels, dtype=x.dtype, bias=b, **options))
+
+    found, known, (with_grad, *together) = run(x, w, b, labels, weights)
+    token = plain(x, w, labels, dtype=jnp.float32, bias=b, **options)
+    ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
+    # z is summed in another order than there, by tensor cores, which truncate: another draw of as large an error
+    allowed = 2 * np.abs(wide(token) - losses)[kept].max() + 3 * ulp
+    for statistics in (found, with_grad):
+        error = np.abs(wide(projection.losses(statistics, head, vocab)) - losses)
+        assert (error <= allowed)[kept].all(), (error[kept].max(), allowed.max())
+    their_grads = jax.grad(theirs, (0, 1) if b is None else (0, 1, 2))(x, w, b)
+    for ours in (known, together):
+        for name, got, their_grad, want in zip("xwb", ours, their_grads, gradients):
+            bound = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
+            assert rounded_errors(got, want) <= bound, (name, rounded_errors(got, want), bound)

@@ -12,6 +12,7 @@ from pallas_softmax import target
 from pallas_softmax.call import Implementation
 from pallas_softmax.implementations.folding import fold_topk
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.linear import pieces as projection
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, tile_kernel, window_kernel
@@ -71,6 +72,7 @@ IMPLEMENTATION = Implementation(
         "logsumexp": logsumexp,
         "topk": topk,
         "merge": merge,
+        **projection.operations(),
     },
     unsupported=unsupported,
     slower=slower,

@@ -15,6 +15,8 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per
 LONE_ROW = 65_536  # elements of a single row above which it is too long
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which they are too many
 
+HOPPER = 9  # major compute capability of the GPUs that have wgmma
+
 INT32_LIMIT = 2**31  # elements of a row, as bulk copies see it, are numbered in int32
 
 
@@ -26,7 +28,7 @@ def slower(call: Call) -> str | None:
     """
     if call.inner != 1:
         return _across_slower(call)
-    if call.rows != 1 or call.vocab <= LONE_ROW:
+    if call.rows != 1 or call.vocab <= LONE_ROW or call.depth is not None:
         return None
     if call.op == "topk" and (call.k or 0) > LONE_ROW_WINNERS and call.dtype == "float32":
         return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
@@ -52,6 +54,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return f"needs compute capability 9.0 or newer, not {capability[0]}.{capability[1]}"
     if call.dtype not in DTYPES:
         return f"no kernel for {call.dtype}, only {', '.join(DTYPES)}"
+    if call.depth is not None:
+        return _projection_unsupported(call, capability)
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
     if call.op == "sample":
@@ -59,6 +63,17 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     if call.op in ("topk", "merge"):
         return _topk_unsupported(call) or _too_large(call)
     return _too_large(call)
+
+
+def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | None:
+    """Why the kernels cannot run an operation of a projection; None if they can."""
+    if capability[0] != HOPPER:
+        return f"the matrix product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if jnp.dtype(call.dtype).itemsize != 2:
+        return f"no matrix product for {call.dtype}, only bfloat16 and float16"
+    if 0 in (call.rows, call.vocab, call.depth):
+        return "an array is empty"
+    return None
 
 
 def _topk_unsupported(call: Call) -> str | None:

@@ -1,0 +1,259 @@
+"""Kernels that make logits, x @ w + bias, tile by tile, and write in their place what is wanted of them.
+
+`row_sums` reduces the rows of each tile, and where it is given a reference for each row writes exponentials, too;
+`logit_gradients` writes gradients. The logits themselves stay in registers:
+
+    acc, 64 rows of a tile of x @ w, float32
+      │  + bias, softcap, temperature; -inf from column V on
+      ▼
+      z ──► of each row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
+      └───► exp(z - reference), or the gradient                                 (rows, V), 16 bits
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax.implementations.mosaic_gpu.linear.plan import WARPGROUP_ROWS, Tiling
+from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
+from pallas_softmax.online import Normalizer
+from pallas_softmax.projection import Coefficients, Head
+
+
+class Labels(NamedTuple):
+    """The labels, and where to look for them.
+
+    Attributes:
+      column: int32 (rows,); one outside of [0, V) is no column.
+      in_tile: int32 (blocks of 64 rows, tiles): 0 where no row of the block has its label in the tile.
+    """
+
+    column: Any
+    in_tile: Any
+
+
+class RowSums(NamedTuple):
+    """What a kernel finds of each row in each tile of the columns: float32 (tiles, rows).
+
+    Attributes:
+      normalizer: (m, d), the maximum and the sum of exp(z - m); or of exp(z - reference), if there is one.
+      label_logit: z at the label, 0 where the label is not in the tile.
+      total: the sum of z; None if it is not asked for.
+    """
+
+    normalizer: Normalizer
+    label_logit: Any
+    total: Any
+
+
+def row_sums(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    reference: jax.Array | None = None,
+    *,
+    head: Head,
+    tiling: Tiling,
+    interpret: Any = None,
+) -> tuple[RowSums, jax.Array | None]:
+    """Reduces the rows of the logits; with a reference, writes exp(z - reference) in the dtype of x, too.
+
+    Args:
+      x, w, bias, labels: as in `projection.Pieces`.
+      reference: float32 (rows,), or None.
+      head: the projection.
+      tiling: sizes of tiles and stages.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      The sums, and the exponentials, (rows, columns of w); columns that do not count are 0. Of logits with a softcap
+      they are multiplied by its slope. Rows are rounded up to a multiple of a tile's in the sums.
+    """
+    rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
+    tiles = -(-columns // tiling.tile_n)
+    number: Any = jax.ShapeDtypeStruct((tiles, _rounded_up(rows, tiling.cluster_rows)), jnp.float32)
+    sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
+    stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    inputs = (
+        None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
+        _labels(labels, columns, head.vocab(w), tiling),
+        None if reference is None else _padded(reference, tiling.cluster_rows),
+    )
+
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, reference_gmem, sums_gmem, stored_gmem):
+        z, column = _logits(acc, place, bias_gmem, head, head.vocab(w), interpret)
+        own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+        zeros = _zeros(interpret)
+        sums_gmem.label_logit[own] = lax.cond(
+            _has_labels(labels_gmem, place),
+            lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column, interpret), z, 0.0), axis=1),
+            lambda: zeros,
+        )
+        if sums_gmem.total is not None:
+            sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
+        m = jnp.max(z, axis=1)
+        sums_gmem.normalizer.m[own] = m
+        r = online.shift(m) if reference_gmem is None else _of_rows(reference_gmem, place, interpret)
+        e = jnp.exp(z - _along(r, z))
+        sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
+        if stored_gmem is not None:
+            store(place, e * _slope(z, head), stored_gmem)
+
+    return product(
+        epilogue,
+        x,
+        w,
+        inputs,
+        (sums, stored),
+        b_transposed=head.transpose_w,
+        staged=None if stored is None else x.dtype,
+        tiling=tiling,
+        name="linear_statistics" if stored is None else "linear_exponentials",
+        interpret=interpret,
+    )
+
+
+def logit_gradients(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    coefficients: Coefficients,
+    *,
+    head: Head,
+    tiling: Tiling,
+    interpret: Any = None,
+) -> jax.Array:
+    """The gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
+
+    Args:
+      x, w, bias, labels, coefficients: as in `projection.Pieces`.
+      head: the projection.
+      tiling: sizes of tiles and stages.
+      interpret: as for `pallas_call`.
+    """
+    columns = w.shape[0 if head.transpose_w else 1]
+    inputs = (
+        None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
+        _labels(labels, columns, head.vocab(w), tiling),
+        jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
+    )
+
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, coefficients_gmem, out_gmem):
+        z, column = _logits(acc, place, bias_gmem, head, head.vocab(w), interpret)
+        m, of_exp, of_label, constant = (_along(_of_rows(c, place, interpret), z) for c in coefficients_gmem)
+        dz = of_exp * jnp.exp(z - m)
+        if head.label_smoothing:
+            dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
+        dz = lax.cond(
+            _has_labels(labels_gmem, place),
+            lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
+            lambda: dz,
+        )
+        store(place, dz * _slope(z, head), out_gmem)
+
+    (dz,) = product(
+        epilogue,
+        x,
+        w,
+        inputs,
+        (jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),),
+        b_transposed=head.transpose_w,
+        staged=x.dtype,
+        tiling=tiling,
+        name="linear_logit_gradients",
+        interpret=interpret,
+    )
+    return dz
+
+
+# ---- Logits in registers
+
+
+def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
+    """The logits of a part of the product, and their columns, of which the part's first one is 0."""
+    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
+    z = acc
+    if bias_gmem is not None:
+        bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0, interpret)
+        z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
+    if head.softcap is not None:
+        z = head.softcap * _tanh(z * (1 / head.softcap))
+    if head.temperature != 1:
+        z = z * (1 / head.temperature)
+    if vocab % acc.shape[1]:
+        z = jnp.where(column < vocab - place.column, z, -jnp.inf)
+    return z, column
+
+
+def _tanh(y):
+    """tanh to some units of float32; the GPU's own instruction is right to 11 bits."""
+    far = 1 - 2 / (1 + jnp.exp(2 * y))
+    square = y * y
+    near = y - y * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))  # the series, to 1e-9 of y
+    return jnp.where(square < 0.01, near, far)
+
+
+def _slope(z, head: Head):
+    """The derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
+    if head.softcap is None:
+        return 1.0
+    t = jnp.maximum(z * (head.temperature / head.softcap), -1)
+    return (1 - t) * (1 + t)
+
+
+# ---- Numbers of rows and columns
+
+
+def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
+    labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
+    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // tiling.tile_n
+    tiles = jnp.arange(-(-columns // tiling.tile_n))
+    return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
+
+
+def _has_labels(labels_gmem: Labels, place: Place):
+    """Whether some row of this part of the product has its label there."""
+    return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
+
+
+def _at_label(labels_gmem: Labels, place: Place, column, interpret):
+    """Which element of each row is that of its label."""
+    return column == _along(_of_rows(labels_gmem.column, place, interpret) - place.column, column)
+
+
+def _padded(a, multiple: int, value=0):
+    return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _of_rows(gmem, place: Place, interpret):
+    """The numbers of the part's 64 rows."""
+    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1, interpret)
+
+
+def _load(gmem, reduced: int, interpret):
+    """Numbers of rows or columns, as they lie in registers beside an accumulator whose other dimension is `reduced`."""
+    if interpret:
+        return gmem[...]
+    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
+    return plgpu.load(gmem, *index, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
+
+
+def _zeros(interpret):
+    zeros = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
+    return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _along(of_rows, like):
+    """A number of each row, for all elements of the row."""
+    return lax.broadcast_in_dim(of_rows, like.shape, (0,))

@@ -1,0 +1,103 @@
+"""The kernels of a projection on a Hopper GPU: numbers at the edges, which path ran, memory, compute-sanitizer."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax.implementations.mosaic_gpu.linear import pieces
+from pallas_softmax.projection import Head
+from tests.support import linear
+from tests.support.lowering import kernel_names
+from tests.support.oracle import wide
+from tests.test_gpu import hazards, run_under
+
+hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.startswith("9.")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
+
+LARGE = 2**29  # bytes of workspace: one chunk
+CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the head
+    (1, 64, 257, False, "bfloat16", False, 1, LARGE, {}),
+    (1, 1024, 4000, True, "bfloat16", False, 1, LARGE, {}),
+    (127, 100, 1000, True, "bfloat16", True, 1, LARGE, {}),
+    (128, 64, 256, False, "float16", False, 1, LARGE, {}),
+    (129, 128, 50257, True, "bfloat16", False, 2, LARGE, {}),
+    (129, 64, 1000, False, "float16", True, 1, LARGE, {"softcap": 3.0}),
+    (257, 64, 1, True, "bfloat16", True, 1, LARGE, {"z_loss": 0.1}),
+    (300, 128, 8000, False, "bfloat16", False, 30, 2**21, {}),  # chunks, of which the last overlaps
+    (136, 64, 50257, False, "bfloat16", True, 200, 2**23, {}),  # far from the reference: e is made again
+    (513, 256, 1000, True, "bfloat16", True, 10, 2**18, {"softcap": 20.0, "z_loss": 1e-3}),
+    (300, 192, 1280, False, "float16", False, 60, LARGE, {"label_smoothing": 0.1, "temperature": 0.5}),
+    (300, 192, 1280, True, "bfloat16", False, 3, 2**18, {"label_smoothing": 0.1, "softcap": 9.0}),
+    (400, 64, 256, True, "bfloat16", False, 1, LARGE, {"z_loss": 0.5}),
+    (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles of a CTA, and many steps
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "head"), CASES
+)
+def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, head):
+    linear.assert_operations(
+        pieces.operations(),
+        *(n, depth, vocab, dtype),
+        head=Head(transpose_w=transpose_w, **head),
+        bias=bias,
+        peak=peak,
+        workspace_bytes=workspace,
+    )
+
+
+@pytest.mark.parametrize("first_columns", [0, -300, -np.inf])
+def test_exponentials_are_made_again(first_columns):
+    """The largest logits lie 300 above those of the first columns, from which the reference is; or these are masked."""
+    x, w, labels, _ = linear.arrays(256, 128, 2048, "bfloat16")
+    bias = np.zeros(2048, "float32")
+    bias[:128] = first_columns
+    labels = jnp.maximum(labels, 128)
+    weights = np.ones(256)
+    losses, _, dx, dw, _ = linear.losses_and_gradients(x, w, labels, weights, bias=bias)
+    f = functools.partial(
+        ps.linear_cross_entropy, bias=jnp.asarray(bias), reduction="sum", implementation="mosaic_gpu"
+    )
+    value, (got_dx, got_dw) = jax.jit(jax.value_and_grad(f, (0, 1)))(x, w, labels)
+    np.testing.assert_allclose(value, losses.sum(), rtol=1e-6)
+    assert linear.rounded_errors(got_dx, dx) < 0.01 and linear.rounded_errors(got_dw, dw) < 0.01
+
+
+@pytest.mark.parametrize("where", ["nan in x", "inf in w"])
+def test_not_finite(where):
+    """A NaN is in its row's loss only; an infinity in all."""
+    x, w, labels, _ = linear.arrays(200, 64, 1000, "bfloat16")
+    if where == "nan in x":
+        x = x.at[77].set(jnp.nan)
+    else:
+        w = w.at[:, 500].set(jnp.inf)
+    loss = jax.jit(functools.partial(ps.linear_cross_entropy, reduction=None, implementation="mosaic_gpu"))
+    bad = ~np.isfinite(wide(loss(x, w, labels)))
+    assert bad.all() if where == "inf in w" else (np.flatnonzero(bad) == [77]).all()
+
+
+def test_kernels_run_and_memory():
+    """At Llama 3's size: exponentials only; and 0.6 GiB beside a float32 dw, of which they are 0.5."""
+    x, w = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 128256), "bfloat16")
+    labels = jax.ShapeDtypeStruct((8192,), "int32")
+    lowered = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1))).lower(x, w, labels)
+    assert set(kernel_names(lowered.as_text())) == {"linear_exponentials"}
+    memory: Any = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * 4096 * 128256 + 0.6 * 2**30
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer(tool):
+    options = ["--tool", tool, "--error-exitcode", "9"]
+    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
+    done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=["projection"])
+    report = f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert not hazards(done.stdout) if tool == "racecheck" else done.returncode == 0, report
+    assert "swept projection" in done.stdout, report

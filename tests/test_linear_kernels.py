@@ -1,0 +1,140 @@
+"""The kernels of a projection: their plan, what is lowered, and their numbers in Pallas's interpreter."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax.implementations.mosaic_gpu.linear import pieces, plan, product
+from pallas_softmax.projection import Head
+from tests.support import linear
+from tests.support.covering import first
+from tests.support.kernels import INTERPRET
+from tests.support.lowering import array, kernel_names, lowered
+
+SMEM = 227 * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 2048, 131072])
+def test_tiling(rows):
+    tiling = plan.plan_projection(rows)
+    stage = (plan.TILE_M + tiling.tile_n) * tiling.tile_k * 2
+    staging = plan.MULTIPLIERS * 2 * plan.WARPGROUP_ROWS * plan.SWIZZLE_BYTES
+    assert tiling.stages * stage + staging + 2048 <= SMEM
+    assert plan.CTAS % tiling.cluster == 0
+    assert tiling.cluster == 1 or rows > plan.TILE_M  # no CTA of a cluster without rows
+
+
+# --- Lowered ------------------------------------------------------------------------------------------
+
+SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
+    (8192, 4096, 128256, False, "bfloat16", {}),
+    (129, 768, 50257, True, "bfloat16", {"softcap": 30.0}),
+    (127, 100, 257, False, "float16", {"label_smoothing": 0.1}),
+    (1, 64, 32000, True, "float16", {"z_loss": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("n", "depth", "vocab", "transpose_w", "dtype", "keywords"), first(1, SIZES))
+def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
+    """A loss is one kernel; its gradient stores exponentials, and makes them again if need be; or is two products."""
+    w = array(*((vocab, depth) if transpose_w else (depth, vocab)), dtype=dtype)
+    args = array(n, depth, dtype=dtype), w, array(n, dtype="int32")
+
+    def loss(x, w, labels, reduction: Any = "mean"):
+        return jnp.sum(
+            ps.linear_cross_entropy(
+                x,
+                w,
+                labels,
+                transpose_w=transpose_w,
+                reduction=reduction,
+                implementation="mosaic_gpu",
+                **keywords,
+            )
+        )
+
+    assert kernel_names(lowered(loss, *args)) == ["linear_statistics"]
+    of_chunk = ["linear_exponentials"] * 2
+    if dtype == "float16" or "label_smoothing" in keywords:
+        of_chunk = ["linear_statistics", "linear_logit_gradients"]
+    chunks = 2 if n > 4096 else 1  # in the text: the first one, and those of the loop
+    assert kernel_names(lowered(jax.grad(loss, (0, 1)), *args)) == of_chunk * chunks
+    per_token = functools.partial(loss, reduction=None)
+    want = ["linear_statistics"] + ["linear_logit_gradients"] * chunks
+    assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == want
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "kind", "match"),
+    [
+        ("float32", 8, "NVIDIA H100 80GB HBM3", "only bfloat16 and float16"),
+        ("bfloat16", 0, "NVIDIA H100 80GB HBM3", "empty"),
+        ("bfloat16", 8, "NVIDIA B200", "compute capability 9.0, not 10.0"),
+    ],
+)
+def test_unsupported(dtype, n, kind, match, monkeypatch):
+    capability = (10, 0) if "B200" in kind else (9, 0)
+    monkeypatch.setattr("pallas_softmax.target.capability", lambda: capability)
+    f = functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=match):
+        jax.eval_shape(f, array(n, 64, dtype=dtype), array(64, 100, dtype=dtype))
+
+
+# --- In the interpreter -------------------------------------------------------------------------------
+
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="the interpreter of jax 0.10 does not come to the end of these kernels",
+)
+NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the head
+    (5, 72, 257, True, "bfloat16", True, 1, 2**29, {}),
+    (130, 64, 320, False, "bfloat16", False, 300, 2**29, {}),  # far beyond the reference: e is made again
+    (
+        9,
+        64,
+        128,
+        True,
+        "float16",
+        True,
+        4,
+        2**29,
+        {"softcap": 5.0, "label_smoothing": 0.1, "temperature": 0.7},
+    ),
+    (9, 64, 264, True, "bfloat16", True, 4, 2**29, {"softcap": 5.0, "z_loss": 1e-3, "temperature": 0.7}),
+    (40, 64, 256, False, "bfloat16", False, 1, 16 * 512, {"z_loss": 0.5}),  # three chunks
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "head"), NUMBERS
+)
+def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, head, monkeypatch):
+    monkeypatch.setattr(product, "CTAS", 2)
+    operations = pieces.operations(INTERPRET)
+    linear.assert_operations(
+        operations,
+        *(n, depth, vocab, dtype),
+        head=Head(transpose_w=transpose_w, **head),
+        bias=bias,
+        peak=peak,
+        workspace_bytes=workspace,
+    )
+
+
+@pytest.mark.slow
+@interpreted
+def test_interpreted_labels_of_other_shards(monkeypatch):
+    """A label from V on is no column, also where a tile or a padded w has one there."""
+    monkeypatch.setattr(product, "CTAS", 2)
+    x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
+    labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
+    projection = pieces.operations(INTERPRET)["projection"]
+    found = projection(x, w, None, labels, head=Head(), workspace_bytes=2**29).label_logit
+    z, _ = linear.logits(x, w)
+    np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)
