@@ -1,0 +1,108 @@
+"""How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
+
+A row lies in the shared memory of one CTA, or of the CTAs of a cluster, as the `Window` of top-k has it.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
+    ACCESS_BYTES,
+    MAX_CLUSTER,
+    RESERVED_SMEM_BYTES,
+    SMEM_BYTES,
+    WARPGROUP,
+)
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+
+STEP_ELEMENTS = 32  # elements of a thread that arrive together
+GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; of them two are in the histogram
+
+BUCKETS = 512  # of the histogram of distances: 32 for each power of two, from 2^-9 to 2^7
+KEY_BUCKETS = 256  # of a round over the keys
+
+FEW_ROWS = 16  # rows at most that are few
+FEW_ROWS_PART_ELEMENTS = 8_192  # elements of a part of few rows, about
+SOME_ROWS = 128  # rows, as many as there are multiprocessors
+PART_BYTES = 64_000  # bytes of a part, so that three CTAs share a multiprocessor
+SOME_ROWS_PART_BYTES = 100_000
+
+MAX_POSITIONS = 65_536  # positions of a part, whose numbers are listed in 16 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Where the words of 32 bits lie in a CTA's shared memory beside the row.
+
+        mail        what the warps of the cluster tell each other; then numbers of the CTA's own warps
+        histogram   counts of elements by their distance from the maximum
+        rounds      two sets of counts and masses by key, used by turns
+        listed      positions of the elements near the threshold, a column of 16 bits for each thread; later the kept
+                    mass of each thread in each group, and its sums
+
+    Attributes:
+      window: how the part lies in shared memory.
+    """
+
+    window: Window
+
+    max_mail = 0
+    zone_mail = 4
+    kept_mail = 24
+    chosen = 28  # the bucket of a round that holds the threshold: its number, counts and masses
+    scans = 36  # of 24 words, for one scan after another
+    histogram = 64
+    rounds = histogram + BUCKETS
+    round_words = 3 * KEY_BUCKETS
+    listed = rounds + 2 * round_words
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of blocks of a part."""
+        return -(-self.window.blocks // (GROUP_ELEMENTS // self.window.vec))
+
+    @property
+    def list_rows(self) -> int:
+        """Number of positions that a thread has room for: a sixth of its own, and a group."""
+        return max(2 * self.groups, 2 * -(-self.groups * GROUP_ELEMENTS // 12)) + GROUP_ELEMENTS
+
+    @property
+    def sums(self) -> int:
+        """Where the kept masses of groups lie."""
+        return self.listed + self.groups * WARPGROUP
+
+    @property
+    def words(self) -> int:
+        """Number of words."""
+        of_list = self.list_rows * WARPGROUP // 2
+        return self.listed + max(of_list, self.groups * (WARPGROUP + 1) + 3)
+
+
+def window_of(vocab: int, itemsize: int, count: int) -> Window:
+    """The window of a row in `count` parts."""
+    vec = ACCESS_BYTES // itemsize
+    blocks = STEP_ELEMENTS // vec
+    return Window(vocab, vec, blocks, blocks, count)
+
+
+def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Window | None:
+    """How the rows of `sample` lie over a GPU of this compute capability; None if no cluster holds a row."""
+    itemsize = jnp.dtype(dtype).itemsize
+    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    most = MAX_CLUSTER[capability[0]]
+
+    def fits(count):
+        window = window_of(vocab, itemsize, count)
+        return window.size < MAX_POSITIONS and window.size * itemsize + 4 * Scratch(window).words <= smem
+
+    if rows <= FEW_ROWS:
+        count = -(-vocab // FEW_ROWS_PART_ELEMENTS)
+    elif rows <= SOME_ROWS:
+        count = -(-vocab * itemsize // SOME_ROWS_PART_BYTES)
+    else:
+        count = -(-vocab * itemsize // PART_BYTES)
+    count = min(max(count, 1), most)
+    while count < most and not fits(count):
+        count += 1
+    return window_of(vocab, itemsize, count) if fits(count) else None
