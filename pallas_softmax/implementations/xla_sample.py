@@ -6,7 +6,6 @@ place by bisection on the bits of the entries' keys, unsigned integers in their 
 cumulative sum of what is kept, in the order of the row.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 

@@ -30,7 +30,9 @@ def text(window: Window, dtype) -> Program:
     end = p.label("end")
     filtered = _set_up(p, end)
     by_count, by_mass, filtered_by_mass, count, share, least_weight = filtered
-    kept = threshold.Kept(p.const("f32", NEG_INF), p.const("f32", _ZERO), p.const("f32", _ZERO), p.one("pred"))
+    kept = threshold.Kept(
+        p.const("f32", NEG_INF), p.const("f32", _ZERO), p.const("f32", _ZERO), p.one("pred")
+    )
     some, never = p.new("pred", 2)
     p += f"setp.ne.u32 {kept.known}, {p.lane}, {p.lane};"
     after = [p.label(name) for name in ("thresholds", "by_count", "by_mass")]
@@ -102,7 +104,12 @@ def _draw(p: Program, kept: threshold.Kept, least_weight: str, filtered: str) ->
     p.send(p.scratch.zone_mail, [total])
     p.cluster_barrier()
     of_ctas = []
-    row_kept, target, before, here_before = p.const("f32", _ZERO), p.one("f32"), p.const("f32", _ZERO), p.one("f32")
+    row_kept, target, before, here_before = (
+        p.const("f32", _ZERO),
+        p.one("f32"),
+        p.const("f32", _ZERO),
+        p.one("f32"),
+    )
     for cta in range(p.ctas):
         (word,) = p.load_peer(cta, address, 1)
         x = p.one("f32")

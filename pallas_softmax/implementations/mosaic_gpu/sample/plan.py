@@ -25,7 +25,7 @@ KEY_BUCKETS = 256  # of a round over the keys
 FEW_ROWS = 16  # rows at most that are few
 FEW_ROWS_PART_ELEMENTS = 8_192  # elements of a part of few rows, about
 SOME_ROWS = 128  # rows, as many as there are multiprocessors
-PART_BYTES = 64_000  # bytes of a part, so that three CTAs share a multiprocessor
+PART_BYTES = 52_000  # bytes of a part, so that three CTAs share a multiprocessor
 SOME_ROWS_PART_BYTES = 100_000
 
 MAX_POSITIONS = 65_536  # positions of a part, whose numbers are listed in 16 bits
@@ -64,8 +64,8 @@ class Scratch:
 
     @property
     def list_rows(self) -> int:
-        """Number of positions that a thread has room for: a sixth of its own, and a group."""
-        return max(2 * self.groups, 2 * -(-self.groups * GROUP_ELEMENTS // 12)) + GROUP_ELEMENTS
+        """Number of positions that a thread has room for: an eighth of its own, and a group."""
+        return 2 * self.groups + GROUP_ELEMENTS
 
     @property
     def sums(self) -> int:

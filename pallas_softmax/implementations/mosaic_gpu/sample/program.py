@@ -39,7 +39,8 @@ class Program(Code):
         self.lane, self.warp, self.base, self.counts, self.both_counts = self.new("b32", 5)
         self.m, self.scale = self.new("f32", 2)
         self += f"and.b32 {self.lane}, <thread>, 31; shr.u32 {self.warp}, <thread>, 5;"
-        self += f"mad.lo.u32 {self.base}, <thread>, 16, <x>; add.u32 {self.counts}, <scratch>, {4 * self.scratch.rounds};"
+        self += f"mad.lo.u32 {self.base}, <thread>, 16, <x>;"
+        self += f"add.u32 {self.counts}, <scratch>, {4 * self.scratch.rounds};"
         self += f"add.u32 {self.both_counts}, {self.counts}, {self.counts};"
         self += f"add.u32 {self.both_counts}, {self.both_counts}, {4 * self.scratch.round_words};"
 
@@ -65,6 +66,7 @@ class Program(Code):
         return register
 
     def skip_unless(self, predicate: str, label: str) -> None:
+        """Goes on at the label, unless the predicate holds."""
         self += f"@!{predicate} bra {label};"
 
     def first_thread(self) -> str:
@@ -139,7 +141,9 @@ class Program(Code):
             again, p = self.label("sweep"), self.one("pred")
             self += f"{again}:"
             group(self.group_blocks)
-            self += f"add.u32 {address}, {address}, {self.group_blocks * block_bytes}; add.u32 {step}, {step}, 1;"
+            self += (
+                f"add.u32 {address}, {address}, {self.group_blocks * block_bytes}; add.u32 {step}, {step}, 1;"
+            )
             self += f"add.u32 {position}, {position}, {self.group_blocks * self.window.block};"
             self += f"setp.lt.u32 {p}, {step}, {full}; @{p} bra {again};"
         if rest:
@@ -217,20 +221,25 @@ class Program(Code):
 
     def receive(self, at: int, ops: list[tuple[str, str]]) -> list[str]:
         """What all warps of the cluster have sent, each number reduced by its (instruction, kind), in a fixed order."""
-        address = self.address(at)
+        neutral = {"add.f32": "0f00000000", "add.s32": "0", "max.NaN.f32": NEG_INF}
+        neutral |= {"max.s32": "0x80000000", "min.s32": "0x7fffffff"}
         totals = []
         for i, (op, kind) in enumerate(ops):
-            total = self.one(kind)
-            for cta in range(self.ctas):
-                for warp, word in enumerate(self.load_peer(cta, address, WARPS, 4 * WARPS * i)):
-                    value = word
-                    if kind == "f32":
-                        value = self.one("f32")
-                        self += f"mov.b32 {value}, {word};"
-                    if cta == warp == 0:
-                        self += f"mov.{kind} {total}, {value};"
-                    else:
-                        self += f"{op} {total}, {total}, {value};"
+            total = self.const(kind, neutral[op])
+            for first in range(0, WARPS * self.ctas, LANES):  # a lane takes the number of one warp
+                sender, cta, address = self.new("b32", 3)
+                (inside,) = self.new("pred")
+                value = self.const(kind, neutral[op])
+                self += f"add.u32 {sender}, {self.lane}, {first}; setp.lt.u32 {inside}, {sender}, {WARPS * self.ctas};"
+                self += f"shr.u32 {cta}, {sender}, 2; and.b32 {sender}, {sender}, 3;"
+                self += f"mad.lo.u32 {address}, {sender}, 4, <scratch>;"
+                space = "shared"
+                if self.ctas > 1:
+                    self += f"@{inside} mapa.shared::cluster.u32 {address}, {address}, {cta};"
+                    space = "shared::cluster"
+                self += f"@{inside} ld.{space}.{kind} {value}, [{address}+{4 * (at + WARPS * i)}];"
+                self += f"{op} {total}, {total}, {value};"
+            self.over_warp(op, kind, total)
             totals.append(total)
         return totals
 
@@ -283,4 +292,3 @@ class Program(Code):
             lower = self.one(kind)
             self += f"{sub} {lower}, {inclusive}, {register}; {add} {before}, {before}, {lower};"
         return before, total
-

@@ -61,7 +61,9 @@ def histogram(p: Program) -> None:
         p.emit(f"shr.u32 {bucket}, {bucket}, {_BUCKET_SHIFT}; sub.s32 {bucket}, {bucket}, {_FIRST_BUCKET};")
         p.emit(f"max.s32 {bucket}, {bucket}, 0; min.s32 {bucket}, {bucket}, {BUCKETS - 1};")
         p.emit(f"mad.lo.u32 {bucket}, {bucket}, 4, <scratch>;")
-        p.emit(f"{counted} red.relaxed.cta.shared::cta.add.u32 [{bucket}+{4 * p.scratch.histogram}], {number};")
+        p.emit(
+            f"{counted} red.relaxed.cta.shared::cta.add.u32 [{bucket}+{4 * p.scratch.histogram}], {number};"
+        )
 
     def group(floats, position, step):
         n = len(floats)
@@ -99,7 +101,8 @@ class _Search:
       upper, lower: distances: those above `upper` are above the zone, those above `lower` and not above `upper` in it.
       above_mass, above_count: of what is above the zone.
       listed: number of the thread's positions in the list.
-      whole: predicate: whether the thread takes all its positions, in place of those in the list.
+      whole: predicate: whether the thread takes all its positions, since its list has no room for those in the zone.
+      everything: predicate: whether the zone is the whole row.
     """
 
     def __init__(self, p: Program, by_mass: bool, target: str, kept: Kept):
@@ -195,7 +198,9 @@ class _Search:
                 p.emit(f"setp.gt.and.f32 {inside}, {distance}, {lower}, !{above};")
                 at, half = p.one("b32"), p.one("b16")
                 p.emit(f"add.u32 {at}, {position}, {p.offset(j)}; cvt.u16.u32 {half}, {at};")
-                p.emit(f"@{inside} st.shared.b16 [{end}], {half}; @{inside} add.u32 {end}, {end}, {row_bytes};")
+                p.emit(
+                    f"@{inside} st.shared.b16 [{end}], {half}; @{inside} add.u32 {end}, {end}, {row_bytes};"
+                )
             p.emit(f"add.f32 {total}, {total}, {p.tree('add.f32', 'f32', weights)};")
 
         p.sweep(group)
@@ -214,8 +219,11 @@ class _Search:
         p += f"mov.b32 {turn}, 0; selp.b32 {number}, {p.window.size // WARPGROUP}, {self.listed}, {self.whole};"
         p += f"{again}: setp.lt.u32 {more}, {turn}, {number}; @!{more} bra {done};"
         half = p.one("b16")
-        p += f"mad.lo.u32 {position}, {turn}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {position}, 2, <scratch>;"
+        vec = p.window.vec
+        p += f"mad.lo.u32 {at}, {turn}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {at}, 2, <scratch>;"
         p += f"@!{self.whole} ld.shared.b16 {half}, [{at}+{4 * p.scratch.listed}];"
+        p += f"shr.u32 {position}, {turn}, {vec.bit_length() - 1}; mad.lo.u32 {position}, {position}, {WARPGROUP}, <thread>;"
+        p += f"and.b32 {at}, {turn}, {vec - 1}; mad.lo.u32 {position}, {position}, {vec}, {at};"
         p += f"@!{self.whole} cvt.u32.u16 {position}, {half};"
         bits = p.load_bits(position)
         body(bits, p.key(bits), p.distance(p.float_of_bits(bits)))
@@ -241,7 +249,13 @@ class _Search:
         p.cluster_barrier()
         total, above_mass, above_count, high, low = p.receive(
             p.scratch.zone_mail,
-            [("add.f32", "f32"), ("add.f32", "f32"), ("add.u32", "b32"), ("max.s32", "b32"), ("min.s32", "b32")],
+            [
+                ("add.f32", "f32"),
+                ("add.f32", "f32"),
+                ("add.s32", "b32"),
+                ("max.s32", "b32"),
+                ("min.s32", "b32"),
+            ],
         )
         # The whole row's total is that of the first search; the second one has -inf in place of some elements.
         wrong = p.one("pred")
@@ -272,7 +286,8 @@ class _Search:
         p = self.p
         least, factor = p.new("f32", 2)
         exponent = p.one("b32")
-        p += f"neg.f32 {least}, {self.upper}; max.f32 {least}, {least}, 0f00000000; min.f32 {least}, {least}, 0f42B40000;"
+        p += f"neg.f32 {least}, {self.upper}; max.f32 {least}, {least}, 0f00000000;"
+        p += f"min.f32 {least}, {least}, 0f42B40000;"  # 90
         p += f"cvt.rzi.s32.f32 {exponent}, {least}; add.u32 {exponent}, {exponent}, {127 + 2 * self._half};"
         p += f"shl.b32 {exponent}, {exponent}, 23; mov.b32 {factor}, {exponent};"
         return factor
@@ -335,7 +350,9 @@ class _Search:
         def count(bits, key, distance):
             at = p.one("b32")
             p.emit(f"setp.ge.s32 {inside}, {key}, {low}; setp.le.and.s32 {inside}, {key}, {high}, {inside};")
-            p.emit(f"sub.u32 {at}, {high}, {key}; shr.u32 {at}, {at}, {shift}; mad.lo.u32 {at}, {at}, 4, {counts};")
+            p.emit(
+                f"sub.u32 {at}, {high}, {key}; shr.u32 {at}, {at}, {shift}; mad.lo.u32 {at}, {at}, 4, {counts};"
+            )
             mass = self._mass(distance, factor)
             for i, amount in enumerate(("1", *mass)):
                 add = f"red.relaxed.cta.shared::cta.add.u32 [{at}+{4 * KEY_BUCKETS * i}], {amount};"
@@ -393,7 +410,9 @@ class _Search:
         number, end, hit, p0 = *p.new("b32"), *p.new("b64"), *p.new("pred", 2)
         for i in range(2):
             p += f"add.u64 {end}, {before}, {amounts[i]}; mad.lo.u32 {number}, <thread>, 2, {i};"
-            p += f"setp.lt.u64 {hit}, {before}, {remaining}; setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
+            p += (
+                f"setp.lt.u64 {hit}, {before}, {remaining}; setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
+            )
             p += f"@{hit} st.shared.b32 [<scratch>+{4 * chosen}], {number};"
             p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 8}], {before};"
             p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 16}], {mass_before};"
@@ -444,7 +463,9 @@ class _Search:
             x = p.float_of_bits(bits)
             p.emit(f"setp.eq.f32 {p1}, {x}, {kept.least}; setp.lt.and.s32 {p1}, {of_bits}, {key}, {p1};")
             p.emit(f"setp.eq.s32 {p0}, {of_bits}, {key}; setp.ge.and.s32 {p0}, {equal}, {keep}, {p0};")
-            p.emit(f"or.pred {p1}, {p1}, {p0}; @{p1} st.shared.b{8 * p.kind.itemsize} [{address}], {neg_inf};")
+            p.emit(
+                f"or.pred {p1}, {p1}, {p0}; @{p1} st.shared.b{8 * p.kind.itemsize} [{address}], {neg_inf};"
+            )
             p.emit(f"setp.eq.s32 {p0}, {of_bits}, {key}; @{p0} add.u32 {equal}, {equal}, 1;")
 
         p.in_order(count)
