@@ -28,27 +28,25 @@ def text(window: Window, dtype) -> Program:
     """
     p = Program(window, dtype)
     end = p.label("end")
-    filtered = _set_up(p, end)
-    by_count, by_mass, filtered_by_mass, count, share, least_weight = filtered
+    by_count, by_mass, filtered, count, share, least_weight = _set_up(p, end)
     kept = threshold.Kept(
         p.const("f32", NEG_INF), p.const("f32", _ZERO), p.const("f32", _ZERO), p.one("pred")
     )
-    some, never = p.new("pred", 2)
+    some = p.one("pred")
     p += f"setp.ne.u32 {kept.known}, {p.lane}, {p.lane};"
+    search = threshold.Search(p, kept)
     after = [p.label(name) for name in ("thresholds", "by_count", "by_mass")]
     p += f"or.pred {some}, {by_count}, {by_mass};"
     p.skip_unless(some, after[0])
     threshold.histogram(p)
     p.skip_unless(by_count, after[1])
-    threshold.find(p, False, count, kept)
+    search.find(count, by_mass=False)
     p += f"{after[1]}:"
     p.skip_unless(by_mass, after[2])
-    threshold.find(p, True, share, kept)
+    search.find(share, by_mass=True)
     p += f"{after[2]}: {after[0]}:"
-    _draw(p, kept, least_weight, filtered_by_mass)
+    _draw(p, kept, search, least_weight, filtered)
     p += f"{end}:"
-    if p.ctas > 1:
-        p.cluster_barrier()  # no CTA leaves while another one may read its shared memory
     return p
 
 
@@ -62,11 +60,12 @@ def _set_up(p: Program, end: str):
     p.send(p.scratch.max_mail, [m])
     p.cluster_barrier()
     (m,) = p.receive(p.scratch.max_mail, [("max.NaN.f32", "f32")])
-    p += f"mov.f32 {p.m}, {m}; abs.f32 {m}, {m}; setp.lt.f32 {good}, {m}, {INF};"
+    p += f"add.f32 {p.m}, {m}, {_ZERO}; abs.f32 {m}, {m}; setp.lt.f32 {good}, {m}, {INF};"
     p += f"setp.ge.and.f32 {good}, <temperature>, {_ZERO}, {good};"
     nan = p.label("drawable")
     p += f"@{good} bra {nan}; setp.eq.u32 {first}, <thread>, 0; setp.eq.and.u32 {first}, <part>, 0, {first};"
     _write(p, first, p.const("b32", -1), p.const("f32", NAN), p.const("f32", NAN))
+    p.cluster_barrier()  # no CTA leaves while another one may read its shared memory
     p += f"bra {end}; {nan}:"
     # A temperature of 0 is the least one, and takes the first entry.
     p += f"setp.eq.f32 {greedy}, <temperature>, {_ZERO}; max.f32 {temperature}, <temperature>, {_TINY};"
@@ -90,18 +89,18 @@ def _write(p: Program, predicate: str, index: str, log_prob: str, log_mass: str)
         p += f"add.u64 {address}, <{name}>, {offset}; @{predicate} st.global.{kind} [{address}], {value};"
 
 
-def _draw(p: Program, kept: threshold.Kept, least_weight: str, filtered: str) -> None:
+def _draw(p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str) -> None:
     """The first kept entry, in the order of the row, at which the kept mass exceeds u times all of it.
 
     It is in the last CTA, group, thread and element that has kept mass, and of which no more than that lies before.
     """
-    total = _kept_masses(p, kept, least_weight)
+    total = _masses(p, kept, search, least_weight, filtered)
     own = _sum_groups(p)
     # Over the cluster: the kept mass of each CTA, and of the row.
     at = p.scratch.kept_mail
     address, first = p.address(at), p.first_thread()
     p += f"@{first} st.shared.f32 [<scratch>+{4 * at}], {own};"
-    p.send(p.scratch.zone_mail, [total])
+    p.send(p.scratch.total_mail, [total])
     p.cluster_barrier()
     of_ctas = []
     row_kept, target, before, here_before = (
@@ -115,7 +114,7 @@ def _draw(p: Program, kept: threshold.Kept, least_weight: str, filtered: str) ->
         x = p.one("f32")
         p += f"mov.b32 {x}, {word}; add.f32 {row_kept}, {row_kept}, {x};"
         of_ctas.append(x)
-    (total,) = p.receive(p.scratch.zone_mail, [("add.f32", "f32")])
+    (total,) = p.receive(p.scratch.total_mail, [("add.f32", "f32")])
     p += f"mul.f32 {target}, <u>, {row_kept}; @{kept.known} mov.f32 {total}, {kept.total};"
     p += f"@!{filtered} mov.f32 {total}, {row_kept};"
     chosen, fits, end = p.const("b32", 0), p.one("pred"), p.label("drawn")
@@ -124,6 +123,7 @@ def _draw(p: Program, kept: threshold.Kept, least_weight: str, filtered: str) ->
         p += f"setp.le.f32 {fits}, {before}, {target}; setp.gt.and.f32 {fits}, {x}, {_ZERO}, {fits};"
         p += f"@{fits} mov.b32 {chosen}, {cta}; @{fits} mov.f32 {here_before}, {before};"
         p += f"add.f32 {before}, {before}, {x};"
+    p.cluster_barrier()  # no CTA leaves while another one may read its shared memory
     p += f"setp.eq.u32 {fits}, {chosen}, <part>;"
     p.skip_unless(fits, end)
     p += f"sub.f32 {target}, {target}, {here_before};"
@@ -138,34 +138,49 @@ def _is_kept(p: Program, x: str, weight: str, kept: threshold.Kept, least_weight
     return out
 
 
-def _kept_masses(p: Program, kept: threshold.Kept, least_weight: str) -> str:
-    """Writes the kept mass of each thread in each group; returns the warp's total, of what is not kept as well."""
-    total, own = p.new("f32", 2)
-    address, some = p.one("b32"), p.one("pred")
-    p += f"mov.f32 {total}, {_ZERO}; mad.lo.u32 {address}, <thread>, 4, <scratch>;"
-    p += f"add.u32 {address}, {address}, {4 * p.scratch.listed};"
+def _masses(p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str) -> str:
+    """Writes the kept mass of each thread in each group; returns the warp's total, of what is not kept as well.
+
+    After a threshold without min_p the masses are there but for those of the zone. Otherwise they take a sweep.
+    """
+    total = p.const("f32", _ZERO)
+    end, all_kept, sweep = (p.label(name) for name in ("masses", "all_kept", "sweep_masses"))
+    simple = p.one("pred")
+    p += f"@!{filtered} bra {all_kept};"
+    p += f"setp.le.and.f32 {simple}, {least_weight}, {_ZERO}, {kept.known}; @!{simple} bra {sweep};"
+    search.add_kept()
+    p += f"bra {end}; {sweep}:"
+    _sweep_masses(p, kept, least_weight, total)
+    p += f"bra {end}; {all_kept}:"
+    _sweep_masses(p, None, least_weight, total)
+    p += f"{end}:"
+    p.over_warp("add.f32", "f32", total)
     p.barrier()
+    return total
+
+
+def _sweep_masses(p: Program, kept: threshold.Kept | None, least_weight: str, total: str) -> None:
+    """The masses of groups by a sweep; without `kept` of all elements, and then no total."""
+    address, own, some = p.one("b32"), p.one("f32"), p.one("pred")
+    p += f"mad.lo.u32 {address}, <thread>, 4, <scratch>; add.u32 {address}, {address}, {4 * p.scratch.masses};"
 
     def group(floats, position, step):
         skip = p.label("none_kept")
-        p.emit(f"mov.f32 {own}, {_ZERO};")
-        p.emit(f"setp.ge.f32 {some}, {p.tree('max.f32', 'f32', floats)}, {kept.least};")
-        p.emit(f"not.pred {some}, {some}; and.pred {some}, {some}, {kept.known};")
-        p.emit(f"vote.sync.all.pred {some}, {some}, {WHOLE_WARP}; @{some} bra {skip};")
-        weights, masses = [], []
-        for x in floats:
-            weight, mass = p.weight(p.distance(x)), p.one("f32")
-            p.emit(f"selp.f32 {mass}, {weight}, {_ZERO}, {_is_kept(p, x, weight, kept, least_weight)};")
-            weights.append(weight)
-            masses.append(mass)
-        p.emit(f"add.f32 {total}, {total}, {p.tree('add.f32', 'f32', weights)};")
+        if kept is not None:
+            p.emit(f"mov.f32 {own}, {_ZERO}; setp.lt.f32 {some}, {p.tree('max.f32', 'f32', floats)}, {kept.least};")
+            p.emit(f"and.pred {some}, {some}, {kept.known}; vote.sync.all.pred {some}, {some}, {WHOLE_WARP};")
+            p.emit(f"@{some} bra {skip};")
+        weights = [p.weight(p.distance(x)) for x in floats]
+        masses = weights
+        if kept is not None:
+            masses = p.new("f32", len(floats))
+            for mass, x, weight in zip(masses, floats, weights):
+                p.emit(f"selp.f32 {mass}, {weight}, {_ZERO}, {_is_kept(p, x, weight, kept, least_weight)};")
+            p.emit(f"add.f32 {total}, {total}, {p.tree('add.f32', 'f32', weights)};")
         p.emit(f"mov.f32 {own}, {p.tree('add.f32', 'f32', masses)}; {skip}:")
         p.emit(f"st.shared.f32 [{address}], {own}; add.u32 {address}, {address}, {4 * WARPGROUP};")
 
     p.sweep(group)
-    p.over_warp("add.f32", "f32", total)
-    p.barrier()
-    return total
 
 
 def _sum_groups(p: Program) -> str:
@@ -178,7 +193,7 @@ def _sum_groups(p: Program) -> str:
     p += f"mov.b32 {group}, {p.warp}; setp.eq.u32 {first}, {p.lane}, 0;"
     p += f"{again}: setp.lt.u32 {more}, {group}, {groups}; @!{more} bra {done};"
     p += f"mad.lo.u32 {address}, {group}, {4 * WARPGROUP}, <scratch>; mad.lo.u32 {address}, {p.lane}, 16, {address};"
-    p += f"ld.shared.v4.f32 {{{', '.join(parts)}}}, [{address}+{4 * p.scratch.listed}];"
+    p += f"ld.shared.v4.f32 {{{', '.join(parts)}}}, [{address}+{4 * p.scratch.masses}];"
     p += f"mov.f32 {of_group}, {p.tree('add.f32', 'f32', list(parts))};"
     p.over_warp("add.f32", "f32", of_group)
     p += f"mad.lo.u32 {out}, {group}, 4, <scratch>; @{first} st.shared.f32 [{out}+{4 * p.scratch.sums}], {of_group};"

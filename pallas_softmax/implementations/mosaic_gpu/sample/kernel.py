@@ -54,6 +54,7 @@ def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, inter
     def sample(x_gmem, request_gmem, mask_gmem, *out, landed, scratch, x_smem):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         start_copies(window, part, x_smem, landed)
+        of_row = Request(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
         selection.fill_edges(
             window,
             part.x_gmem,
@@ -67,7 +68,6 @@ def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, inter
         arrival.meet(x_smem, interpret=interpret)
         m = _arrive(window, x_smem, landed, part, interpret)
         arrival.meet(x_smem, interpret=interpret)
-        of_row = Request(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
         where = Place(*(jnp.int32(i) for i in (part.row, part.index, part.extent.origin)))
         draw(window, x_smem, scratch, m, of_row, where, out, interpret=interpret)
 

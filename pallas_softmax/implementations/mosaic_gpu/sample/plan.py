@@ -19,7 +19,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 STEP_ELEMENTS = 32  # elements of a thread that arrive together
 GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; of them two are in the histogram
 
-BUCKETS = 512  # of the histogram of distances: 32 for each power of two, from 2^-9 to 2^7
+BUCKETS = 1024  # of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
 KEY_BUCKETS = 256  # of a round over the keys
 
 FEW_ROWS = 16  # rows at most that are few
@@ -28,7 +28,7 @@ SOME_ROWS = 128  # rows, as many as there are multiprocessors
 PART_BYTES = 52_000  # bytes of a part, so that three CTAs share a multiprocessor
 SOME_ROWS_PART_BYTES = 100_000
 
-MAX_POSITIONS = 65_536  # positions of a part, whose numbers are listed in 16 bits
+MAX_POSITIONS = 256 * WARPGROUP  # of a part: the elements of a thread are listed by numbers of 8 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,9 @@ class Scratch:
         mail        what the warps of the cluster tell each other; then numbers of the CTA's own warps
         histogram   counts of elements by their distance from the maximum
         rounds      two sets of counts and masses by key, used by turns
-        listed      positions of the elements near the threshold, a column of 16 bits for each thread; later the kept
-                    mass of each thread in each group, and its sums
+        masses      the kept mass of each thread in each group
+        sums        the kept mass of each group
+        listed      the elements near the threshold, by a byte each, a column for each thread
 
     Attributes:
       window: how the part lies in shared memory.
@@ -48,14 +49,15 @@ class Scratch:
     window: Window
 
     max_mail = 0
-    zone_mail = 4
-    kept_mail = 24
-    chosen = 28  # the bucket of a round that holds the threshold: its number, counts and masses
-    scans = 36  # of 24 words, for one scan after another
-    histogram = 64
+    zone_mail = (4, 16)  # of the search by count, and of that by mass
+    kept_mail = 28
+    total_mail = 32
+    chosen = 36  # the bucket of a round that holds the threshold: its number, counts and masses
+    scans = 44  # of 24 words, for one scan after another
+    histogram = 72
     rounds = histogram + BUCKETS
     round_words = 3 * KEY_BUCKETS
-    listed = rounds + 2 * round_words
+    masses = rounds + 2 * round_words
 
     @property
     def groups(self) -> int:
@@ -63,20 +65,24 @@ class Scratch:
         return -(-self.window.blocks // (GROUP_ELEMENTS // self.window.vec))
 
     @property
-    def list_rows(self) -> int:
-        """Number of positions that a thread has room for: an eighth of its own, and a group."""
-        return 2 * self.groups + GROUP_ELEMENTS
-
-    @property
     def sums(self) -> int:
         """Where the kept masses of groups lie."""
-        return self.listed + self.groups * WARPGROUP
+        return self.masses + self.groups * WARPGROUP
+
+    @property
+    def listed(self) -> int:
+        """Where the list lies."""
+        return self.sums + -(-self.groups // 4) * 4
+
+    @property
+    def list_rows(self) -> int:
+        """Number of elements that a thread has room for: three of each group, and a group."""
+        return 3 * self.groups + GROUP_ELEMENTS
 
     @property
     def words(self) -> int:
         """Number of words."""
-        of_list = self.list_rows * WARPGROUP // 2
-        return self.listed + max(of_list, self.groups * (WARPGROUP + 1) + 3)
+        return self.listed + self.list_rows * WARPGROUP // 4
 
 
 def window_of(vocab: int, itemsize: int, count: int) -> Window:
@@ -94,7 +100,7 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Wi
 
     def fits(count):
         window = window_of(vocab, itemsize, count)
-        return window.size < MAX_POSITIONS and window.size * itemsize + 4 * Scratch(window).words <= smem
+        return window.size <= MAX_POSITIONS and window.size * itemsize + 4 * Scratch(window).words <= smem
 
     if rows <= FEW_ROWS:
         count = -(-vocab // FEW_ROWS_PART_ELEMENTS)

@@ -109,10 +109,19 @@ class Program(Code):
             self += f"cvt.u16.u32 {h}, {bits}; cvt.f32.f16 {x}, {h};"
         return x
 
-    def load_bits(self, position: str) -> str:
-        """The bits of the element at a position, as a signed number."""
-        address, bits = self.new("b32", 2)
-        self += f"mad.lo.u32 {address}, {position}, {self.kind.itemsize}, <x>;"
+    def bits_of_float(self, x: str) -> str:
+        """The bits, as a signed number, of an element that is near a float32."""
+        bits = self.one("b32")
+        if self.kind.name == "f32":
+            self += f"mov.b32 {bits}, {x};"
+        else:
+            h = self.one("b16")
+            self += f"cvt.rn.{self.kind.name}.f32 {h}, {x}; cvt.s32.s16 {bits}, {h};"
+        return bits
+
+    def load_bits(self, address: str) -> str:
+        """The bits of the element at an address, as a signed number."""
+        bits = self.one("b32")
         if self.kind.halves:
             h = self.one("b16")
             self += f"ld.shared.b16 {h}, [{address}]; cvt.s32.s16 {bits}, {h};"
@@ -153,22 +162,6 @@ class Program(Code):
         """Where element number j of a group lies after the first."""
         block, element = divmod(j, self.window.vec)
         return block * self.window.block + element
-
-    def in_order(self, body: Callable[[str, str, str], None]) -> None:
-        """Calls body(bits, key, address) for the thread's share of the part in the order of the row, as a loop's text.
-
-        Thread t has the vectors from t * blocks on, one for each block.
-        """
-        blocks, itemsize = self.window.blocks, self.kind.itemsize
-        address, turn, at = self.new("b32", 3)
-        again, more = self.label("in_order"), self.one("pred")
-        self += f"mad.lo.u32 {address}, <thread>, {16 * blocks}, <x>; mov.b32 {turn}, 0; {again}:"
-        (words,) = self.kind.vectors(self, address, [0])
-        for j, bits in enumerate(self.kind.bits(self, words)):
-            self += f"add.u32 {at}, {address}, {j * itemsize};"
-            body(bits, self.key(bits), at)
-        self += f"add.u32 {address}, {address}, 16; add.u32 {turn}, {turn}, 1;"
-        self += f"setp.lt.u32 {more}, {turn}, {blocks}; @{more} bra {again};"
 
     # --- Threads, CTAs and clusters
 

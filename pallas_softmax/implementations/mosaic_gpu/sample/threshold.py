@@ -22,7 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS, KEY_B
 from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NEG_INF, Program
 
 _LEAST_EXPONENT = 127 - 9  # of a distance in float32; smaller ones are in bucket 0
-_BUCKET_SHIFT = 18  # bits of a distance below its bucket
+_BUCKET_SHIFT = 17  # bits of a distance below its bucket
 _FIRST_BUCKET = _LEAST_EXPONENT << (23 - _BUCKET_SHIFT)
 _HALF_BUCKET = 1 << (_BUCKET_SHIFT - 1)
 _HIGHEST_KEY, _LOWEST_KEY = "0x7fffffff", "0x80000000"
@@ -49,7 +49,8 @@ def histogram(p: Program) -> None:
     """Counts two elements of each group of each thread by distance: its largest, and one that stands for the others."""
     address = p.one("b32")
     p += f"mad.lo.u32 {address}, <thread>, {4 * BUCKETS // WARPGROUP}, <scratch>;"
-    p += f"st.shared.v4.b32 [{address}+{4 * p.scratch.histogram}], {{0, 0, 0, 0}};"
+    for i in (0, 16):
+        p += f"st.shared.v4.b32 [{address}+{4 * p.scratch.histogram + i}], {{0, 0, 0, 0}};"
     p.barrier()
     odd, upper = p.new("pred", 2)
     t = p.one("b32")
@@ -81,35 +82,44 @@ def histogram(p: Program) -> None:
     p.cluster_barrier()
 
 
-def find(p: Program, by_mass: bool, target: str, kept: Kept) -> None:
-    """Finds the threshold for a target; `kept` gets what it leaves, as long as the row has as much as the target.
-
-    Args:
-      by_mass: whether the target is a share of the kept mass, or a number of entries.
-      target: that number (b32); by_mass, the share (f32).
-    """
-    search = _Search(p, by_mass, target, kept)
-    search.zone()
-    search.collect()
-    search.extremes_and_rounds()
-
-
-class _Search:
-    """The registers of one search.
+class Search:
+    """The search for the threshold of a count, and after it for that of a mass.
 
     Attributes:
+      kept: what the thresholds have left.
       upper, lower: distances: those above `upper` are above the zone, those above `lower` and not above `upper` in it.
-      above_mass, above_count: of what is above the zone.
-      listed: number of the thread's positions in the list.
-      whole: predicate: whether the thread takes all its positions, since its list has no room for those in the zone.
+      total, above_mass, above_count: of the warp, of all elements and of those above the zone.
+      listed: number of the thread's elements in the list.
+      whole: predicate: whether the thread takes all its elements, since its list has no room for those in the zone.
       everything: predicate: whether the zone is the whole row.
+      low: a key below which no element is.
     """
 
-    def __init__(self, p: Program, by_mass: bool, target: str, kept: Kept):
-        self.p, self.by_mass, self.target, self.kept = p, by_mass, target, kept
-        self.upper, self.lower, self.above_mass = p.new("f32", 3)
-        self.above_count, self.listed = p.new("b32", 2)
-        self.whole, self.everything = p.new("pred", 2)
+    def __init__(self, p: Program, kept: Kept):
+        self.p, self.kept = p, kept
+        self.upper, self.lower, self.total, self.above_mass = p.new("f32", 4)
+        self.above_count, self.listed, self.all_above = p.new("b32", 3)
+        self.whole, self.everything, self._infinite = p.new("pred", 3)
+        self.low = p.const("b32", _LOWEST_KEY)
+        self.by_mass, self.target = False, ""
+        p += f"mov.b32 {self.all_above}, 1; setp.ne.u32 {self.everything}, {p.lane}, {p.lane};"
+
+    def find(self, target: str, *, by_mass: bool) -> None:
+        """Finds the threshold for a target; `kept` gets what it leaves, if the row has as much as the target.
+
+        Args:
+          target: a number of entries (b32), or a share of the kept mass (f32).
+          by_mass: which of them.
+        """
+        p = self.p
+        self.by_mass, self.target = by_mass, target
+        listed, again = p.label("listed"), p.one("pred")
+        if by_mass:  # if nothing was above the zone of the count, what that has kept is in the list
+            p += f"setp.eq.u32 {again}, {self.all_above}, 0; @{self.everything} bra {listed}; @{again} bra {listed};"
+        self.zone()
+        self.collect()
+        p += f"{listed}:"
+        self.rounds_of_zone()
 
     def zone(self) -> None:
         """The distances between which the threshold is expected. Bucket 0 has the largest elements."""
@@ -117,9 +127,9 @@ class _Search:
         each = BUCKETS // WARPGROUP
         address, p0 = p.one("b32"), p.one("pred")
         p += f"mad.lo.u32 {address}, <thread>, {4 * each}, <scratch>; add.u32 {address}, {address}, {4 * histogram};"
-        counts = p.load_peer(0, address, each)
+        counts = p.load_peer(0, address, 4) + p.load_peer(0, address, 4, 16)
         for cta in range(1, p.ctas):
-            for total, more in zip(counts, p.load_peer(cta, address, each)):
+            for total, more in zip(counts, p.load_peer(cta, address, 4) + p.load_peer(cta, address, 4, 16)):
                 p += f"add.u32 {total}, {total}, {more};"
         amounts, first = p.new("f32", each), p.one("b32")
         p += f"mul.lo.u32 {first}, <thread>, {each};"
@@ -142,7 +152,7 @@ class _Search:
             p += f"@{self.kept.known} mov.f32 {total}, {self.kept.mass};"
             p += f"mul.f32 {wanted}, {total}, {self.target};"
             p += f"sub.f32 {margin}, 0f3F800000, {self.target}; sqrt.approx.f32 {margin}, {margin};"
-            p += f"mul.f32 {margin}, {margin}, 0f3D23D70A; mul.f32 {margin}, {margin}, {total};"  # 0.04
+            p += f"mul.f32 {margin}, {margin}, {_float(16 / p.window.vocab**0.5)}; mul.f32 {margin}, {margin}, {total};"
         else:
             p += f"cvt.rn.f32.u32 {wanted}, {self.target}; sqrt.approx.f32 {margin}, {wanted};"
             p += f"fma.rn.f32 {margin}, {margin}, 0f41000000, 0f41A00000;"  # 20 + 8 sqrt(k)
@@ -172,107 +182,123 @@ class _Search:
             p += f"{edge} @{p0} mov.f32 {distance}, {beyond};"
 
     def collect(self) -> None:
-        """Sums what is above the zone, and lists the positions in it; of the whole row the total mass."""
+        """Sums what is above the zone, by groups, and lists the elements in it; of the whole row the total mass."""
         p = self.p
-        row_bytes = 2 * WARPGROUP
-        end, start, limit = p.new("b32", 3)
-        total, lower = p.new("f32", 2)
+        end, start, limit, number, masses = p.new("b32", 5)
+        lower, of_group = p.new("f32", 2)
         above, inside, room = p.new("pred", 3)
-        p += f"mad.lo.u32 {start}, <thread>, 2, <scratch>; add.u32 {start}, {start}, {4 * p.scratch.listed};"
-        p += f"add.u32 {limit}, {start}, {(p.scratch.list_rows - 16) * row_bytes}; mov.b32 {end}, {start};"
-        p += f"mov.f32 {total}, 0f00000000; mov.f32 {self.above_mass}, 0f00000000; mov.b32 {self.above_count}, 0;"
-        p += f"setp.ne.u32 {self.whole}, {start}, {start}; setp.ne.u32 {self.everything}, {start}, {start};"
+        p += f"add.u32 {start}, <scratch>, <thread>; add.u32 {start}, {start}, {4 * p.scratch.listed};"
+        p += f"add.u32 {limit}, {start}, {(p.scratch.list_rows - 16) * WARPGROUP}; mov.b32 {end}, {start};"
+        p += f"mov.f32 {self.total}, 0f00000000; mov.f32 {self.above_mass}, 0f00000000; mov.b32 {self.above_count}, 0;"
+        p += f"setp.ne.u32 {self.whole}, {start}, {start}; mad.lo.u32 {masses}, <thread>, 4, <scratch>;"
 
         def group(floats, position, step):
             p.emit(f"setp.le.u32 {room}, {end}, {limit}; selp.f32 {lower}, {self.lower}, {INF}, {room};")
             p.emit(f"not.pred {above}, {room}; or.pred {self.whole}, {self.whole}, {above};")
+            p.emit(f"mov.f32 {of_group}, 0f00000000; mul.lo.u32 {number}, {step}, 16;")
             weights = []
             for j, x in enumerate(floats):
                 distance = p.distance(x)
                 weight = p.weight(distance)
                 weights.append(weight)
                 p.emit(f"setp.gt.f32 {above}, {distance}, {self.upper};")
-                p.emit(f"@{above} add.f32 {self.above_mass}, {self.above_mass}, {weight};")
+                p.emit(f"@{above} add.f32 {of_group}, {of_group}, {weight};")
                 if not self.by_mass:
                     p.emit(f"@{above} add.u32 {self.above_count}, {self.above_count}, 1;")
                 p.emit(f"setp.gt.and.f32 {inside}, {distance}, {lower}, !{above};")
-                at, half = p.one("b32"), p.one("b16")
-                p.emit(f"add.u32 {at}, {position}, {p.offset(j)}; cvt.u16.u32 {half}, {at};")
-                p.emit(
-                    f"@{inside} st.shared.b16 [{end}], {half}; @{inside} add.u32 {end}, {end}, {row_bytes};"
-                )
-            p.emit(f"add.f32 {total}, {total}, {p.tree('add.f32', 'f32', weights)};")
+                at = p.one("b32")
+                p.emit(f"add.u32 {at}, {number}, {j};")
+                p.emit(f"@{inside} st.shared.b8 [{end}], {at}; @{inside} add.u32 {end}, {end}, {WARPGROUP};")
+            p.emit(f"add.f32 {self.total}, {self.total}, {p.tree('add.f32', 'f32', weights)};")
+            p.emit(f"add.f32 {self.above_mass}, {self.above_mass}, {of_group};")
+            p.emit(f"st.shared.f32 [{masses}+{4 * p.scratch.masses}], {of_group};")
+            p.emit(f"add.u32 {masses}, {masses}, {4 * WARPGROUP};")
 
         p.sweep(group)
-        p += f"sub.u32 {self.listed}, {end}, {start}; shr.u32 {self.listed}, {self.listed}, 8;"
-        self.total = total
-        p.over_warp("add.f32", "f32", total)
+        p += f"sub.u32 {self.listed}, {end}, {start}; shr.u32 {self.listed}, {self.listed}, 7;"
+        p.over_warp("add.f32", "f32", self.total)
         p.over_warp("add.f32", "f32", self.above_mass)
         p.over_warp("add.s32", "b32", self.above_count)
 
-    def positions(self, body) -> None:
-        """Calls body(bits, key, distance) for the elements of the zone that the thread has, and for some others."""
-        p = self.p
-        turn, number, position, at = p.new("b32", 4)
-        more = p.one("pred")
-        again, done = p.label("position"), p.label("positions_done")
-        p += f"mov.b32 {turn}, 0; selp.b32 {number}, {p.window.size // WARPGROUP}, {self.listed}, {self.whole};"
-        p += f"{again}: setp.lt.u32 {more}, {turn}, {number}; @!{more} bra {done};"
-        half = p.one("b16")
-        vec = p.window.vec
-        p += f"mad.lo.u32 {at}, {turn}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {at}, 2, <scratch>;"
-        p += f"@!{self.whole} ld.shared.b16 {half}, [{at}+{4 * p.scratch.listed}];"
-        p += f"shr.u32 {position}, {turn}, {vec.bit_length() - 1}; mad.lo.u32 {position}, {position}, {WARPGROUP}, <thread>;"
-        p += f"and.b32 {at}, {turn}, {vec - 1}; mad.lo.u32 {position}, {position}, {vec}, {at};"
-        p += f"@!{self.whole} cvt.u32.u16 {position}, {half};"
-        bits = p.load_bits(position)
-        body(bits, p.key(bits), p.distance(p.float_of_bits(bits)))
-        p += f"add.u32 {turn}, {turn}, 1; bra {again}; {done}:"
+    def elements(self, body) -> None:
+        """Calls body(x, bits, distance, inside, number, next) for the elements of the zone that the thread has.
 
-    def extremes_and_rounds(self) -> None:
+        `inside` is a predicate, since there may be others among them; `number` the element's number in the thread;
+        `next` a label to go on from.
+        """
+        p = self.p
+        turn, count, number, at = p.new("b32", 4)
+        more, inside = p.new("pred", 2)
+        again, done, after = p.label("element"), p.label("elements_done"), p.label("next_element")
+        each = p.window.size // WARPGROUP
+        p += f"mov.b32 {turn}, 0; selp.b32 {count}, {each}, {self.listed}, {self.whole};"
+        p += f"add.u32 {at}, <scratch>, <thread>; add.u32 {at}, {at}, {4 * p.scratch.listed};"
+        p += f"{again}: setp.lt.u32 {more}, {turn}, {count}; @!{more} bra {done}; mov.b32 {number}, {turn};"
+        p += f"@!{self.whole} ld.shared.b8 {number}, [{at}];"
+        bits = p.load_bits(self._address(number))
+        x = p.float_of_bits(bits)
+        distance = p.distance(x)
+        p += f"setp.gt.f32 {inside}, {distance}, {self.lower};"
+        p += f"setp.le.and.f32 {inside}, {distance}, {self.upper}, {inside};"
+        body(x, bits, distance, inside, number, after)
+        p += f"{after}: add.u32 {turn}, {turn}, 1; add.u32 {at}, {at}, {WARPGROUP}; bra {again}; {done}:"
+
+    def add_kept(self) -> None:
+        """Adds the kept elements of the zone to the masses of their groups."""
+        p, least = self.p, self.kept.least
+
+        def add(x, bits, distance, inside, number, after):
+            at, mass = p.one("b32"), p.one("f32")
+            p.emit(f"setp.ge.and.f32 {inside}, {x}, {least}, {inside}; @!{inside} bra {after};")
+            p.emit(f"shr.u32 {at}, {number}, 4; mad.lo.u32 {at}, {at}, {WARPGROUP}, <thread>;")
+            p.emit(f"mad.lo.u32 {at}, {at}, 4, <scratch>; ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}];")
+            p.emit(f"add.f32 {mass}, {mass}, {p.weight(distance)};")
+            p.emit(f"st.shared.f32 [{at}+{4 * p.scratch.masses}], {mass};")
+
+        self.elements(add)
+
+    def rounds_of_zone(self) -> None:
         """The exact threshold, within the zone, or if that fails within all elements."""
-        p, kept = self.p, self.kept
+        p, kept, mail = self.p, self.kept, self.p.scratch.zone_mail[self.by_mass]
         retry, fail, end = p.label("retry"), p.label("fail"), p.label("end")
         p += f"{retry}:"
-        high, low = p.const("b32", _LOWEST_KEY), p.const("b32", _HIGHEST_KEY)
-        inside = p.one("pred")
-
-        def extreme(bits, key, distance):
-            p.emit(f"setp.gt.f32 {inside}, {distance}, {self.lower};")
-            p.emit(f"setp.le.and.f32 {inside}, {distance}, {self.upper}, {inside};")
-            p.emit(f"@{inside} max.s32 {high}, {high}, {key}; @{inside} min.s32 {low}, {low}, {key};")
-
-        self.positions(extreme)
-        p.over_warp("max.s32", "b32", high)
-        p.over_warp("min.s32", "b32", low)
-        p.send(p.scratch.zone_mail, [self.total, self.above_mass, self.above_count, high, low])
-        p.cluster_barrier()
-        total, above_mass, above_count, high, low = p.receive(
-            p.scratch.zone_mail,
-            [
-                ("add.f32", "f32"),
-                ("add.f32", "f32"),
-                ("add.s32", "b32"),
-                ("max.s32", "b32"),
-                ("min.s32", "b32"),
-            ],
-        )
-        # The whole row's total is that of the first search; the second one has -inf in place of some elements.
-        wrong = p.one("pred")
-        p += f"@{kept.known} mov.f32 {total}, {kept.total}; mov.f32 {kept.total}, {total};"
-        p += f"@!{kept.known} mov.f32 {kept.mass}, {total};"
-        p += f"setp.eq.f32 {kept.known}, {total}, {total};"
-        p += f"setp.gt.s32 {wrong}, {low}, {high}; @{wrong} bra {fail};"
         factor = self._mass_factor()
-        remaining = self._remaining(above_mass, above_count, factor, fail)
-        counted, above = self._rounds(high, low, remaining, factor, fail)
+        high, low = self._key_near(self.upper, "add"), self._key_near(self.lower, "sub")
+        p += f"max.s32 {low}, {low}, {self.low};"
+        p.send(mail, [self.total, self.above_mass, self.above_count])
+        counted, remaining, above, above_mass = self._rounds(high, low, factor, mail, fail)
         self._cut(high, counted, remaining, above, above_mass, factor)
-        p += f"bra {end}; {fail}: @{self.everything} bra {end};"
+        p += f"mov.b32 {self.low}, {high}; bra {end}; {fail}: @{self.everything} bra {end};"
         # The second try: all elements are in the zone. No CTA sends again before all have received.
         p.cluster_barrier()
         p += f"mov.f32 {self.upper}, {INF}; mov.f32 {self.lower}, {NEG_INF}; mov.f32 {self.above_mass}, 0f00000000;"
         p += f"mov.b32 {self.above_count}, 0; setp.eq.f32 {self.everything}, {self.upper}, {self.upper};"
-        p += f"setp.eq.f32 {self.whole}, {self.upper}, {self.upper}; bra {retry}; {end}:"
+        p += f"setp.eq.f32 {self.whole}, {self.upper}, {self.upper};"
+        self._clear_masses()
+        p += f"bra {retry}; {end}:"
+
+    def _clear_masses(self) -> None:
+        """Nothing is above the zone any more."""
+        p = self.p
+        at = p.one("b32")
+        p += f"mad.lo.u32 {at}, <thread>, 4, <scratch>;"
+        for i in range(p.scratch.groups):
+            p += f"st.shared.b32 [{at}+{4 * (p.scratch.masses + i * WARPGROUP)}], 0;"
+
+    def _key_near(self, distance: str, direction: str) -> str:
+        """A key that no element beyond a distance reaches, in the direction "add" or "sub"."""
+        p = self.p
+        x, error, size, key = *p.new("f32", 3), p.one("b32")
+        p += f"div.rn.f32 {x}, {distance}, {p.scale}; abs.f32 {error}, {x}; abs.f32 {size}, {p.m};"
+        p += f"add.f32 {error}, {error}, {size}; mul.f32 {error}, {error}, {_float(2.0**-20)}; add.f32 {x}, {x}, {p.m};"
+        p += f"{direction}.f32 {x}, {x}, {error}; min.f32 {x}, {x}, {p.m};"
+        if direction == "add":  # the distance may be +inf
+            p += f"setp.eq.f32 {self._infinite}, {distance}, {INF}; @{self._infinite} mov.f32 {x}, {p.m};"
+        else:
+            p += f"setp.eq.f32 {self._infinite}, {distance}, {NEG_INF}; @{self._infinite} mov.f32 {x}, {NEG_INF};"
+        bits = p.bits_of_float(x)
+        p += f"{direction}.s32 {key}, {p.key(bits)}, 1;"
+        return key
 
     # --- Masses as integers
 
@@ -329,44 +355,61 @@ class _Search:
         p += f"cvt.rni.u64.f32 {remaining}, {wanted};"
         return remaining
 
-    def _rounds(self, high: str, low: str, remaining: str, factor: str, fail: str) -> tuple[str, str]:
-        """Narrows the keys from low to high to the one where `remaining` is reached, which `high` becomes.
+    def _rounds(self, high: str, low: str, factor: str, mail: int, fail: str) -> tuple[str, str, str, str]:
+        """Narrows the keys from low to high to the one where the target is reached, which `high` becomes.
 
         Returns:
-          A register with the address of the number of elements of that key, and one (b64) with the mass of the
-          elements that come before it in the zone. `remaining` becomes what that key has to give.
+          Registers with the address of the number of elements of that key; what that key has to give; the mass of the
+          elements that come before it in the zone (b64); and the mass above the zone.
         """
         p = self.p
+        above_mass, remaining = p.one("f32"), p.one("b64")
+        first = p.one("pred")
+        p += f"setp.eq.f32 {first}, {factor}, {factor};"
         again, done = p.label("round"), p.label("rounds_done")
         counts, extent, shift, bucket = p.new("b32", 4)
-        above, wide = p.new("b64", 2)
-        inside = p.one("pred")
+        above, inside = p.one("b64"), p.one("pred")
         p += f"mov.b64 {above}, 0; {again}:"
         p += f"mov.b32 {counts}, {p.counts}; sub.u32 {p.counts}, {p.both_counts}, {counts};"
         p += f"sub.u32 {extent}, {high}, {low}; clz.b32 {shift}, {extent}; sub.s32 {shift}, 24, {shift};"
         p += f"max.s32 {shift}, {shift}, 0;"
         self._clear(counts)
 
-        def count(bits, key, distance):
-            at = p.one("b32")
-            p.emit(f"setp.ge.s32 {inside}, {key}, {low}; setp.le.and.s32 {inside}, {key}, {high}, {inside};")
-            p.emit(
-                f"sub.u32 {at}, {high}, {key}; shr.u32 {at}, {at}, {shift}; mad.lo.u32 {at}, {at}, 4, {counts};"
-            )
+        def count(x, bits, distance, within, number, after):
+            at, key = p.one("b32"), p.key(bits)
+            p.emit(f"setp.ge.and.s32 {within}, {key}, {low}, {within};")
+            p.emit(f"setp.le.and.s32 {within}, {key}, {high}, {within}; @!{within} bra {after};")
+            p.emit(f"sub.u32 {at}, {high}, {key}; shr.u32 {at}, {at}, {shift};")
+            p.emit(f"mad.lo.u32 {at}, {at}, 4, {counts};")
             mass = self._mass(distance, factor)
             for i, amount in enumerate(("1", *mass)):
-                add = f"red.relaxed.cta.shared::cta.add.u32 [{at}+{4 * KEY_BUCKETS * i}], {amount};"
-                p.emit(f"@{inside} {add}")
+                p.emit(f"red.relaxed.cta.shared::cta.add.u32 [{at}+{4 * KEY_BUCKETS * i}], {amount};")
 
-        self.positions(count)
+        self.elements(count)
         p.cluster_barrier()
+        later = p.label("later_round")
+        p += f"@!{first} bra {later}; setp.ne.f32 {first}, {factor}, {factor};"
+        self._receive(mail, above_mass, remaining, factor, fail)
+        p += f"{later}:"
         self._choose(counts, remaining, bucket, above)
         p += f"setp.eq.s32 {inside}, {bucket}, -1; @{inside} bra {fail};"
         p += f"mad.lo.u32 {counts}, {bucket}, 4, {counts}; shl.b32 {bucket}, {bucket}, {shift};"
         p += f"sub.u32 {high}, {high}, {bucket}; setp.eq.u32 {inside}, {shift}, 0; @{inside} bra {done};"
         p += f"sub.u32 {extent}, {extent}, {bucket}; shl.b32 {bucket}, 1, {shift}; sub.u32 {bucket}, {bucket}, 1;"
         p += f"min.u32 {extent}, {extent}, {bucket}; sub.u32 {low}, {high}, {extent}; bra {again}; {done}:"
-        return counts, above
+        return counts, remaining, above, above_mass
+
+    def _receive(self, mail: int, above_mass: str, remaining: str, factor: str, fail: str) -> None:
+        """What is above the zone in the whole row, and how much of the target is left for the zone."""
+        p, kept = self.p, self.kept
+        total, mass, all_count = p.receive(mail, [("add.f32", "f32"), ("add.f32", "f32"), ("add.s32", "b32")])
+        p += f"mov.f32 {above_mass}, {mass};"
+        if not self.by_mass:
+            p += f"mov.b32 {self.all_above}, {all_count};"
+        # The whole row's total is that of the first search; a second one has -inf in place of some elements.
+        p += f"@{kept.known} mov.f32 {total}, {kept.total}; mov.f32 {kept.total}, {total};"
+        p += f"@!{kept.known} mov.f32 {kept.mass}, {total}; setp.eq.f32 {kept.known}, {total}, {total};"
+        p += f"mov.b64 {remaining}, {self._remaining(above_mass, all_count, factor, fail)};"
 
     def _clear(self, counts: str) -> None:
         p = self.p
@@ -431,7 +474,7 @@ class _Search:
         """Makes -inf of the entries of the last key that are too many, those of the highest indices."""
         p, kept = self.p, self.kept
         everywhere, before, own, keep = p.const("b32", 0), p.const("b32", 0), p.one("b32"), p.one("b32")
-        p0, p1 = p.new("pred", 2)
+        p0 = p.one("pred")
         for cta in range(p.ctas):
             (number,) = p.load_peer(cta, counted, 1)
             p += f"add.u32 {everywhere}, {everywhere}, {number}; setp.gt.u32 {p0}, <part>, {cta};"
@@ -454,27 +497,79 @@ class _Search:
         p += f"sub.s32 {keep}, {keep}, {before}; max.s32 {keep}, {keep}, 0;"
         p += f"setp.lt.s32 {p0}, {keep}, {own}; setp.eq.or.f32 {p0}, {kept.least}, 0f00000000, {p0};"
         p.skip_unless(p0, end)
-        equal = p.const("b32", 0)
-
-        def count(bits, of_bits, address):
-            p.emit(f"setp.eq.s32 {p0}, {of_bits}, {key}; @{p0} add.u32 {equal}, {equal}, 1;")
-
-        def cut(bits, of_bits, address):
-            x = p.float_of_bits(bits)
-            p.emit(f"setp.eq.f32 {p1}, {x}, {kept.least}; setp.lt.and.s32 {p1}, {of_bits}, {key}, {p1};")
-            p.emit(f"setp.eq.s32 {p0}, {of_bits}, {key}; setp.ge.and.s32 {p0}, {equal}, {keep}, {p0};")
-            p.emit(
-                f"or.pred {p1}, {p1}, {p0}; @{p1} st.shared.b{8 * p.kind.itemsize} [{address}], {neg_inf};"
-            )
-            p.emit(f"setp.eq.s32 {p0}, {of_bits}, {key}; @{p0} add.u32 {equal}, {equal}, 1;")
-
-        p.in_order(count)
-        lower, _ = p.scan_cta(equal, "b32", p.scratch.scans)
-        neg_inf = p.const(f"b{8 * p.kind.itemsize}", p.kind.neg_inf)
-        p += f"mov.b32 {equal}, {lower};"
-        p.in_order(cut)
-        p.barrier()
+        self._cut_equal(key, keep)
         p += f"{end}:"
+
+    def _cut_equal(self, key: str, keep: str) -> None:
+        """Keeps so many entries of a key in this CTA, by the number of them in each block, and then in one block."""
+        p, vec = self.p, self.p.window.vec
+        equal, p0, p1 = p.new("pred", 3)
+        per_block, block, before, held = p.new("b32", 4)
+        p += f"mad.lo.u32 {per_block}, <thread>, 4, {p.counts}; st.shared.b32 [{per_block}], 0;"
+        p.barrier()
+
+        def count(x, bits, distance, within, number, after):
+            of_block = self._block(number)
+            p.emit(f"setp.eq.and.s32 {within}, {p.key(bits)}, {key}, {within}; @!{within} bra {after};")
+            p.emit(f"mad.lo.u32 {of_block}, {of_block}, 4, {p.counts};")
+            p.emit(f"red.relaxed.cta.shared::cta.add.u32 [{of_block}], 1;")
+
+        self.elements(count)
+        p.barrier()
+        # Every warp finds the block of the first entry that is too many: a lane has two blocks.
+        two = p.new("b32", 2)
+        p += f"mad.lo.u32 {per_block}, {p.lane}, 8, {p.counts}; ld.shared.v2.b32 {{{two[0]}, {two[1]}}}, [{per_block}];"
+        p += f"add.u32 {held}, {two[0]}, {two[1]};"
+        ends = p.scan(held, "b32")
+        p += f"sub.u32 {ends}, {ends}, {held}; mov.b32 {block}, -1; mov.b32 {before}, -1;"
+        for i, number in enumerate(two):
+            p += f"add.u32 {held}, {ends}, {number};"
+            p += f"setp.le.u32 {p0}, {ends}, {keep}; setp.lt.and.u32 {p0}, {keep}, {held}, {p0};"
+            p += f"@{p0} mad.lo.u32 {block}, {p.lane}, 2, {i}; @{p0} mov.b32 {before}, {ends}; mov.b32 {ends}, {held};"
+        p.over_warp("max.s32", "b32", block)
+        p.over_warp("max.s32", "b32", before)
+        neg_inf = p.const(f"b{8 * p.kind.itemsize}", p.kind.neg_inf)
+
+        def cut(x, bits, distance, within, number, after):
+            address, of_key = self._address(number), p.key(bits)
+            p.emit(f"setp.eq.and.f32 {within}, {x}, {self.kept.least}, {within}; @!{within} bra {after};")
+            p.emit(f"setp.eq.s32 {equal}, {of_key}, {key}; setp.gt.and.s32 {equal}, {self._block(number)}, {block}, {equal};")
+            p.emit(f"setp.ne.s32 {p0}, {block}, -1; and.pred {equal}, {equal}, {p0};")
+            p.emit(f"setp.lt.or.s32 {equal}, {of_key}, {key}, {equal};")
+            p.emit(f"@{equal} st.shared.b{8 * p.kind.itemsize} [{address}], {neg_inf};")
+
+        self.elements(cut)
+        done = p.label("block_cut")
+        p += f"setp.eq.s32 {p0}, {block}, -1; @{p0} bra {done};"
+        address, in_thread = p.one("b32"), p.const("b32", 0)
+        p += f"mad.lo.u32 {address}, {block}, {WARPGROUP}, <thread>; mad.lo.u32 {address}, {address}, 16, <x>;"
+        (words,) = p.kind.vectors(p, address, [0])
+        of_keys = [p.key(bits) for bits in p.kind.bits(p, words)]
+        equals = p.new("pred", vec)
+        for of_key, is_equal in zip(of_keys, equals):
+            p += f"setp.eq.s32 {is_equal}, {of_key}, {key}; @{is_equal} add.u32 {in_thread}, {in_thread}, 1;"
+        lower, _ = p.scan_cta(in_thread, "b32", p.scratch.scans)
+        p += f"add.u32 {lower}, {lower}, {before};"
+        for j, is_equal in enumerate(equals):
+            p += f"setp.ge.and.s32 {p1}, {lower}, {keep}, {is_equal}; @{is_equal} add.u32 {lower}, {lower}, 1;"
+            p += f"@{p1} st.shared.b{8 * p.kind.itemsize} [{address}+{j * p.kind.itemsize}], {neg_inf};"
+        p += f"{done}:"
+        p.barrier()
+
+    def _block(self, number: str) -> str:
+        """The block of a thread's element."""
+        block = self.p.one("b32")
+        self.p.emit(f"shr.u32 {block}, {number}, {self.p.window.vec.bit_length() - 1};")
+        return block
+
+    def _address(self, number: str) -> str:
+        """The address of a thread's element."""
+        p, vec = self.p, self.p.window.vec
+        address, of_vector = p.new("b32", 2)
+        p.emit(f"mad.lo.u32 {address}, {self._block(number)}, {WARPGROUP}, <thread>;")
+        p.emit(f"and.b32 {of_vector}, {number}, {vec - 1}; mad.lo.u32 {address}, {address}, {vec}, {of_vector};")
+        p.emit(f"mad.lo.u32 {address}, {address}, {p.kind.itemsize}, <x>;")
+        return address
 
 
 def _float(value: float) -> str:
