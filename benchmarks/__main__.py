@@ -10,6 +10,7 @@ benchmarks.paper            Do the figures of the paper hold?
 benchmarks.accuracy         How many ulps are ours and XLA's off?
 benchmarks.programs         What does ours save in whole programs?
 benchmarks.beam_search      How fast is beam search with fused_topk?
+benchmarks.sample           How fast is sample?
 benchmarks.sharded          How do softmax and top-k scale over devices?
 benchmarks.support.redraw   Draws pictures of results again, from their JSON
 """

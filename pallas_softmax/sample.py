@@ -14,11 +14,13 @@ from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
-from pallas_softmax.call import describe
+from pallas_softmax.call import Choice, describe
 from pallas_softmax.choice import choose
 from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
 from pallas_softmax.varying import varies, vary_together
+
+_INT32_MAX = np.iinfo(np.int32).max
 
 
 class Sample(NamedTuple):
@@ -56,8 +58,8 @@ def sample(
 
     The order of a row is that of `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply one
     after the other: `top_k` keeps the first entries; `top_p`, of what is left, normalised again, keeps each entry whose
-    predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p` times
-    the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
+    predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p`
+    times the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
 
     Args:
       key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one for each row, so that a draw
@@ -106,17 +108,21 @@ def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer
         return None
     arguments.check_array("sample", name, value)
     number = value if isinstance(value, Tracer) else np.asarray(value)
-    if not jnp.issubdtype(number.dtype, jnp.integer) and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
+    if not jnp.issubdtype(number.dtype, jnp.integer) and (
+        integer or not jnp.issubdtype(number.dtype, jnp.floating)
+    ):
         kind = "an integer" if integer else "a real number"
         raise TypeError(f"sample: {name} must be {kind}, or one for each row, got {number.dtype.name}")
     if isinstance(value, Tracer):
         return value
     if not np.all(accepted(number)):
         raise ValueError(f"sample: {name} must be {wanted}, got {value}")
-    return np.minimum(number, np.iinfo(np.int32).max).astype(np.int32) if integer else value
+    return np.minimum(number, np.int64(_INT32_MAX)).astype(np.int32) if integer else value
 
 
-def _sample_of(key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation) -> Sample:
+def _sample_of(
+    key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
+) -> Sample:
     name = "sample"
     x = arguments.array(name, "logits", logits)
     if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -150,7 +156,7 @@ def _sample_of(key, logits, where, temperature, top_k, top_p, min_p, axis, axis_
     # beyond tiny and 1 / tiny, 1 / t is no normal number
     good, t = t >= 0, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny))
     if k is not None:
-        k = jnp.minimum(k, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+        k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
         good &= k >= 1
     shares = []
     for share in (p, m):
@@ -170,16 +176,30 @@ def _sample_of(key, logits, where, temperature, top_k, top_p, min_p, axis, axis_
     x, mask = vary_together(x, mask, over=mesh_axes)
     call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes)
     call = dataclasses.replace(call, trailing=axis == x.ndim - 1)
-    results = execution.run(choose(call, implementation), x, mask, *parameters)
+    results = _sample(choose(call, implementation), x, mask, *parameters)
     return Sample(*(a.reshape(batch) for a in results))
+
+
+def _run(choice: Choice, *arrays: Any) -> Any:
+    return execution.run(choice, *arrays)
+
+
+_run.__name__ = "sample"  # in profiles
+_sample = jax.jit(_run, static_argnums=0)
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
     """A float32 in [0, 1) for each row: of one key for all of them, or of one key each."""
+    key = arguments.array("sample", "key", key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.ndim != 1:
-            raise TypeError(f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}")
-        key = jax.random.wrap_key_data(key)
+        if key.ndim > 1:
+            raise TypeError(
+                f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+            )
+        try:
+            key = jax.random.wrap_key_data(key)
+        except (TypeError, ValueError):
+            raise TypeError(f"sample: key must be a key of jax.random, got {jax.typeof(key)}") from None
     if key.ndim == 0:
         return jax.random.uniform(key, batch, jnp.float32)
     if key.shape != batch:
@@ -188,6 +208,7 @@ def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
     def draw(key):
         return jax.random.uniform(key, (), jnp.float32)
 
-    # other generators than threefry draw all numbers of a vmap from its first key
-    each = jax.vmap(draw) if str(jax.random.key_impl(key)) == "threefry2x32" else functools.partial(lax.map, draw)
+    # a vmap of other generators than threefry draws all numbers from the first key
+    one_by_one = str(jax.random.key_impl(key)) != "threefry2x32"
+    each = functools.partial(lax.map, draw) if one_by_one else jax.vmap(draw)
     return each(key.reshape(-1)).reshape(batch)

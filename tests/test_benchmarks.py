@@ -23,7 +23,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, paper, programs, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, paper, programs, sample, sharded, softmax, topk
 from benchmarks.support import answers, cases, driver, flags, plot, timing
 from benchmarks.support.contenders import jax_call, prepare_jax
 from benchmarks.support.flags import Settings
@@ -487,6 +487,7 @@ BINARIES = {
     "benchmarks.beam_search": beam_search,
     "benchmarks.paper": paper,
     "benchmarks.programs": programs,
+    "benchmarks.sample": sample,
     "benchmarks.sharded": sharded,
     "benchmarks.softmax": softmax,
     "benchmarks.topk": topk,
@@ -518,6 +519,7 @@ FLAGS = {
     "benchmarks.programs": SAMPLING
     | OUTPUT
     | {"sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
+    "benchmarks.sample": INPUT | SAMPLING | OUTPUT | {"filters", "implementations", "peers"},
     "benchmarks.sharded": (INPUT - {"logits"})
     | SAMPLING
     | OUTPUT
@@ -575,6 +577,7 @@ def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch
         "benchmarks.beam_search": beam_search.make_searches,
         "benchmarks.paper": lambda chosen: paper.benchmark(chosen).cases(chosen),
         "benchmarks.programs": programs.make_programs,
+        "benchmarks.sample": sample.make_draws,
         "benchmarks.sharded": sharded.make_layouts,
         "benchmarks.topk": topk.BENCHMARK.cases,
     }.get(name, cases.make_cases)

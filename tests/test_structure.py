@@ -19,7 +19,7 @@ PACKAGE = pallas_softmax.__name__
 # files in it that are not named themselves.
 LAYERS = (
     ("__init__",),
-    ("softmax", "topk", "paper"),
+    ("softmax", "topk", "sample", "paper"),
     ("arguments", "derivatives"),
     ("eager",),
     ("execution",),
@@ -31,7 +31,7 @@ LAYERS = (
     ("implementations.triton.__init__", "implementations.triton.implementation"),
     ("implementations.mosaic_gpu", "implementations.triton", "implementations.xla"),
     ("implementations.mosaic_gpu.device",),
-    ("implementations.folding",),
+    ("implementations.folding", "implementations.xla_sample"),
     ("online", "refusal", "varying", "target", "compiled"),
     ("call",),
     ("operations",),

@@ -175,7 +175,7 @@ def _prepare(
     return None if contender.ours else call
 
 
-def _write_times(
+def write_times(
     rows: dict[str, Row], times: dict[str, list[float]], baseline: str, bandwidths: dict[str, float]
 ) -> None:
     """Writes into the rows what follows from the seconds of the calls."""
@@ -216,7 +216,7 @@ def _run_case(benchmark: Benchmark, case: Case, chosen: Settings, bandwidths: di
     times = timing.interleave(
         calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
     )
-    _write_times(rows, times, benchmark.baseline, bandwidths)
+    write_times(rows, times, benchmark.baseline, bandwidths)
     return list(rows.values())
 
 

@@ -31,6 +31,11 @@ TOPK_PEERS = {
     "torch": "softmax, then topk of torch",
     "quack": "softmax, then topk of QuACK",
 }
+SAMPLE_PEERS = {
+    "jax": "jax.random.categorical, after lax.top_k or a sort for filters",
+    "torch": "softmax and multinomial of torch, after its topk or sort",
+}
+SAMPLE_FILTERS = ("none", "min_p", "top_k", "top_p", "all")
 SOFTMAX_ALGORITHMS = ("naive", "safe", "online")
 TOPK_ALGORITHMS = ("topk", "safe_unfused", "safe_fused", "online_fused")
 LOGITS = {
@@ -84,6 +89,7 @@ class Settings:
     implementations: tuple[str, ...] = ("auto",)
     peers: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
     algorithms: tuple[str, ...] = SOFTMAX_ALGORITHMS
+    filters: tuple[str, ...] = SAMPLE_FILTERS
     logits: tuple[str, ...] = ("normal",)
     seed: int = 0
     repeats: int = 50

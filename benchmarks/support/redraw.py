@@ -13,7 +13,12 @@ from benchmarks.support import plot, report
 
 def redraw(directory: Path) -> None:
     """Draws the pictures of the results in a folder."""
-    for name, draw in {"softmax": plot.draw, "topk": plot.draw, "paper": paper.draw}.items():
+    for name, draw in {
+        "softmax": plot.draw,
+        "topk": plot.draw,
+        "paper": paper.draw,
+        "sample": plot.draw,
+    }.items():
         if (file := directory / f"{name}.json").is_file():
             draw(directory / f"{name}.png", *report.read(file, report.Row))
     if (file := directory / "sharded.json").is_file():

@@ -1,18 +1,29 @@
 """Plain JAX of `sample`: a draw from each row, restricted by top-k, top-p and min-p, without a sort of the row.
 
-The filters keep the first entries of a row in the order of `lax.top_k` (by value, equal ones by the lowest index), up
-to where a weight reaches a target: the count of entries for top_k, their mass for top_p. `first_entries` finds that
-place by bisection on the bits of the entries' keys, unsigned integers in their order. The draw is the inverse of the
-cumulative sum of what is kept, in the order of the row.
+The filters keep the first entries of a row in the order of `lax.top_k`, by value and equal ones by the lowest index, up
+to where their weights reach a target: top_k by their number, top_p by their mass. That place is found in two steps:
+
+    the value   by bisection on the bits of integers that are ordered as the values: `_value_reaching`
+    the index   among the entries of that value, where the sum in the order of the row reaches what is left of the
+                target: `_index_reaching`, which is also the draw, as the inverse of the cumulative kept mass
+
+A row that is spread over a mesh is searched alike, with sums over its devices: 4 bits a round instead of one.
 """
+
+import dataclasses
+import operator
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
+from pallas_softmax.varying import is_tracked, vary_together
 
-# Number of elements of a block, over which the cumulative sum is taken before and after the blocks.
-_BLOCK = 256
+_BLOCK = (
+    256  # elements of a row, about the root of a vocabulary, that are summed up before the cumulative sum
+)
+_NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
 
 
 def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
@@ -22,11 +33,11 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
       logits: (..., vocab), floats or integers.
       where: None, or a boolean of the rank of the logits that broadcasts to them.
       u: float32 in [0, 1); the draw is the first kept entry, in the order of the row, whose cumulative kept mass
-        exceeds u times the kept mass. This and what follows are of the rank of the logits, each dimension 1 or theirs,
-        the last one 1.
+        exceeds u times the kept mass. This and what follows have the rank of the logits, with size 1 in the last
+        dimension, and 1 or the size of the logits in the others.
       temperature: 0, which takes the first entry in the order of lax.top_k, whatever the filters and u; or a positive
         normal number whose reciprocal is one; or NaN, for a row that is to give -1 and NaN.
-      top_k: int32, at least 1; or None. At the vocabulary's size or more it filters nothing.
+      top_k: int32, at least 1; or None. At the row's length or more it filters nothing.
       top_p: in [0, 1], or None. 0 keeps the first entry, 1 all that top_k keeps.
       min_p: in [0, 1], or None.
       mesh_axes: the mesh axes that each row is spread over, if any.
@@ -36,38 +47,37 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
       of the share of the mass that the filters keep; -1, NaN and NaN for a row with an unmasked NaN or +inf, with
       nothing but -inf, or of temperature NaN.
     """
-    x = online.to_float(logits, (-1,), where, mesh_axes)
-    x = online.widen(x)
+    row = _Row(logits.shape[-1], tuple(mesh_axes))
+    x = online.widen(online.to_float(logits, (-1,), where, mesh_axes))
     x = x if where is None else jnp.where(where, x, -jnp.inf)
-    over = _Over(mesh_axes)
-    key = _key(logits)
-    index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) + over.offset(x.shape[-1])
-    nowhere = jnp.iinfo(jnp.int32).max
+    key = _ordered(logits)
+    m = row.max(x)
+    divisor = jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
+    mass = jnp.exp((x - m) / divisor)
+    total = row.sum(mass)
 
-    tiny = jnp.finfo(x.dtype).tiny
-    scaled = (x - over.max(x)) / jnp.maximum(temperature, tiny)
-    mass = jnp.exp(scaled)
-    total = over.sum(mass)
-
-    kept = mass
+    kept, kept_total = mass, total
     if top_k is not None:
-        ones = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
-        wanted = jnp.where(top_k < over.size(x.shape[-1]), top_k, nowhere)
-        kept = jnp.where(_first_entries(key, jnp.broadcast_to(ones, x.shape), wanted, over), kept, 0)
-    if top_p is not None:
-        wanted = jnp.where(top_p < 1, jnp.maximum(top_p * over.sum(kept), 1), jnp.inf)  # the first entry's mass is 1
-        kept = jnp.where(_first_entries(key, kept, wanted, over), kept, 0)
+        one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
+        wanted = jnp.where(top_k < row.length, top_k, _NOWHERE)
+        kept = jnp.where(_first_entries(key, one, wanted, row), kept, 0)
+        kept_total = row.sum(kept)
+    if top_p is not None:  # at least 1, which is the mass of the first entry
+        wanted = jnp.where(top_p < 1, jnp.maximum(top_p * kept_total, 1), jnp.inf)
+        kept = jnp.where(_first_entries(key, kept, wanted, row), kept, 0)
     if min_p is not None:
         kept = jnp.where(mass >= min_p, kept, 0)
+    if top_p is not None or min_p is not None:
+        kept_total = row.sum(kept)
+    drawn = _index_reaching(kept, u * kept_total, operator.gt, row)
 
-    drawn, kept_total = _draw(kept, u, over)
-    of_masked = key if where is None else jnp.where(where, key, 0)
-    best = jnp.where((of_masked == over.max(of_masked)) & (mass == 1), index, nowhere)
     greedy = temperature == 0
-    drawn = jnp.where(greedy, over.min(best), drawn)
-    log_probs = over.sum(jnp.where(index == drawn, scaled, 0)) - jnp.log(total)
+    key = key if where is None else jnp.where(where, key, jnp.iinfo(key.dtype).min)
+    first = (key == row.max(key)) & (mass == 1)  # the mass of what is masked is 0
+    drawn = jnp.where(greedy, row.min(jnp.where(first, row.indices(x.ndim), _NOWHERE)), drawn)
+    log_probs = (row.at(x, drawn) - m) / divisor - jnp.log(total)
     log_mass = jnp.where(greedy, log_probs, jnp.minimum(jnp.log(kept_total / total), 0))
-    drawable = total >= 1
+    drawable = total >= 1  # not where it is NaN
     return (
         jnp.where(drawable, drawn, -1),
         jnp.where(drawable, log_probs, jnp.nan),
@@ -75,11 +85,31 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
     )
 
 
-class _Over:
-    """Reductions of rows, over the last axis and the mesh axes that a row is spread over; the axis stays, of size 1."""
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row along the last axis, of which this device has a shard if mesh axes divide it; results have size 1 there.
 
-    def __init__(self, mesh_axes):
-        self.mesh_axes = tuple(mesh_axes)
+    Attributes:
+      vocab: the number of elements that this device has.
+      mesh_axes: the mesh axes that the row is spread over.
+    """
+
+    vocab: int
+    mesh_axes: tuple[str, ...]
+
+    @property
+    def length(self) -> int:
+        """The number of elements of the whole row."""
+        return self.vocab * (lax.axis_size(self.mesh_axes) if self.mesh_axes else 1)
+
+    @property
+    def start(self):
+        """The index in the whole row of this device's first element."""
+        return lax.axis_index(self.mesh_axes) * self.vocab if self.mesh_axes else 0
+
+    def indices(self, rank: int):
+        """The index of each element in the whole row, for arrays of this rank."""
+        return self.start + lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (self.vocab,), rank - 1)
 
     def sum(self, x):
         part = jnp.sum(x, -1, keepdims=True)
@@ -93,46 +123,97 @@ class _Over:
         part = jnp.min(x, -1, keepdims=True)
         return lax.pmin(part, self.mesh_axes) if self.mesh_axes else part
 
-    def size(self, vocab):
-        return vocab * (lax.axis_size(self.mesh_axes) if self.mesh_axes else 1)
-
-    def offset(self, vocab):
-        return lax.axis_index(self.mesh_axes) * vocab if self.mesh_axes else 0
-
-
-def _key(x):
-    """Unsigned integers in the order of `lax.top_k`."""
-    bits = online.sort_key(x)
-    if jnp.issubdtype(bits.dtype, jnp.unsignedinteger):
-        return bits
-    unsigned = jnp.dtype(f"uint{8 * bits.dtype.itemsize}")
-    return lax.bitcast_convert_type(bits ^ jnp.iinfo(bits.dtype).min, unsigned)
+    def at(self, x, index):
+        """The element of x that has this index in the whole row."""
+        if not self.mesh_axes:
+            return jnp.take_along_axis(x, index, -1)
+        index = index - self.start
+        own = (index >= 0) & (index < self.vocab)
+        return lax.psum(
+            jnp.where(own, jnp.take_along_axis(x, jnp.where(own, index, 0), -1), 0), self.mesh_axes
+        )
 
 
-def _first_entries(key, weight, target, over):
-    """Which entries come first, by the highest key and then the lowest index, until their weights reach the target."""
+def _first_entries(key, weight, target, row: _Row):
+    """Which entries come first, by the highest key and then the lowest index, up to where their weights reach a target.
 
-    def reach(key, weight, target):
-        """The highest bound for which the weights of key >= bound reach the target; 0 if none does."""
-        bits = 8 * key.dtype.itemsize
-
-        def step(i, bound):
-            higher = bound | lax.shift_left(jnp.ones((), key.dtype), (bits - 1 - i).astype(key.dtype))
-            reached = over.sum(jnp.where(key >= higher, weight, 0)) >= target
-            return jnp.where(reached, higher, bound)
-
-        return lax.fori_loop(0, bits, step, jnp.zeros((*key.shape[:-1], 1), key.dtype))
-
-    bound = reach(key, weight, target)
-    above = over.sum(jnp.where(key > bound, weight, 0))
-    backwards = ~lax.broadcasted_iota(jnp.uint32, key.shape, key.ndim - 1)
-    last = reach(backwards, jnp.where(key == bound, weight, 0), target - above)
-    return (key > bound) | (key == bound) & (backwards >= last)
+    Args:
+      key: signed integers.
+      weight: not negative, of the shape of the keys or for all of them.
+      target: positive; all entries are kept where it is not reached.
+      row: that of the keys.
+    """
+    bound = _value_reaching(key, weight, target, row)
+    above = row.sum(jnp.where(key > bound, weight, 0))
+    last = _index_reaching(jnp.where(key == bound, weight, 0), target - above, operator.ge, row)
+    return (key > bound) | (key == bound) & (row.indices(key.ndim) <= last)
 
 
-def _draw(kept, u, over):
-    ends = jnp.cumsum(kept, -1)
-    target = u * ends[..., -1:]
-    reached = (ends > target) & (kept > 0)
-    drawn = jnp.argmax(reached, -1, keepdims=True).astype(jnp.int32)
-    return drawn, ends[..., -1:]
+def _value_reaching(key, weight, target, row: _Row):
+    """The highest bound for which the weights of the entries with key >= bound reach the target; the least if none."""
+    bits = 4 if row.mesh_axes else 1
+    rounds = 8 * key.dtype.itemsize // bits
+    digits = jnp.arange(1, 2**bits, dtype=key.dtype)
+
+    def find_digit(i, bound):
+        """Finds the bits of one round, by the weights above each bound that they may give."""
+        shift = (bits * (rounds - 1 - i)).astype(key.dtype)
+        higher = bound + lax.shift_left(digits, shift)
+        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum: it is not in memory
+        weights = jnp.sum(jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0), -1)
+        weights = lax.psum(weights, row.mesh_axes) if row.mesh_axes else weights
+        digit = jnp.sum(weights >= target, -1, keepdims=True, dtype=key.dtype)
+        return bound + lax.shift_left(digit, shift)
+
+    least = jnp.full((*key.shape[:-1], 1), jnp.iinfo(key.dtype).min, key.dtype)
+    least, *_ = vary_together(least, target, key, but=row.mesh_axes)
+    return lax.fori_loop(0, rounds, find_digit, least)
+
+
+def _index_reaching(weight, target, reached: Callable, row: _Row):
+    """The index of the first positive weight at which the sum, in the order of the row, reaches the target.
+
+    If rounding has it reached nowhere, it is that of the last positive weight. The sum is searched among those of the
+    devices, then of the blocks that a device has, and then of the elements of a block.
+
+    Args:
+      weight: not negative.
+      target: a number for each row.
+      reached: (sum, target) -> whether it is reached.
+      row: that of the weights.
+    """
+    own = True
+    if row.mesh_axes:
+        sums = jnp.sum(weight, -1, keepdims=True)
+        to = "invarying" if is_tracked(row.mesh_axes) else "varying"
+        sums = jnp.concatenate(list(lax.all_gather(sums, row.mesh_axes, to=to)), -1)
+        device, target = _position_reaching(sums, target, reached)
+        own = device == lax.axis_index(row.mesh_axes)
+
+    several = isinstance(row.vocab, int) and row.vocab > _BLOCK  # other rows are one block
+    count, block = (-(-row.vocab // _BLOCK), _BLOCK) if several else (1, row.vocab)
+    padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * block - row.vocab)]
+    blocks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, block)
+    number, target = _position_reaching(jnp.sum(blocks, -1), target, reached)
+    elements = jnp.take_along_axis(blocks, number[..., None], -2)[..., 0, :]
+    position, _ = _position_reaching(elements, target, reached)
+    index = number * block + position
+    return lax.pmin(jnp.where(own, row.start + index, _NOWHERE), row.mesh_axes) if row.mesh_axes else index
+
+
+def _position_reaching(weight, target, reached: Callable):
+    """As `_index_reaching`, by one cumulative sum; and what is left of the target before that position."""
+    n = weight.shape[-1]
+    position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
+    there = jnp.where(reached(jnp.cumsum(weight, -1), target) & (weight > 0), position, n)
+    last = jnp.where(weight > 0, position, 0)
+    found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
+    return found, target - jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True)
+
+
+def _ordered(x):
+    """Signed integers in the order of `lax.top_k`."""
+    if not jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return online.sort_key(x)
+    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, signed) ^ jnp.iinfo(signed).min

@@ -1,6 +1,7 @@
 """Rows that are spread over the devices of a mesh: each device reduces its shard, and what they exchange is small.
 
-Two numbers a row for softmax, those and k candidates for top-k; never the logits. The functions run where mesh axes
+Two numbers a row for softmax, those and k candidates for top-k, sums of numbers and masses for a draw; never the
+logits. The functions run where mesh axes
 are bound, inside `jax.shard_map` or in a partition of `sharding.partition`, on a device's shard of each array.
 """
 
@@ -37,8 +38,8 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tupl
             return _logsumexp(choice, *arrays, **keywords, mesh_axes=mesh_axes)
         case "topk":
             return _topk(choice, *arrays, **keywords, mesh_axes=mesh_axes)
-        case gradient:
-            return xla.functions[gradient](*arrays, **keywords, mesh_axes=mesh_axes)
+        case plain:  # gradients, and sample
+            return xla.functions[plain](*arrays, **keywords, mesh_axes=mesh_axes)
 
 
 def _softmax(choice, x, where, *, axes, mesh_axes):

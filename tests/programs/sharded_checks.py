@@ -387,6 +387,62 @@ def winners(k, how):
         assert_value("topk", got, x, NAMES, k=k)
 
 
+def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
+    """Of a key for each row; with a parameter that each row has, one that all share, and one that is static."""
+    options = {"temperature": t[:, 0], "top_p": p[:, 0], "min_p": m[0, 0], "top_k": 100} | kwargs
+    return tuple(ps.sample(key, x, axis_name=axis_name, implementation=IMPLEMENTATION, **options))
+
+
+@each(layout=LAYOUTS, how=HOW, dtype=[F32, BF16], fast=2)
+def sample(layout, how, dtype):
+    """The draws of the oracle; nothing is sent for whole rows, and a fixed number of collectives for spread ones."""
+    x, at = logits(dtype), split(layout, how)
+    n = len(x)
+    keys = jax.random.split(jax.random.key(5), n)
+    t, p = np.geomspace(0.5, 2, n, dtype=F32), np.resize(np.array([0.3, 0.9, 1, 0], F32), n)
+    t[::7] = 0
+    operands = (t[:, None], p[:, None], np.full((1, 1), 0.01, F32))
+    f: Any = drawn
+    if how == "shard_map":
+        batch, per_row = P(at.spec[0]), P(at.spec[0], None)
+        f = jax.shard_map(
+            functools.partial(drawn, axis_name=at.axis_name), mesh=at.mesh,
+            in_specs=(P(*at.spec), batch, per_row, per_row, P()), out_specs=batch,
+        )  # fmt: skip
+    placed = [jax.device_put(a, at.operand(a.shape)) for a in operands]
+    keys_placed = jax.device_put(keys, NamedSharding(at.mesh, P(at.spec[0])))
+    got, sent = execute(f, at.place(x), keys_placed, *placed)
+    u = [jax.random.uniform(key) for key in keys]
+    bounds.assert_sample(got, x, np.array(u), NAMES, None, t, top_k=100, top_p=p, min_p=np.float32(0.01))
+    if not at.row:
+        assert not [c for c in sent if c.group > 1], sent
+        return
+    # the collective of each search stands in a loop, of a round for 4 bits of the logits
+    assert_sent(sent, at, x.shape, DRAW_NUMBERS + 2 * 15, 3 * at.size(at.row))
+    assert len(sent) <= DRAW_NUMBERS + 2 + 3 * len(at.row), sent
+
+
+# What the devices of a row sum up or compare but for the two searches: a number of each row at a time.
+DRAW_NUMBERS = 14
+
+
+@each(how=HOW, fast=1)
+def sample_where(how):
+    """One key for all; what is masked is on all devices, and on some of them everything is."""
+    mask, at = masks()["full"], split("both", how)
+    x, key = cases.spoilt(logits(), mask), jax.random.key(6)
+    f = lambda x, mask, axis_name=None: ps.sample(key, x, top_p=0.8, where=mask, axis_name=axis_name)  # noqa: E731
+    if how == "shard_map":
+        both = P(None, "v")  # one u for all rows
+        f = jax.shard_map(
+            functools.partial(f, axis_name="v"), mesh=at.mesh, in_specs=(both, both), out_specs=P()
+        )
+        at = at._replace(spec=(None, "v"))
+    got = jax.jit(f)(at.place(x), at.place(mask))
+    u = np.asarray(jax.random.uniform(key, (len(x),)))
+    bounds.assert_sample(got, x, u, NAMES, mask, top_p=np.float32(0.8))
+
+
 # --- Transformations ----------------------------------------------------------------------------------
 
 THREE = cases.rows(["normal", "integers"] * 16, V).reshape(4, 8, V)

@@ -16,6 +16,8 @@ import numpy as np
 from tests.support import oracle
 from tests.support.oracle import BACKWARD, F64
 
+F32 = np.dtype(np.float32)
+
 
 def _distance(x, axis, where):
     """Returns 1 + |x - m|, and 1 where that is not finite (the element is then 0, or the whole row NaN)."""
@@ -209,3 +211,67 @@ def assert_operation(name, got, arrays, names, where=None):
     assert got.dtype == arrays[-1].dtype
     want, unit, slack_times = expected(name, arrays, where)
     assert_close(got, want, unit, names, slack_times)
+
+
+# --- Draws --------------------------------------------------------------------------------------------
+
+# A sum of masses exp(s), s = (x - m) / T, is off by at most UNITS eps sum(exp(s) (1 + |s|)), as is the normalizer: so
+# far a boundary of top_p or of the draw may lie from where it is. An answer may be that of any filter whose boundary
+# is this far off; of such kept sets the smallest and the largest differ, but for their last entry, by twice as much, so
+# that the draw from any of them is that of one of these two with a boundary three times as far off.
+
+
+def assert_sample(got, x, u, names, where=None, temperature=1.0, **filters):
+    """Asserts that each row's draw is that of the oracle, or one that rounding may lead to.
+
+    Args:
+      got: indices, log_probs and log_mass.
+      x: (rows, V).
+      u: the number in [0, 1) of each row.
+      names: those of the rows.
+      where, temperature, **filters: as for `oracle.sample`; top_p and min_p as they are in float32.
+    """
+    indices, log_probs, log_mass = map(np.asarray, got)
+    assert indices.dtype == np.int32
+    x, rows = np.asarray(x), np.arange(len(x))
+    unit = eps(F64) if x.dtype == F64 else eps(np.float32)
+    scaled, mass = oracle.sample_terms(x, where, temperature)
+    total = np.sum(mass, -1)
+    drawable = total >= 1
+    with np.errstate(all="ignore"):
+        distance = np.where(mass > 0, 1 + np.abs(scaled), 0)
+        off = np.where(drawable, UNITS * unit * np.sum(mass * distance, -1), 0)
+        kept = [
+            oracle.sample_kept(
+                x, where, temperature, **filters, lean=sign * off, min_p_lean=-sign * UNITS * unit * distance
+            )
+            for sign in (-1, 1)
+        ]
+        # differences below the smallest normal number may count as 0, which shows where the temperature is as small
+        t = np.maximum(np.broadcast_to(np.asarray(temperature), total.shape), slack(F32))[..., None]
+        flushed = np.log(np.sum(np.where(-scaled * t < 2 * slack(F32), 1, mass), -1) / total)
+        right, close = np.zeros(len(x), bool), np.zeros(len(x), bool)
+        for each in kept:
+            of_set = np.where(each, mass, 0)
+            ends, share = np.cumsum(of_set, -1), np.sum(of_set, -1)
+            own = np.where(kept[1][rows, indices], mass[rows, indices], 0)
+            start = ends[rows, indices] - of_set[rows, indices]
+            at = np.asarray(u, mass.dtype) * share
+            right |= (own > 0) & (start - 3 * off <= at) & (at < start + own + 3 * off)
+            wanted = np.log(share / total)
+            close |= (
+                np.abs(log_mass - wanted) <= 4 * off / share + UNITS * unit * (1 + np.abs(wanted)) + flushed
+            )
+        greedy = np.broadcast_to(np.asarray(temperature) == 0, right.shape)
+        right = np.where(greedy, indices == oracle.sample_drawn(mass, kept[1], u), right)
+        probability = scaled[rows, indices] - np.log(total)
+        error = UNITS * unit * (distance[rows, indices] + np.log(total)) + off / total + flushed
+        close &= np.abs(log_probs - probability) <= error
+    nothing = (indices == -1) & np.isnan(log_probs) & np.isnan(log_mass)
+    good = np.where(drawable, (indices >= 0) & right & close, nothing)
+    wrong = [
+        f"{name}: {i}, {p}, {m}"
+        for name, i, p, m, g in zip(names, indices, log_probs, log_mass, good)
+        if not g
+    ]
+    assert not wrong, "; ".join(wrong)

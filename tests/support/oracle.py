@@ -156,3 +156,75 @@ def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
     with np.errstate(invalid="ignore"):
         dt = np.sum(np.where(dz == 0, 0, -dz * z / t), -1)
     return dz / t, dt
+
+
+def sample_terms(x, where=None, temperature=1.0):
+    """Returns (x - m) / temperature of rows along the last axis, and its exponential, the mass; of -inf where masked.
+
+    A temperature of 0 counts as the smallest normal float32.
+    """
+    kept = unmasked(x, where)
+    x = np.where(kept, wide(x), -np.inf)
+    t = np.maximum(np.broadcast_to(np.asarray(temperature, x.dtype), x.shape[:-1]), np.finfo(np.float32).tiny)
+    with np.errstate(all="ignore"):
+        scaled = (x - row_max(x, kept, -1)) / t[..., None]
+        return scaled, np.exp(scaled)
+
+
+def sample_kept(x, where=None, temperature=1.0, top_k=None, top_p=None, min_p=None, lean=0.0, min_p_lean=0.0):
+    """Returns which entries of rows along the last axis the filters keep; at temperature 0 the first one.
+
+    Args:
+      x: (rows, V).
+      temperature, top_k, top_p, min_p: a number, or one for each row; None is no filter.
+      lean: what top_p's share of the mass is larger by, a number for each row.
+      min_p_lean: what the mass must be larger by, relative, for min_p; of the shape of x.
+    """
+    x = np.asarray(x)
+    scaled, mass = sample_terms(x, where, temperature)
+    allowed = np.sum(unmasked(x, where), -1)
+    order = topk_indices(x, x.shape[-1], where)
+    in_order = np.take_along_axis(mass, order, -1)
+    before = np.cumsum(in_order, -1) - in_order
+    place = np.arange(x.shape[-1])
+    shape = x.shape[:-1]
+
+    count = allowed if top_k is None else np.minimum(allowed, np.broadcast_to(top_k, shape))
+    kept = place < count[..., None]
+    if top_p is not None:
+        share = np.broadcast_to(np.asarray(top_p, mass.dtype), shape)
+        reached = share * np.sum(in_order, -1, where=kept) + lean
+        kept &= (before < reached[..., None]) | (place == 0) | (share == 1)[..., None]
+    if min_p is not None:
+        least = np.broadcast_to(np.asarray(min_p, mass.dtype), shape)[..., None]
+        kept &= in_order >= least * (1 + np.take_along_axis(np.broadcast_to(min_p_lean, x.shape), order, -1))
+    greedy = np.broadcast_to(np.asarray(temperature) == 0, shape)[..., None]
+    kept &= ~greedy | (place == 0)
+    out = np.zeros(x.shape, bool)
+    np.put_along_axis(out, order, kept, -1)
+    return out
+
+
+def sample_drawn(mass, kept, u):
+    """Returns the index of each row's first kept entry whose cumulative kept mass exceeds u times the kept mass."""
+    ends = np.cumsum(np.where(kept, mass, 0), -1)
+    exceeds = kept & (ends > np.asarray(u, mass.dtype)[..., None] * ends[..., -1:])
+    return np.argmax(exceeds, -1).astype(np.int32)
+
+
+def sample(x, u, where=None, temperature=1.0, **filters):
+    """Returns the index drawn by u, log softmax there, and the log of the kept share; -1 and NaN if there is none."""
+    scaled, mass = sample_terms(x, where, temperature)
+    kept = sample_kept(x, where, temperature, **filters)
+    total = np.sum(mass, -1)
+    index = sample_drawn(mass, kept, u)
+    drawable = total >= 1
+    with np.errstate(all="ignore"):
+        log_probs = np.take_along_axis(scaled, index[..., None], -1)[..., 0] - np.log(total)
+        log_mass = np.log(np.sum(np.where(kept, mass, 0), -1) / total)
+    nan = np.nan
+    return (
+        np.where(drawable, index, -1),
+        np.where(drawable, log_probs, nan),
+        np.where(drawable, log_mass, nan),
+    )

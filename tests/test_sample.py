@@ -1,0 +1,455 @@
+"""sample: the kept set and the drawn index of the definition, the distribution, keys, and what is refused."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import pallas_softmax as ps
+from pallas_softmax import Sample, sample
+from pallas_softmax.implementations import xla
+from tests.support import bounds, cases, oracle
+from tests.support.cases import BF16, F16, F32, F64
+from tests.support.covering import first, first_values, pairs, slow
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ALL = [*cases.FINITE, *cases.SPECIAL]
+KEY = jax.random.key(7)
+NONE = 2**31 - 1  # a top_k that filters nothing
+LARGEST = np.nextafter(F32.type(1), F32.type(0)).item() - 2.0**-24  # what jax.random.uniform returns at most
+
+# (temperature, top_k, top_p, min_p)
+PARAMETERS = {
+    "none": (1.0, NONE, 1.0, 0.0),
+    "greedy": (0.0, 3, 0.5, 0.1),
+    "cold": (1e-3, NONE, 1.0, 0.0),
+    "hot": (1e30, NONE, 0.7, 0.0),
+    "top_k_1": (1.0, 1, 1.0, 0.0),
+    "top_k": (1.3, 5, 1.0, 0.0),
+    "top_p": (0.7, NONE, 0.9, 0.0),
+    "top_p_one": (1.0, NONE, 1e-7, 0.0),
+    "top_p_zero": (1.0, NONE, 0.0, 0.0),
+    "top_p_most": (1.0, NONE, 1 - 2.0**-17, 0.0),
+    "min_p": (1.0, NONE, 1.0, 0.1),
+    "min_p_one": (1.0, NONE, 1.0, 1.0),
+    "all": (2.0, 50, 0.8, 0.03),
+}
+U = (0.0, LARGEST, 0.37)
+
+
+def crossed(x, where=None):
+    """Returns each row with each of PARAMETERS and U: logits, mask, u, parameters, names."""
+    n = len(x)
+    combinations = list(itertools.product(range(n), PARAMETERS.items(), U))
+    rows = [i for i, _, _ in combinations]
+    columns = np.array([parameters for _, (_, parameters), _ in combinations]).T
+    parameters = [columns[0].astype(F32), columns[1].astype(np.int32), *columns[2:].astype(F32)]
+    u = np.array([u for _, _, u in combinations], F32)
+    names = [(i, name, u) for i, (name, _), u in combinations]
+    return x[rows], None if where is None else where[rows], u, parameters, names
+
+
+def judged(got, x, u, names, parameters, where=None):
+    temperature, *filters = parameters
+    filters = dict(zip(("top_k", "top_p", "min_p"), filters))
+    bounds.assert_sample(got, x, u, names, where, temperature, **filters)
+
+
+def assert_equal(got, want):
+    """Asserts that two draws are the same bits."""
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@jax.jit
+def operation(x, where, *parameters):
+    """The operation with a given u, which the public function draws."""
+    results = xla.functions["sample"](x, where, *(None if a is None else a[..., None] for a in parameters))
+    return [a[..., 0] for a in results]
+
+
+# --- Exactness ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype"),
+    first(1, [(129, F32), (2, BF16), (1000, F16), *pairs(cases.SMALL, [F32, BF16, F16])]),
+    ids=str,
+)
+def test_every_row_with_every_filter(v, dtype):
+    x, _, u, parameters, names = crossed(cases.rows(ALL, v, dtype))
+    judged(operation(x, None, u, *parameters), x, u, [(ALL[i], *rest) for i, *rest in names], parameters)
+
+
+@pytest.mark.parametrize("v", [slow(127), 300])
+def test_what_is_masked_is_not_there(v):
+    """300: more than a block, and no multiple of one."""
+    x = cases.rows(ALL, v)
+    where = np.random.default_rng(0).random(x.shape) < 0.5
+    where[0], where[1], where[1, v // 2] = False, False, True
+    x, where, u, parameters, names = crossed(cases.spoilt(x, where), where)
+    judged(operation(x, where, u, *parameters), x, u, names, parameters, where)
+
+
+@pytest.mark.parametrize(
+    ("names", "v"),
+    [
+        slow(["peaked", "constant"], cases.GPT2),
+        slow(["normal", "integers", "ascending", "one_winner", "all_but_one_neg_inf"], cases.GPT2),
+        slow(["peaked", "constant", "normal", "descending"], cases.LARGE[0]),
+    ],
+    ids=str,
+)
+def test_long_rows(names, v):
+    """top_p so near 1 that most of the row is kept, so small that one is, and boundaries among thousands of ties."""
+    x, _, u, parameters, labels = crossed(cases.rows(names, v))
+    judged(operation(x, None, u, *parameters), x, u, [(names[i], *rest) for i, *rest in labels], parameters)
+
+
+@pytest.mark.parametrize(
+    "given", first_values(0, [(0, 0, 0), (1, 1, 0), (0, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]), ids=str
+)
+def test_filters_that_are_not_given(given):
+    """No filter is one that keeps everything; without any, log_mass is exactly 0."""
+    x = cases.rows(list(cases.FINITE), 129)
+    u = np.linspace(0, LARGEST, len(x), dtype=F32)
+    t, *filters = (np.full(len(x), a, d) for a, d in zip(PARAMETERS["all"], (F32, np.int32, F32, F32)))
+    filters = [f if wanted else None for f, wanted in zip(filters, given)]
+    got = operation(x, None, u, t, *filters)
+    judged(got, x, u, list(cases.FINITE), [t, *filters])
+    if not any(given):
+        np.testing.assert_array_equal(got[2], 0)
+
+
+@pytest.mark.slow
+def test_ties_go_by_the_lowest_index():
+    """Of a constant row a filter keeps the first ones, exactly, as sums of ones are exact."""
+    x, u = np.zeros((4, 1000), F32), np.full(4, LARGEST, F32)
+    filters = np.array([300, NONE, 300, NONE], np.int32), np.array([1, 0.25, 0.5, 1], F32), np.zeros(4, F32)
+    indices, _, log_mass = operation(x, None, u, np.ones(4, F32), *filters)
+    np.testing.assert_array_equal(indices, [299, 249, 149, 999])
+    np.testing.assert_allclose(log_mass, np.log([0.3, 0.25, 0.15, 1]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [slow("uint8"), slow("int8"), slow("int32"), slow("uint32")])
+def test_integers(dtype):
+    info = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(info.max - 9, info.max, (4, 40), dtype, endpoint=True)
+    x[0], x[1, :-1] = info.min, info.min
+    x, _, u, parameters, names = crossed(x)
+    judged(operation(x, None, u, *parameters), x, u, names, parameters)
+
+
+@pytest.mark.slow
+def test_float64(x64):
+    names = list(cases.FINITE)
+    x = cases.rows(names, 129, F64)
+    got = sample(KEY, x, top_k=40, top_p=0.9, min_p=0.01)
+    assert got.log_probs.dtype == got.log_mass.dtype == F64
+    u = jax.random.uniform(KEY, (len(x),), jnp.float32)
+    bounds.assert_sample(got, x, u, names, top_k=40, top_p=0.9, min_p=0.01)
+    assert sample(KEY, x.astype(F32)).log_probs.dtype == F32
+
+
+@pytest.mark.slow
+def test_8_bit_floats():
+    x = jnp.asarray(cases.rows(["normal", "integers"], 40), jnp.float8_e4m3fn)
+    got, u = sample(KEY, x, top_k=9, top_p=0.7), jax.random.uniform(KEY, (2,))
+    bounds.assert_sample(got, np.asarray(x, F32), u, range(2), top_k=9, top_p=np.float32(0.7))
+
+
+def test_the_result_is_a_named_tuple_of_the_batch_shape():
+    got = jax.eval_shape(lambda x: sample(KEY, x, axis=1), jnp.zeros((2, 3, 5)))
+    assert isinstance(got, Sample)
+    assert got.indices.shape == got.log_probs.shape == got.log_mass.shape == (2, 5)
+    assert (got.indices.dtype, got.log_probs.dtype, got.log_mass.dtype) == (np.int32, F32, F32)
+    for shape in [(3,), (0, 3)]:
+        assert jax.eval_shape(lambda x: sample(KEY, x), jnp.zeros(shape)).indices.shape == shape[:-1]
+
+
+@pytest.mark.slow
+def test_axis_and_shapes_of_parameters():
+    """A parameter is a scalar, or broadcasts to the batch, or has size 1 in place of the row."""
+    x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
+    t, p = np.linspace(0.5, 2, 24, dtype=F32).reshape(6, 4), np.linspace(0.2, 0.9, 4, dtype=F32)
+    want = sample(KEY, x, temperature=t, top_p=np.broadcast_to(p, (6, 4)), top_k=3)
+    for got in (
+        sample(KEY, np.moveaxis(x, 2, 1), axis=1, temperature=t[:, None], top_p=p, top_k=np.uint8(3)),
+        sample(KEY, np.moveaxis(x, 2, 0), axis=-3, temperature=t, top_p=p[None], top_k=np.full((6, 1), 3)),
+    ):
+        assert_equal(got, want)
+    u = jax.random.uniform(KEY, (6, 4))
+    judged(
+        [a.reshape(24) for a in want],
+        x.reshape(24, 5),
+        np.ravel(u),
+        range(24),
+        [t.ravel(), 3, np.tile(p, 6), None],
+    )
+
+
+# --- Keys ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_key_typed_or_raw():
+    x = cases.rows(["normal"] * 4, 50)
+    want = sample(KEY, x)
+    assert_equal(sample(jax.random.key_data(KEY), x), want)
+    u = jax.random.uniform(KEY, (4,))
+    bounds.assert_sample(want, x, u, range(4))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", slow("rbg"), slow("unsafe_rbg")])
+def test_a_key_for_each_row(impl):
+    """A row's draw is the same alone, in another batch and in another place, whatever the generator."""
+    x = cases.rows(["normal", "peaked", "integers", "zero"] * 2, 300).reshape(4, 2, 300)
+    keys = jax.random.split(jax.random.key(3, impl=impl), (4, 2))
+    got = sample(keys, x, temperature=1.5, top_p=0.9)
+    assert_equal(sample(keys, x, temperature=1.5, top_p=0.9), got)
+    for i, j in [(0, 0), (1, 1), (3, 0)]:
+        alone = sample(keys[i, j], x[i, j], temperature=1.5, top_p=0.9)
+        assert_equal(alone, [a[i, j] for a in got])
+    assert_equal([a[::-1] for a in sample(keys[::-1], x[::-1], temperature=1.5, top_p=0.9)], got)
+    u = [jax.random.uniform(key) for key in keys.reshape(-1)]
+    bounds.assert_sample(
+        [a.reshape(-1) for a in got],
+        x.reshape(8, 300),
+        np.array(u),
+        range(8),
+        temperature=1.5,
+        top_p=np.float32(0.9),
+    )
+
+
+# --- Distribution -------------------------------------------------------------------------------------
+
+
+def chi_square(counts, p):
+    """Returns how many standard deviations the counts are off, by Wilson and Hilferty; rare entries are one."""
+    n = counts.sum()
+    rare = n * p < 10
+    assert counts[p == 0].sum() == 0
+    counts, p = (np.append(a[~rare], a[rare].sum()) for a in (counts, p))
+    counts, p = counts[p > 0], p[p > 0]
+    freedom = len(p) - 1
+    statistic = np.sum((counts - n * p) ** 2 / (n * p))
+    return ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / np.sqrt(2 / (9 * freedom))
+
+
+FILTERS = {
+    "none": {},
+    "temperature": {"temperature": 1.7},
+    "top_k": {"top_k": 40},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.02},
+    "all": {"temperature": 1.5, "top_k": 60, "top_p": 0.95, "min_p": 0.01},
+}
+
+
+def drawn(x, n, batch, filters):
+    """Returns how often each entry of a row is drawn, in n draws."""
+    draw = jax.jit(lambda key: sample(key, jnp.broadcast_to(x, (batch, x.size)), **filters).indices)
+    counts = np.zeros(x.size)
+    for key in jax.random.split(KEY, n // batch):
+        counts += np.bincount(draw(key), minlength=x.size)
+    return counts
+
+
+@pytest.mark.parametrize(("name", "n"), [("all", 10_000), *(slow(name, 1_000_000) for name in FILTERS)])
+def test_the_distribution(name, n):
+    x, filters = np.random.default_rng(1).standard_normal(100).astype(F32) * 2, FILTERS[name]
+    temperature = filters.get("temperature", 1.0)
+    _, mass = oracle.sample_terms(x[None], None, temperature)
+    mass = np.where(oracle.sample_kept(x[None], **filters), mass, 0)[0]
+    assert abs(chi_square(drawn(x, n, min(n // 4, 20_000), filters), mass / mass.sum())) < 5
+
+
+@pytest.mark.slow
+def test_the_distribution_of_a_peaked_vocabulary():
+    x = cases.rows(["peaked"], cases.LARGE[0])[0] / 4
+    _, mass = oracle.sample_terms(x[None], None, 1.0)
+    mass = np.where(oracle.sample_kept(x[None], top_p=0.99), mass, 0)[0]
+    assert abs(chi_square(drawn(x, 12_800, 64, {"top_p": 0.99}), mass / mass.sum())) < 5
+
+
+# --- Transformations ----------------------------------------------------------------------------------
+
+X = cases.rows(["normal", "peaked", "integers"] * 2, 300).reshape(2, 3, 300)
+KEYS = jax.random.split(KEY, (2, 3))
+T = np.linspace(0.5, 1.5, 6, dtype=F32).reshape(2, 3)
+
+
+def draw(key, x, t):
+    return sample(key, x, temperature=t, top_k=50, top_p=0.9)
+
+
+def same(got, want):
+    """The draws; the sums of another program may be rounded otherwise."""
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(np.stack(got[1:]), np.stack(want[1:]), rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def expected():
+    return jax.tree.map(np.asarray, draw(KEYS, X, T))
+
+
+TRANSFORMS = {
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "vmap_of_vmap": lambda f: jax.vmap(jax.vmap(f)),
+    "vmap_of_last": lambda f: jax.vmap(f, in_axes=(1, 1, 1), out_axes=1),
+    "scan": lambda f: lambda *args: lax.scan(lambda c, a: (c, f(*a)), 0, args)[1],
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "vmap" else slow(name) for name in TRANSFORMS])
+def test_transformed(name):
+    same(TRANSFORMS[name](draw)(KEYS, X, T), expected())
+
+
+@pytest.mark.slow
+def test_vmap_of_a_shared_argument():
+    """The same logits for several keys; and one row for several temperatures."""
+    got = jax.vmap(draw, (0, None, None))(KEYS, X[0], T[0])
+    same(got, draw(KEYS, np.stack([X[0], X[0]]), np.stack([T[0], T[0]])))
+    got = jax.vmap(draw, (None, None, 0))(KEYS[0, 0], X[0, 0], T[0])
+    same(got, [np.stack(a) for a in zip(*(draw(KEYS[0, 0], X[0, 0], t) for t in T[0]))])
+
+
+def test_no_derivatives():
+    def loss(x, t):
+        got = draw(KEYS, x, t)
+        return jnp.sum(got.log_probs) + jnp.sum(got.log_mass) + jnp.sum(x**2) + jnp.sum(t)
+
+    dx, dt = jax.jit(jax.grad(loss, (0, 1)))(X, T)
+    np.testing.assert_array_equal(dx, 2 * X)
+    np.testing.assert_array_equal(dt, 1)
+    _, tangents = jax.jvp(lambda x: draw(KEYS, x, T), (X,), (X,))
+    assert tangents.indices.dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(tangents.log_probs, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["b, 300", "2, 3, v"])
+def test_export(shape):
+    """With a symbolic batch, or vocabulary."""
+    x = X.reshape(6, 300) if shape[0] == "b" else X
+    t, key = T[0, 0], jax.random.key_data(KEY)
+    like = jax.ShapeDtypeStruct(export.symbolic_shape(shape), F32)
+    stored = export.export(jax.jit(lambda x: draw(key, x, t)))(like)
+    got = export.deserialize(stored.serialize()).call(x)
+    assert isinstance(got, Sample)
+    same(got, draw(key, x, t))
+
+
+@pytest.mark.slow
+def test_donated_buffers():
+    x = jnp.array(X)
+    got = jax.jit(lambda x: (draw(KEYS, x, T), x + 1), donate_argnums=0)(x)[0]
+    same(got, expected())
+
+
+# --- Which implementation -----------------------------------------------------------------------------
+
+
+def test_what_runs():
+    """On the CPU and where it is named, plain JAX without a sort; Triton has no kernel, and says why."""
+    x = jax.ShapeDtypeStruct((64, 50257), F32)
+    (choice,) = ps.explain(lambda x: draw(KEY, x, 1.0), x)
+    assert (choice.call.op, choice.elsewhere) == ("sample", "xla")
+    with pytest.raises(NotImplementedError, match="'triton' cannot run sample.*no kernel for sample"):
+        jax.eval_shape(lambda x: sample(KEY, x, implementation="triton"), x)
+    text = jax.jit(lambda x: sample(KEY, x, top_k=50, top_p=0.9, implementation="xla")).lower(x).as_text()
+    assert not re.search(r"stablehlo\.sort|top_?k\b", text)
+
+
+# --- Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": np.nan},
+        {"top_k": 0},
+        {"top_k": -3},
+        {"top_p": -0.1},
+        {"top_p": 1.01},
+        {"top_p": np.nan},
+        {"min_p": -0.1},
+        {"min_p": 2.0},
+    ],
+    ids=str,
+)
+def test_a_number_out_of_range(bad):
+    """Known, it raises; traced, its row is -1 and NaN, and the others are as they are without it."""
+    ((name, value),) = bad.items()
+    with pytest.raises(ValueError, match=f"sample: {name} must be .*, got {value}"):
+        sample(KEY, X[0], **bad)
+    good = {"temperature": 1.0, "top_k": 9, "top_p": 0.8, "min_p": 0.1}
+    good = {of: np.full(3, a) for of, a in good.items()}
+    mixed = {of: np.where(np.arange(3) == 1, bad.get(of, a), a) for of, a in good.items()}
+    got, want = traced(mixed), traced(good)
+    assert got.indices[1] == -1 and np.isnan([got.log_probs[1], got.log_mass[1]]).all()
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[::2], b[::2]), got, want)
+
+
+traced = jax.jit(lambda parameters: sample(KEY, X[0], **parameters))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"temperature": None}, TypeError, "temperature must be an array or a scalar, got None"),
+        ({"temperature": [1.0]}, TypeError, "temperature must be an array or a scalar"),
+        (
+            {"temperature": 1j},
+            TypeError,
+            "temperature must be a real number, or one for each row, got complex128",
+        ),
+        ({"top_k": 2.0}, TypeError, "top_k must be an integer, or one for each row, got float64"),
+        ({"top_k": True}, TypeError, "top_k must be an integer, or one for each row, got bool"),
+        ({"top_p": "0.9"}, TypeError, "top_p must be an array or a scalar"),
+        (
+            {"top_p": np.ones(2)},
+            ValueError,
+            r"top_p must be .* the batch shape \(3,\), got \(2,\)",
+        ),
+        ({"min_p": np.ones((3, 300))}, ValueError, "min_p must be a scalar or broadcast to the batch"),
+        ({"where": np.ones(300)}, ValueError, "where must be None or boolean"),
+        ({"axis": 2}, ValueError, "axis 2 is out of bounds"),
+        ({"axis": (0, 1)}, TypeError, "axis must be an integer"),
+        ({"axis_name": "v"}, ValueError, "axis_name must name mesh axes"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None"),
+        ({"key": 0}, TypeError, "key must be a key of jax.random"),
+        ({"key": KEYS}, ValueError, r"key must be one key or have the batch shape \(3,\), got \(2, 3\)"),
+        ({"key": np.zeros((3, 2), np.uint32)}, TypeError, "an array of keys must be typed"),
+        ({"key": np.zeros(2, F32)}, TypeError, "key must be a key of jax.random"),
+        ({"logits": np.ones((3, 4), bool)}, TypeError, "logits must be a float or integer array, got bool"),
+        ({"logits": np.ones((3, 4), np.complex64)}, TypeError, "logits must be a float or integer array"),
+        ({"logits": np.ones((3, 0), F32)}, ValueError, r"logits of shape \(3, 0\) have nothing to draw"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_input(arguments, error, message):
+    arguments = {"key": KEY, "logits": X[0]} | arguments
+    with pytest.raises(error, match=message):
+        sample(arguments.pop("key"), arguments.pop("logits"), **arguments)
+
+
+@pytest.mark.slow
+def test_a_large_top_k_and_scalars_of_all_types():
+    """A top_k beyond int32 keeps everything."""
+    want = sample(KEY, X[0])
+    for top_k in (2**40, np.int64(2**40), 300):
+        jax.tree.map(np.testing.assert_array_equal, sample(KEY, X[0], top_k=top_k).indices, want.indices)
+    sample(KEY, X[0], temperature=np.float16(1), top_p=1, min_p=jnp.float32(0), top_k=jnp.uint8(3))

@@ -1,0 +1,54 @@
+"""benchmarks.sample: every contender is checked before it is timed, and a wrong one is not."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from benchmarks import sample
+from benchmarks.support import flags, timing
+
+
+@pytest.fixture
+def run(parse, monkeypatch, tmp_path):
+    """Runs the benchmark on a small input, and returns its exit code and the lines of its CSV."""
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 1e9)
+
+    def run(*arguments):
+        small = "--shapes=3x60", "--seconds=0", "--repeats=3", f"--output_dir={tmp_path}"
+        chosen = parse(sample, *small, *arguments)
+        monkeypatch.setattr(flags, "read", lambda argv: chosen)
+        monkeypatch.setattr(flags, "defined", lambda: {})
+        code = sample.main([])
+        with open(tmp_path / "sample.csv", newline="") as file:
+            return code, list(csv.DictReader(file))
+
+    return run
+
+
+@pytest.mark.slow
+def test_every_filter_and_contender(run, capsys, tmp_path):
+    code, rows = run("--dtype=float32,bfloat16", "--peers=jax,torch", "--logits=normal,ties")
+    assert code == 0
+    assert len(rows) == 2 * 2 * 5 * 3
+    for row in rows:
+        if row["status"] != "not run":  # torch may not be there
+            assert row["status"] == "ok" and float(row["p50_us"]) > 0, row
+    assert "sample on" in capsys.readouterr().out
+    assert (tmp_path / "sample.png").is_file()
+
+
+def test_a_wrong_draw_fails(run, monkeypatch):
+    """Ours fails; a peer that draws what no filter keeps differs. Neither is timed."""
+    draw = sample.pallas_softmax.sample
+    monkeypatch.setattr(
+        sample.pallas_softmax,
+        "sample",
+        lambda *args, **kwargs: draw(*args, **kwargs)._replace(indices=np.zeros(3, int)),
+    )
+    monkeypatch.setattr(sample, "by_jax", lambda key, x, given: x.argmin(-1))
+    code, rows = run("--filters=top_k", "--peers=jax")
+    assert code == 1
+    assert [row["status"] for row in rows] == ["FAILED", "differs"]
+    assert not any(row["p50_us"] for row in rows)
