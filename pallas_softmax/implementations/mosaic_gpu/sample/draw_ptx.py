@@ -89,7 +89,9 @@ def _write(p: Program, predicate: str, index: str, log_prob: str, log_mass: str)
         p += f"add.u64 {address}, <{name}>, {offset}; @{predicate} st.global.{kind} [{address}], {value};"
 
 
-def _draw(p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str) -> None:
+def _draw(
+    p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str
+) -> None:
     """The first kept entry, in the order of the row, at which the kept mass exceeds u times all of it.
 
     It is in the last CTA, group, thread and element that has kept mass, and of which no more than that lies before.
@@ -138,7 +140,9 @@ def _is_kept(p: Program, x: str, weight: str, kept: threshold.Kept, least_weight
     return out
 
 
-def _masses(p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str) -> str:
+def _masses(
+    p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str
+) -> str:
     """Writes the kept mass of each thread in each group; returns the warp's total, of what is not kept as well.
 
     After a threshold without min_p the masses are there but for those of the zone. Otherwise they take a sweep.
@@ -162,12 +166,16 @@ def _masses(p: Program, kept: threshold.Kept, search: threshold.Search, least_we
 def _sweep_masses(p: Program, kept: threshold.Kept | None, least_weight: str, total: str) -> None:
     """The masses of groups by a sweep; without `kept` of all elements, and then no total."""
     address, own, some = p.one("b32"), p.one("f32"), p.one("pred")
-    p += f"mad.lo.u32 {address}, <thread>, 4, <scratch>; add.u32 {address}, {address}, {4 * p.scratch.masses};"
+    p += (
+        f"mad.lo.u32 {address}, <thread>, 4, <scratch>; add.u32 {address}, {address}, {4 * p.scratch.masses};"
+    )
 
     def group(floats, position, step):
         skip = p.label("none_kept")
         if kept is not None:
-            p.emit(f"mov.f32 {own}, {_ZERO}; setp.lt.f32 {some}, {p.tree('max.f32', 'f32', floats)}, {kept.least};")
+            p.emit(
+                f"mov.f32 {own}, {_ZERO}; setp.lt.f32 {some}, {p.tree('max.f32', 'f32', floats)}, {kept.least};"
+            )
             p.emit(f"and.pred {some}, {some}, {kept.known}; vote.sync.all.pred {some}, {some}, {WHOLE_WARP};")
             p.emit(f"@{some} bra {skip};")
         weights = [p.weight(p.distance(x)) for x in floats]

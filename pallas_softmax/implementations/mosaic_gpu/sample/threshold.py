@@ -251,7 +251,9 @@ class Search:
             at, mass = p.one("b32"), p.one("f32")
             p.emit(f"setp.ge.and.f32 {inside}, {x}, {least}, {inside}; @!{inside} bra {after};")
             p.emit(f"shr.u32 {at}, {number}, 4; mad.lo.u32 {at}, {at}, {WARPGROUP}, <thread>;")
-            p.emit(f"mad.lo.u32 {at}, {at}, 4, <scratch>; ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}];")
+            p.emit(
+                f"mad.lo.u32 {at}, {at}, 4, <scratch>; ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}];"
+            )
             p.emit(f"add.f32 {mass}, {mass}, {p.weight(distance)};")
             p.emit(f"st.shared.f32 [{at}+{4 * p.scratch.masses}], {mass};")
 
@@ -259,7 +261,7 @@ class Search:
 
     def rounds_of_zone(self) -> None:
         """The exact threshold, within the zone, or if that fails within all elements."""
-        p, kept, mail = self.p, self.kept, self.p.scratch.zone_mail[self.by_mass]
+        p, mail = self.p, self.p.scratch.zone_mail[self.by_mass]
         retry, fail, end = p.label("retry"), p.label("fail"), p.label("end")
         p += f"{retry}:"
         factor = self._mass_factor()
@@ -531,9 +533,11 @@ class Search:
         neg_inf = p.const(f"b{8 * p.kind.itemsize}", p.kind.neg_inf)
 
         def cut(x, bits, distance, within, number, after):
-            address, of_key = self._address(number), p.key(bits)
+            address, of_key, of_block = self._address(number), p.key(bits), self._block(number)
             p.emit(f"setp.eq.and.f32 {within}, {x}, {self.kept.least}, {within}; @!{within} bra {after};")
-            p.emit(f"setp.eq.s32 {equal}, {of_key}, {key}; setp.gt.and.s32 {equal}, {self._block(number)}, {block}, {equal};")
+            p.emit(
+                f"setp.eq.s32 {equal}, {of_key}, {key}; setp.gt.and.s32 {equal}, {of_block}, {block}, {equal};"
+            )
             p.emit(f"setp.ne.s32 {p0}, {block}, -1; and.pred {equal}, {equal}, {p0};")
             p.emit(f"setp.lt.or.s32 {equal}, {of_key}, {key}, {equal};")
             p.emit(f"@{equal} st.shared.b{8 * p.kind.itemsize} [{address}], {neg_inf};")
@@ -542,7 +546,9 @@ class Search:
         done = p.label("block_cut")
         p += f"setp.eq.s32 {p0}, {block}, -1; @{p0} bra {done};"
         address, in_thread = p.one("b32"), p.const("b32", 0)
-        p += f"mad.lo.u32 {address}, {block}, {WARPGROUP}, <thread>; mad.lo.u32 {address}, {address}, 16, <x>;"
+        p += (
+            f"mad.lo.u32 {address}, {block}, {WARPGROUP}, <thread>; mad.lo.u32 {address}, {address}, 16, <x>;"
+        )
         (words,) = p.kind.vectors(p, address, [0])
         of_keys = [p.key(bits) for bits in p.kind.bits(p, words)]
         equals = p.new("pred", vec)
@@ -551,7 +557,9 @@ class Search:
         lower, _ = p.scan_cta(in_thread, "b32", p.scratch.scans)
         p += f"add.u32 {lower}, {lower}, {before};"
         for j, is_equal in enumerate(equals):
-            p += f"setp.ge.and.s32 {p1}, {lower}, {keep}, {is_equal}; @{is_equal} add.u32 {lower}, {lower}, 1;"
+            p += (
+                f"setp.ge.and.s32 {p1}, {lower}, {keep}, {is_equal}; @{is_equal} add.u32 {lower}, {lower}, 1;"
+            )
             p += f"@{p1} st.shared.b{8 * p.kind.itemsize} [{address}+{j * p.kind.itemsize}], {neg_inf};"
         p += f"{done}:"
         p.barrier()
@@ -567,7 +575,9 @@ class Search:
         p, vec = self.p, self.p.window.vec
         address, of_vector = p.new("b32", 2)
         p.emit(f"mad.lo.u32 {address}, {self._block(number)}, {WARPGROUP}, <thread>;")
-        p.emit(f"and.b32 {of_vector}, {number}, {vec - 1}; mad.lo.u32 {address}, {address}, {vec}, {of_vector};")
+        p.emit(
+            f"and.b32 {of_vector}, {number}, {vec - 1}; mad.lo.u32 {address}, {address}, {vec}, {of_vector};"
+        )
         p.emit(f"mad.lo.u32 {address}, {address}, {p.kind.itemsize}, <x>;")
         return address
 
