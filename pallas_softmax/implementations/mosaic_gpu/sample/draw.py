@@ -39,20 +39,23 @@ class Place(NamedTuple):
     origin: Any
 
 
-def draw(window: Window, x_smem, scratch, m, request: Request, place: Place, out, *, interpret) -> None:
+def draw(
+    window: Window, x_smem, scratch, m, scale, request: Request, place: Place, out, *, interpret
+) -> None:
     """Draws from a row, and writes its results.
 
     Args:
       window: how the parts of the row lie in the shared memory of the CTAs.
       x_smem: the elements of this CTA's part, (window.size,); -inf where it has none, or where they are masked.
-      scratch: int32 shared memory, of `plan.Scratch(window).words`.
+      scratch: int32 shared memory, of `plan.Scratch(window).words`, with what `arrival.absorb_step` wrote.
       m: (128,) float32, the largest element that each thread has seen, NaN if it has seen one.
+      scale: log2(e) / temperature.
       out: references (rows,) to device memory for the index (int32), log probability and log of the kept share
         (float32).
     """
     if not interpret:
-        return draw_ptx.draw(window, x_smem, scratch, m, request, place, out)
-    del scratch, m  # the twin starts from the elements
+        return draw_ptx.draw(window, x_smem, scratch, m, scale, request, place, out)
+    del scratch, m, scale  # the twin starts from the elements
     one_row = jax.tree.map(lambda number: jnp.reshape(number, (1, 1)), request)
     index, log_prob, log_mass = xla_sample.sample(x_smem[: window.size][None], None, *one_row)
     index = jnp.where(index < 0, index, index + place.origin)

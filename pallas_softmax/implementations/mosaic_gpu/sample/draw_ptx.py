@@ -2,20 +2,20 @@
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.sample import threshold
-from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NAN, NEG_INF, WHOLE_WARP, Program
+from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NAN, NEG_INF, Program
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
-_LOG2_E, _LN2 = "0f3FB8AA3B", "0f3F317218"
-_ONE, _ZERO, _TINY = "0f3F800000", "0f00000000", "0f00800000"
+_LN2 = "0f3F317218"
+_ONE, _ZERO = "0f3F800000", "0f00000000"
 
 
-def draw(window: Window, x_smem, scratch, m, request, place, out) -> None:
+def draw(window: Window, x_smem, scratch, m, scale, request, place, out) -> None:
     """Draws from a row; the arguments are those of `draw.draw`."""
     insert(
         text(window, x_smem.dtype),
         {"x": x_smem, "scratch": scratch, "index": out[0], "log_prob": out[1], "log_mass": out[2]},
-        {**request._asdict(), **place._asdict()},
+        {"scale": scale, **request._asdict(), **place._asdict()},
         {"m": m},
     )
 
@@ -34,7 +34,8 @@ def text(window: Window, dtype) -> Program:
     )
     some = p.one("pred")
     p += f"setp.ne.u32 {kept.known}, {p.lane}, {p.lane};"
-    search = threshold.Search(p, kept)
+    total = _rescale(p)
+    search = threshold.Search(p, total, kept)
     after = [p.label(name) for name in ("thresholds", "by_count", "by_mass")]
     p += f"or.pred {some}, {by_count}, {by_mass};"
     p.skip_unless(some, after[0])
@@ -45,14 +46,14 @@ def text(window: Window, dtype) -> Program:
     p.skip_unless(by_mass, after[2])
     search.find(share, by_mass=True)
     p += f"{after[2]}: {after[0]}:"
-    _draw(p, kept, search, least_weight, filtered)
+    _draw(p, kept, search, total, least_weight, filtered)
     p += f"{end}:"
     return p
 
 
 def _set_up(p: Program, end: str):
     """The maximum of the row, and what filters it; a row without a draw gets its results here."""
-    m, temperature, share, least_weight = p.new("f32", 4)
+    m, share, least_weight = p.new("f32", 3)
     count = p.one("b32")
     good, greedy, by_count, by_mass, filtered, first = p.new("pred", 6)
     p += f"mov.f32 {m}, <m>;"
@@ -67,9 +68,8 @@ def _set_up(p: Program, end: str):
     _write(p, first, p.const("b32", -1), p.const("f32", NAN), p.const("f32", NAN))
     p.cluster_barrier()  # no CTA leaves while another one may read its shared memory
     p += f"bra {end}; {nan}:"
-    # A temperature of 0 is the least one, and takes the first entry.
-    p += f"setp.eq.f32 {greedy}, <temperature>, {_ZERO}; max.f32 {temperature}, <temperature>, {_TINY};"
-    p += f"div.rn.f32 {p.scale}, {_LOG2_E}, {temperature};"
+    # A temperature of 0, whose scale is that of the least one, takes the first entry.
+    p += f"setp.eq.f32 {greedy}, <temperature>, {_ZERO};"
     p += f"selp.b32 {count}, 1, <top_k>, {greedy}; selp.f32 {share}, {_ONE}, <top_p>, {greedy};"
     p += f"selp.f32 {least_weight}, {_ZERO}, <min_p>, {greedy};"
     p += f"setp.lt.u32 {by_count}, {count}, {p.window.vocab}; setp.lt.f32 {by_mass}, {share}, {_ONE};"
@@ -89,14 +89,12 @@ def _write(p: Program, predicate: str, index: str, log_prob: str, log_mass: str)
         p += f"add.u64 {address}, <{name}>, {offset}; @{predicate} st.global.{kind} [{address}], {value};"
 
 
-def _draw(
-    p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str
-) -> None:
+def _draw(p: Program, kept: threshold.Kept, search, total: str, least_weight: str, filtered: str) -> None:
     """The first kept entry, in the order of the row, at which the kept mass exceeds u times all of it.
 
     It is in the last CTA, group, thread and element that has kept mass, and of which no more than that lies before.
     """
-    total = _masses(p, kept, search, least_weight, filtered)
+    _masses(p, kept, search, least_weight, filtered)
     own = _sum_groups(p)
     # Over the cluster: the kept mass of each CTA, and of the row.
     at = p.scratch.kept_mail
@@ -140,55 +138,47 @@ def _is_kept(p: Program, x: str, weight: str, kept: threshold.Kept, least_weight
     return out
 
 
-def _masses(
-    p: Program, kept: threshold.Kept, search: threshold.Search, least_weight: str, filtered: str
-) -> str:
-    """Writes the kept mass of each thread in each group; returns the warp's total, of what is not kept as well.
-
-    After a threshold without min_p the masses are there but for those of the zone. Otherwise they take a sweep.
-    """
-    total = p.const("f32", _ZERO)
-    end, all_kept, sweep = (p.label(name) for name in ("masses", "all_kept", "sweep_masses"))
-    simple = p.one("pred")
-    p += f"@!{filtered} bra {all_kept};"
-    p += f"setp.le.and.f32 {simple}, {least_weight}, {_ZERO}, {kept.known}; @!{simple} bra {sweep};"
-    search.add_kept()
-    p += f"bra {end}; {sweep}:"
-    _sweep_masses(p, kept, least_weight, total)
-    p += f"bra {end}; {all_kept}:"
-    _sweep_masses(p, None, least_weight, total)
-    p += f"{end}:"
+def _rescale(p: Program) -> str:
+    """Makes the masses of groups those relative to the row's maximum; returns the warp's total."""
+    total, best, mass = p.const("f32", _ZERO), *p.new("f32", 2)
+    at = p.one("b32")
+    p += f"mad.lo.u32 {at}, <thread>, 4, <scratch>;"
+    for i in range(p.scratch.groups):
+        best_at, mass_at = (4 * (words + WARPGROUP * i) for words in (p.scratch.best, p.scratch.masses))
+        p += f"ld.shared.f32 {best}, [{at}+{best_at}]; ld.shared.f32 {mass}, [{at}+{mass_at}];"
+        p += f"mul.f32 {mass}, {mass}, {p.weight(p.distance(best))}; st.shared.f32 [{at}+{mass_at}], {mass};"
+        p += f"add.f32 {total}, {total}, {mass};"
     p.over_warp("add.f32", "f32", total)
-    p.barrier()
     return total
 
 
-def _sweep_masses(p: Program, kept: threshold.Kept | None, least_weight: str, total: str) -> None:
-    """The masses of groups by a sweep; without `kept` of all elements, and then no total."""
-    address, own, some = p.one("b32"), p.one("f32"), p.one("pred")
-    p += (
-        f"mad.lo.u32 {address}, <thread>, 4, <scratch>; add.u32 {address}, {address}, {4 * p.scratch.masses};"
-    )
+def _masses(p: Program, kept: threshold.Kept, search, least_weight: str, filtered: str) -> None:
+    """Makes the masses of groups those of what is kept.
 
-    def group(floats, position, step):
-        skip = p.label("none_kept")
-        if kept is not None:
-            p.emit(
-                f"mov.f32 {own}, {_ZERO}; setp.lt.f32 {some}, {p.tree('max.f32', 'f32', floats)}, {kept.least};"
-            )
-            p.emit(f"and.pred {some}, {some}, {kept.known}; vote.sync.all.pred {some}, {some}, {WHOLE_WARP};")
-            p.emit(f"@{some} bra {skip};")
-        weights = [p.weight(p.distance(x)) for x in floats]
-        masses = weights
-        if kept is not None:
-            masses = p.new("f32", len(floats))
-            for mass, x, weight in zip(masses, floats, weights):
-                p.emit(f"selp.f32 {mass}, {weight}, {_ZERO}, {_is_kept(p, x, weight, kept, least_weight)};")
-            p.emit(f"add.f32 {total}, {total}, {p.tree('add.f32', 'f32', weights)};")
-        p.emit(f"mov.f32 {own}, {p.tree('add.f32', 'f32', masses)}; {skip}:")
-        p.emit(f"st.shared.f32 [{address}], {own}; add.u32 {address}, {address}, {4 * WARPGROUP};")
+    After a threshold without min_p they are that but for those in the zone. With min_p they take a sweep.
+    """
+    end, sweep = p.label("masses"), p.label("sweep_masses")
+    simple = p.one("pred")
+    p += f"@!{filtered} bra {end};"
+    p += f"setp.le.and.f32 {simple}, {least_weight}, {_ZERO}, {kept.known}; @!{simple} bra {sweep};"
+    search.add_kept()
+    p += f"bra {end}; {sweep}:"
+    p.barrier()
+    least, of_weight = p.new("f32", 2)  # the least distance of both, or a little less
+    p += f"lg2.approx.f32 {of_weight}, {least_weight}; sub.f32 {of_weight}, {of_weight}, 0f3A000000;"
+    p += f"max.f32 {least}, {p.distance(kept.least)}, {of_weight}; mul.f32 {least}, {least}, 0f3F800100;"
+    p += f"sub.f32 {least}, {least}, 0f3A000000;"
 
-    p.sweep(group)
+    def group(floats, step):
+        masses = p.new("f32", len(floats))
+        for mass, x in zip(masses, floats):
+            weight = p.weight(p.distance(x))
+            p.emit(f"selp.f32 {mass}, {weight}, {_ZERO}, {_is_kept(p, x, weight, kept, least_weight)};")
+        return p.tree("add.f32", "f32", masses)
+
+    p.sweep(group, least)
+    p += f"{end}:"
+    p.barrier()
 
 
 def _sum_groups(p: Program) -> str:

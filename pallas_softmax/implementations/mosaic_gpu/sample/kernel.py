@@ -2,7 +2,8 @@
 
 A row lies in the shared memory of a cluster of CTAs, a part in each:
 
-    arrive       the part is copied to shared memory; the largest element of it, then of the row
+    arrive       the part is copied to shared memory; the largest element of every 16 of a thread, and their mass
+                 relative to it; then the largest of the row
     threshold    of top_k, then of top_p: the last entry that is kept, found as `threshold.py` tells
     draw         the kept mass of every 16 elements of a thread, of the CTA, of the row; then the way back from
                  u times that of the row to a CTA, a group, a thread and an element
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_softmax.implementations.folding import Mask
@@ -33,6 +35,9 @@ from pallas_softmax.implementations.mosaic_gpu.topk.window_kernel import (
     part_of,
     start_copies,
 )
+
+_LOG2_E = float(1 / np.log(2))
+_TINY = float(np.finfo(np.float32).tiny)  # the least temperature, in place of 0
 
 
 def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, interpret=None) -> list[jax.Array]:
@@ -66,10 +71,11 @@ def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, inter
             interpret=interpret,
         )
         arrival.meet(x_smem, interpret=interpret)
-        m = _arrive(window, x_smem, landed, part, interpret)
+        scale = _LOG2_E / jnp.maximum(of_row.temperature, _TINY)
+        m = _arrive(window, x_smem, scratch, landed, part, scale, interpret)
         arrival.meet(x_smem, interpret=interpret)
         where = Place(*(jnp.int32(i) for i in (part.row, part.index, part.extent.origin)))
-        draw(window, x_smem, scratch, m, of_row, where, out, interpret=interpret)
+        draw(window, x_smem, scratch, m, scale, of_row, where, out, interpret=interpret)
 
     results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     return gpu_kernel(
@@ -87,7 +93,7 @@ def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, inter
     )(x.reshape(view), request, None if mask is None else mask.array)
 
 
-def _arrive(window: Window, x_smem, landed, part: Part, interpret):
+def _arrive(window: Window, x_smem, scratch, landed, part: Part, scale, interpret):
     """Waits for the part; the largest element of each thread (128,), NaN if there is one."""
 
     def absorb(i, count, copied, carry):
@@ -97,7 +103,9 @@ def _arrive(window: Window, x_smem, landed, part: Part, interpret):
             plgpu.barrier_wait(landed.at[i])
         if part.mask is not None:
             selection.mask_step(window, x_smem, i, [*keep[:count]], infinite=True, interpret=interpret)
-        return arrival.absorb_step(window, x_smem, i, count, m, interpret=interpret), next_keep
+        return arrival.absorb_step(
+            window, x_smem, scratch, i, count, m, scale, interpret=interpret
+        ), next_keep
 
     carry: Any = blocks.filled(-jnp.inf, interpret=interpret), mask_of_step(window, part, 0, interpret)
     if window.full:

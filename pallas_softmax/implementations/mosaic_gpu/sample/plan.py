@@ -38,7 +38,8 @@ class Scratch:
         mail        what the warps of the cluster tell each other; then numbers of the CTA's own warps
         histogram   counts of elements by their distance from the maximum
         rounds      two sets of counts and masses by key, used by turns
-        masses      the kept mass of each thread in each group
+        best        the largest element of each thread in each group
+        masses      the mass of each thread in each group, at last of what is kept
         sums        the kept mass of each group
         listed      the elements near the threshold, by a byte each, a column for each thread
 
@@ -57,12 +58,17 @@ class Scratch:
     histogram = 72
     rounds = histogram + BUCKETS
     round_words = 3 * KEY_BUCKETS
-    masses = rounds + 2 * round_words
+    best = rounds + 2 * round_words
 
     @property
     def groups(self) -> int:
         """Number of groups of blocks of a part."""
         return -(-self.window.blocks // (GROUP_ELEMENTS // self.window.vec))
+
+    @property
+    def masses(self) -> int:
+        """Where the masses lie."""
+        return self.best + self.groups * WARPGROUP
 
     @property
     def sums(self) -> int:

@@ -38,6 +38,7 @@ class Program(Code):
         self.labels = 0
         self.lane, self.warp, self.base, self.counts, self.both_counts = self.new("b32", 5)
         self.m, self.scale = self.new("f32", 2)
+        self += f"mov.f32 {self.scale}, <scale>;"
         self += f"and.b32 {self.lane}, <thread>, 31; shr.u32 {self.warp}, <thread>, 5;"
         self += f"mad.lo.u32 {self.base}, <thread>, 16, <x>;"
         self += f"add.u32 {self.counts}, <scratch>, {4 * self.scratch.rounds};"
@@ -129,39 +130,37 @@ class Program(Code):
             self += f"ld.shared.b32 {bits}, [{address}];"
         return bits
 
-    def sweep(self, body: Callable[[list[str], str, str], None]) -> None:
-        """Calls body(floats, position, step) for every group of blocks that a thread goes over.
+    def sweep(self, body: Callable[[list[str], str], None], above: str) -> None:
+        """Calls body(floats, step) for the groups of blocks of a thread, to write its text, and writes their masses.
 
-        The body writes the text for the thread's elements of `group_blocks` blocks, of which element number j lies
-        at position + offset(j); `step` is a register that counts the groups. It is called for a loop's text, and for
-        what remains after it.
+        The body returns the register with the mass of the group. `step` is a register with the group's number. Where
+        no element of a warp exceeds the distance `above`, the body is left out, and the mass is 0.
         """
         block_bytes = self.window.block * self.kind.itemsize
         full, rest = divmod(self.window.blocks, self.group_blocks)
-        address, position, step = self.new("b32", 3)
-        self += f"mov.b32 {address}, {self.base}; mov.b32 {step}, 0;"
-        self += f"mul.lo.u32 {position}, <thread>, {self.window.vec};"
+        address, at, step = self.new("b32", 3)
+        (best, mass), out = self.new("f32", 2), self.one("pred")
+        self += f"mov.b32 {address}, {self.base}; mov.b32 {step}, 0; mad.lo.u32 {at}, <thread>, 4, <scratch>;"
 
         def group(blocks):
+            skip = self.label("group_done")
+            self.emit(f"ld.shared.f32 {best}, [{at}+{4 * self.scratch.best}]; mov.f32 {mass}, 0f00000000;")
+            self.emit(f"setp.gt.f32 {out}, {self.distance(best)}, {above}; not.pred {out}, {out};")
+            self.emit(f"vote.sync.all.pred {out}, {out}, {WHOLE_WARP}; @{out} bra {skip};")
             vectors = self.kind.vectors(self, address, [b * block_bytes for b in range(blocks)])
-            body([x for words in vectors for x in self.kind.floats(self, words, False)], position, step)
+            of_group = body([x for words in vectors for x in self.kind.floats(self, words, False)], step)
+            self.emit(f"mov.f32 {mass}, {of_group}; {skip}:")
+            self.emit(f"st.shared.f32 [{at}+{4 * self.scratch.masses}], {mass};")
 
         if full:
             again, p = self.label("sweep"), self.one("pred")
             self += f"{again}:"
             group(self.group_blocks)
-            self += (
-                f"add.u32 {address}, {address}, {self.group_blocks * block_bytes}; add.u32 {step}, {step}, 1;"
-            )
-            self += f"add.u32 {position}, {position}, {self.group_blocks * self.window.block};"
+            self += f"add.u32 {address}, {address}, {self.group_blocks * block_bytes}; add.u32 {step}, {step}, 1;"
+            self += f"add.u32 {at}, {at}, {4 * WARPGROUP};"
             self += f"setp.lt.u32 {p}, {step}, {full}; @{p} bra {again};"
         if rest:
             group(rest)
-
-    def offset(self, j: int) -> int:
-        """Where element number j of a group lies after the first."""
-        block, element = divmod(j, self.window.vec)
-        return block * self.window.block + element
 
     # --- Threads, CTAs and clusters
 

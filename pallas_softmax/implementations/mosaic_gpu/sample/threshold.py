@@ -52,9 +52,8 @@ def histogram(p: Program) -> None:
     for i in (0, 16):
         p += f"st.shared.v4.b32 [{address}+{4 * p.scratch.histogram + i}], {{0, 0, 0, 0}};"
     p.barrier()
-    odd, upper = p.new("pred", 2)
-    t = p.one("b32")
-    p += f"and.b32 {t}, <thread>, 1; setp.ne.u32 {odd}, {t}, 0; and.b32 {t}, <thread>, 2; setp.ne.u32 {upper}, {t}, 0;"
+    at, other_at, group = p.new("b32", 3)
+    other, more = p.new("pred", 2)
 
     def count(x, number, counted=""):
         bucket = p.one("b32")
@@ -62,23 +61,39 @@ def histogram(p: Program) -> None:
         p.emit(f"shr.u32 {bucket}, {bucket}, {_BUCKET_SHIFT}; sub.s32 {bucket}, {bucket}, {_FIRST_BUCKET};")
         p.emit(f"max.s32 {bucket}, {bucket}, 0; min.s32 {bucket}, {bucket}, {BUCKETS - 1};")
         p.emit(f"mad.lo.u32 {bucket}, {bucket}, 4, <scratch>;")
-        p.emit(
-            f"{counted} red.relaxed.cta.shared::cta.add.u32 [{bucket}+{4 * p.scratch.histogram}], {number};"
-        )
+        p.emit(f"{counted} red.relaxed.cta.shared::cta.add.u32 [{bucket}+{4 * p.scratch.histogram}], {number};")
 
-    def group(floats, position, step):
-        n = len(floats)
-        some = p.new("f32", 3)
-        a, b, c, d = (floats[i * n // 4 + i % (n // 4)] for i in range(4))
-        other = p.one("pred")
-        p.emit(f"selp.f32 {some[0]}, {a}, {b}, {odd}; selp.f32 {some[1]}, {c}, {d}, {odd};")
-        p.emit(f"selp.f32 {some[2]}, {some[0]}, {some[1]}, {upper};")
-        largest = p.tree("max.f32", "f32", floats)
-        count(largest, 1)
-        p.emit(f"setp.neu.f32 {other}, {some[2]}, {largest};")
-        count(some[2], n - 1, f"@{other}")
+    def place_of_other(elements):
+        """The other one is element number t % elements of the group, for thread t."""
+        j, block = p.new("b32", 2)
+        block_bytes = p.window.block * p.kind.itemsize
+        p.emit(f"rem.u32 {j}, <thread>, {elements}; shr.u32 {block}, {j}, {vec.bit_length() - 1};")
+        p.emit(f"and.b32 {j}, {j}, {vec - 1}; mad.lo.u32 {other_at}, {group}, {p.group_blocks * block_bytes}, {p.base};")
+        p.emit(f"mad.lo.u32 {other_at}, {block}, {block_bytes}, {other_at};")
+        p.emit(f"mad.lo.u32 {other_at}, {j}, {p.kind.itemsize}, {other_at};")
 
-    p.sweep(group)
+    def both(elements):
+        best = p.one("f32")
+        p.emit(f"ld.shared.f32 {best}, [{at}+{4 * p.scratch.best}];")
+        x = p.float_of_bits(p.load_bits(other_at))
+        count(best, 1)
+        p.emit(f"setp.neu.f32 {other}, {x}, {best};")
+        count(x, elements - 1, f"@{other}")
+
+    vec = p.window.vec
+    full, rest = divmod(p.window.blocks, p.group_blocks)
+    p += f"mov.b32 {group}, 0; mad.lo.u32 {at}, <thread>, 4, <scratch>;"
+    if full:
+        again = p.label("histogram")
+        place_of_other(p.group_blocks * vec)
+        p += f"{again}:"
+        both(p.group_blocks * vec)
+        p += f"add.u32 {at}, {at}, {4 * WARPGROUP}; add.u32 {group}, {group}, 1;"
+        p += f"add.u32 {other_at}, {other_at}, {p.group_blocks * p.window.block * p.kind.itemsize};"
+        p += f"setp.lt.u32 {more}, {group}, {full}; @{more} bra {again};"
+    if rest:
+        place_of_other(rest * vec)
+        both(rest * vec)
     p.cluster_barrier()
 
 
@@ -95,9 +110,9 @@ class Search:
       low: a key below which no element is.
     """
 
-    def __init__(self, p: Program, kept: Kept):
-        self.p, self.kept = p, kept
-        self.upper, self.lower, self.total, self.above_mass = p.new("f32", 4)
+    def __init__(self, p: Program, total: str, kept: Kept):
+        self.p, self.total, self.kept = p, total, kept
+        self.upper, self.lower, self.above_mass = p.new("f32", 3)
         self.above_count, self.listed, self.all_above = p.new("b32", 3)
         self.whole, self.everything, self._infinite = p.new("pred", 3)
         self.low = p.const("b32", _LOWEST_KEY)
@@ -182,41 +197,35 @@ class Search:
             p += f"{edge} @{p0} mov.f32 {distance}, {beyond};"
 
     def collect(self) -> None:
-        """Sums what is above the zone, by groups, and lists the elements in it; of the whole row the total mass."""
+        """Sums what is above the zone, by groups, and lists the elements in it."""
         p = self.p
-        end, start, limit, number, masses = p.new("b32", 5)
+        end, start, limit, number = p.new("b32", 4)
         lower, of_group = p.new("f32", 2)
         above, inside, room = p.new("pred", 3)
         p += f"add.u32 {start}, <scratch>, <thread>; add.u32 {start}, {start}, {4 * p.scratch.listed};"
         p += f"add.u32 {limit}, {start}, {(p.scratch.list_rows - 16) * WARPGROUP}; mov.b32 {end}, {start};"
-        p += f"mov.f32 {self.total}, 0f00000000; mov.f32 {self.above_mass}, 0f00000000; mov.b32 {self.above_count}, 0;"
-        p += f"setp.ne.u32 {self.whole}, {start}, {start}; mad.lo.u32 {masses}, <thread>, 4, <scratch>;"
+        p += f"mov.f32 {self.above_mass}, 0f00000000; mov.b32 {self.above_count}, 0;"
+        p += f"setp.ne.u32 {self.whole}, {start}, {start};"
 
-        def group(floats, position, step):
+        def group(floats, step):
             p.emit(f"setp.le.u32 {room}, {end}, {limit}; selp.f32 {lower}, {self.lower}, {INF}, {room};")
             p.emit(f"not.pred {above}, {room}; or.pred {self.whole}, {self.whole}, {above};")
             p.emit(f"mov.f32 {of_group}, 0f00000000; mul.lo.u32 {number}, {step}, 16;")
-            weights = []
             for j, x in enumerate(floats):
                 distance = p.distance(x)
-                weight = p.weight(distance)
-                weights.append(weight)
                 p.emit(f"setp.gt.f32 {above}, {distance}, {self.upper};")
-                p.emit(f"@{above} add.f32 {of_group}, {of_group}, {weight};")
+                p.emit(f"@{above} add.f32 {of_group}, {of_group}, {p.weight(distance)};")
                 if not self.by_mass:
                     p.emit(f"@{above} add.u32 {self.above_count}, {self.above_count}, 1;")
                 p.emit(f"setp.gt.and.f32 {inside}, {distance}, {lower}, !{above};")
                 at = p.one("b32")
                 p.emit(f"add.u32 {at}, {number}, {j};")
                 p.emit(f"@{inside} st.shared.b8 [{end}], {at}; @{inside} add.u32 {end}, {end}, {WARPGROUP};")
-            p.emit(f"add.f32 {self.total}, {self.total}, {p.tree('add.f32', 'f32', weights)};")
             p.emit(f"add.f32 {self.above_mass}, {self.above_mass}, {of_group};")
-            p.emit(f"st.shared.f32 [{masses}+{4 * p.scratch.masses}], {of_group};")
-            p.emit(f"add.u32 {masses}, {masses}, {4 * WARPGROUP};")
+            return of_group
 
-        p.sweep(group)
+        p.sweep(group, self.lower)
         p += f"sub.u32 {self.listed}, {end}, {start}; shr.u32 {self.listed}, {self.listed}, 7;"
-        p.over_warp("add.f32", "f32", self.total)
         p.over_warp("add.f32", "f32", self.above_mass)
         p.over_warp("add.s32", "b32", self.above_count)
 
