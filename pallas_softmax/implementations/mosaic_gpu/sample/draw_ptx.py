@@ -2,7 +2,7 @@
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.sample import threshold
-from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NAN, NEG_INF, Program
+from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NAN, NEG_INF, WHOLE_WARP, Program
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
@@ -158,12 +158,13 @@ def _masses(p: Program, kept: threshold.Kept, search, least_weight: str, filtere
     After a threshold without min_p they are that but for those in the zone. With min_p they take a sweep.
     """
     end, sweep = p.label("masses"), p.label("sweep_masses")
-    simple = p.one("pred")
+    simple, listed = p.new("pred", 2)
     p += f"@!{filtered} bra {end};"
-    p += f"setp.le.and.f32 {simple}, {least_weight}, {_ZERO}, {kept.known}; @!{simple} bra {sweep};"
+    p += f"setp.le.and.f32 {simple}, {least_weight}, {_ZERO}, {kept.known}; "
+    p += f"not.pred {listed}, {search.whole}; vote.sync.all.pred {listed}, {listed}, {WHOLE_WARP};"
+    p += f"and.pred {simple}, {simple}, {listed}; @!{simple} bra {sweep};"
     search.add_kept()
     p += f"bra {end}; {sweep}:"
-    p.barrier()
     least, of_weight = p.new("f32", 2)  # the least distance of both, or a little less
     p += f"lg2.approx.f32 {of_weight}, {least_weight}; sub.f32 {of_weight}, {of_weight}, 0f3A000000;"
     p += f"max.f32 {least}, {p.distance(kept.least)}, {of_weight}; mul.f32 {least}, {least}, 0f3F800100;"

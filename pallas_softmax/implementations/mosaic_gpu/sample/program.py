@@ -162,6 +162,17 @@ class Program(Code):
         if rest:
             group(rest)
 
+    def each_block(self, first: str, body: Callable[[list[str], list[str], str, str], None]) -> None:
+        """Calls body(floats, bits, address, block) for the thread's vector of each block from `first` on, in a loop."""
+        address, block = self.new("b32", 2)
+        again, done, p = self.label("block"), self.label("blocks_done"), self.one("pred")
+        block_bytes = self.window.block * self.kind.itemsize
+        self += f"mov.b32 {block}, {first}; mad.lo.u32 {address}, {block}, {block_bytes}, {self.base};"
+        self += f"{again}: setp.ge.u32 {p}, {block}, {self.window.blocks}; @{p} bra {done};"
+        (words,) = self.kind.vectors(self, address, [0])
+        body(self.kind.floats(self, words, False), self.kind.bits(self, words), address, block)
+        self += f"add.u32 {address}, {address}, {block_bytes}; add.u32 {block}, {block}, 1; bra {again}; {done}:"
+
     # --- Threads, CTAs and clusters
 
     def barrier(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS, KEY_BUCKETS
-from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NEG_INF, Program
+from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NEG_INF, WHOLE_WARP, Program
 
 _LEAST_EXPONENT = 127 - 9  # of a distance in float32; smaller ones are in bucket 0
 _BUCKET_SHIFT = 17  # bits of a distance below its bucket
@@ -55,13 +55,13 @@ def histogram(p: Program) -> None:
     at, other_at, group = p.new("b32", 3)
     other, more = p.new("pred", 2)
 
-    def count(x, number, counted=""):
+    def count(x, number):
         bucket = p.one("b32")
         p.emit(f"mov.b32 {bucket}, {p.distance(x)}; and.b32 {bucket}, {bucket}, 0x7fffffff;")
         p.emit(f"shr.u32 {bucket}, {bucket}, {_BUCKET_SHIFT}; sub.s32 {bucket}, {bucket}, {_FIRST_BUCKET};")
         p.emit(f"max.s32 {bucket}, {bucket}, 0; min.s32 {bucket}, {bucket}, {BUCKETS - 1};")
         p.emit(f"mad.lo.u32 {bucket}, {bucket}, 4, <scratch>;")
-        p.emit(f"{counted} red.relaxed.cta.shared::cta.add.u32 [{bucket}+{4 * p.scratch.histogram}], {number};")
+        p.emit(f"red.relaxed.cta.shared::cta.add.u32 [{bucket}+{4 * p.scratch.histogram}], {number};")
 
     def place_of_other(elements):
         """The other one is element number t % elements of the group, for thread t."""
@@ -76,9 +76,12 @@ def histogram(p: Program) -> None:
         best = p.one("f32")
         p.emit(f"ld.shared.f32 {best}, [{at}+{4 * p.scratch.best}];")
         x = p.float_of_bits(p.load_bits(other_at))
+        neighbour = p.one("b32")
+        p.emit(f"xor.b32 {neighbour}, {other_at}, {p.kind.itemsize};")
+        y = p.float_of_bits(p.load_bits(neighbour))  # of the two one is not the largest, or else is equal to it
+        p.emit(f"setp.eq.f32 {other}, {x}, {best}; selp.f32 {x}, {y}, {x}, {other};")
         count(best, 1)
-        p.emit(f"setp.neu.f32 {other}, {x}, {best};")
-        count(x, elements - 1, f"@{other}")
+        count(x, elements - 1)
 
     vec = p.window.vec
     full, rest = divmod(p.window.blocks, p.group_blocks)
@@ -107,6 +110,8 @@ class Search:
       listed: number of the thread's elements in the list.
       whole: predicate: whether the thread takes all its elements, since its list has no room for those in the zone.
       everything: predicate: whether the zone is the whole row.
+      alike: predicate: whether the thread takes all its elements, and those in the zone are all the same, not 0.
+      alike_x, alike_count: then that, and how many they are.
       low: a key below which no element is.
     """
 
@@ -114,10 +119,12 @@ class Search:
         self.p, self.total, self.kept = p, total, kept
         self.upper, self.lower, self.above_mass = p.new("f32", 3)
         self.above_count, self.listed, self.all_above = p.new("b32", 3)
-        self.whole, self.everything, self._infinite = p.new("pred", 3)
+        self.whole, self.everything, self.alike, self._infinite = p.new("pred", 4)
+        self.alike_x, self.alike_count = p.one("f32"), p.one("b32")
         self.low = p.const("b32", _LOWEST_KEY)
         self.by_mass, self.target = False, ""
         p += f"mov.b32 {self.all_above}, 1; setp.ne.u32 {self.everything}, {p.lane}, {p.lane};"
+        p += f"setp.ne.u32 {self.whole}, {p.lane}, {p.lane};"
 
     def find(self, target: str, *, by_mass: bool) -> None:
         """Finds the threshold for a target; `kept` gets what it leaves, if the row has as much as the target.
@@ -229,11 +236,11 @@ class Search:
         p.over_warp("add.f32", "f32", self.above_mass)
         p.over_warp("add.s32", "b32", self.above_count)
 
-    def elements(self, body) -> None:
+    def elements(self, body, but: str = "") -> None:
         """Calls body(x, bits, distance, inside, number, next) for the elements of the zone that the thread has.
 
         `inside` is a predicate, since there may be others among them; `number` the element's number in the thread;
-        `next` a label to go on from.
+        `next` a label to go on from. A thread for which the predicate `but` holds has none.
         """
         p = self.p
         turn, count, number, at = p.new("b32", 4)
@@ -241,6 +248,7 @@ class Search:
         again, done, after = p.label("element"), p.label("elements_done"), p.label("next_element")
         each = p.window.size // WARPGROUP
         p += f"mov.b32 {turn}, 0; selp.b32 {count}, {each}, {self.listed}, {self.whole};"
+        p += f"@{but} mov.b32 {count}, 0;" if but else ""
         p += f"add.u32 {at}, <scratch>, <thread>; add.u32 {at}, {at}, {4 * p.scratch.listed};"
         p += f"{again}: setp.lt.u32 {more}, {turn}, {count}; @!{more} bra {done}; mov.b32 {number}, {turn};"
         p += f"@!{self.whole} ld.shared.b8 {number}, [{at}];"
@@ -252,21 +260,52 @@ class Search:
         body(x, bits, distance, inside, number, after)
         p += f"{after}: add.u32 {turn}, {turn}, 1; add.u32 {at}, {at}, {WARPGROUP}; bra {again}; {done}:"
 
+    def find_alike(self) -> None:
+        """Finds the threads that need not go over their elements one by one, for those in the zone are all the same."""
+        p = self.p
+        least, most = p.new("f32", 2)
+        inside, some = p.new("pred", 2)
+        end = p.label("alike_known")
+        p += f"mov.f32 {least}, {INF}; mov.f32 {most}, {NEG_INF}; mov.b32 {self.alike_count}, 0;"
+        p += f"mov.f32 {self.alike_x}, 0f00000000;"
+        p += f"setp.ne.u32 {self.alike}, {p.lane}, {p.lane}; not.pred {some}, {self.whole};"
+        p += f"vote.sync.all.pred {some}, {some}, {WHOLE_WARP}; @{some} bra {end};"
+
+        def vector(floats, bits, address, block):
+            for x in floats:
+                distance = p.distance(x)
+                p.emit(f"setp.gt.f32 {inside}, {distance}, {self.lower};")
+                p.emit(f"setp.le.and.f32 {inside}, {distance}, {self.upper}, {inside};")
+                p.emit(f"@{inside} min.f32 {least}, {least}, {x}; @{inside} max.f32 {most}, {most}, {x};")
+                p.emit(f"@{inside} add.u32 {self.alike_count}, {self.alike_count}, 1;")
+
+        p.each_block(p.const("b32", 0), vector)
+        p += f"setp.ge.and.f32 {self.alike}, {least}, {most}, {self.whole}; mov.f32 {self.alike_x}, {most};"
+        p += f"setp.ne.and.f32 {self.alike}, {most}, 0f00000000, {self.alike}; {end}:"
+
     def add_kept(self) -> None:
         """Adds the kept elements of the zone to the masses of their groups."""
         p, least = self.p, self.kept.least
+        same_group, at = p.const("b32", 0), p.one("b32")
+        sum_of_group, mass = p.const("f32", "0f00000000"), p.one("f32")
+        same = p.one("pred")
 
-        def add(x, bits, distance, inside, number, after):
-            at, mass = p.one("b32"), p.one("f32")
-            p.emit(f"setp.ge.and.f32 {inside}, {x}, {least}, {inside}; @!{inside} bra {after};")
-            p.emit(f"shr.u32 {at}, {number}, 4; mad.lo.u32 {at}, {at}, {WARPGROUP}, <thread>;")
-            p.emit(
-                f"mad.lo.u32 {at}, {at}, 4, <scratch>; ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}];"
-            )
-            p.emit(f"add.f32 {mass}, {mass}, {p.weight(distance)};")
+        def put():
+            p.emit(f"mad.lo.u32 {at}, {same_group}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {at}, 4, <scratch>;")
+            p.emit(f"ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}]; add.f32 {mass}, {mass}, {sum_of_group};")
             p.emit(f"st.shared.f32 [{at}+{4 * p.scratch.masses}], {mass};")
 
+        def add(x, bits, distance, inside, number, after):
+            group, other = p.one("b32"), p.label("same_group")
+            p.emit(f"setp.ge.and.f32 {inside}, {x}, {least}, {inside}; @!{inside} bra {after};")
+            p.emit(f"shr.u32 {group}, {number}, 4; setp.eq.u32 {same}, {group}, {same_group}; @{same} bra {other};")
+            put()
+            p.emit(f"mov.b32 {same_group}, {group}; mov.f32 {sum_of_group}, 0f00000000;")
+            p.emit(f"{other}:")
+            p.emit(f"add.f32 {sum_of_group}, {sum_of_group}, {p.weight(distance)};")
+
         self.elements(add)
+        put()
 
     def rounds_of_zone(self) -> None:
         """The exact threshold, within the zone, or if that fails within all elements."""
@@ -276,6 +315,7 @@ class Search:
         factor = self._mass_factor()
         high, low = self._key_near(self.upper, "add"), self._key_near(self.lower, "sub")
         p += f"max.s32 {low}, {low}, {self.low};"
+        self.find_alike()
         p.send(mail, [self.total, self.above_mass, self.above_count])
         counted, remaining, above, above_mass = self._rounds(high, low, factor, mail, fail)
         self._cut(high, counted, remaining, above, above_mass, factor)
@@ -386,17 +426,39 @@ class Search:
         p += f"max.s32 {shift}, {shift}, 0;"
         self._clear(counts)
 
+        # Equal elements, one after the other, are added together: of a constant row all that a thread has.
+        same_key, times = p.new("b32", 2)
+        of_same = p.one("f32")
+        same = p.one("pred")
+        p += f"mov.b32 {times}, 0; mov.b32 {same_key}, {high}; mov.f32 {of_same}, 0f00000000;"
+
+        def add():
+            at, done = p.one("b32"), p.label("added")
+            p.emit(f"setp.eq.u32 {same}, {times}, 0; @{same} bra {done};")
+            p.emit(f"sub.u32 {at}, {high}, {same_key}; shr.u32 {at}, {at}, {shift};")
+            p.emit(f"mad.lo.u32 {at}, {at}, 4, {counts};")
+            for i, amount in enumerate((None, *self._mass(of_same, factor))):
+                number = times
+                if amount is not None:
+                    number = p.one("b32")
+                    p.emit(f"mul.lo.u32 {number}, {amount}, {times};")
+                p.emit(f"red.relaxed.cta.shared::cta.add.u32 [{at}+{4 * KEY_BUCKETS * i}], {number};")
+            p.emit(f"{done}:")
+
         def count(x, bits, distance, within, number, after):
-            at, key = p.one("b32"), p.key(bits)
+            key = p.key(bits)
             p.emit(f"setp.ge.and.s32 {within}, {key}, {low}, {within};")
             p.emit(f"setp.le.and.s32 {within}, {key}, {high}, {within}; @!{within} bra {after};")
-            p.emit(f"sub.u32 {at}, {high}, {key}; shr.u32 {at}, {at}, {shift};")
-            p.emit(f"mad.lo.u32 {at}, {at}, 4, {counts};")
-            mass = self._mass(distance, factor)
-            for i, amount in enumerate(("1", *mass)):
-                p.emit(f"red.relaxed.cta.shared::cta.add.u32 [{at}+{4 * KEY_BUCKETS * i}], {amount};")
+            p.emit(f"setp.eq.s32 {same}, {key}, {same_key}; @{same} add.u32 {times}, {times}, 1; @{same} bra {after};")
+            add()
+            p.emit(f"mov.b32 {same_key}, {key}; mov.f32 {of_same}, {distance}; mov.b32 {times}, 1;")
 
-        self.elements(count)
+        key = p.key(p.bits_of_float(self.alike_x))
+        p += f"setp.ge.and.s32 {same}, {key}, {low}, {self.alike}; setp.le.and.s32 {same}, {key}, {high}, {same};"
+        p += f"@{same} mov.b32 {times}, {self.alike_count}; @{same} mov.b32 {same_key}, {key};"
+        p += f"@{same} mov.f32 {of_same}, {p.distance(self.alike_x)};"
+        self.elements(count, but=self.alike)
+        add()
         p.cluster_barrier()
         later = p.label("later_round")
         p += f"@!{first} bra {later}; setp.ne.f32 {first}, {factor}, {factor};"
@@ -504,10 +566,13 @@ class Search:
             p += f"mov.b32 {bits}, {factor}; sub.u32 {bits}, {254 << 23}, {bits}; mov.b32 {left}, {bits};"
             total = p.one("f32")
             p += f"cvt.rn.f32.u64 {total}, {mass}; fma.rn.f32 {kept.mass}, {total}, {left}, {above_mass};"
-        end = p.label("cut_done")
+        end, none = p.label("cut_done"), p.label("cut_none")
         p += f"sub.s32 {keep}, {keep}, {before}; max.s32 {keep}, {keep}, 0;"
-        p += f"setp.lt.s32 {p0}, {keep}, {own}; setp.eq.or.f32 {p0}, {kept.least}, 0f00000000, {p0};"
-        p.skip_unless(p0, end)
+        p += f"setp.eq.f32 {p0}, {kept.least}, 0f00000000; @{p0} bra {none};"  # of 0 and -0 one may be left
+        p += f"setp.ge.s32 {p0}, {keep}, {own}; @{p0} bra {end}; setp.gt.s32 {p0}, {keep}, 0; @{p0} bra {none};"
+        next_key = p.one("b32")
+        p += f"add.s32 {next_key}, {key}, 1;"
+        p += f"mov.f32 {kept.least}, {p.float_of_bits(p.key(next_key))}; bra {end}; {none}:"
         self._cut_equal(key, keep)
         p += f"{end}:"
 
@@ -518,14 +583,18 @@ class Search:
         per_block, block, before, held = p.new("b32", 4)
         p += f"mad.lo.u32 {per_block}, <thread>, 4, {p.counts}; st.shared.b32 [{per_block}], 0;"
         p.barrier()
+        size, first_lane = 8 * p.kind.itemsize, p.one("pred")
+        p += f"setp.eq.u32 {first_lane}, {p.lane}, 0;"
 
-        def count(x, bits, distance, within, number, after):
-            of_block = self._block(number)
-            p.emit(f"setp.eq.and.s32 {within}, {p.key(bits)}, {key}, {within}; @!{within} bra {after};")
-            p.emit(f"mad.lo.u32 {of_block}, {of_block}, 4, {p.counts};")
-            p.emit(f"red.relaxed.cta.shared::cta.add.u32 [{of_block}], 1;")
+        def count(floats, bits, address, of_block):
+            number, at = p.const("b32", 0), p.one("b32")
+            for each in bits:
+                p.emit(f"setp.eq.s32 {p0}, {p.key(each)}, {key}; @{p0} add.u32 {number}, {number}, 1;")
+            p.over_warp("add.s32", "b32", number)
+            p.emit(f"mad.lo.u32 {at}, {of_block}, 4, {p.counts};")
+            p.emit(f"@{first_lane} red.relaxed.cta.shared::cta.add.u32 [{at}], {number};")
 
-        self.elements(count)
+        p.each_block(p.const("b32", 0), count)
         p.barrier()
         # Every warp finds the block of the first entry that is too many: a lane has two blocks.
         two = p.new("b32", 2)
@@ -539,19 +608,20 @@ class Search:
             p += f"@{p0} mad.lo.u32 {block}, {p.lane}, 2, {i}; @{p0} mov.b32 {before}, {ends}; mov.b32 {ends}, {held};"
         p.over_warp("max.s32", "b32", block)
         p.over_warp("max.s32", "b32", before)
-        neg_inf = p.const(f"b{8 * p.kind.itemsize}", p.kind.neg_inf)
+        neg_inf, after = p.const(f"b{size}", p.kind.neg_inf), p.const("b32", 0)
+        p += f"setp.ne.f32 {p0}, {self.kept.least}, 0f00000000; @{p0} add.u32 {after}, {block}, 1;"
 
-        def cut(x, bits, distance, within, number, after):
-            address, of_key, of_block = self._address(number), p.key(bits), self._block(number)
-            p.emit(f"setp.eq.and.f32 {within}, {x}, {self.kept.least}, {within}; @!{within} bra {after};")
-            p.emit(
-                f"setp.eq.s32 {equal}, {of_key}, {key}; setp.gt.and.s32 {equal}, {of_block}, {block}, {equal};"
-            )
-            p.emit(f"setp.ne.s32 {p0}, {block}, -1; and.pred {equal}, {equal}, {p0};")
-            p.emit(f"setp.lt.or.s32 {equal}, {of_key}, {key}, {equal};")
-            p.emit(f"@{equal} st.shared.b{8 * p.kind.itemsize} [{address}], {neg_inf};")
+        def cut(floats, bits, address, of_block):
+            late = p.one("pred")
+            p.emit(f"setp.ne.s32 {late}, {block}, -1; setp.gt.and.s32 {late}, {of_block}, {block}, {late};")
+            for j, (x, each) in enumerate(zip(floats, bits)):
+                of_key = p.key(each)
+                p.emit(f"setp.eq.and.s32 {p0}, {of_key}, {key}, {late};")
+                p.emit(f"setp.lt.s32 {equal}, {of_key}, {key}; setp.eq.and.f32 {equal}, {x}, {self.kept.least}, {equal};")
+                p.emit(f"or.pred {p0}, {p0}, {equal};")
+                p.emit(f"@{p0} st.shared.b{size} [{address}+{j * p.kind.itemsize}], {neg_inf};")
 
-        self.elements(cut)
+        p.each_block(after, cut)
         done = p.label("block_cut")
         p += f"setp.eq.s32 {p0}, {block}, -1; @{p0} bra {done};"
         address, in_thread = p.one("b32"), p.const("b32", 0)
@@ -569,7 +639,7 @@ class Search:
             p += (
                 f"setp.ge.and.s32 {p1}, {lower}, {keep}, {is_equal}; @{is_equal} add.u32 {lower}, {lower}, 1;"
             )
-            p += f"@{p1} st.shared.b{8 * p.kind.itemsize} [{address}+{j * p.kind.itemsize}], {neg_inf};"
+            p += f"@{p1} st.shared.b{size} [{address}+{j * p.kind.itemsize}], {neg_inf};"
         p += f"{done}:"
         p.barrier()
 
