@@ -20,7 +20,7 @@ STEP_ELEMENTS = 32  # elements of a thread that arrive together
 GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; of them two are in the histogram
 
 BUCKETS = 1024  # of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
-KEY_BUCKETS = 256  # of a round over the keys
+KEY_BUCKETS = 128  # of a round over the keys, one for each thread
 
 FEW_ROWS = 16  # rows at most that are few
 FEW_ROWS_PART_ELEMENTS = 8_192  # elements of a part of few rows, about
@@ -37,6 +37,7 @@ class Scratch:
 
         mail        what the warps of the cluster tell each other; then numbers of the CTA's own warps
         histogram   counts of elements by their distance from the maximum
+        columns     sums of the counts, and of the masses, of the buckets of each thread
         rounds      two sets of counts and masses by key, used by turns
         best        the largest element of each thread in each group
         masses      the mass of each thread in each group, at last of what is kept
@@ -56,7 +57,8 @@ class Scratch:
     chosen = 36  # the bucket of a round that holds the threshold: its number, counts and masses
     scans = 44  # of 24 words, for one scan after another
     histogram = 72
-    rounds = histogram + BUCKETS
+    columns = (histogram + BUCKETS, histogram + BUCKETS + WARPGROUP)  # of counts, and of masses
+    rounds = histogram + BUCKETS + 2 * WARPGROUP
     round_words = 3 * KEY_BUCKETS
     best = rounds + 2 * round_words
 
@@ -82,7 +84,7 @@ class Scratch:
 
     @property
     def list_rows(self) -> int:
-        """Number of elements that a thread has room for: three of each group, and a group."""
+        """Number of elements that a thread has room for: two of each group, and a group."""
         return 3 * self.groups + GROUP_ELEMENTS
 
     @property

@@ -3,7 +3,7 @@
     histogram    two of every 16 elements, counted by distance from the maximum: an estimate of what lies above what
     zone         the distances between which the threshold lies, with a margin for the error of the estimate
     collect      one sweep: the exact mass and number above the zone, and a list of the elements in it
-    rounds       the exact threshold: counts and masses by key, of 256 ranges of keys, then of the 256 ranges of the one
+    rounds       the exact threshold: counts and masses by key, of 128 ranges of keys, then of the 128 ranges of the one
                  in which the threshold lies, and so on until that is a single key
     cut          elements of that key count up to an index; those after it become -inf
 
@@ -78,8 +78,15 @@ def histogram(p: Program) -> None:
         x = p.float_of_bits(p.load_bits(other_at))
         neighbour = p.one("b32")
         p.emit(f"xor.b32 {neighbour}, {other_at}, {p.kind.itemsize};")
-        y = p.float_of_bits(p.load_bits(neighbour))  # of the two one is not the largest, or else is equal to it
-        p.emit(f"setp.eq.f32 {other}, {x}, {best}; selp.f32 {x}, {y}, {x}, {other};")
+        y = p.float_of_bits(p.load_bits(neighbour))
+        # If it is the largest, its neighbour takes its place, unless there is another one like it in the vector.
+        vector, equals = *p.new("b32"), p.const("b32", 0)
+        p.emit(f"and.b32 {vector}, {other_at}, -16;")
+        (words,) = p.kind.vectors(p, vector, [0])
+        for each in p.kind.floats(p, words, False):
+            p.emit(f"setp.eq.f32 {other}, {each}, {best}; @{other} add.u32 {equals}, {equals}, 1;")
+        p.emit(f"setp.eq.f32 {other}, {x}, {best}; setp.eq.and.u32 {other}, {equals}, 1, {other};")
+        p.emit(f"selp.f32 {x}, {y}, {x}, {other};")
         count(best, 1)
         count(x, elements - 1)
 
@@ -97,7 +104,32 @@ def histogram(p: Program) -> None:
     if rest:
         place_of_other(rest * vec)
         both(rest * vec)
+    p.barrier()
+    # What other CTAs read first: the sums of the columns, of the buckets of a thread.
+    own, address = p.new("b32", 2)
+    p += f"mad.lo.u32 {own}, <thread>, {4 * BUCKETS // WARPGROUP}, <scratch>; mad.lo.u32 {address}, <thread>, 4, <scratch>;"
+    counts = p.new("b32", BUCKETS // WARPGROUP)
+    for i, number in enumerate(counts):
+        p += f"ld.shared.b32 {number}, [{own}+{4 * (p.scratch.histogram + i)}];"
+    for by_mass, column in enumerate(p.scratch.columns):
+        sum_of_column = p.tree("add.f32", "f32", _amounts(p, counts, bool(by_mass)))
+        p += f"st.shared.f32 [{address}+{4 * column}], {sum_of_column};"
     p.cluster_barrier()
+
+
+def _amounts(p: Program, counts: list[str], by_mass: bool) -> list[str]:
+    """The numbers of elements in the thread's buckets, or their masses, about: each at its bucket's middle (f32)."""
+    amounts, first = p.new("f32", len(counts)), p.one("b32")
+    p += f"mad.lo.u32 {first}, <thread>, {len(counts)}, {_FIRST_BUCKET};"
+    for i, (amount, count) in enumerate(zip(amounts, counts)):
+        p += f"cvt.rn.f32.u32 {amount}, {count};"
+        if by_mass:
+            middle, bits = p.one("f32"), p.one("b32")
+            p += f"add.u32 {bits}, {first}, {i}; shl.b32 {bits}, {bits}, {_BUCKET_SHIFT};"
+            p += f"add.u32 {bits}, {bits}, {_HALF_BUCKET}; or.b32 {bits}, {bits}, 0x80000000;"
+            p += f"mov.b32 {middle}, {bits};"
+            p += f"mul.f32 {amount}, {amount}, {p.weight(middle)};"
+    return amounts
 
 
 class Search:
@@ -145,29 +177,18 @@ class Search:
 
     def zone(self) -> None:
         """The distances between which the threshold is expected. Bucket 0 has the largest elements."""
-        p, histogram = self.p, self.p.scratch.histogram
-        each = BUCKETS // WARPGROUP
-        address, p0 = p.one("b32"), p.one("pred")
-        p += f"mad.lo.u32 {address}, <thread>, {4 * each}, <scratch>; add.u32 {address}, {address}, {4 * histogram};"
-        counts = p.load_peer(0, address, 4) + p.load_peer(0, address, 4, 16)
-        for cta in range(1, p.ctas):
-            for total, more in zip(counts, p.load_peer(cta, address, 4) + p.load_peer(cta, address, 4, 16)):
-                p += f"add.u32 {total}, {total}, {more};"
-        amounts, first = p.new("f32", each), p.one("b32")
-        p += f"mul.lo.u32 {first}, <thread>, {each};"
-        for i, (amount, count) in enumerate(zip(amounts, counts)):
-            p += f"cvt.rn.f32.u32 {amount}, {count};"
-            if self.by_mass:
-                middle, bits = p.one("f32"), p.one("b32")
-                p += f"add.u32 {bits}, {first}, {_FIRST_BUCKET + i}; shl.b32 {bits}, {bits}, {_BUCKET_SHIFT};"
-                p += f"add.u32 {bits}, {bits}, {_HALF_BUCKET}; or.b32 {bits}, {bits}, 0x80000000;"
-                p += f"mov.b32 {middle}, {bits};"
-                p += f"mul.f32 {amount}, {amount}, {p.weight(middle)};"
-        own = p.one("f32")
-        p += f"mov.f32 {own}, 0f00000000;"
-        for amount in amounts:
-            p += f"add.f32 {own}, {own}, {amount};"
-        ends, total = p.scan_cta(own, "f32", p.scratch.scans)
+        p = self.p
+        own = p.const("f32", "0f00000000")
+        columns = p.address(p.scratch.columns[self.by_mass])
+        address = p.one("b32")
+        p += f"mad.lo.u32 {address}, <thread>, 4, {columns};"
+        for cta in range(p.ctas):
+            (word,) = p.load_peer(cta, address, 1)
+            amount = p.one("f32")
+            p += f"mov.b32 {amount}, {word}; add.f32 {own}, {own}, {amount};"
+        first = p.first_thread()
+        p += f"@{first} st.shared.v2.b32 [<scratch>+{4 * (p.scratch.scans + 8)}], {{0, {BUCKETS}}};"  # if none is found
+        before, total = p.scan_cta(own, "f32", p.scratch.scans)
         wanted, margin, start, end = p.new("f32", 4)
         if self.by_mass:
             # The error of the estimate is less towards the end, where what remains is small.
@@ -179,20 +200,12 @@ class Search:
             p += f"cvt.rn.f32.u32 {wanted}, {self.target}; sqrt.approx.f32 {margin}, {wanted};"
             p += f"fma.rn.f32 {margin}, {margin}, 0f41000000, 0f41A00000;"  # 20 + 8 sqrt(k)
         p += f"sub.f32 {start}, {wanted}, {margin}; add.f32 {end}, {wanted}, {margin};"
-        before_start, before_end = p.const("b32", 0), p.const("b32", 0)
-        for amount in amounts:
-            p += f"add.f32 {ends}, {ends}, {amount};"
-            p += f"setp.lt.f32 {p0}, {ends}, {start}; @{p0} add.u32 {before_start}, {before_start}, 1;"
-            p += f"setp.lt.f32 {p0}, {ends}, {end}; @{p0} add.u32 {before_end}, {before_end}, 1;"
-        p.over_warp("add.s32", "b32", before_start)
-        p.over_warp("add.s32", "b32", before_end)
-        at = p.scratch.scans + 8
-        p.send(at, [before_start, before_end])
+        self._bucket_of(start, before, own, 0)
+        self._bucket_of(end, before, own, 1)
         p.barrier()
-        for register, number in ((before_start, at), (before_end, at + 4)):
-            words = p.new("b32", 4)
-            p += f"ld.shared.v4.b32 {{{', '.join(words)}}}, [<scratch>+{4 * number}];"
-            p += f"mov.b32 {register}, {p.tree('add.u32', 'b32', words)};"
+        before_start, before_end, p0 = *p.new("b32", 2), p.one("pred")
+        p += f"ld.shared.b32 {before_start}, [<scratch>+{4 * (p.scratch.scans + 8)}];"
+        p += f"ld.shared.b32 {before_end}, [<scratch>+{4 * (p.scratch.scans + 9)}];"
         p += f"add.u32 {before_end}, {before_end}, 1;"
         for register, distance, edge, beyond in (
             (before_start, self.upper, f"setp.eq.u32 {p0}, {before_start}, 0;", INF),
@@ -202,6 +215,29 @@ class Search:
             p += f"add.u32 {bits}, {register}, {_FIRST_BUCKET}; shl.b32 {bits}, {bits}, {_BUCKET_SHIFT};"
             p += f"or.b32 {bits}, {bits}, 0x80000000; mov.b32 {distance}, {bits};"
             p += f"{edge} @{p0} mov.f32 {distance}, {beyond};"
+
+    def _bucket_of(self, wanted: str, before: str, own: str, number: int) -> None:
+        """Writes, in the thread in whose column the amount `wanted` is reached, how many buckets end before that."""
+        p, each = self.p, BUCKETS // WARPGROUP
+        mine, p0, end = *p.new("pred", 2), p.label("bucket")
+        reached = p.one("f32")
+        p += f"add.f32 {reached}, {before}, {own}; setp.lt.f32 {mine}, {before}, {wanted};"
+        p += f"setp.ge.and.f32 {mine}, {reached}, {wanted}, {mine};"
+        bucket = p.one("b32")
+        p += f"@!{mine} bra {end};"
+        address = p.one("b32")
+        p += f"mad.lo.u32 {address}, <thread>, {4 * each}, <scratch>;"
+        p += f"add.u32 {address}, {address}, {4 * p.scratch.histogram}; mul.lo.u32 {bucket}, <thread>, {each};"
+        counts = p.load_peer(0, address, 4) + p.load_peer(0, address, 4, 16)
+        for cta in range(1, p.ctas):
+            for total, more in zip(counts, p.load_peer(cta, address, 4) + p.load_peer(cta, address, 4, 16)):
+                p += f"add.u32 {total}, {total}, {more};"
+        ends = p.one("f32")
+        p += f"mov.f32 {ends}, {before}; mul.lo.u32 {bucket}, <thread>, {each};"
+        for i, amount in enumerate(_amounts(p, counts, self.by_mass)[:-1]):
+            p += f"add.f32 {ends}, {ends}, {amount}; setp.lt.f32 {p0}, {ends}, {wanted};"
+            p += f"@{p0} mad.lo.u32 {bucket}, <thread>, {each}, {i + 1};"
+        p += f"st.shared.b32 [<scratch>+{4 * (p.scratch.scans + 8 + number)}], {bucket}; {end}:"
 
     def collect(self) -> None:
         """Sums what is above the zone, by groups, and lists the elements in it."""
@@ -422,7 +458,7 @@ class Search:
         above, inside = p.one("b64"), p.one("pred")
         p += f"mov.b64 {above}, 0; {again}:"
         p += f"mov.b32 {counts}, {p.counts}; sub.u32 {p.counts}, {p.both_counts}, {counts};"
-        p += f"sub.u32 {extent}, {high}, {low}; clz.b32 {shift}, {extent}; sub.s32 {shift}, 24, {shift};"
+        p += f"sub.u32 {extent}, {high}, {low}; clz.b32 {shift}, {extent}; sub.s32 {shift}, {33 - KEY_BUCKETS.bit_length()}, {shift};"
         p += f"max.s32 {shift}, {shift}, 0;"
         self._clear(counts)
 
@@ -430,7 +466,7 @@ class Search:
         same_key, times = p.new("b32", 2)
         of_same = p.one("f32")
         same = p.one("pred")
-        p += f"mov.b32 {times}, 0; mov.b32 {same_key}, {high}; mov.f32 {of_same}, 0f00000000;"
+        p += f"mov.b32 {times}, 0; add.s32 {same_key}, {high}, 1; mov.f32 {of_same}, 0f00000000;"
 
         def add():
             at, done = p.one("b32"), p.label("added")
@@ -489,52 +525,36 @@ class Search:
         address = p.one("b32")
         each = 4 * p.scratch.round_words // WARPGROUP
         p += f"mad.lo.u32 {address}, <thread>, {each}, {counts};"
-        for i in range(0, each, 8):
-            p += f"st.shared.v2.b32 [{address}+{i}], {{0, 0}};"
+        for i in range(0, each, 4):
+            p += f"st.shared.b32 [{address}+{i}], 0;"
         p.barrier()
 
     def _choose(self, counts: str, remaining: str, bucket: str, above: str) -> None:
         """Finds the bucket where `remaining` is reached, -1 if none; takes what comes before it from `remaining`."""
         p, chosen = self.p, self.p.scratch.chosen
-        address = p.one("b32")
-        p += f"mad.lo.u32 {address}, <thread>, 8, {counts};"
-        numbers = p.load_peer(0, address, 2)
-        masses = [[], []]
+        address, number = p.one("b32"), p.const("b32", 0)
+        p += f"mad.lo.u32 {address}, <thread>, 4, {counts};"
+        masses = []
         for cta in range(p.ctas):
-            if cta:
-                for total, more in zip(numbers, p.load_peer(cta, address, 2)):
-                    p += f"add.u32 {total}, {total}, {more};"
-            highs = p.load_peer(cta, address, 2, 4 * KEY_BUCKETS)
-            lows = p.load_peer(cta, address, 2, 8 * KEY_BUCKETS)
-            for of_bucket, high, low in zip(masses, highs, lows):
-                of_bucket.append(self._whole_mass(high, low))
-        masses = [p.tree("add.u64", "b64", of_bucket) for of_bucket in masses]
-        amounts = masses
+            if not self.by_mass:
+                p += f"add.u32 {number}, {number}, {p.load_peer(cta, address, 1)[0]};"
+            words = (p.load_peer(cta, address, 1, 4 * KEY_BUCKETS * i)[0] for i in (1, 2))
+            masses.append(self._whole_mass(*words))
+        mass = p.tree("add.u64", "b64", masses)
+        amount = mass
         if not self.by_mass:
-            amounts = p.new("b64", 2)
-            for amount, number in zip(amounts, numbers):
-                p += f"cvt.u64.u32 {amount}, {number};"
+            amount = p.one("b64")
+            p += f"cvt.u64.u32 {amount}, {number};"
         first = p.first_thread()
         p += f"@{first} st.shared.b32 [<scratch>+{4 * chosen}], -1;"
-        both = p.one("b64")
-        p += f"add.u64 {both}, {amounts[0]}, {amounts[1]};"
-        before, _ = p.scan_cta(both, "b64", p.scratch.scans)
-        mass_before = before
-        if not self.by_mass:
-            p += f"add.u64 {both}, {masses[0]}, {masses[1]};"
-            mass_before, _ = p.scan_cta(both, "b64", p.scratch.scans + 12)
-        number, end, hit, p0 = *p.new("b32"), *p.new("b64"), *p.new("pred", 2)
-        for i in range(2):
-            p += f"add.u64 {end}, {before}, {amounts[i]}; mad.lo.u32 {number}, <thread>, 2, {i};"
-            p += (
-                f"setp.lt.u64 {hit}, {before}, {remaining}; setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
-            )
-            p += f"@{hit} st.shared.b32 [<scratch>+{4 * chosen}], {number};"
-            p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 8}], {before};"
-            p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 16}], {mass_before};"
-            p += f"mov.b64 {before}, {end};"
-            if not self.by_mass and not i:
-                p += f"add.u64 {mass_before}, {mass_before}, {masses[0]};"
+        before, _ = p.scan_cta(amount, "b64", p.scratch.scans)
+        mass_before = before if self.by_mass else p.scan_cta(mass, "b64", p.scratch.scans + 12)[0]
+        end, hit, p0 = *p.new("b64"), *p.new("pred", 2)
+        p += f"add.u64 {end}, {before}, {amount}; setp.lt.u64 {hit}, {before}, {remaining};"
+        p += f"setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
+        p += f"@{hit} st.shared.b32 [<scratch>+{4 * chosen}], <thread>;"
+        p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 8}], {before};"
+        p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 16}], {mass_before};"
         p.barrier()
         p += f"ld.shared.b32 {bucket}, [<scratch>+{4 * chosen}];"
         p += f"ld.shared.b64 {end}, [<scratch>+{4 * chosen + 8}];"
