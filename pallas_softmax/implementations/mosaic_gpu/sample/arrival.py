@@ -54,7 +54,9 @@ def step_text(window: Window, dtype, blocks: int) -> Code:
             code += f"sub.f32 {x}, {x}, {shift}; mul.f32 {x}, {x}, <scale>; ex2.approx.ftz.f32 {x}, {x};"
         offset = 4 * WARPGROUP * i
         code += f"st.shared.f32 [{group_at}+{4 * scratch.best + offset}], {best};"
-        code += f"st.shared.f32 [{group_at}+{4 * scratch.masses + offset}], {code.tree('add.f32', 'f32', terms)};"
+        code += (
+            f"st.shared.f32 [{group_at}+{4 * scratch.masses + offset}], {code.tree('add.f32', 'f32', terms)};"
+        )
         code += f"max.NaN.f32 {largest}, {new_m}, {best};"
         new_m = largest
     code += f"mov.f32 <new_m>, {new_m};"

@@ -156,7 +156,9 @@ class Program(Code):
             again, p = self.label("sweep"), self.one("pred")
             self += f"{again}:"
             group(self.group_blocks)
-            self += f"add.u32 {address}, {address}, {self.group_blocks * block_bytes}; add.u32 {step}, {step}, 1;"
+            self += (
+                f"add.u32 {address}, {address}, {self.group_blocks * block_bytes}; add.u32 {step}, {step}, 1;"
+            )
             self += f"add.u32 {at}, {at}, {4 * WARPGROUP};"
             self += f"setp.lt.u32 {p}, {step}, {full}; @{p} bra {again};"
         if rest:
@@ -171,7 +173,9 @@ class Program(Code):
         self += f"{again}: setp.ge.u32 {p}, {block}, {self.window.blocks}; @{p} bra {done};"
         (words,) = self.kind.vectors(self, address, [0])
         body(self.kind.floats(self, words, False), self.kind.bits(self, words), address, block)
-        self += f"add.u32 {address}, {address}, {block_bytes}; add.u32 {block}, {block}, 1; bra {again}; {done}:"
+        self += (
+            f"add.u32 {address}, {address}, {block_bytes}; add.u32 {block}, {block}, 1; bra {again}; {done}:"
+        )
 
     # --- Threads, CTAs and clusters
 

@@ -68,7 +68,8 @@ def histogram(p: Program) -> None:
         j, block = p.new("b32", 2)
         block_bytes = p.window.block * p.kind.itemsize
         p.emit(f"rem.u32 {j}, <thread>, {elements}; shr.u32 {block}, {j}, {vec.bit_length() - 1};")
-        p.emit(f"and.b32 {j}, {j}, {vec - 1}; mad.lo.u32 {other_at}, {group}, {p.group_blocks * block_bytes}, {p.base};")
+        p.emit(f"and.b32 {j}, {j}, {vec - 1};")
+        p.emit(f"mad.lo.u32 {other_at}, {group}, {p.group_blocks * block_bytes}, {p.base};")
         p.emit(f"mad.lo.u32 {other_at}, {block}, {block_bytes}, {other_at};")
         p.emit(f"mad.lo.u32 {other_at}, {j}, {p.kind.itemsize}, {other_at};")
 
@@ -107,7 +108,8 @@ def histogram(p: Program) -> None:
     p.barrier()
     # What other CTAs read first: the sums of the columns, of the buckets of a thread.
     own, address = p.new("b32", 2)
-    p += f"mad.lo.u32 {own}, <thread>, {4 * BUCKETS // WARPGROUP}, <scratch>; mad.lo.u32 {address}, <thread>, 4, <scratch>;"
+    p += f"mad.lo.u32 {own}, <thread>, {4 * BUCKETS // WARPGROUP}, <scratch>;"
+    p += f"mad.lo.u32 {address}, <thread>, 4, <scratch>;"
     counts = p.new("b32", BUCKETS // WARPGROUP)
     for i, number in enumerate(counts):
         p += f"ld.shared.b32 {number}, [{own}+{4 * (p.scratch.histogram + i)}];"
@@ -227,7 +229,9 @@ class Search:
         p += f"@!{mine} bra {end};"
         address = p.one("b32")
         p += f"mad.lo.u32 {address}, <thread>, {4 * each}, <scratch>;"
-        p += f"add.u32 {address}, {address}, {4 * p.scratch.histogram}; mul.lo.u32 {bucket}, <thread>, {each};"
+        p += (
+            f"add.u32 {address}, {address}, {4 * p.scratch.histogram}; mul.lo.u32 {bucket}, <thread>, {each};"
+        )
         counts = p.load_peer(0, address, 4) + p.load_peer(0, address, 4, 16)
         for cta in range(1, p.ctas):
             for total, more in zip(counts, p.load_peer(cta, address, 4) + p.load_peer(cta, address, 4, 16)):
@@ -327,14 +331,20 @@ class Search:
         same = p.one("pred")
 
         def put():
-            p.emit(f"mad.lo.u32 {at}, {same_group}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {at}, 4, <scratch>;")
-            p.emit(f"ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}]; add.f32 {mass}, {mass}, {sum_of_group};")
+            p.emit(
+                f"mad.lo.u32 {at}, {same_group}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {at}, 4, <scratch>;"
+            )
+            p.emit(
+                f"ld.shared.f32 {mass}, [{at}+{4 * p.scratch.masses}]; add.f32 {mass}, {mass}, {sum_of_group};"
+            )
             p.emit(f"st.shared.f32 [{at}+{4 * p.scratch.masses}], {mass};")
 
         def add(x, bits, distance, inside, number, after):
             group, other = p.one("b32"), p.label("same_group")
             p.emit(f"setp.ge.and.f32 {inside}, {x}, {least}, {inside}; @!{inside} bra {after};")
-            p.emit(f"shr.u32 {group}, {number}, 4; setp.eq.u32 {same}, {group}, {same_group}; @{same} bra {other};")
+            p.emit(
+                f"shr.u32 {group}, {number}, 4; setp.eq.u32 {same}, {group}, {same_group}; @{same} bra {other};"
+            )
             put()
             p.emit(f"mov.b32 {same_group}, {group}; mov.f32 {sum_of_group}, 0f00000000;")
             p.emit(f"{other}:")
@@ -458,8 +468,8 @@ class Search:
         above, inside = p.one("b64"), p.one("pred")
         p += f"mov.b64 {above}, 0; {again}:"
         p += f"mov.b32 {counts}, {p.counts}; sub.u32 {p.counts}, {p.both_counts}, {counts};"
-        p += f"sub.u32 {extent}, {high}, {low}; clz.b32 {shift}, {extent}; sub.s32 {shift}, {33 - KEY_BUCKETS.bit_length()}, {shift};"
-        p += f"max.s32 {shift}, {shift}, 0;"
+        p += f"sub.u32 {extent}, {high}, {low}; clz.b32 {shift}, {extent};"
+        p += f"sub.s32 {shift}, {33 - KEY_BUCKETS.bit_length()}, {shift}; max.s32 {shift}, {shift}, 0;"
         self._clear(counts)
 
         # Equal elements, one after the other, are added together: of a constant row all that a thread has.
@@ -485,7 +495,9 @@ class Search:
             key = p.key(bits)
             p.emit(f"setp.ge.and.s32 {within}, {key}, {low}, {within};")
             p.emit(f"setp.le.and.s32 {within}, {key}, {high}, {within}; @!{within} bra {after};")
-            p.emit(f"setp.eq.s32 {same}, {key}, {same_key}; @{same} add.u32 {times}, {times}, 1; @{same} bra {after};")
+            p.emit(
+                f"setp.eq.s32 {same}, {key}, {same_key}; @{same} add.u32 {times}, {times}, 1; @{same} bra {after};"
+            )
             add()
             p.emit(f"mov.b32 {same_key}, {key}; mov.f32 {of_same}, {distance}; mov.b32 {times}, 1;")
 
@@ -637,7 +649,8 @@ class Search:
             for j, (x, each) in enumerate(zip(floats, bits)):
                 of_key = p.key(each)
                 p.emit(f"setp.eq.and.s32 {p0}, {of_key}, {key}, {late};")
-                p.emit(f"setp.lt.s32 {equal}, {of_key}, {key}; setp.eq.and.f32 {equal}, {x}, {self.kept.least}, {equal};")
+                p.emit(f"setp.lt.s32 {equal}, {of_key}, {key};")
+                p.emit(f"setp.eq.and.f32 {equal}, {x}, {self.kept.least}, {equal};")
                 p.emit(f"or.pred {p0}, {p0}, {equal};")
                 p.emit(f"@{p0} st.shared.b{size} [{address}+{j * p.kind.itemsize}], {neg_inf};")
 
