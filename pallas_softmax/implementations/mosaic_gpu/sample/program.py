@@ -130,7 +130,7 @@ class Program(Code):
             self += f"ld.shared.b32 {bits}, [{address}];"
         return bits
 
-    def sweep(self, body: Callable[[list[str], str], None], above: str) -> None:
+    def sweep(self, body: Callable[[list[str], str], str], above: str) -> None:
         """Calls body(floats, step) for the groups of blocks of a thread, to write its text, and writes their masses.
 
         The body returns the register with the mass of the group. `step` is a register with the group's number. Where
