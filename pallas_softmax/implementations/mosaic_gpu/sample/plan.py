@@ -20,13 +20,18 @@ STEP_ELEMENTS = 32  # elements of a thread that arrive together
 GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; of them two are in the histogram
 
 BUCKETS = 1024  # of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
-KEY_BUCKETS = 128  # of a round over the keys, one for each thread
+KEY_BUCKETS = 256  # of a round over the keys, two for each thread
 
-FEW_ROWS = 16  # rows at most that are few
-FEW_ROWS_PART_ELEMENTS = 8_192  # elements of a part of few rows, about
-SOME_ROWS = 128  # rows, as many as there are multiprocessors
-PART_BYTES = 52_000  # bytes of a part, so that three CTAs share a multiprocessor
-SOME_ROWS_PART_BYTES = 100_000
+# The times are those of one H100 80GB HBM3 (2026-11-22, jax 0.11.2), device us without a filter, with top_k = 50 and with
+# top_p = 0.9 of normal logits. A row is in few parts, since all of them wait for each other several times.
+
+# Two CTAs share a multiprocessor, so that one works while the part of the other arrives. (1024, 151936) float32 takes 258,
+# 938 and 1426 in 8 parts, which two fit, and 544, 1258 and 6605 (of an earlier kernel: 329, 780 and 3409) in 6.
+HALF_SMEM_BYTES = 112 * 1024  # of a CTA's shared memory, where a multiprocessor has 228 KB
+# Of few rows the parts are shorter, so that more multiprocessors work on each: (1, 128256) float32 takes 5.3, 22.8 and 37.3
+# in 8 parts, 5.5, 28.0 and 32.6 in 16; (64, 128256) bfloat16 11.7, 30.9 and 61.9 in 6 parts, 13.3, 38.7 and 75.4 in 4.
+FEW_ROWS, FEW_ROWS_PART = 16, 16_384  # rows at most, elements of a part
+SOME_ROWS, SOME_ROWS_PART = 128, 22_000
 
 MAX_POSITIONS = 256 * WARPGROUP  # of a part: the elements of a thread are listed by numbers of 8 bits
 
@@ -106,17 +111,15 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Wi
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     most = MAX_CLUSTER[capability[0]]
 
-    def fits(count):
+    def fits(count, room):
         window = window_of(vocab, itemsize, count)
-        return window.size <= MAX_POSITIONS and window.size * itemsize + 4 * Scratch(window).words <= smem
+        return window.size <= MAX_POSITIONS and window.size * itemsize + 4 * Scratch(window).words <= room
 
+    count = 1
     if rows <= FEW_ROWS:
-        count = -(-vocab // FEW_ROWS_PART_ELEMENTS)
+        count = min(-(-vocab // FEW_ROWS_PART), most)
     elif rows <= SOME_ROWS:
-        count = -(-vocab * itemsize // SOME_ROWS_PART_BYTES)
-    else:
-        count = -(-vocab * itemsize // PART_BYTES)
-    count = min(max(count, 1), most)
-    while count < most and not fits(count):
+        count = min(-(-vocab // SOME_ROWS_PART), most)
+    while count < most and not fits(count, min(smem, HALF_SMEM_BYTES)):
         count += 1
-    return window_of(vocab, itemsize, count) if fits(count) else None
+    return window_of(vocab, itemsize, count) if fits(count, smem) else None

@@ -3,8 +3,8 @@
     histogram    two of every 16 elements, counted by distance from the maximum: an estimate of what lies above what
     zone         the distances between which the threshold lies, with a margin for the error of the estimate
     collect      one sweep: the exact mass and number above the zone, and a list of the elements in it
-    rounds       the exact threshold: counts and masses by key, of 128 ranges of keys, then of the 128 ranges of the one
-                 in which the threshold lies, and so on until that is a single key
+    rounds       the exact threshold: counts and masses by key, of 256 ranges of keys, then of the 256 ranges of the one
+                 in which the threshold lies, and so on until that has a single key, or a single element
     cut          elements of that key count up to an index; those after it become -inf
 
 The zone need not hold the threshold, and the list need not have room for it: then the rounds go over all elements.
@@ -17,6 +17,7 @@ import dataclasses
 
 import numpy as np
 
+from pallas_softmax.implementations.mosaic_gpu.device import sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS, KEY_BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.program import INF, NEG_INF, WHOLE_WARP, Program
@@ -25,7 +26,8 @@ _LEAST_EXPONENT = 127 - 9  # of a distance in float32; smaller ones are in bucke
 _BUCKET_SHIFT = 17  # bits of a distance below its bucket
 _FIRST_BUCKET = _LEAST_EXPONENT << (23 - _BUCKET_SHIFT)
 _HALF_BUCKET = 1 << (_BUCKET_SHIFT - 1)
-_HIGHEST_KEY, _LOWEST_KEY = "0x7fffffff", "0x80000000"
+_LOWEST_KEY = "0x80000000"
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,8 +365,8 @@ class Search:
         p += f"max.s32 {low}, {low}, {self.low};"
         self.find_alike()
         p.send(mail, [self.total, self.above_mass, self.above_count])
-        counted, remaining, above, above_mass = self._rounds(high, low, factor, mail, fail)
-        self._cut(high, counted, remaining, above, above_mass, factor)
+        counted, remaining, above, mass, above_mass = self._rounds(high, low, factor, mail, fail)
+        self._cut(high, counted, remaining, above, mass, above_mass, factor)
         p += f"mov.b32 {self.low}, {high}; bra {end}; {fail}: @{self.everything} bra {end};"
         # The second try: all elements are in the zone. No CTA sends again before all have received.
         p.cluster_barrier()
@@ -452,12 +454,12 @@ class Search:
         p += f"cvt.rni.u64.f32 {remaining}, {wanted};"
         return remaining
 
-    def _rounds(self, high: str, low: str, factor: str, mail: int, fail: str) -> tuple[str, str, str, str]:
+    def _rounds(self, high: str, low: str, factor: str, mail: int, fail: str) -> tuple[str, str, str, str, str]:
         """Narrows the keys from low to high to the one where the target is reached, which `high` becomes.
 
         Returns:
-          Registers with the address of the number of elements of that key; what that key has to give; the mass of the
-          elements that come before it in the zone (b64); and the mass above the zone.
+          Registers with the address of the number of elements of that key; what that key has to give; the masses of the
+          elements that come before it in the zone, and of its own (b64); and the mass above the zone.
         """
         p = self.p
         above_mass, remaining = p.one("f32"), p.one("b64")
@@ -465,7 +467,7 @@ class Search:
         p += f"setp.eq.f32 {first}, {factor}, {factor};"
         again, done = p.label("round"), p.label("rounds_done")
         counts, extent, shift, bucket = p.new("b32", 4)
-        above, inside = p.one("b64"), p.one("pred")
+        above, mass, inside, number = *p.new("b64", 2), p.one("pred"), p.one("b32")
         p += f"mov.b64 {above}, 0; {again}:"
         p += f"mov.b32 {counts}, {p.counts}; sub.u32 {p.counts}, {p.both_counts}, {counts};"
         p += f"sub.u32 {extent}, {high}, {low}; clz.b32 {shift}, {extent};"
@@ -512,13 +514,16 @@ class Search:
         p += f"@!{first} bra {later}; setp.ne.f32 {first}, {factor}, {factor};"
         self._receive(mail, above_mass, remaining, factor, fail)
         p += f"{later}:"
-        self._choose(counts, remaining, bucket, above)
+        self._choose(counts, remaining, bucket, above, number, mass)
         p += f"setp.eq.s32 {inside}, {bucket}, -1; @{inside} bra {fail};"
         p += f"mad.lo.u32 {counts}, {bucket}, 4, {counts}; shl.b32 {bucket}, {bucket}, {shift};"
         p += f"sub.u32 {high}, {high}, {bucket}; setp.eq.u32 {inside}, {shift}, 0; @{inside} bra {done};"
         p += f"sub.u32 {extent}, {extent}, {bucket}; shl.b32 {bucket}, 1, {shift}; sub.u32 {bucket}, {bucket}, 1;"
-        p += f"min.u32 {extent}, {extent}, {bucket}; sub.u32 {low}, {high}, {extent}; bra {again}; {done}:"
-        return counts, remaining, above, above_mass
+        p += f"min.u32 {extent}, {extent}, {bucket}; sub.u32 {low}, {high}, {extent};"
+        p += f"setp.ne.u32 {inside}, {number}, 1; @{inside} bra {again};"
+        # The range has one element, and so its lowest key will do for a threshold, if it is a number's.
+        p += f"max.s32 {high}, {low}, {sort_keys.key_of(-np.inf, _DTYPES[p.kind.name])}; {done}:"
+        return counts, remaining, above, mass, above_mass
 
     def _receive(self, mail: int, above_mass: str, remaining: str, factor: str, fail: str) -> None:
         """What is above the zone in the whole row, and how much of the target is left for the zone."""
@@ -541,41 +546,60 @@ class Search:
             p += f"st.shared.b32 [{address}+{i}], 0;"
         p.barrier()
 
-    def _choose(self, counts: str, remaining: str, bucket: str, above: str) -> None:
-        """Finds the bucket where `remaining` is reached, -1 if none; takes what comes before it from `remaining`."""
+    def _choose(self, counts: str, remaining: str, bucket: str, above: str, number: str, mass: str) -> None:
+        """Finds the bucket where `remaining` is reached, -1 if none; takes what comes before it from `remaining`.
+
+        `number` and `mass` become those of the bucket.
+        """
         p, chosen = self.p, self.p.scratch.chosen
-        address, number = p.one("b32"), p.const("b32", 0)
-        p += f"mad.lo.u32 {address}, <thread>, 4, {counts};"
-        masses = []
+        address = p.one("b32")
+        p += f"mad.lo.u32 {address}, <thread>, 8, {counts};"
+        numbers = p.load_peer(0, address, 2)
+        masses = [[], []]
         for cta in range(p.ctas):
-            if not self.by_mass:
-                p += f"add.u32 {number}, {number}, {p.load_peer(cta, address, 1)[0]};"
-            words = (p.load_peer(cta, address, 1, 4 * KEY_BUCKETS * i)[0] for i in (1, 2))
-            masses.append(self._whole_mass(*words))
-        mass = p.tree("add.u64", "b64", masses)
-        amount = mass
+            if cta:
+                for total, more in zip(numbers, p.load_peer(cta, address, 2)):
+                    p += f"add.u32 {total}, {total}, {more};"
+            words = (p.load_peer(cta, address, 2, 4 * KEY_BUCKETS * i) for i in (1, 2))
+            for of_bucket, high, low in zip(masses, *words):
+                of_bucket.append(self._whole_mass(high, low))
+        masses = [p.tree("add.u64", "b64", of_bucket) for of_bucket in masses]
+        amounts = masses
         if not self.by_mass:
-            amount = p.one("b64")
-            p += f"cvt.u64.u32 {amount}, {number};"
+            amounts = p.new("b64", 2)
+            for amount, each in zip(amounts, numbers):
+                p += f"cvt.u64.u32 {amount}, {each};"
         first = p.first_thread()
         p += f"@{first} st.shared.b32 [<scratch>+{4 * chosen}], -1;"
-        before, _ = p.scan_cta(amount, "b64", p.scratch.scans)
-        mass_before = before if self.by_mass else p.scan_cta(mass, "b64", p.scratch.scans + 12)[0]
-        end, hit, p0 = *p.new("b64"), *p.new("pred", 2)
-        p += f"add.u64 {end}, {before}, {amount}; setp.lt.u64 {hit}, {before}, {remaining};"
-        p += f"setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
-        p += f"@{hit} st.shared.b32 [<scratch>+{4 * chosen}], <thread>;"
-        p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 8}], {before};"
-        p += f"@{hit} st.shared.b64 [<scratch>+{4 * chosen + 16}], {mass_before};"
+        both = p.one("b64")
+        p += f"add.u64 {both}, {amounts[0]}, {amounts[1]};"
+        before, _ = p.scan_cta(both, "b64", p.scratch.scans)
+        mass_before = before
+        if not self.by_mass:
+            p += f"add.u64 {both}, {masses[0]}, {masses[1]};"
+            mass_before, _ = p.scan_cta(both, "b64", p.scratch.scans + 12)
+        place, end, hit, p0 = *p.new("b32"), *p.new("b64"), *p.new("pred", 2)
+        for i in range(2):
+            p += f"add.u64 {end}, {before}, {amounts[i]}; mad.lo.u32 {place}, <thread>, 2, {i};"
+            p += f"setp.lt.u64 {hit}, {before}, {remaining}; setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
+            p += f"@{hit} st.shared.v2.b32 [<scratch>+{4 * chosen}], {{{place}, {numbers[i]}}};"
+            for word, amount in ((2, before), (4, mass_before), (6, masses[i])):
+                p += f"@{hit} st.shared.b64 [<scratch>+{4 * (chosen + word)}], {amount};"
+            p += f"mov.b64 {before}, {end};"
+            if not self.by_mass and not i:
+                p += f"add.u64 {mass_before}, {mass_before}, {masses[0]};"
         p.barrier()
-        p += f"ld.shared.b32 {bucket}, [<scratch>+{4 * chosen}];"
-        p += f"ld.shared.b64 {end}, [<scratch>+{4 * chosen + 8}];"
-        p += f"setp.ne.s32 {p0}, {bucket}, -1; @{p0} sub.u64 {remaining}, {remaining}, {end};"
-        p += f"ld.shared.b64 {end}, [<scratch>+{4 * chosen + 16}]; @{p0} add.u64 {above}, {above}, {end};"
+        p += f"ld.shared.v2.b32 {{{bucket}, {number}}}, [<scratch>+{4 * chosen}];"
+        p += f"setp.ne.s32 {p0}, {bucket}, -1;"
+        p += f"ld.shared.b64 {end}, [<scratch>+{4 * (chosen + 2)}]; @{p0} sub.u64 {remaining}, {remaining}, {end};"
+        p += f"ld.shared.b64 {end}, [<scratch>+{4 * (chosen + 4)}]; @{p0} add.u64 {above}, {above}, {end};"
+        p += f"ld.shared.b64 {mass}, [<scratch>+{4 * (chosen + 6)}];"
 
     # --- Equal entries at the threshold
 
-    def _cut(self, key: str, counted: str, remaining: str, above: str, above_mass: str, factor: str) -> None:
+    def _cut(
+        self, key: str, counted: str, remaining: str, above: str, mass: str, above_mass: str, factor: str
+    ) -> None:
         """Makes -inf of the entries of the last key that are too many, those of the highest indices."""
         p, kept = self.p, self.kept
         everywhere, before, own, keep = p.const("b32", 0), p.const("b32", 0), p.one("b32"), p.one("b32")
@@ -586,7 +610,8 @@ class Search:
             p += f"@{p0} add.u32 {before}, {before}, {number};"
         p += f"ld.shared.b32 {own}, [{counted}];"
         p += f"mov.f32 {kept.least}, {p.float_of_bits(p.key(key))};"
-        mass = self._whole_mass(*self._mass(p.distance(kept.least), factor))
+        divisor = p.one("b64")
+        p += f"cvt.u64.u32 {divisor}, {everywhere}; div.u64 {mass}, {mass}, {divisor};"  # of one entry
         if self.by_mass:
             rounded = p.one("b64")
             p += f"max.u64 {mass}, {mass}, 1; add.u64 {rounded}, {remaining}, {mass}; sub.u64 {rounded}, {rounded}, 1;"
