@@ -34,24 +34,41 @@ def assert_drawn(names, v, dtype, count, masked=False):
         judged(got, arguments[0], arguments[1], labels[some], chunk, arguments[3])
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize(("v", "dtype"), [*kernels.SAMPLE_PLANS, (127, F16), (1000, F32)], ids=str)
+@pytest.mark.parametrize(
+    ("v", "dtype", "count", "masked"),
+    [
+        (2, BF16, 1, False),
+        (129, F32, 1, True),
+        (129, F32, 8, False),
+        (127, F16, 3, True),
+        (1003, BF16, 2, True),
+        (1024, F32, 1, False),
+        (1000, F32, 8, False),
+        (4099, F32, 3, True),
+        (4104, F16, 2, False),
+    ],
+    ids=str,
+)
 def test_every_row_with_every_filter(v, dtype, count, masked):
-    if v // count < 16:
-        pytest.skip("no part of a row is so short")
     assert_drawn([*cases.FINITE, *cases.SPECIAL], v, dtype, count, masked)
 
 
-@pytest.mark.parametrize(("dtype", "count"), [(F32, 8), (F32, 16), (BF16, 5), (F16, 7)], ids=str)
-@pytest.mark.parametrize("v", [cases.GPT2, cases.LARGE[0]])
+@pytest.mark.parametrize(
+    ("v", "dtype", "count"),
+    [
+        (cases.GPT2, F32, 16),
+        (cases.GPT2, F16, 7),
+        (cases.LARGE[0], F32, 8),
+        (cases.LARGE[0], BF16, 5),
+    ],
+    ids=str,
+)
 def test_long_rows(v, dtype, count):
-    names = ["normal", "integers", "ascending", "one_winner", "all_but_one_neg_inf", "peaked", "constant"]
-    assert_drawn(names, v, dtype, count)
+    """More elements near a threshold than its list has room for; thresholds among thousands of ties."""
+    assert_drawn(["normal", "ascending", "peaked", "constant"], v, dtype, count)
 
 
-@pytest.mark.parametrize("rows", [1, 64, 300])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (64, BF16), (300, F32)], ids=str)
 def test_public(rows, dtype):
     """The kernel runs, without a key of its own for each row and with one."""
     v = 50257
@@ -67,8 +84,16 @@ def test_public(rows, dtype):
         bounds.assert_sample(draw(x), x, np.asarray(u), range(rows), **filters)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str)
-@pytest.mark.parametrize(("v", "spread"), [(1000, 1.0), (128256, 6.0)])
+@pytest.mark.parametrize(
+    ("v", "spread", "filters"),
+    [
+        (128256, 6.0, {}),
+        (128256, 6.0, {"top_k": 40}),
+        (1000, 1.0, {"top_p": 0.9}),
+        (1000, 1.0, {"min_p": 0.02}),
+    ],
+    ids=str,
+)
 def test_distribution(v, spread, filters):
     """10^6 draws of one row."""
     x = (np.random.default_rng(5).standard_normal(v) * spread).astype(F32)

@@ -22,14 +22,15 @@ GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; of th
 BUCKETS = 1024  # of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
 KEY_BUCKETS = 256  # of a round over the keys, two for each thread
 
-# The times are those of one H100 80GB HBM3 (2026-11-22, jax 0.11.2), device us without a filter, with top_k = 50 and with
-# top_p = 0.9 of normal logits. A row is in few parts, since all of them wait for each other several times.
+# The times are those of one H100 80GB HBM3 (2026-11-22, jax 0.11.2), device us without a filter, with top_k = 50 and
+# with top_p = 0.9 of normal logits. Few parts are better, since all parts of a row wait for each other several times.
 
-# Two CTAs share a multiprocessor, so that one works while the part of the other arrives. (1024, 151936) float32 takes 258,
-# 938 and 1426 in 8 parts, which two fit, and 544, 1258 and 6605 (of an earlier kernel: 329, 780 and 3409) in 6.
+# Two CTAs share a multiprocessor, so that one works while the part of the other arrives: (1024, 151936) bfloat16 takes
+# 160, 409 and 838 in 5 parts, of which two fit, and 227, 666 and 1396 in 4.
 HALF_SMEM_BYTES = 112 * 1024  # of a CTA's shared memory, where a multiprocessor has 228 KB
-# Of few rows the parts are shorter, so that more multiprocessors work on each: (1, 128256) float32 takes 5.3, 22.8 and 37.3
-# in 8 parts, 5.5, 28.0 and 32.6 in 16; (64, 128256) bfloat16 11.7, 30.9 and 61.9 in 6 parts, 13.3, 38.7 and 75.4 in 4.
+# Of few rows the parts are shorter, so that more multiprocessors work on each: (1, 128256) float32 takes 5.3, 22.8 and
+# 37.3 in 8 parts, 5.5, 28.0 and 32.6 in 16; (64, 128256) bfloat16 11.7, 30.9 and 61.9 in 6 parts, 13.3, 38.7 and 75.4
+# in 4.
 FEW_ROWS, FEW_ROWS_PART = 16, 16_384  # rows at most, elements of a part
 SOME_ROWS, SOME_ROWS_PART = 128, 22_000
 

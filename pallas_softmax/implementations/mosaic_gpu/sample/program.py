@@ -164,18 +164,28 @@ class Program(Code):
         if rest:
             group(rest)
 
-    def each_block(self, first: str, body: Callable[[list[str], list[str], str, str], None]) -> None:
-        """Calls body(floats, bits, address, block) for the thread's vector of each block from `first` on, in a loop."""
+    def each_block(
+        self, first: str, body: Callable[[list[str], list[str], str, str], None], least: str | None = None
+    ) -> None:
+        """Calls body(floats, bits, address, block) for the thread's vector of each block from `first` on, in a loop.
+
+        Blocks whose group has no element that reaches `least` in a warp are left out.
+        """
         address, block = self.new("b32", 2)
-        again, done, p = self.label("block"), self.label("blocks_done"), self.one("pred")
-        block_bytes = self.window.block * self.kind.itemsize
+        again, after, done = self.label("block"), self.label("next_block"), self.label("blocks_done")
+        p, block_bytes = self.one("pred"), self.window.block * self.kind.itemsize
         self += f"mov.b32 {block}, {first}; mad.lo.u32 {address}, {block}, {block_bytes}, {self.base};"
         self += f"{again}: setp.ge.u32 {p}, {block}, {self.window.blocks}; @{p} bra {done};"
+        if least is not None:
+            at, best = self.one("b32"), self.one("f32")
+            self += f"shr.u32 {at}, {block}, {self.group_blocks.bit_length() - 1};"
+            self += f"mad.lo.u32 {at}, {at}, {WARPGROUP}, <thread>; mad.lo.u32 {at}, {at}, 4, <scratch>;"
+            self += f"ld.shared.f32 {best}, [{at}+{4 * self.scratch.best}]; setp.lt.f32 {p}, {best}, {least};"
+            self += f"vote.sync.all.pred {p}, {p}, {WHOLE_WARP}; @{p} bra {after};"
         (words,) = self.kind.vectors(self, address, [0])
         body(self.kind.floats(self, words, False), self.kind.bits(self, words), address, block)
-        self += (
-            f"add.u32 {address}, {address}, {block_bytes}; add.u32 {block}, {block}, 1; bra {again}; {done}:"
-        )
+        self += f"{after}: add.u32 {address}, {address}, {block_bytes}; add.u32 {block}, {block}, 1;"
+        self += f"bra {again}; {done}:"
 
     # --- Threads, CTAs and clusters
 

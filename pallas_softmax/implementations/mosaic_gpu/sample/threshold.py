@@ -454,7 +454,9 @@ class Search:
         p += f"cvt.rni.u64.f32 {remaining}, {wanted};"
         return remaining
 
-    def _rounds(self, high: str, low: str, factor: str, mail: int, fail: str) -> tuple[str, str, str, str, str]:
+    def _rounds(
+        self, high: str, low: str, factor: str, mail: int, fail: str
+    ) -> tuple[str, str, str, str, str]:
         """Narrows the keys from low to high to the one where the target is reached, which `high` becomes.
 
         Returns:
@@ -581,7 +583,9 @@ class Search:
         place, end, hit, p0 = *p.new("b32"), *p.new("b64"), *p.new("pred", 2)
         for i in range(2):
             p += f"add.u64 {end}, {before}, {amounts[i]}; mad.lo.u32 {place}, <thread>, 2, {i};"
-            p += f"setp.lt.u64 {hit}, {before}, {remaining}; setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
+            p += (
+                f"setp.lt.u64 {hit}, {before}, {remaining}; setp.le.and.u64 {hit}, {remaining}, {end}, {hit};"
+            )
             p += f"@{hit} st.shared.v2.b32 [<scratch>+{4 * chosen}], {{{place}, {numbers[i]}}};"
             for word, amount in ((2, before), (4, mass_before), (6, masses[i])):
                 p += f"@{hit} st.shared.b64 [<scratch>+{4 * (chosen + word)}], {amount};"
@@ -636,22 +640,23 @@ class Search:
     def _cut_equal(self, key: str, keep: str) -> None:
         """Keeps so many entries of a key in this CTA, by the number of them in each block, and then in one block."""
         p, vec = self.p, self.p.window.vec
-        equal, p0, p1 = p.new("pred", 3)
+        p0, p1 = p.new("pred", 2)
         per_block, block, before, held = p.new("b32", 4)
         p += f"mad.lo.u32 {per_block}, <thread>, 4, {p.counts}; st.shared.b32 [{per_block}], 0;"
         p.barrier()
         size, first_lane = 8 * p.kind.itemsize, p.one("pred")
         p += f"setp.eq.u32 {first_lane}, {p.lane}, 0;"
+        of_key = p.key(key)  # the bits
 
         def count(floats, bits, address, of_block):
             number, at = p.const("b32", 0), p.one("b32")
             for each in bits:
-                p.emit(f"setp.eq.s32 {p0}, {p.key(each)}, {key}; @{p0} add.u32 {number}, {number}, 1;")
+                p.emit(f"setp.eq.s32 {p0}, {each}, {of_key}; @{p0} add.u32 {number}, {number}, 1;")
             p.over_warp("add.s32", "b32", number)
             p.emit(f"mad.lo.u32 {at}, {of_block}, 4, {p.counts};")
             p.emit(f"@{first_lane} red.relaxed.cta.shared::cta.add.u32 [{at}], {number};")
 
-        p.each_block(p.const("b32", 0), count)
+        p.each_block(p.const("b32", 0), count, self.kept.least)
         p.barrier()
         # Every warp finds the block of the first entry that is too many: a lane has two blocks.
         two = p.new("b32", 2)
@@ -666,20 +671,21 @@ class Search:
         p.over_warp("max.s32", "b32", block)
         p.over_warp("max.s32", "b32", before)
         neg_inf, after = p.const(f"b{size}", p.kind.neg_inf), p.const("b32", 0)
-        p += f"setp.ne.f32 {p0}, {self.kept.least}, 0f00000000; @{p0} add.u32 {after}, {block}, 1;"
+        # Of +0 as the key all -0 go, which are no entries of the key but equal floats.
+        positive_zero, also = p.one("pred"), p.one("b32")
+        p += f"setp.eq.s32 {positive_zero}, {key}, 0; mov.b32 {also}, {of_key};"
+        p += f"@{positive_zero} mov.b32 {also}, {-(1 << (size - 1))}; @!{positive_zero} add.u32 {after}, {block}, 1;"
 
         def cut(floats, bits, address, of_block):
-            late = p.one("pred")
+            late, late_or_zero = p.new("pred", 2)
             p.emit(f"setp.ne.s32 {late}, {block}, -1; setp.gt.and.s32 {late}, {of_block}, {block}, {late};")
-            for j, (x, each) in enumerate(zip(floats, bits)):
-                of_key = p.key(each)
-                p.emit(f"setp.eq.and.s32 {p0}, {of_key}, {key}, {late};")
-                p.emit(f"setp.lt.s32 {equal}, {of_key}, {key};")
-                p.emit(f"setp.eq.and.f32 {equal}, {x}, {self.kept.least}, {equal};")
-                p.emit(f"or.pred {p0}, {p0}, {equal};")
+            p.emit(f"or.pred {late_or_zero}, {late}, {positive_zero};")
+            for j, each in enumerate(bits):
+                p.emit(f"setp.eq.and.s32 {p0}, {each}, {of_key}, {late};")
+                p.emit(f"setp.eq.and.s32 {p1}, {each}, {also}, {late_or_zero}; or.pred {p0}, {p0}, {p1};")
                 p.emit(f"@{p0} st.shared.b{size} [{address}+{j * p.kind.itemsize}], {neg_inf};")
 
-        p.each_block(after, cut)
+        p.each_block(after, cut, self.kept.least)
         done = p.label("block_cut")
         p += f"setp.eq.s32 {p0}, {block}, -1; @{p0} bra {done};"
         address, in_thread = p.one("b32"), p.const("b32", 0)
@@ -687,10 +693,9 @@ class Search:
             f"mad.lo.u32 {address}, {block}, {WARPGROUP}, <thread>; mad.lo.u32 {address}, {address}, 16, <x>;"
         )
         (words,) = p.kind.vectors(p, address, [0])
-        of_keys = [p.key(bits) for bits in p.kind.bits(p, words)]
         equals = p.new("pred", vec)
-        for of_key, is_equal in zip(of_keys, equals):
-            p += f"setp.eq.s32 {is_equal}, {of_key}, {key}; @{is_equal} add.u32 {in_thread}, {in_thread}, 1;"
+        for bits, is_equal in zip(p.kind.bits(p, words), equals):
+            p += f"setp.eq.s32 {is_equal}, {bits}, {of_key}; @{is_equal} add.u32 {in_thread}, {in_thread}, 1;"
         lower, _ = p.scan_cta(in_thread, "b32", p.scratch.scans)
         p += f"add.u32 {lower}, {lower}, {before};"
         for j, is_equal in enumerate(equals):
