@@ -48,14 +48,14 @@ def make_draws(chosen: flags.Settings) -> list[Case]:
     return [dataclasses.replace(case, function=name) for case in usual for name in chosen.filters]
 
 
-def parameters(case: Case) -> dict[str, jax.Array]:
+def parameters(case: Case) -> dict[str, Any]:
     """Returns the temperature and the filters of each row."""
     rows = case.batch
     filters = {name: jnp.full((rows,), value) for name, value in FILTERS[case.function].items()}
     return {"temperature": jnp.linspace(0.7, 1.3, rows), **filters}
 
 
-def by_jax(key: jax.Array, x: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
+def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
     """Returns the draws of what JAX users write: `jax.random.categorical`, after `lax.top_k` or a sort."""
     x = x.astype(jnp.float32) / given["temperature"][:, None]
     if "min_p" in given:
@@ -92,7 +92,7 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     return (drawn if tokens is None else tokens.gather(-1, drawn))[:, 0], None
 
 
-def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[str, jax.Array]) -> Call:
+def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
     """Returns the call of a contender: of ours {"sample": Sample}, of a peer {"y": indices}."""
     if name == "jax":
         peer = Contender(name, False, lambda x: (by_jax(key, x, given), None), prepare_jax)
@@ -115,7 +115,7 @@ def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[st
     return call
 
 
-def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, jax.Array]) -> dict[str, Any]:
+def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict[str, Any]:
     """Returns our draws, by the implementation of this name."""
     implementation = None if name == "auto" else name
     return {"sample": pallas_softmax.sample(key, x, **given, implementation=implementation)}

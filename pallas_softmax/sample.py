@@ -142,31 +142,25 @@ def _sample_of(
     floating = jax.eval_shape(jnp.exp, x).dtype
     wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
 
-    def per_row(name_of, value):
+    def per_row(of: str, value):
         if value is None:
             return None
-        return lax.stop_gradient(arguments.per_row(name, name_of, value, x.shape, axis))
+        value = lax.stop_gradient(arguments.per_row(name, of, value, x.shape, axis))
+        return value if of == "top_k" else value.astype(wide)
 
-    t, k, p, m = (
-        per_row(*each)
-        for each in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
-    )
-    t = t.astype(wide)
-    tiny = jnp.finfo(wide).tiny
-    # beyond tiny and 1 / tiny, 1 / t is no normal number
-    good, t = t >= 0, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny))
+    t, k = per_row("temperature", temperature), per_row("top_k", top_k)
+    shares = per_row("top_p", top_p), per_row("min_p", min_p)
+    good = t >= 0
     if k is not None:
         k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
         good &= k >= 1
-    shares = []
-    for share in (p, m):
-        share = None if share is None else share.astype(wide)
+    for share in shares:
         good = good if share is None else good & (share >= 0) & (share <= 1)
-        shares.append(share)
-    arrays = (x, mask, u, jnp.where(good, t, jnp.nan), k, *shares)
+    # beyond tiny and 1 / tiny, 1 / t is no normal number
+    tiny = jnp.finfo(wide).tiny
+    t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
 
-    x, *parameters = (jnp.moveaxis(x, axis, -1), *arrays[1:])
-    x, mask, *parameters = lay_together(x, *parameters)
+    x, mask, *parameters = lay_together(jnp.moveaxis(x, axis, -1), mask, u, t, k, *shares)
     if any(varies(a, mesh_axes) for a in parameters if a is not None):
         raise ValueError(
             f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
@@ -181,6 +175,7 @@ def _sample_of(
 
 
 def _run(choice: Choice, *arrays: Any) -> Any:
+    """The operation; it is jitted, so that equal calls are traced once."""
     return execution.run(choice, *arrays)
 
 

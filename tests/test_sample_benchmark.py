@@ -42,11 +42,8 @@ def test_every_filter_and_contender(run, capsys, tmp_path):
 def test_a_wrong_draw_fails(run, monkeypatch):
     """Ours fails; a peer that draws what no filter keeps differs. Neither is timed."""
     draw = sample.pallas_softmax.sample
-    monkeypatch.setattr(
-        sample.pallas_softmax,
-        "sample",
-        lambda *args, **kwargs: draw(*args, **kwargs)._replace(indices=np.zeros(3, int)),
-    )
+    wrong = lambda *args, **kwargs: draw(*args, **kwargs)._replace(indices=np.zeros(3, np.int32))  # noqa: E731
+    monkeypatch.setattr(sample.pallas_softmax, "sample", wrong)
     monkeypatch.setattr(sample, "by_jax", lambda key, x, given: x.argmin(-1))
     code, rows = run("--filters=top_k", "--peers=jax")
     assert code == 1

@@ -13,6 +13,7 @@ A row that is spread over a mesh is searched alike, with sums over its devices: 
 import dataclasses
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,9 +21,8 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax.varying import is_tracked, vary_together
 
-_BLOCK = (
-    256  # elements of a row, about the root of a vocabulary, that are summed up before the cumulative sum
-)
+# Elements of a row that are summed up before the cumulative sum: about the root of a vocabulary.
+_BLOCK = 256
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
 
 
@@ -90,15 +90,15 @@ class _Row:
     """A row along the last axis, of which this device has a shard if mesh axes divide it; results have size 1 there.
 
     Attributes:
-      vocab: the number of elements that this device has.
+      vocab: the number of elements that this device has; in jax.export it may be symbolic.
       mesh_axes: the mesh axes that the row is spread over.
     """
 
-    vocab: int
+    vocab: Any
     mesh_axes: tuple[str, ...]
 
     @property
-    def length(self) -> int:
+    def length(self) -> Any:
         """The number of elements of the whole row."""
         return self.vocab * (lax.axis_size(self.mesh_axes) if self.mesh_axes else 1)
 
@@ -129,9 +129,8 @@ class _Row:
             return jnp.take_along_axis(x, index, -1)
         index = index - self.start
         own = (index >= 0) & (index < self.vocab)
-        return lax.psum(
-            jnp.where(own, jnp.take_along_axis(x, jnp.where(own, index, 0), -1), 0), self.mesh_axes
-        )
+        found = jnp.take_along_axis(x, jnp.where(own, index, 0), -1)
+        return lax.psum(jnp.where(own, found, 0), self.mesh_axes)
 
 
 def _first_entries(key, weight, target, row: _Row):

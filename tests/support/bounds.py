@@ -11,6 +11,8 @@ of the exponential and in the result, element by element:
 What lies below the smallest normal number may be flushed to zero, hence `slack`.
 """
 
+from typing import Any
+
 import numpy as np
 
 from tests.support import oracle
@@ -221,7 +223,7 @@ def assert_operation(name, got, arrays, names, where=None):
 # that the draw from any of them is that of one of these two with a boundary three times as far off.
 
 
-def assert_sample(got, x, u, names, where=None, temperature=1.0, **filters):
+def assert_sample(got, x, u, names, where=None, temperature: Any = 1.0, **filters):
     """Asserts that each row's draw is that of the oracle, or one that rounding may lead to.
 
     Args:

@@ -5,6 +5,8 @@ always more precise than what it judges. Gradients are written as formulas; test
 finite differences. How far rounding may lead from these answers is said in bounds.py.
 """
 
+from typing import Any
+
 import numpy as np
 
 F64 = np.dtype(np.float64)
@@ -158,7 +160,7 @@ def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
     return dz / t, dt
 
 
-def sample_terms(x, where=None, temperature=1.0):
+def sample_terms(x, where=None, temperature: Any = 1.0):
     """Returns (x - m) / temperature of rows along the last axis, and its exponential, the mass; of -inf where masked.
 
     A temperature of 0 counts as the smallest normal float32.
@@ -171,7 +173,16 @@ def sample_terms(x, where=None, temperature=1.0):
         return scaled, np.exp(scaled)
 
 
-def sample_kept(x, where=None, temperature=1.0, top_k=None, top_p=None, min_p=None, lean=0.0, min_p_lean=0.0):
+def sample_kept(
+    x,
+    where=None,
+    temperature: Any = 1.0,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    lean: Any = 0.0,
+    min_p_lean: Any = 0.0,
+):
     """Returns which entries of rows along the last axis the filters keep; at temperature 0 the first one.
 
     Args:
@@ -212,7 +223,7 @@ def sample_drawn(mass, kept, u):
     return np.argmax(exceeds, -1).astype(np.int32)
 
 
-def sample(x, u, where=None, temperature=1.0, **filters):
+def sample(x, u, where=None, temperature: Any = 1.0, **filters):
     """Returns the index drawn by u, log softmax there, and the log of the kept share; -1 and NaN if there is none."""
     scaled, mass = sample_terms(x, where, temperature)
     kept = sample_kept(x, where, temperature, **filters)
