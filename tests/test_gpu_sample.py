@@ -1,5 +1,7 @@
 """The kernel of sample on a GPU: its inline PTX, clusters, and draws that are the same bits again."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,8 @@ import pallas_softmax as ps
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import window_of
 from tests.support import bounds, cases, kernels
 from tests.support.cases import BF16, F16, F32
+from tests.support.draws import chi_square, crossed, judged
 from tests.support.lowering import kernel_names
-from tests.test_sample import chi_square, crossed, judged
 
 pytestmark = pytest.mark.gpu
 
@@ -18,9 +20,10 @@ def assert_drawn(names, v, dtype, count, masked=False):
     rows = cases.rows(names, v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
     x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
+    interpret: Any = None  # on the GPU
     run = jax.jit(
         lambda x, u, parameters, where: kernels.sample_rows(
-            x, u, parameters, where, window_of(v, dtype.itemsize, count), interpret=None
+            x, u, parameters, where, window_of(v, dtype.itemsize, count), interpret=interpret
         )
     )
     per_call = 64 if v > 10_000 else len(x)

@@ -12,8 +12,8 @@ from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
 from tests.support import cases, kernels
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, slow
+from tests.support.draws import crossed, judged
 from tests.support.lowering import kernel_names
-from tests.test_sample import crossed, judged
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -273,7 +273,7 @@ def plan_sample(rows, vocab, dtype, capability=HOPPER):
     return sample_plan.plan_sample(rows, vocab, dtype, capability)
 
 
-def sample_rows(x, u, parameters, where=None, plan=None, interpret: InterpretGPUParams | None = INTERPRET):
+def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
     """Returns index, log probability and log of the kept share of a draw from each row.
 
     Args:
