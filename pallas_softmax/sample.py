@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
-from pallas_softmax.call import Choice, describe
+from pallas_softmax.call import Choice, describe, distance
 from pallas_softmax.choice import choose
 from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
@@ -136,7 +136,7 @@ def _sample_of(
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     x = lax.stop_gradient(x)
-    batch = x.shape[:axis] + x.shape[axis + 1 :]
+    batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
     u = _uniform(key, batch)[..., None]
 
     floating = jax.eval_shape(jnp.exp, x).dtype
@@ -169,7 +169,7 @@ def _sample_of(
     x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
     x, mask = vary_together(x, mask, over=mesh_axes)
     call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes)
-    call = dataclasses.replace(call, trailing=axis == x.ndim - 1)
+    call = dataclasses.replace(call, inner=inner)
     results = _sample(choose(call, implementation), x, mask, *parameters)
     return Sample(*(a.reshape(batch) for a in results))
 

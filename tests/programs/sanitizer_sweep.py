@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import window_of
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from pallas_softmax.implementations.triton.support import missing
@@ -41,6 +42,9 @@ TOPK = [
     (2, 1003, "bfloat16", Window(1003, 8, 1, 1, 3), False, (1, 5, 300)),
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
 ]
+
+# (rows, V, dtype, CTAs, masked), of sample. One CTA; a cluster, off 16 bytes.
+SAMPLE = [(4, 1003, "float32", 1, True), (4, 2048, "bfloat16", 2, False), (4, 1501, "float32", 3, True)]
 
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
 
@@ -90,6 +94,18 @@ def mosaic_gpu():
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
             np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
+    for rows, v, dtype, count, masked in SAMPLE:
+        x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
+        x[0] = 1  # all tied
+        where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
+        window = window_of(v, x.dtype.itemsize, count)
+        kernel = jax.jit(functools.partial(kernels.sample_rows, plan=window, interpret=None))
+        u = np.linspace(0, 0.9, rows, dtype="float32")
+        for k, p, m in ((v, 1, 0), (9, 0.7, 0.01), (v // 2, 0.9, 0)):
+            filters = np.int32([k]), np.float32([p]), np.float32([m])
+            got = kernel(x, u, (np.float32([1]), *filters), where)
+            named = dict(zip(("top_k", "top_p", "min_p"), filters))
+            bounds.assert_sample(got, x, u, range(rows), where, 1.0, **named)
     for rows, v in PAPER:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype("float32")
         for algorithm in paper.SOFTMAX.values():
@@ -98,7 +114,7 @@ def mosaic_gpu():
         for algorithm in paper.TOPK.values():
             _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
             np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
-    print("swept mosaic_gpu", SHAPES, TOPK, PAPER)
+    print("swept mosaic_gpu", SHAPES, TOPK, SAMPLE, PAPER)
 
 
 def projection():

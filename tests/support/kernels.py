@@ -11,6 +11,9 @@ import numpy as np
 
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
+from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
+from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
+from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
 from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, columns_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
@@ -361,3 +364,31 @@ def steps(plan):
 def views(plans):
     """Returns the numbers of dimensions in which bulk copies take the rows of each (rows, plan)."""
     return {len(aligned_view(rows, plan.vocab, plan.vec)) for rows, plan in plans}
+
+
+# --- sample -------------------------------------------------------------------------------------------
+
+
+def plan_sample(rows, vocab, dtype, capability=HOPPER):
+    """Returns the plan that the package chooses, or None."""
+    return sample_plan.plan_sample(rows, vocab, dtype, capability)
+
+
+def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
+    """Returns index, log probability and log of the kept share of a draw from each row.
+
+    Args:
+      x: (rows, V).
+      u: (rows,).
+      parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
+      where: None, or (rows or 1, V or 1).
+      plan: how a row lies over CTAs, if it is not what the package chooses.
+    """
+    x, request = jnp.asarray(x), Request(*map(jnp.asarray, (u, *parameters)))
+    mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
+    plan = plan or plan_sample(*x.shape, x.dtype)
+    return sample_kernel.sample_rows(x, mask, request, plan, interpret=interpret)
+
+
+# One CTA: exact blocks and not, rows off 16 bytes, whole steps and a short one.
+SAMPLE_PLANS = [(1003, BF16), (1024, F32), (2, BF16), (129, F32), (4099, F32), (4104, F16)]

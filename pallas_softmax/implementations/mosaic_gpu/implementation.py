@@ -7,12 +7,16 @@ They take the calls that `support.unsupported` has no objection to.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_softmax import target
 from pallas_softmax.call import Implementation
-from pallas_softmax.implementations.folding import fold_topk
+from pallas_softmax.implementations.folding import fold_mask, fold_topk
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces as projection
+from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
+from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, tile_kernel, window_kernel
@@ -63,6 +67,27 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
     return jax.tree.map(unfold, winners_and_normalizer)
 
 
+def sample(logits, where, u, temperature, top_k, top_p, min_p):
+    *batch, vocab = logits.shape
+    window = plan_sample(logits.size // vocab, vocab, logits.dtype, target.capability())
+    assert window is not None, "unsupported"
+
+    def per_row(numbers, default, dtype):
+        numbers = jnp.asarray(default if numbers is None else numbers, dtype)
+        return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
+
+    numbers = Request(
+        per_row(u, None, jnp.float32),
+        per_row(temperature, None, jnp.float32),
+        per_row(top_k, vocab, jnp.int32),
+        per_row(top_p, 1, jnp.float32),
+        per_row(min_p, 0, jnp.float32),
+    )
+    mask = fold_mask(where, logits.shape, len(batch))
+    results = sample_kernel.sample_rows(logits.reshape(-1, vocab), mask, numbers, window)
+    return tuple(result.reshape(*batch, 1) for result in results)
+
+
 IMPLEMENTATION = Implementation(
     functions={
         "softmax": softmax,
@@ -73,6 +98,7 @@ IMPLEMENTATION = Implementation(
         "topk": topk,
         "merge": merge,
         **projection.operations(),
+        "sample": sample,
     },
     unsupported=unsupported,
     slower=slower,

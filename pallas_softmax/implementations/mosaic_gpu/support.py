@@ -7,6 +7,7 @@ from pallas_softmax.call import Call
 from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, DTYPES, SMEM_BYTES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_columns
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
 
@@ -58,8 +59,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return _projection_unsupported(call, capability)
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
-    if call.op == "sample":
-        return "no kernel for sample yet"
+    if call.op == "sample" and plan_sample(call.rows, call.vocab, call.dtype, capability) is None:
+        return f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster"
     if call.op in ("topk", "merge"):
         return _topk_unsupported(call) or _too_large(call)
     return _too_large(call)

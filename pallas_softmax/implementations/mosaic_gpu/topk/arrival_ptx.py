@@ -44,10 +44,10 @@ def clear(slots, counts) -> None:
 # ---- head and tail
 
 
-def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask) -> None:
+def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bool) -> None:
     """Each thread takes a position of the head, and every 128th of the tail:
 
-    if low <= position < high:  x = the element, or the float of the lowest key where the mask has 0
+    if low <= position < high:  x = the element, or the float of the lowest key where the mask has 0; -inf if `infinite`
     else:                       x = -inf
     x_smem[position] = x
     """
@@ -69,7 +69,8 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask) -> None:
                 x = _element(x_gmem, arith.addi(first, arith.subi(position, low)), inside, bits)
             if in_row and mask:
                 mask_gmem, row = mask
-                x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside)
+                of_masked = kind.neg_inf if infinite else -1
+                x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside, of_masked)
             _store_if(within, x_smem, position, x, kind.itemsize)
 
         if window.head:
@@ -89,13 +90,13 @@ def _element(x_gmem, at, inside, bits) -> ir.Value:
     return x
 
 
-def _masked(x, mask_gmem, row, column, inside) -> ir.Value:
-    """Returns the bits x, or those of the lowest key, all ones, if the position is `inside` and the mask has 0."""
+def _masked(x, mask_gmem, row, column, inside, of_masked: int) -> ir.Value:
+    """Returns the bits x, or `of_masked` if the position is `inside` and the mask has 0."""
     columns = ir.MemRefType(mask_gmem.type).shape[1]
     keep = load_mask(utils.memref_ptr(mask_gmem), 1, scalar(row), column, columns, inside)
     (keep,) = elements(keep)
     masked = arith.cmpi(arith.CmpIPredicate.eq, keep, utils.c(0, keep.type))
-    return arith.select(arith.andi(inside, masked), utils.c(-1, x.type), x)
+    return arith.select(arith.andi(inside, masked), utils.c(of_masked, x.type), x)
 
 
 def _store_if(condition, x_smem, position, x, itemsize: int) -> None:
@@ -112,14 +113,14 @@ def _store_if(condition, x_smem, position, x, itemsize: int) -> None:
 # ---- a step
 
 
-def mask_step(window: Window, x_smem, step, keep) -> None:
+def mask_step(window: Window, x_smem, step, keep, infinite: bool) -> None:
     """For each block of the step, a thread loads its vector, and the bytes of the mask, which are 0 or 1:
 
-    x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key)
+    x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
     store x, if the vector is in the body     (`fill_edges` has masked what is beside it)
     """
     layout = plgpu.Layout.WG_STRIDED((window.block,), vec_size=window.vec)
-    code = _mask_vectors(window, Elements(x_smem.dtype), len(keep))
+    code = _mask_vectors(window, Elements(x_smem.dtype), len(keep), infinite)
 
     @inline(arg_types=(REF, SCALAR, [layout] * len(keep)))
     def emit(_, x_smem, step, keep):
@@ -137,7 +138,7 @@ def _words(of_block, count: int) -> list[ir.Value]:
     return elements(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register))
 
 
-def _mask_vectors(window: Window, kind: Elements, blocks: int) -> Code:
+def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -> Code:
     """Returns the text of `mask_step`; <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b."""
     code = Code()
     block_bytes = window.block * kind.itemsize
@@ -154,6 +155,10 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int) -> Code:
             word, ones = (words[j // 2], ("0xffff", "0xffff0000")[j % 2]) if kind.halves else (words[j], "-1")
             code += f"and.b32 {keep}, <keep{b}_{j // 4}>, {255 << 8 * (j % 4)};"
             code += f"setp.eq.u32 {masked}, {keep}, 0; @{masked} or.b32 {word}, {word}, {ones};"
+            if infinite:  # from all ones
+                shift = 16 if kind.halves and j % 2 else 0
+                flipped = (kind.neg_inf ^ (0xFFFF if kind.halves else 0xFFFFFFFF)) << shift
+                code += f"@{masked} xor.b32 {word}, {word}, {flipped};"
         code += f"@{in_body} st.shared.v4.b32 [{address}+{b * block_bytes}], {{{', '.join(words)}}};"
     return code
 

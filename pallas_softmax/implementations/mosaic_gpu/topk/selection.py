@@ -67,15 +67,18 @@ class Extent(NamedTuple):
 # ---- while the row arrives
 
 
-def fill_edges(window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, interpret):
+def fill_edges(
+    window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, infinite: bool = False, interpret
+):
     """Writes head and tail of the window: the few elements beside the body, and -inf around them.
 
     Args:
       x_gmem: device memory, one-dimensional, in which the part starts at element `first`.
       mask: None, or (reference to the mask, its row): a masked element becomes the float of the lowest key.
+      infinite: whether it becomes -inf instead.
     """
     if not interpret:
-        return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask)
+        return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask, infinite)
     for start, end in ((0, window.head), (window.head + window.body, window.size)):
         if start == end:
             continue
@@ -85,7 +88,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, i
         if mask is not None:
             mask_gmem, row = mask
             column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], sort_keys.lowest(x_smem.dtype), x)
+            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
         x_smem[start:end] = x.astype(x_smem.dtype)
 
 
@@ -98,19 +101,25 @@ def clear(slots, counts, *, interpret):
         arrival_ptx.clear(slots, counts)
 
 
-def mask_step(window: Window, x_smem, step, keep, *, interpret):
+def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret):
     """Writes the float of the lowest key to the masked positions of a step, as far as they are in the body.
 
     Args:
       keep: the mask, a block of int8 for each block of the step; 0 masks.
+      infinite: whether to write -inf instead.
     """
     if not interpret:
-        return arrival_ptx.mask_step(window, x_smem, step, keep)
+        return arrival_ptx.mask_step(window, x_smem, step, keep, infinite)
     start, size = step * window.step_blocks * window.block, len(keep) * window.block
     position = start + jnp.arange(size)
     body = (position >= window.head) & (position < window.head + window.body)
     x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, sort_keys.lowest(x.dtype), x)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
+
+
+def _of_masked(dtype, infinite: bool):
+    """What is written for a masked element: -inf, or the float of the lowest key."""
+    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
 
 
 def absorb_step(

@@ -83,7 +83,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     def softmax_topk(
         x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *, landed, **search_smem
     ):
-        part = _part(window, view, rows, x_gmem, mask, mask_gmem)
+        part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         search = Search(window, part.extent, part.owned, interpret=interpret, **search_smem)
         row_scale = scale_gmem[part.row if scale.size > 1 else 0]
         normalizer = _arrive(part, search, landed, row_scale)
@@ -111,7 +111,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     )(x.reshape(view), scale, None if mask is None else mask.array)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The part of a row that this CTA holds.
 
     Attributes:
@@ -135,21 +135,20 @@ class _Part(NamedTuple):
     mask: Any
 
 
-def _part(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> _Part:
+def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> Part:
     """Returns the part of this CTA, of an array of rows in device memory that has the shape `view`."""
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
     extent = selection.Extent(*(jnp.int32(i) for i in (low, low + place.owned, place.start - low)))
-    return _Part(
+    return Part(
         place.row, place.index, place.owned, place.in_view(x_gmem), place.first, place.first + before_body, extent,
         None if mask is None else (mask_gmem, mask.row(place.row)),
     )  # fmt: skip
 
 
-def _arrive(part: _Part, search: Search, landed, scale) -> Normalizer:
-    """Copies the part to shared memory; returns its normalizer, and leaves the largest key of each group."""
-    window, x_smem, interpret = search.window, search.x_smem, search.interpret
+def start_copies(window: Window, part: Part, x_smem, landed) -> None:
+    """Starts the bulk copies of the part's body to shared memory."""
     for i, (position, size) in enumerate(window.copies()):
         plgpu.copy_gmem_to_smem(
             part.x_gmem.at[pl.ds(part.body + (position - window.head), size)],
@@ -157,12 +156,18 @@ def _arrive(part: _Part, search: Search, landed, scale) -> Normalizer:
             landed.at[i],
             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
         )
+
+
+def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
+    """Copies the part to shared memory; returns its normalizer, and leaves the largest key of each group."""
+    window, x_smem, interpret = search.window, search.x_smem, search.interpret
+    start_copies(window, part, x_smem, landed)
     selection.fill_edges(window, part.x_gmem, part.first, x_smem, part.extent, part.mask, interpret=interpret)
     selection.clear(search.slots_smem, search.counts_smem, interpret=interpret)
 
     def absorb(i, blocks, copied, carry):
         lane, keep = carry
-        next_keep = _mask_of_step(window, part, i + 1, interpret)  # its loads are under way during this step
+        next_keep = mask_of_step(window, part, i + 1, interpret)  # its loads are under way during this step
         if copied:
             plgpu.barrier_wait(landed.at[i])
         if part.mask is not None:
@@ -174,7 +179,7 @@ def _arrive(part: _Part, search: Search, landed, scale) -> Normalizer:
         return lane, next_keep
 
     empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
-    carry = Normalizer(*empty), _mask_of_step(window, part, 0, interpret)
+    carry = Normalizer(*empty), mask_of_step(window, part, 0, interpret)
     if window.full:
         full_step = functools.partial(absorb, blocks=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, lambda i, carry: full_step(i, carry=carry), carry)
@@ -183,7 +188,7 @@ def _arrive(part: _Part, search: Search, landed, scale) -> Normalizer:
     return online.across(carry[0], scale=scale)
 
 
-def _mask_of_step(window: Window, part: _Part, i, interpret) -> tuple:
+def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
     """Returns the mask of the blocks of step i, each (block,) int8 and 0 beside the body; () if there is no mask."""
     if part.mask is None:
         return ()
