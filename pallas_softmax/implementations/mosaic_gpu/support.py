@@ -59,6 +59,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return _projection_unsupported(call, capability)
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
+    if call.op in ("topk", "merge", "sample") and call.inner != 1:
+        return "the row is not contiguous: its axes are not the last ones"
     if call.op == "sample" and plan_sample(call.rows, call.vocab, call.dtype, capability) is None:
         return f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster"
     if call.op in ("topk", "merge"):
@@ -79,8 +81,6 @@ def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | No
 
 def _topk_unsupported(call: Call) -> str | None:
     """Why the kernels cannot find or merge the winners of a call; None if they can."""
-    if call.inner != 1:
-        return "the row is not contiguous: its axes are not the last ones"
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
     if call.op == "merge" and call.vocab > lists_per_merge(call.k) * call.k:
