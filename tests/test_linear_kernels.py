@@ -70,19 +70,20 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "n", "kind", "match"),
+    ("dtype", "n", "vocab", "kind", "match"),
     [
-        ("float32", 8, "NVIDIA H100 80GB HBM3", "only bfloat16 and float16"),
-        ("bfloat16", 0, "NVIDIA H100 80GB HBM3", "empty"),
-        ("bfloat16", 8, "NVIDIA B200", "compute capability 9.0, not 10.0"),
+        ("float32", 8, 512, "NVIDIA H100 80GB HBM3", "only bfloat16 and float16"),
+        ("bfloat16", 0, 512, "NVIDIA H100 80GB HBM3", "empty"),
+        ("bfloat16", 8, 255, "NVIDIA H100 80GB HBM3", "V=255 is less than the 256 columns"),
+        ("bfloat16", 8, 512, "NVIDIA B200", "compute capability 9.0, not 10.0"),
     ],
 )
-def test_unsupported(dtype, n, kind, match, monkeypatch):
+def test_unsupported(dtype, n, vocab, kind, match, monkeypatch):
     capability = (10, 0) if "B200" in kind else (9, 0)
     monkeypatch.setattr("pallas_softmax.target.capability", lambda: capability)
     f = functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match=match):
-        jax.eval_shape(f, array(n, 64, dtype=dtype), array(64, 100, dtype=dtype))
+        jax.eval_shape(f, array(n, 64, dtype=dtype), array(64, vocab, dtype=dtype))
 
 
 # --- In the interpreter -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pallas_softmax.call import Call
 from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, DTYPES, SMEM_BYTES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
+from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_N
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_columns
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
@@ -76,6 +77,10 @@ def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | No
         return f"no matrix product for {call.dtype}, only bfloat16 and float16"
     if 0 in (call.rows, call.vocab, call.depth):
         return "an array is empty"
+    if (
+        call.vocab < TILE_N
+    ):  # with one column and 257 rows they were wrong on an H100, and right in the interpreter
+        return f"V={call.vocab} is less than the {TILE_N} columns of a tile"
     return None
 
 
