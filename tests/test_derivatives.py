@@ -154,7 +154,8 @@ REVERSE = {
 LARGE = array(64, 25000, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", first_values(1, REVERSE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REVERSE)
 def test_reverse_mode_costs_what_it_did_with_custom_vjp_alone(name):
     f, kernels, kept = REVERSE[name]
 

@@ -53,7 +53,7 @@ def test_short_rows(name, rows):
     kernels.assert_softmax(name, cases.rows(names, v, dtype), names, plan=kernels.fewer_rows(plan))
 
 
-@pytest.mark.parametrize(("name", "rows"), first(4, pairs(oracle.OPERATIONS, PARTS)), ids=described)
+@pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=described)
 def test_long_rows(name, rows):
     plan, dtype, names = rows
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
@@ -81,7 +81,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize(
-    ("masked", "name"), first(3, pairs(MASKED, ["softmax", "logsumexp", "log_softmax_grad"])), ids=str
+    ("masked", "name"), first(2, pairs(MASKED, ["softmax", "logsumexp", "log_softmax_grad"])), ids=str
 )
 def test_where(masked, name):
     """NaN and infinities where it masks; the first row of the mask keeps nothing; of one row it keeps -inf."""
@@ -154,12 +154,12 @@ def short(rows, v, k, dtype):
     return kernels.fewer_rows(plan)
 
 
-@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(2, TOPK_SHORT), ids=described)
+@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=described)
 def test_topk_of_short_rows(v, dtype, k, names):
     kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
 
 
-@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(2, WINDOWS), ids=described)
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=described)
 def test_topk_of_long_rows(plan, dtype, k, names):
     kernels.assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)
 
@@ -230,7 +230,7 @@ def test_topk_where(kind, pattern, dtype):
 
 @pytest.mark.parametrize(
     ("parts", "k", "log", "masked"),
-    [(4, 7, True, True), slow(1, 5, False, True), slow(8, 64, False, True), slow(8, 64, False, False)],
+    [slow(4, 7, True, True), (1, 5, False, True), slow(8, 64, False, True), slow(8, 64, False, False)],
 )
 def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     names, v = ["normal", "peaked", "integers", "everything", "all_neg_inf", "all_neg_nan"], 640

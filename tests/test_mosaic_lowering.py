@@ -116,10 +116,13 @@ def test_long_rows(op, kind, shape):
 
 @pytest.mark.parametrize(
     ("op", "kind", "mask"),
-    cover(
-        ["softmax", "logsumexp", "log_softmax_grad"],
-        ["cluster, unaligned", "one CTA", "two launches, unaligned"],
-        MASKS,
+    first(
+        1,
+        pairs(
+            ["softmax", "logsumexp", "log_softmax_grad"],
+            ["cluster, unaligned", "one CTA", "two launches, unaligned"],
+            MASKS,
+        ),
     ),
 )
 def test_long_rows_with_masks(op, kind, mask):
@@ -158,7 +161,7 @@ def test_topk_of_short_rows(shape, dtype):
 
 @pytest.mark.parametrize(
     ("shape", "mask", "log"),
-    cover([(15, "float16"), (512, "bfloat16"), (129, "float32")], MASKS, [False, True]),
+    first(1, pairs([(15, "float16"), (512, "bfloat16"), (129, "float32")], MASKS, [False, True])),
     ids=str,
 )
 def test_topk_of_short_rows_with_masks(shape, mask, log):
@@ -183,7 +186,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "dtype"), first(5, pairs(list(WINDOWS), ["float32", "bfloat16"])))
+@pytest.mark.parametrize(("kind", "dtype"), first(3, pairs(list(WINDOWS), ["float32", "bfloat16"])))
 def test_topk_of_long_rows(kind, dtype):
     rows, v, k = WINDOWS[kind]
     plan = kernels.plan_topk(rows, v, k, dtype)
@@ -200,7 +203,9 @@ def test_topk_merges_in_one_launch_or_in_several():
     assert merges >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(("kind", "mask"), cover(["one CTA, unaligned", "parts", "aligned parts"], MASKS))
+@pytest.mark.parametrize(
+    ("kind", "mask"), first(1, pairs(["one CTA, unaligned", "parts", "aligned parts"], MASKS))
+)
 def test_topk_of_long_rows_with_masks(kind, mask):
     _, v, k = WINDOWS[kind]
     plan = kernels.plan_topk(5, v, k, "float16")
@@ -257,7 +262,7 @@ def test_no_topk_kernel_for_integers():
     assert kernel_results(lowered(topk, x)) == []
 
 
-@pytest.mark.parametrize("f", [ps.softmax, lambda x, **kwargs: ps.softmax(x, 0, **kwargs)])
+@pytest.mark.parametrize("f", [ps.softmax, lambda x, **kwargs: ps.softmax(x, 0, where=x > 0, **kwargs)])
 def test_a_named_kernel_is_lowered_where_the_automatic_choice_is_xla(f):
     x = array(ROWS, 4096)
     assert ps.explain(f, x)[0].cuda == "xla"
@@ -441,7 +446,9 @@ def test_export_with_a_symbolic_batch(name, platforms):
 
 
 @pytest.mark.parametrize(
-    ("name", "platforms"), cover(FUNCTIONS, [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")]), ids=str
+    ("name", "platforms"),
+    first(1, pairs(FUNCTIONS, [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")])),
+    ids=str,
 )
 def test_export_for_several_platforms(name, platforms):
     """The kernel for CUDA and plain JAX for all others, in one module, of the gradient, too."""

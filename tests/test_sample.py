@@ -49,7 +49,8 @@ def test_every_row_with_every_filter(v, dtype):
     judged(operation(x, None, u, *parameters), x, u, [(ALL[i], *rest) for i, *rest in names], parameters)
 
 
-@pytest.mark.parametrize("v", [slow(127), 300])
+@pytest.mark.slow
+@pytest.mark.parametrize("v", [127, 300])
 def test_what_is_masked_is_not_there(v):
     """300: more than a block, and no multiple of one."""
     x = cases.rows(ALL, v)

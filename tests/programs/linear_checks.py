@@ -11,10 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from pallas_softmax.implementations.projection import chunk_rows
 from tests.support import linear
 
 N, D, V = 64, 24, 512
-ROWS = 5  # of a chunk
+ROWS = 5  # of a chunk, if a multiple of 8 need not be taken,
+BYTES = 8  # and of a logit: it is stored in float32, and its gradient
 CHECKS = {}
 SLOW = set()
 
@@ -30,7 +32,7 @@ LAYOUTS = {
 def sent(layout, reduction, devices):
     """The bytes of the all-reduces, and those of the all-gathers, that a device has to take part in.
 
-    One chunk is in the text of a loop. Of a row over several devices it sends m, d and its logit, for all tokens at
+    Of a row over several devices it sends m, d and its logit, for all tokens at
     once where the losses are one per token, and the float32 sum for dx, chunk by chunk.
     """
     data, model = devices // 2, 2
@@ -38,9 +40,10 @@ def sent(layout, reduction, devices):
     width = V // model if columns else V
     rows = N // data if tokens else N
     reduced = 4 * (D + 1) * width if tokens and data > 1 else 0
-    chunk = -(-rows // -(-rows // (2 * ROWS if columns else ROWS)))
+    chunk = chunk_rows(rows, width, BYTES, BYTES * ROWS * V)
     if columns:
-        reduced += 4 * D * chunk + 12 * (rows if reduction is None else chunk)
+        seen = chunk * (2 if chunk < rows else 1)  # the program has the first chunk, and those of a loop
+        reduced += 4 * D * seen + 12 * (rows if reduction is None else seen)
     return reduced, 4 * D * V if layout == "fsdp" and data > 1 else 0
 
 
@@ -52,11 +55,16 @@ def check(how, layout, reduction):
         (devices // 2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:devices]
     )
     x, w, labels, bias = linear.arrays(N, D, V, "float32", bias=True)
-    workspace = 4 * 2 * ROWS * V  # the gradients of float32 store 8 bytes for each logit
 
     def loss(x, w, bias, labels, axis_name=None):
         values = ps.linear_cross_entropy(
-            x, w, labels, bias=bias, reduction=reduction, workspace_bytes=workspace, axis_name=axis_name
+            x,
+            w,
+            labels,
+            bias=bias,
+            reduction=reduction,
+            workspace_bytes=BYTES * ROWS * V,
+            axis_name=axis_name,
         )
         return jnp.mean(values)
 
