@@ -143,9 +143,9 @@ def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale
     """
     m = jnp.max(lane.m, axis)
     s = shift(m) if broadcast is None else broadcast(shift(m))
-    # The maximum changes nothing, but has each product rounded before it is added. A multiply-add in place of both
-    # would round a lane's own product later than those of other lanes, and the lanes would not agree on the sum.
-    return Normalizer(m, jnp.sum(jnp.maximum(lane.d * _exp(lane.m - s, scale), 0), axis))
+    # The absolute value changes nothing, but has each product rounded before it is added. A multiply-add in place of
+    # both would round a lane's own product later than those of other lanes, and the lanes would not agree on the sum.
+    return Normalizer(m, jnp.sum(jnp.abs(lane.d * _exp(lane.m - s, scale)), axis))
 
 
 def merge_normalizers(parts: Normalizer, temperature: jax.Array) -> Normalizer:

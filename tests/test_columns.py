@@ -132,14 +132,14 @@ LOWERED = {
     ("op", "case", "dtype"), first(2, pairs(oracle.FORWARD, LOWERED, ["float32", "bfloat16"])), ids=str
 )
 def test_columns_lower_without_a_transpose(op, case, dtype):
-    """Forward, and with gradients, as kernels alone."""
+    """Forward, and with gradients, as kernels alone; but the backward of columns over a cluster is XLA's."""
     shape, axis = LOWERED[case]
     x = array(*shape, dtype=dtype)
     assert [choice.cuda for choice in ps.explain(lambda x: getattr(ps, op)(x, axis), x)][0] == "mosaic_gpu"
     text = lowered(lambda x: getattr(ps, op)(x, axis), x)
     assert kernel_names(text) == [f"{op}_forward"]
     assert "stablehlo.transpose" not in text
-    if op != "logsumexp":
+    if op != "logsumexp" and case.startswith("registers"):
         text = lowered(jax.grad(lambda x: jnp.sum(getattr(ps, op)(x, axis).astype(F32) ** 2)), x)
         assert kernel_names(text) == [f"{op}_forward", f"{op}_grad"]
         assert "stablehlo.transpose" not in text

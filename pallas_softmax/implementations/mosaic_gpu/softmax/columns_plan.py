@@ -123,12 +123,15 @@ def plan_columns(
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     for line, most in (
         (LINE_BYTES, min(smem, HALF_SMEM_BYTES)),  # two CTAs on a multiprocessor, or more
-        # one of them, too; but the backward reaches no more than XLA then, 57% of a copy at (1, 25000, 4000)
-        (SHORT_LINE_BYTES, smem if arrays == 1 else min(smem, HALF_SMEM_BYTES)),
+        (SHORT_LINE_BYTES, smem),  # one of them, too
     ):
         strips = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
             strips = dataclasses.replace(strips, slots=min(READ_SLOTS, strips.steps))
+        if arrays > 1 and strips.count > 1:
+            # The H100 failed to launch such a backward once, when CTAs left while others read from them. They wait
+            # since, but test_gpu_columns.py's test_clusters_that_come_and_go, which loads it so, has not run again.
+            return None
         held = strips.slots * strips.step_rows * strips.width * itemsize * arrays
         ctas = outer * -(-inner // strips.width) * strips.count
         if held <= most and strips.slots <= 32 and strips.width < inner and ctas >= FEWEST_CTAS:
