@@ -123,6 +123,7 @@ def test_vmap_of_where(name, batched):
     close(got, f(np.broadcast_to(x, X3.shape), where=np.broadcast_to(where, X3.shape)))
 
 
+@pytest.mark.slow
 @each_differentiable
 def test_vmap_of_grad(name):
     f = FUNCTIONS[name]
@@ -136,6 +137,7 @@ def test_vmap_of_grad(name):
     close(jax.jit(jax.vmap(jax.vmap(pullback)))(X3, g), want)
 
 
+@pytest.mark.slow
 @each_differentiable
 def test_grad_of_vmap_with_a_shared_argument(name):
     """One row for a batch of masks: its gradient is the sum over the batch."""

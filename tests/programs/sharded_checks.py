@@ -286,7 +286,7 @@ def judge(op, results, x, names, **kwargs):
 
 
 @each(op=OPS[:4], layout=LAYOUTS, how=HOW, fast=3)
-@each(op=OPS[4:], layout=["both", "spread"], how=HOW)
+@each(op=OPS[4:], layout=["both", "spread"], how=HOW, fast=2)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
 @each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16], fast=1)
 def partition(op, layout, how, dtype=F32):
@@ -295,7 +295,7 @@ def partition(op, layout, how, dtype=F32):
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
-@each(op=SOME, mask=masks(), how=HOW, fast=2)
+@each(op=SOME, mask=masks(), how=HOW, fast=1)
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]
@@ -512,7 +512,7 @@ def plain(op, x, axis_name):
     return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
 
 
-@each(op=OPS[:4], inside=[False, True], fast=2)
+@each(op=OPS[:4], inside=[False, True], fast=1)
 def shard_map_without_check_vma(op, inside):
     """The gradient is that of the same function in plain jnp, and so is the derivative in forward mode."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
@@ -527,7 +527,7 @@ def shard_map_without_check_vma(op, inside):
         np.testing.assert_allclose(*found, rtol=1e-4, atol=3e-5)
 
 
-@each(op=OPS[:4], fast=2)
+@each(op=OPS[:4], fast=1)
 def shard_map_over_one_axis_of_two(op):
     """The batch is left to the compiler."""
     at, x = split("both", "shard_map"), logits()
@@ -548,7 +548,7 @@ def exported(op, layout):
     assert_value(op, jax.jit(stored.call)(at.place(x)), x, NAMES)
 
 
-@each(how=("auto", "explicit"))
+@each(how=("auto", "explicit"), fast=1)
 def context_mesh(how):
     """Arrays that lie nowhere yet, in the context of a mesh; and without jit."""
     x = logits()
@@ -629,7 +629,7 @@ def row_that_does_not_divide(how):
         at.place(x) if how != "shard_map" else jax.jit(on(at, how, "softmax", ours))(x)
 
 
-@each(op=OPS[:4], fast=2)
+@each(op=OPS[:4], fast=1)
 def one_device(op):
     """An array that is not sharded: nothing is sent."""
     for f in (ours, lambda op, x: (pulled(lambda x: ours(op, x)[0])(x), None)):
