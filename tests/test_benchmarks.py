@@ -111,6 +111,7 @@ def test_smoke_flags_end_to_end(tmp_path):
     assert_smoke(tmp_path, done.stdout)
 
 
+@pytest.mark.slow
 def test_smoke_flags_in_this_process(tmp_path, parse, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)

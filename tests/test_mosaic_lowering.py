@@ -427,6 +427,7 @@ def test_export(name):
     assert kernel_results(exported(f, X).mlir_module()) == [results(ROWS)]
 
 
+@pytest.mark.slow
 def test_export_and_its_gradient_can_be_serialised():
     pytest.importorskip("flatbuffers", reason="jax.export needs it to serialise")
     again = export.deserialize(exported(ps.softmax, X).serialize(vjp_order=1))

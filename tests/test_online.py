@@ -16,7 +16,7 @@ from tests.support.covering import cover, first_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-FREE = settings(max_examples=40, deadline=None, derandomize=True)
+FREE = settings(max_examples=25, deadline=None, derandomize=True)
 combine = jax.jit(online.combine)
 reduce = jax.jit(online.reduce, static_argnums=1)
 

@@ -19,7 +19,7 @@ from tests.support.covering import cover, first, first_values, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-FREE = settings(max_examples=40, deadline=None, derandomize=True)
+FREE = settings(max_examples=25, deadline=None, derandomize=True)
 ALL = [*cases.FINITE, *cases.SPECIAL]
 
 
