@@ -332,7 +332,7 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
-    """Writes the PNG: the device time of one case over the number of devices."""
+    """Writes the PNG: the device time of one case over the number of devices, which must be GPUs."""
     plt = plot.pyplot()
     every = list(dict.fromkeys(row.layout.case for row in rows))
     case = next((case for case in every if (case.batch, case.vocab, case.k) == PICTURED), every[0])
@@ -452,7 +452,8 @@ def main(argv: list[str]) -> int:
         rows += run_layout(layout, chosen)
         compare(rows)
         report.write("sharded", rows, chosen, where)  # so that a run that is cut off leaves its results
-    picture(directory / "sharded.png", rows, where)
+    if any(row.device_us for row in rows):
+        picture(directory / "sharded.png", rows, where)
     print(f"\nsharded on {where['device']}, jax {where['jax']}")
     print(table(rows))
     print(f"files: {directory}/sharded.*")

@@ -158,7 +158,7 @@ def test_end_to_end(tmp_path):
     document = json.loads((tmp_path / "sharded.json").read_text())
     assert document["flags"]["devices"] == [1, 2, 16] and document["flags"]["axis_type"] == "Auto"
     assert document["environment"]["device"].startswith("8 x ")
-    assert (tmp_path / "sharded.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "sharded.png").exists()  # it shows device times, which GPUs alone have
     assert "of linear" in done.stdout
 
 
