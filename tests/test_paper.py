@@ -47,6 +47,7 @@ def test_naive_softmax_overflows(kernel):
     check_overflow(run)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_chosen():
     """As printed in the paper: what is not above -inf has no index."""
     x = np.full((2, 6), -np.inf, F32)
