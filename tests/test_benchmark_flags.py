@@ -18,7 +18,6 @@ from benchmarks.support import cases, driver, flags
 from benchmarks.support.flags import Settings
 
 ROOT = Path(__file__).parent.parent
-
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -65,13 +64,9 @@ BINARIES = {
 }
 
 INPUT = {"batch", "vocab", "shapes", "dtype", "logits", "seed"}
-
 CALL = {"direction", "implementations"}
-
 SAMPLING = {"repeats", "seconds"}
-
 OUTPUT = {"output_dir", "commit"}
-
 FLAGS = {
     "benchmarks.accuracy": INPUT | CALL | OUTPUT | {"function", "where", "axis"},
     "benchmarks.beam_search": SAMPLING

@@ -16,13 +16,9 @@ from benchmarks.support import driver, flags
 from tests.support.benchmark_cases import rows_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 QUICK_SWEEP = {"k": (5, 7), "algorithms": ("safe_unfused", "online_fused")}
-
 BOTH_PEERS = {"peers": ("jax", "jax_stable")}
-
 OF_SOFTMAX = ("V", "online", "safe")
-
 OF_TOPK = ("online_fused", "safe_unfused")
 
 

@@ -1,6 +1,6 @@
 """Every Mosaic GPU kernel in Pallas's interpreter on the CPU, against the oracle.
 
-What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX itself (test_gpu.py).
+What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX itself (gpu/).
 """
 
 import dataclasses

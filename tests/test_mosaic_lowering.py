@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels lowered for CUDA, without a GPU: that they lower, and which path a call takes.
 
-Registers, shared memory, alignment and deadlocks do not show here, but on the GPU only (test_gpu.py).
+Registers, shared memory, alignment and deadlocks do not show here, but on the GPU only (gpu/).
 """
 
 import functools

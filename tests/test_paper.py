@@ -61,7 +61,7 @@ def test_what_cannot_be_chosen():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_accesses(name, monkeypatch):
-    """The code of a kernel reads and writes the row as often as the paper counts. See test_gpu for the bytes."""
+    """The code of a kernel reads and writes the row as often as the paper counts. gpu/ has the bytes."""
     accesses = []
     for function in (blocks.load_from_row, blocks.store_to_row):
 

@@ -206,7 +206,7 @@ def reference(op, x):
 
 
 def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
-    """Of rows along the last axis. As for test_gpu.assert_topk an exponential costs eps |x - m|."""
+    """Of rows along the last axis. As for support.gpu.assert_topk an exponential costs eps |x - m|."""
     y, indices = got
     if op not in TOPK:
         y = np.asarray(y)[:, None] if op == "logsumexp" else y
