@@ -74,23 +74,19 @@ def _compare(case: Case, chosen: flags.Settings) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as aligned text, below a heading for each case; what the columns are stands below."""
-    lines = [["  output", "contender", "ran", "ulps", "XLA's", ""]]
-    notes = report.Notes()
-    last = None
-    for row in rows:
-        if row.case != last:
-            lines.append([row.case.label])
-        last = row.case
-        ulps = ["" if value is None else report.number(value) for value in (row.ulps, row.xla_ulps)]
-        mark = f" {notes.mark(row.reason)}" if row.reason else ""
-        lines.append([f"  {row.output}", row.contender, row.ran, *ulps, row.status + mark])
+    head = ["  output", "contender", "ran", "ulps", "XLA's", ""]
+
+    def cells(row: Row, notes: report.Notes) -> list[str]:
+        ulps = map(report.cell, (row.ulps, row.xla_ulps))
+        return [f"  {row.output}", row.contender, row.ran, *ulps, report.status_cell(row, notes)]
+
     texts = {
         "ran": report.RAN,
         "ulps": "the largest error against float64, in units of the last place of the true value (of dx: of its terms)",
         "XLA's": "that of jax.nn's function",
         "WORSE": "it is off by more than XLA's and what is allowed on top, an ulp or two",
     }
-    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
+    return report.grouped(head, rows, lambda row: row.case.label, cells, texts)
 
 
 def define_flags() -> None:

@@ -402,8 +402,7 @@ def _write_times(rows: dict[str, Row], calls: dict[str, Call], chosen: flags.Set
     )
     for name, seconds in times.items():
         row = rows[name]
-        row.samples = len(seconds)
-        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
+        timing.write_samples(row, seconds)
         row.tokens_per_s = row.search.batch * row.search.sequence / float(np.median(seconds))
         if "jax" in times:
             row.speedup = float(np.median(times["jax"]) / np.median(seconds))
@@ -444,22 +443,15 @@ def run_search(
 def table(rows: list[Row]) -> str:
     """Returns the rows as aligned text, below a heading for each search; what the columns are stands below."""
     head = ["  contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
-    lines = [[*head, "device us/step", "first s"]]
-    notes = report.Notes()
-    last = None
-    for row in rows:
-        if row.search != last:
-            lines.append([row.search.label])
-        last = row.search
-        mark = f" {notes.mark(row.reason)}" if row.reason else ""
-        line = [f"  {row.contender}", row.ran, row.status + mark]
-        line.append("" if row.same is None else f"{row.same}/{row.hypotheses}")
-        for value in (row.score_error, row.gap):
-            line.append("" if value is None else f"{value:.1e}" if value else "0")
-        line.append("" if row.tokens_per_s is None else report.number(row.tokens_per_s))
-        line.append("" if row.speedup is None else f"{row.speedup:.2f}x")
-        line.append("" if row.device_us_per_step is None else report.number(row.device_us_per_step))
-        lines.append([*line, "" if row.first_result_s is None else f"{row.first_result_s:.2f}"])
+    head += ["device us/step", "first s"]
+
+    def cells(row: Row, notes: report.Notes) -> list[str]:
+        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes)]
+        line += [report.cell(row.same, f"{{}}/{row.hypotheses}")]
+        line += [report.cell(value, "{:.1e}" if value else "") for value in (row.score_error, row.gap)]
+        line += [report.cell(row.tokens_per_s), report.cell(row.speedup, "{:.2f}x")]
+        return [*line, report.cell(row.device_us_per_step), report.cell(row.first_result_s, "{:.2f}")]
+
     texts = {
         "ran": report.RAN,
         "check": "ok if the scores and the choices of the search hold in its replay",
@@ -470,7 +462,7 @@ def table(rows: list[Row]) -> str:
         "device us/step": "the device time of the kernels of one step of the search",
         "first s": report.FIRST,
     }
-    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
+    return report.grouped(head, rows, lambda row: row.search.label, cells, texts)
 
 
 def examples(search: Search, hypotheses: np.ndarray) -> str:

@@ -33,7 +33,7 @@ import pallas_softmax
 from benchmarks import beam_search
 from benchmarks.support import flags, report, timing
 from benchmarks.support.contenders import Call, fetch_jax, jax_call
-from benchmarks.support.driver import note, progress, require_extra
+from benchmarks.support.driver import note, progress, require_extra, require_ran
 
 # Width D and columns V of models' heads.
 HEADS = {
@@ -239,8 +239,7 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
         try:
             call = (_torch_call if name.startswith("torch") else _jax_call)(row, arrays)
             row.ran, row.first_result_s = call.ran, call.first_result_s
-            if row.ours and name not in ("auto", "xla") and name not in call.ran.split("+"):
-                raise AssertionError(f"asked for {name}, lowered to {call.ran}")
+            require_ran(row)
             result = call.run()
             call.wait(result)
             if name != "matmul":
@@ -265,8 +264,7 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
     )
     for name, seconds in times.items():
         row = rows[name]
-        row.samples = len(seconds)
-        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
+        timing.write_samples(row, seconds)
         if "matmul" in times:
             row.products = float(np.median(seconds) / np.median(times["matmul"]))
     return list(rows.values())
@@ -274,18 +272,12 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as aligned text, below a heading for each loss; what the columns are stands below."""
-    lines = [["  contender", "ran", "check", "loss", "error", "p50 us", "products", "MiB"]]
-    notes = report.Notes()
-    last = None
-    for row in rows:
-        if row.loss != last:
-            lines.append([row.loss.label])
-        last = row.loss
-        mark = f" {notes.mark(row.reason)}" if row.reason else ""
-        line = [f"  {row.contender}", row.ran, row.status + mark]
-        for value in (row.value, row.error, row.p50_us, row.products, row.memory_mib):
-            line.append("" if value is None else report.number(value) if value else "0")
-        lines.append(line)
+    head = ["  contender", "ran", "check", "loss", "error", "p50 us", "products", "MiB"]
+
+    def cells(row: Row, notes: report.Notes) -> list[str]:
+        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes)]
+        return [*line, *map(report.cell, (row.value, row.error, row.p50_us, row.products, row.memory_mib))]
+
     texts = {
         "ran": report.RAN,
         "check": "ok if the error is no larger than a few eps of the dtype",
@@ -294,7 +286,7 @@ def table(rows: list[Row]) -> str:
         "products": "that over the time of matmul, the projection alone",
         "MiB": "temporaries by XLA's plan, a float32 dw among them",
     }
-    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
+    return report.grouped(head, rows, lambda row: row.loss.label, cells, texts)
 
 
 # --- A language model -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from absl import app
 import pallas_softmax
 from benchmarks.support import flags, report, timing
 from benchmarks.support.contenders import jax_call
-from benchmarks.support.driver import note, progress, require_extra
+from benchmarks.support.driver import note, progress, require_extra, require_ran
 
 # The contenders that compute attention in one call.
 FUSED: dict[str, Callable] = {
@@ -72,9 +72,8 @@ class Row:
     p50_us: float | None = None
     p80_us: float | None = None
     speedup: float | None = None  # p50 of jax over this p50
-    first_result_s: float | None = (
-        None  # that of jax, which runs first, includes XLA's tuning of the matrix products
-    )
+    # That of jax, which runs first, includes XLA's tuning of the matrix products.
+    first_result_s: float | None = None
 
     @property
     def fails(self) -> bool:
@@ -233,8 +232,7 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
         try:
             call = jax_call(with_implementation(name), *args, ran="" if row.ours else name)
             row.ran, row.first_result_s = call.ran, call.first_result_s
-            if row.ours and name not in ("auto", "xla") and name not in call.ran.split("+"):
-                raise AssertionError(f"asked for {name}, lowered to {call.ran}")
+            require_ran(row)
             got = call.run()["y"]
             row.loss = float(got[0])
             if want is None:
@@ -253,8 +251,7 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
     )
     for name, seconds in times.items():
         row = rows[name]
-        row.samples = len(seconds)
-        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
+        timing.write_samples(row, seconds)
         if "jax" in times:
             row.speedup = float(np.median(times["jax"]) / np.median(seconds))
     return list(rows.values())
@@ -262,19 +259,13 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as aligned text, below a heading for each program; what the columns are stands below."""
-    lines = [["  contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s"]]
-    notes = report.Notes()
-    last = None
-    for row in rows:
-        if row.program != last:
-            lines.append([row.program.label])
-        last = row.program
-        mark = f" {notes.mark(row.reason)}" if row.reason else ""
-        line = [f"  {row.contender}", row.ran, row.status + mark]
-        for value in (row.loss, row.error, row.p50_us):
-            line.append("" if value is None else report.number(value) if value else "0")
-        line.append("" if row.speedup is None else f"{row.speedup:.2f}x")
-        lines.append([*line, "" if row.first_result_s is None else f"{row.first_result_s:.2f}"])
+    head = ["  contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s"]
+
+    def cells(row: Row, notes: report.Notes) -> list[str]:
+        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes)]
+        line += map(report.cell, (row.loss, row.error, row.p50_us))
+        return [*line, report.cell(row.speedup, "{:.2f}x"), report.cell(row.first_result_s, "{:.2f}")]
+
     texts = {
         "ran": report.RAN,
         "check": "ok if the error is no larger than a few eps of the dtype",
@@ -283,7 +274,7 @@ def table(rows: list[Row]) -> str:
         "speed-up": report.SPEEDUP,
         "first s": f"{report.FIRST}; jax runs first, and pays for XLA's tuning of the matrix products",
     }
-    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
+    return report.grouped(head, rows, lambda row: row.program.label, cells, texts)
 
 
 def define_flags() -> None:

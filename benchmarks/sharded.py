@@ -297,25 +297,22 @@ def compare(rows: list[Row]) -> None:
 def table(rows: list[Row]) -> str:
     """Returns the rows as aligned text, below a heading for each layout; what the columns are stands below."""
     head = ["  contender", "ran", "check", "wall us", "faster", "of softmax", "device us", "faster"]
-    lines = [[*head, "of linear", "link MB", ""]]
-    notes = report.Notes()
+    head += ["of linear", "link MB", ""]
+    cell = report.cell
 
-    def cell(value: float | None, form: str = "") -> str:
-        return "" if value is None else form.format(value) if form else report.number(value)
-
-    last = None
-    for row in rows:
+    def heading(row: Row) -> str:
         layout = row.layout
-        if layout != last:
-            over = "" if layout.sharding == ALONE else f", {layout.sharding} over {layout.devices}"
-            lines.append([f"{layout.case.label}{over or ', one device'}"])
-        last = layout
+        over = f"{layout.sharding} over {layout.devices}"
+        return f"{layout.case.label}, {'one device' if layout.sharding == ALONE else over}"
+
+    def cells(row: Row, notes: report.Notes) -> list[str]:
         check = f"ok: {report.number(row.error_eps or 0, 2)} eps" if row.status == "ok" else row.status
         line = [f"  {row.contender}", row.ran, check]
         line += [cell(row.wall_p50_us), cell(row.speedup_wall, "{:.2f}x"), cell(row.of_softmax, "{:.2f}")]
         line += [cell(row.device_us), cell(row.speedup_device, "{:.2f}x"), cell(row.of_linear, "{:.0%}")]
         line += [cell(row.link_bytes / 1e6) if row.link_bytes else ""]
-        lines.append([*line, "".join(notes.mark(text) for text in (row.collectives, row.reason) if text)])
+        return [*line, "".join(notes.mark(text) for text in (row.collectives, row.reason) if text)]
+
     texts = {
         "ran": report.RAN,
         "check": "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps",
@@ -328,7 +325,7 @@ def table(rows: list[Row]) -> str:
     }
     if any(row.status == "differs" for row in rows):
         texts["differs"] = report.DIFFERS
-    return report.columns(lines, left=3) + str(notes) + report.legend(texts)
+    return report.grouped(head, rows, heading, cells, texts)
 
 
 def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:

@@ -89,6 +89,12 @@ def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str
         raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
 
 
+def require_ran(row: Any) -> None:
+    """Raises unless a row of ours, of a whole program, ran the implementation that it names, maybe beside others."""
+    if row.ours and row.contender not in ("auto", "xla") and row.contender not in row.ran.split("+"):
+        raise AssertionError(f"asked for {row.contender}, lowered to {row.ran}")
+
+
 # --- What cannot run ------------------------------------------------------------------------------------
 
 
@@ -182,8 +188,7 @@ def write_times(
     medians = {name: float(np.median(seconds)) for name, seconds in times.items()}
     for name, seconds in times.items():
         row = rows[name]
-        row.samples = len(seconds)
-        row.p20_us, row.p50_us, row.p80_us = timing.percentiles_us(seconds)
+        timing.write_samples(row, seconds)
         row.elements_per_s = row.case.batch * row.case.vocab / medians[name]
         rate = row.bytes / medians[name]
         row.tb_per_s, row.share_of_copy = rate / 1e12, rate / bandwidths["copy"]

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -246,6 +246,43 @@ def legend(texts: dict[str, str]) -> str:
     return "".join(f"\n{wrapped(f'{name}: {text}')}" for name, text in texts.items())
 
 
+def cell(value: float | None, form: str = "") -> str:
+    """Returns the text of a number that may be missing, by the format `form`, or else with three digits."""
+    if value is None:
+        return ""
+    return form.format(value) if form else number(value) if value else "0"
+
+
+def status_cell(row: Any, notes: Notes) -> str:
+    """Returns a row's status, with the mark of a footnote that tells its reason."""
+    return f"{row.status} {notes.mark(row.reason)}" if row.reason else row.status
+
+
+def grouped(
+    head: list[str],
+    rows: Sequence[Any],
+    heading: Callable[[Any], str],
+    cells: Callable[[Any, Notes], list[str]],
+    texts: dict[str, str],
+) -> str:
+    """Returns rows as aligned text, below a heading wherever that changes, and above what explains them.
+
+    Args:
+      head: the names of the columns, the first three of which are aligned on the left.
+      rows: what the rows of the table are made of.
+      heading: (row) -> the heading that it stands below.
+      cells: (row, notes) -> the texts of its columns; it may add to the footnotes.
+      texts: what a column is, or a word that stands in it, by name.
+    """
+    lines, notes, last = [head], Notes(), None
+    for row in rows:
+        if heading(row) != last:
+            last = heading(row)
+            lines.append([last])
+        lines.append(cells(row, notes))
+    return columns(lines, left=3) + str(notes) + legend(texts)
+
+
 def _check_cell(row: Row, notes: Notes) -> str:
     """Returns the text of the column `check`; a long reason is a footnote."""
     if row.status == "ok":
@@ -263,22 +300,21 @@ def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
     scale, unit = bandwidth_unit(bandwidths[floor])
     slowdown = any(row.slowdown for row in rows)
     head = ["  contender", "ran", "check", "p50 us", unit, f"of {floor}", "speed-up"]
-    lines = [head + ["slowdown"] * slowdown + ["first s"]]
-    notes = Notes()
-    last = None
-    for row in rows:
-        if row.case != last:
-            lines.append([row.case.label + (f", fits {row.fits_cache}" if row.fits_cache else "")])
-        last = row.case
+    head = head + ["slowdown"] * slowdown + ["first s"]
+
+    def heading(row: Row) -> str:
+        return row.case.label + (f", fits {row.fits_cache}" if row.fits_cache else "")
+
+    def cells(row: Row, notes: Notes) -> list[str]:
         line = [f"  {row.contender}", row.ran, _check_cell(row, notes)]
         if row.p50_us is None or row.tb_per_s is None or row.share is None:
             line += [""] * 4
         else:
             line += [number(row.p50_us), number(row.tb_per_s * 1e12 / scale), f"{row.share:.0%}"]
-            line += ["" if row.speedup is None else f"{row.speedup:.2f}x"]
-        if slowdown:
-            line.append("" if row.slowdown is None else f"{row.slowdown:.2f}x")
-        lines.append([*line, "" if row.first_result_s is None else f"{row.first_result_s:.2f}"])
+            line += [cell(row.speedup, "{:.2f}x")]
+        line += [cell(row.slowdown, "{:.2f}x")] * slowdown
+        return [*line, cell(row.first_result_s, "{:.2f}")]
+
     texts = {"ran": RAN, "check": CHECK}
     if any(row.status == "differs" for row in rows):
         texts["differs"] = DIFFERS
@@ -293,4 +329,4 @@ def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
     texts["first s"] = FIRST
     for cache in sorted({row.fits_cache for row in rows} - {""}):
         texts[f"fits {cache}"] = FITS
-    return columns(lines, left=3) + str(notes) + legend(texts)
+    return grouped(head, rows, heading, cells, texts)

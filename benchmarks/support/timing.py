@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,12 @@ def interleave(
 def percentiles_us(seconds: list[float]) -> list[float]:
     """Returns the 20th, 50th and 80th percentile of samples in seconds, as microseconds."""
     return (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
+
+
+def write_samples(row: Any, seconds: list[float]) -> None:
+    """Writes into a row of results how many samples there are, and their percentiles."""
+    row.samples = len(seconds)
+    row.p20_us, row.p50_us, row.p80_us = percentiles_us(seconds)
 
 
 def _gigabyte() -> jax.Array:
