@@ -62,6 +62,8 @@ class Scratch:
     total_mail = 32
     chosen = 36  # the bucket of a round that holds the threshold: its number, counts and masses
     scans = 44  # of 24 words, for one scan after another
+    beside_scan = zone_ends = scans + 8  # four words that a scan of 32 bits, which takes four, leaves free
+    second_scan = scans + 12
     histogram = 72
     columns = (histogram + BUCKETS, histogram + BUCKETS + WARPGROUP)  # of counts, and of masses
     rounds = histogram + BUCKETS + 2 * WARPGROUP
