@@ -9,8 +9,8 @@ it leave over; if that is all or nothing, the threshold says so, and nothing is 
                    keep all  |    cut all       the cut is in block 2, the first whose end exceeds 5:
                              of its 4 the first 2, in the order of the threads and of the elements of each
 
-+0 and -0 are equal as floats, but have two keys, and +0 comes first. So where the last key is that of +0, all -0 go too;
-and of zeros even a cut of nothing, or of all, is written, since the threshold cannot tell one from the other.
++0 and -0 are equal as floats, but have two keys, and +0 comes first. So where the last key is that of +0, all -0 go
+too; and of zeros even a cut of nothing, or of all, is written, since the threshold cannot tell one from the other.
 """
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
@@ -25,7 +25,7 @@ _NONE = -1  # the number of a block, where no block is meant
 
 
 def cut(code: Program, last: Last, unit: Unit, kept: Kept, by_mass: bool) -> None:
-    """Makes -inf of the entries of the last key that are not kept, and writes the threshold, and the mass of a count."""
+    """Makes -inf of the entries of the last key that are too many, and writes what is kept."""
     everywhere, before, own = _numbers(code, last.count_at)
     least = code.kind.float_of_bits(code, code.kind.key(code, last.key))
     code += f"mov.f32 {kept.least}, {least};"
@@ -84,10 +84,11 @@ def _write_cut(code: Program, key: str, keep: str, least: str) -> None:
     """Keeps the first `keep` entries of a key in this CTA, and makes -inf of the others."""
     key_bits = _count_blocks(code, key, least)
     block, before = _find_block(code, keep)
-    _cut_after(code, key, key_bits, block, least)
+    neg_inf = code.constant(f"b{8 * code.kind.itemsize}", code.kind.neg_inf)
+    _cut_after(code, key, key_bits, block, least, neg_inf)
     done, nowhere = code.label("block_cut"), code.one("pred")
     code += f"setp.eq.s32 {nowhere}, {block}, {_NONE}; @{nowhere} bra {done};"
-    _cut_in_block(code, key_bits, keep, block, before)
+    _cut_in_block(code, key_bits, keep, block, before, neg_inf)
     code += f"{done}:"
     cluster_ptx.meet(code)
 
@@ -133,10 +134,10 @@ def _find_block(code: Program, keep: str) -> tuple[str, str]:
     return block, before
 
 
-def _cut_after(code: Program, key: str, key_bits: str, block: str, least: str) -> None:
+def _cut_after(code: Program, key: str, key_bits: str, block: str, least: str, neg_inf: str) -> None:
     """Makes -inf of the entries of a key in the blocks after `block`; if the key is that of +0, of all -0."""
     size = 8 * code.kind.itemsize
-    neg_inf, first = code.constant(f"b{size}", code.kind.neg_inf), code.constant("b32", 0)
+    first = code.constant("b32", 0)
     is_zero, late, late_or_zero, equal, equal_zero = code.new("pred", 5)
     negative_zero = code.one("b32")  # its bits, or, where the key is not that of +0, those of the key again
     code += f"setp.eq.s32 {is_zero}, {key}, 0; mov.b32 {negative_zero}, {key_bits};"
@@ -153,10 +154,9 @@ def _cut_after(code: Program, key: str, key_bits: str, block: str, least: str) -
             code += f"@{equal} st.shared.b{size} [{vector.address}+{i * code.kind.itemsize}], {neg_inf};"
 
 
-def _cut_in_block(code: Program, key_bits: str, keep: str, block: str, before: str) -> None:
+def _cut_in_block(code: Program, key_bits: str, keep: str, block: str, before: str, neg_inf: str) -> None:
     """Makes -inf of the entries of a key in one block that are too many, if so many come before the block."""
     size = 8 * code.kind.itemsize
-    neg_inf = code.constant(f"b{size}", code.kind.neg_inf)
     address, number = code.one("b32"), code.constant("b32", 0)
     code += f"mad.lo.u32 {address}, {block}, {WARPGROUP}, <thread>;"
     code += f"mad.lo.u32 {address}, {address}, 16, <x>;"

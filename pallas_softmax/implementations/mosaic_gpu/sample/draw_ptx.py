@@ -200,9 +200,8 @@ def _draw_here(
     index, distance = inverse_ptx.element_reaching(code, vectors, kept, least_weight, target, before)
     log_prob, share = code.new("f32", 2)
     code += f"add.u32 {index}, {index}, {vectors.position}; add.u32 {index}, {index}, <origin>;"
-    code += f"mul.f32 {log_prob}, {distance}, {_LN2};"
     log_total = _log(code, total)
-    code += f"sub.f32 {log_prob}, {log_prob}, {log_total};"
+    code += f"mul.f32 {log_prob}, {distance}, {_LN2}; sub.f32 {log_prob}, {log_prob}, {log_total};"
     code += f"div.rn.f32 {share}, {kept_of_row}, {total}; min.f32 {share}, {share}, {ONE};"
     log_mass, always = _log(code, share), code.one("pred")
     code += f"setp.eq.u32 {always}, <thread>, <thread>;"

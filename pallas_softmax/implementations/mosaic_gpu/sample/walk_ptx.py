@@ -58,24 +58,25 @@ def groups(code: Program, above: str) -> Iterator[Group]:
     """
     whole, rest = divmod(code.window.blocks, code.group_blocks)
     address, of_thread, number = code.new("b32", 3)
+    mass = code.one("f32")
     code += f"mov.b32 {address}, {code.first_vector}; mov.b32 {number}, 0;"
     code += f"mad.lo.u32 {of_thread}, <thread>, 4, <scratch>;"
     if whole:
         again, more = code.label("group"), code.one("pred")
         code += f"{again}:"
-        yield from _group(code, code.group_blocks, address, of_thread, number, above)
+        yield from _group(code, code.group_blocks, address, of_thread, number, mass, above)
         code += f"add.u32 {address}, {address}, {code.group_blocks * code.block_bytes};"
         code += f"add.u32 {number}, {number}, 1; add.u32 {of_thread}, {of_thread}, {4 * WARPGROUP};"
         code += f"setp.lt.u32 {more}, {number}, {whole}; @{more} bra {again};"
     if rest:
-        yield from _group(code, rest, address, of_thread, number, above)
+        yield from _group(code, rest, address, of_thread, number, mass, above)
 
 
 def _group(
-    code: Program, blocks: int, address: str, of_thread: str, number: str, above: str
+    code: Program, blocks: int, address: str, of_thread: str, number: str, mass: str, above: str
 ) -> Iterator[Group]:
     """Writes the text for one group of so many blocks, of which the first has the thread's vector at `address`."""
-    best, mass = code.new("f32", 2)
+    best = code.one("f32")
     none, skip = code.one("pred"), code.label("group_done")
     code += f"ld.shared.f32 {best}, [{of_thread}+{4 * code.scratch.best}]; mov.f32 {mass}, {ZERO};"
     distance = code.distance(best)
