@@ -124,13 +124,7 @@ def _sample_of(
     key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
 ) -> Sample:
     name = "sample"
-    x = arguments.array(name, "logits", logits)
-    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: logits must be a float or integer array, got {x.dtype.name}")
-    axis = arguments.static_int(name, "axis", axis)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
-    axis %= x.ndim
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
     if x.shape[axis] == 0:
         raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)

@@ -189,14 +189,15 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
         device, target = _position_reaching(sums, target, reached)
         own = device == lax.axis_index(row.mesh_axes)
 
-    several = isinstance(row.vocab, int) and row.vocab > _BLOCK  # other rows are one block
-    count, block = (-(-row.vocab // _BLOCK), _BLOCK) if several else (1, row.vocab)
-    padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * block - row.vocab)]
-    blocks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, block)
-    number, target = _position_reaching(jnp.sum(blocks, -1), target, reached)
-    elements = jnp.take_along_axis(blocks, number[..., None], -2)[..., 0, :]
-    position, _ = _position_reaching(elements, target, reached)
-    index = number * block + position
+    first = 0
+    if isinstance(row.vocab, int) and row.vocab > _BLOCK:  # other rows are one block
+        count = -(-row.vocab // _BLOCK)
+        padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * _BLOCK - row.vocab)]
+        blocks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, _BLOCK)
+        block, target = _position_reaching(jnp.sum(blocks, -1), target, reached)
+        weight, first = jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :], block * _BLOCK
+    position, _ = _position_reaching(weight, target, reached)
+    index = first + position
     return lax.pmin(jnp.where(own, row.start + index, _NOWHERE), row.mesh_axes) if row.mesh_axes else index
 
 
