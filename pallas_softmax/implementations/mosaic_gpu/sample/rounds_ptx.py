@@ -90,7 +90,8 @@ def find_key(code: Program, search: Search, target: Target, keys: KeyRange, unit
     above_mass, first_round = code.one("f32"), code.one("pred")
     again, done, later = (code.label(name) for name in ("round", "rounds_done", "later_round"))
     counts, extent, shift = code.new("b32", 3)
-    passed, stop = Passed(*code.new("b64", 3), *code.new("b32", 2)), code.one("pred")
+    passed = Passed(code.one("b64"), code.one("b64"), code.one("b64"), code.one("b32"), code.one("b32"))
+    stop = code.one("pred")
     # True, since the factor is a number; the rounds set it to false.
     code += f"setp.eq.f32 {first_round}, {unit.factor}, {unit.factor};"
     code += f"mov.b64 {passed.mass}, 0; {again}:"

@@ -54,8 +54,8 @@ def new_search(code: Program, total: str, kept: Kept) -> Search:
       total: mass of the warp's elements (f32).
       kept: what is kept so far, which is all.
     """
-    zone = Zone(*code.new("f32", 2), code.one("pred"))
-    above = Above(code.one("f32"), *code.new("b32", 2))
+    zone = Zone(code.one("f32"), code.one("f32"), code.one("pred"))
+    above = Above(code.one("f32"), code.one("b32"), code.one("b32"))
     candidates = Candidates(code.one("b32"), code.one("pred"))
     alike = Alike(code.one("pred"), code.one("f32"), code.one("b32"))
     search = Search(total, kept, zone, above, candidates, alike, code.constant("b32", _LOWEST_KEY))
