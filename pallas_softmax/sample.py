@@ -164,7 +164,7 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
     floating = jax.eval_shape(jnp.exp, x).dtype
     wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
 
-    def per_row(name: str, value):
+    def per_row(name: str, value) -> Any:
         if value is None:
             return None
         value = lax.stop_gradient(arguments.per_row("sample", name, value, x.shape, axis))
