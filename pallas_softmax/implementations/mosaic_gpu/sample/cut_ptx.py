@@ -41,9 +41,11 @@ def cut(code: Program, last: Last, unit: Unit, kept: Kept, by_mass: bool) -> Non
     condition, next_key = code.one("pred"), code.one("b32")
     code += f"sub.s32 {keep}, {keep}, {before}; max.s32 {keep}, {keep}, 0;"
     code += f"setp.eq.f32 {condition}, {kept.least}, {ZERO}; @{condition} bra {write};"
-    code += f"setp.ge.s32 {condition}, {keep}, {own}; @{condition} bra {end};"  # all
+    # This CTA keeps all its entries of the key: done.
+    code += f"setp.ge.s32 {condition}, {keep}, {own}; @{condition} bra {end};"
     code += f"setp.gt.s32 {condition}, {keep}, 0; @{condition} bra {write};"
-    code += f"add.s32 {next_key}, {last.key}, 1;"  # none
+    # It keeps none: the threshold is the next key.
+    code += f"add.s32 {next_key}, {last.key}, 1;"
     least = code.kind.float_of_bits(code, code.kind.key(code, next_key))
     code += f"mov.f32 {kept.least}, {least}; bra {end}; {write}:"
     _write_cut(code, last.key, keep, kept.least)

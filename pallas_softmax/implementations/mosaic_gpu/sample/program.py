@@ -3,7 +3,7 @@
 Every file `*_ptx.py` of this folder adds text to one `Program`. Its text finds these operands (see `draw_ptx`):
 
     <thread>                0 to 127, the thread's number in its CTA
-    <part>                  the CTA's number in its cluster
+    <part>                  the CTA's number in its cluster, and that of its part in the row
     <x>, <scratch>          addresses in the CTA's shared memory: of the elements, and of the words of `plan.Scratch`
 
 Words that the pieces use in one meaning:
