@@ -24,9 +24,8 @@ from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.program import Program
 
 COLUMN = BUCKETS // WARPGROUP  # buckets of a thread
-BUCKET_SHIFT = (
-    17  # bits of a float32 below its bucket: 23 of a mantissa, less 6 for 64 buckets a power of two
-)
+# Bits of a float32 below its bucket: 23 of a mantissa, less 6 for 64 buckets a power of two.
+BUCKET_SHIFT = 17
 _LEAST_EXPONENT = 127 - 9  # of a float32, biased: distances of less than 2^-9 are in bucket 0
 FIRST_BUCKET = _LEAST_EXPONENT << (23 - BUCKET_SHIFT)  # the bits above BUCKET_SHIFT of a distance in bucket 0
 _HALF_BUCKET = 1 << (BUCKET_SHIFT - 1)  # the bits of a distance in the middle of a bucket, below BUCKET_SHIFT
