@@ -1,15 +1,16 @@
 """How fast is sample? python -m benchmarks.sample --flagfile=configs/sample.flags
 
-A draw from each row by every choice of filters, with a temperature and parameters that each row has, traced:
+It draws from each row with every choice of filters. Each row has its own temperature and its own numbers of the
+filters, all of them traced:
 
 none     a temperature alone
-min_p    0.05 of the largest probability
-top_k    the 50 best
-top_p    0.9 of the mass
-all      all of them
+min_p    entries of at least 0.05 of the largest probability
+top_k    the 50 best entries
+top_p    the best entries that together have 0.9 of the mass
+all      all three filters
 
-The draws of ours are held against the float64 oracle, which is given the same u. Those of a peer, whose random
-numbers are its own, must be among what the filters keep.
+Our draws are held against the float64 oracle, which is given the same u. Those of a peer, which has its own random
+numbers, must be among what the filters keep.
 """
 
 import dataclasses

@@ -42,6 +42,17 @@ def array(function: str, name: str, x) -> jax.Array:
     return jnp.asarray(x)
 
 
+def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
+    """`x` as a JAX array of real numbers, and the number of its one axis `axis`, not negative."""
+    x = array(function, name, x)
+    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
+    axis = static_int(function, "axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{function}: axis {axis} is out of bounds for {name} of shape {x.shape}")
+    return x, axis % x.ndim
+
+
 def check_array(function: str, name: str, x) -> None:
     """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them."""
     arrays = jax.Array | np.ndarray | np.generic | numbers.Number

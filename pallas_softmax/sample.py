@@ -1,4 +1,4 @@
-"""sample: what it promises."""
+"""sample: what it promises, and how its parameters become one number for each row."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 
 class Sample(NamedTuple):
-    """A draw from each row: three arrays of the shape of the logits without the axis of the row.
+    """A draw from each row, as three arrays of the shape of the logits without the axis of the row.
 
     Attributes:
       indices: int32, the positions drawn; -1 where there was nothing to draw from.
@@ -54,7 +54,7 @@ def sample(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> Sample:
-    """One draw from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
+    """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
     The order of a row is that of `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply one
     after the other: `top_k` keeps the first entries; `top_p`, of what is left, normalised again, keeps each entry whose
@@ -100,9 +100,16 @@ def sample(
 
 
 def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
-    """A parameter as it is passed on; one whose numbers are known, and not only traced, is accepted or raises.
+    """Returns a parameter, or raises if its numbers, where they are known and not only traced, are not accepted.
 
-    Integers are cut to int32, which is no change to a number of winners.
+    Integers above those of int32 become the largest of these, which no row is longer than.
+
+    Args:
+      name: that of the parameter.
+      value: the parameter; None is no filter.
+      accepted: whether each of its numbers is in range.
+      wanted: the range, in words.
+      integer: whether the numbers must be integers.
     """
     if value is None and name != "temperature":
         return None
@@ -124,13 +131,7 @@ def _sample_of(
     key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
 ) -> Sample:
     name = "sample"
-    x = arguments.array(name, "logits", logits)
-    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: logits must be a float or integer array, got {x.dtype.name}")
-    axis = arguments.static_int(name, "axis", axis)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
-    axis %= x.ndim
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
     if x.shape[axis] == 0:
         raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
@@ -139,28 +140,8 @@ def _sample_of(
     batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
     u = _uniform(key, batch)[..., None]
 
-    floating = jax.eval_shape(jnp.exp, x).dtype
-    wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
-
-    def per_row(of: str, value):
-        if value is None:
-            return None
-        value = lax.stop_gradient(arguments.per_row(name, of, value, x.shape, axis))
-        return value if of == "top_k" else value.astype(wide)
-
-    t, k = per_row("temperature", temperature), per_row("top_k", top_k)
-    shares = per_row("top_p", top_p), per_row("min_p", min_p)
-    good = t >= 0
-    if k is not None:
-        k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
-        good &= k >= 1
-    for share in shares:
-        good = good if share is None else good & (share >= 0) & (share <= 1)
-    # beyond tiny and 1 / tiny, 1 / t is no normal number
-    tiny = jnp.finfo(wide).tiny
-    t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
-
-    x, mask, *parameters = lay_together(jnp.moveaxis(x, axis, -1), mask, u, t, k, *shares)
+    parameters = _parameters(x, axis, temperature, top_k, top_p, min_p)
+    x, mask, *parameters = lay_together(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
     if any(varies(a, mesh_axes) for a in parameters if a is not None):
         raise ValueError(
             f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
@@ -174,8 +155,36 @@ def _sample_of(
     return Sample(*(a.reshape(batch) for a in results))
 
 
+def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
+    """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
+
+    The temperature is NaN where one of them is out of range, which gives a row without a draw; and beyond tiny and
+    1 / tiny, where its reciprocal is no normal number, it is one of these.
+    """
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
+
+    def per_row(name: str, value) -> Any:
+        if value is None:
+            return None
+        value = lax.stop_gradient(arguments.per_row("sample", name, value, x.shape, axis))
+        return value if name == "top_k" else value.astype(wide)
+
+    t, k = per_row("temperature", temperature), per_row("top_k", top_k)
+    shares = per_row("top_p", top_p), per_row("min_p", min_p)
+    good = t >= 0
+    if k is not None:
+        k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
+        good &= k >= 1
+    for share in shares:
+        good = good if share is None else good & (share >= 0) & (share <= 1)
+    tiny = jnp.finfo(wide).tiny
+    t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
+    return [t, k, *shares]
+
+
 def _run(choice: Choice, *arrays: Any) -> Any:
-    """The operation; it is jitted, so that equal calls are traced once."""
+    """Runs the operation. It is jitted, so that equal calls are traced once."""
     return execution.run(choice, *arrays)
 
 
@@ -184,7 +193,7 @@ _sample = jax.jit(_run, static_argnums=0)
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
-    """A float32 in [0, 1) for each row: of one key for all of them, or of one key each."""
+    """Returns a float32 in [0, 1) for each row, from one key for all of them, or from one key each."""
     key = arguments.array("sample", "key", key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim > 1:

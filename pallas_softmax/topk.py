@@ -93,13 +93,7 @@ def fused_topk(
 
 def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, implementation) -> TopK:
     name = "fused_topk"
-    x = arguments.array(name, "logits", logits)
-    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: logits must be a float or integer array, got {x.dtype.name}")
-    axis = arguments.static_int(name, "axis", axis)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{name}: axis {axis} is out of bounds for logits of shape {x.shape}")
-    axis %= x.ndim
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     k = arguments.row_part(name, "k", k, length)

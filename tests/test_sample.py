@@ -49,6 +49,20 @@ def test_every_row_with_every_filter(v, dtype):
     judged(operation(x, None, u, *parameters), x, u, [(ALL[i], *rest) for i, *rest in names], parameters)
 
 
+@pytest.mark.parametrize("given", [(1, 1, 1), slow((1, 0, 0)), slow((0, 1, 0)), slow((0, 0, 1))], ids=str)
+@pytest.mark.parametrize("v", [40, slow(300)])
+def test_a_row_in_a_batch_and_alone(v, given):
+    """A row has the same draw in a batch as alone."""
+    x, _, u, (t, *filters), names = crossed(cases.rows(["normal", "integers", "peaked", "zero"], v))
+    where = np.random.default_rng(0).random(x.shape) < 0.8
+    filters = [a if wanted else None for a, wanted in zip(filters, given)]
+    got = operation(x, where, u, t, *filters)
+    judged(got, x, u, names, [t, *filters], where)
+    for i in range(0, len(x), 17):
+        alone = (None if a is None else a[i : i + 1] for a in (x, where, u, t, *filters))
+        same(operation(*alone), [a[i : i + 1] for a in got])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("v", [127, 300])
 def test_what_is_masked_is_not_there(v):

@@ -1,4 +1,11 @@
-"""PTX text that takes elements from shared memory: as words of 32 bits, as floats, as sort keys."""
+"""PTX text that takes elements from shared memory: as words of 32 bits, as bits, as floats, as sort keys.
+
+An element by itself is held in one of three ways, each in a register of 32 bits:
+
+    bits     those of its own dtype, as a signed number; a half is extended by its sign
+    float    the same number in float32
+    key      its sort key (see `sort_keys`), as a signed number
+"""
 
 import numpy as np
 
@@ -14,6 +21,7 @@ class Elements:
       halves: whether a word has two elements.
       neg_inf: the bits of -inf.
       flip: the bits of a word in which the sort key of a negative element differs from its own bits.
+      magnitude: the same of an element.
     """
 
     def __init__(self, dtype):
@@ -22,6 +30,7 @@ class Elements:
         self.halves = self.itemsize == 2
         self.neg_inf = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}[self.name]
         self.flip = 0x7FFF7FFF if self.halves else 0x7FFFFFFF
+        self.magnitude = 0x7FFF if self.halves else 0x7FFFFFFF
 
     def vectors(self, code: Code, address: str, offsets: list[int]) -> list[list[str]]:
         """Loads 16 bytes from each of address + offsets; the registers of their four words."""
@@ -66,13 +75,57 @@ class Elements:
                 code += f"setp.eq.s32 {p}, {bits}, -1; selp.f32 {x}, {NEG_INF}, {x}, {p};"
         return out
 
-    def keys(self, code: Code, bits: list[str]) -> list[str]:
-        """Turns the bits of elements, as signed numbers, into their sort keys (see `sort_keys`), in place."""
-        (t,) = code.new("b32")
-        for b in bits:
-            code += f"shr.s32 {t}, {b}, 31; and.b32 {t}, {t}, {0x7FFF if self.halves else 0x7FFFFFFF};"
-            code += f"xor.b32 {b}, {b}, {t};"
+    def load_bits(self, code: Code, address: str) -> str:
+        """Loads an element; the register with its bits."""
+        bits = code.one("b32")
+        if self.halves:
+            half = code.one("b16")
+            code += f"ld.shared.b16 {half}, [{address}]; cvt.s32.s16 {bits}, {half};"
+        else:
+            code += f"ld.shared.b32 {bits}, [{address}];"
         return bits
+
+    def float_of_bits(self, code: Code, bits: str) -> str:
+        """The float32 of an element's bits."""
+        x = code.one("f32")
+        match self.name:
+            case "f32":
+                code += f"mov.b32 {x}, {bits};"
+            case "bf16":  # a bfloat16 is the upper half of a float32
+                upper = code.one("b32")
+                code += f"shl.b32 {upper}, {bits}, 16; mov.b32 {x}, {upper};"
+            case _:
+                half = code.one("b16")
+                code += f"cvt.u16.u32 {half}, {bits}; cvt.f32.f16 {x}, {half};"
+        return x
+
+    def bits_of_float(self, code: Code, x: str) -> str:
+        """The bits of the element that is nearest to a float32."""
+        bits = code.one("b32")
+        if self.halves:
+            half = code.one("b16")
+            code += f"cvt.rn.{self.name}.f32 {half}, {x}; cvt.s32.s16 {bits}, {half};"
+        else:
+            code += f"mov.b32 {bits}, {x};"
+        return bits
+
+    def key(self, code: Code, bits: str) -> str:
+        """The sort key of an element's bits; or, since that is its own inverse, the bits of a key."""
+        key = code.one("b32")
+        self._turn(code, bits, key, key)
+        return key
+
+    def keys(self, code: Code, bits: list[str]) -> list[str]:
+        """Turns the bits of elements into their sort keys, in place."""
+        turned = code.one("b32")
+        for each in bits:
+            self._turn(code, each, turned, each)
+        return bits
+
+    def _turn(self, code: Code, bits: str, turned: str, out: str) -> None:
+        """Writes to `out` the bits, turned round but for the sign if they are negative; to `turned`, which of them."""
+        code += f"shr.s32 {turned}, {bits}, 31; and.b32 {turned}, {turned}, {self.magnitude};"
+        code += f"xor.b32 {out}, {bits}, {turned};"
 
     def best(self, code: Code, words: list[str], floats: list[str] | None) -> tuple[str, str]:
         """The largest element, in float32 and as a sort key; if there is a NaN, one with the highest key.
@@ -100,10 +153,6 @@ class Elements:
 
     def _best_float(self, code: Code, floats: list[str]) -> tuple[str, str]:
         """The largest of float32 values, and its bits in the dtype of the elements."""
-        (value,), (bits,), (half,) = code.new("f32"), code.new("b32"), code.new("b16")
+        value = code.one("f32")
         code += f"mov.f32 {value}, {code.tree('max.NaN.f32', 'f32', floats)};"
-        if self.halves:
-            code += f"cvt.rn.{self.name}.f32 {half}, {value}; cvt.s32.s16 {bits}, {half};"
-        else:
-            code += f"mov.b32 {bits}, {value};"
-        return value, bits
+        return value, self.bits_of_float(code, value)

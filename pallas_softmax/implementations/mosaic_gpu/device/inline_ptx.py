@@ -27,8 +27,18 @@ SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 PER_THREAD: Any = SCALAR
 
 LANES = 32  # threads of a warp
+WARPS = WARPGROUP // LANES  # of a CTA
+WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
 BARRIER = f"bar.sync 1, {WARPGROUP};"  # at which all threads of the CTA meet; Mosaic numbers barriers from 1
-NEG_INF = "0fFF800000"  # a float32 in PTX
+
+
+def float_literal(value: float) -> str:
+    """A float32 as PTX writes it: 0f, and the eight hexadecimal digits of its bits."""
+    return f"0f{np.float32(value).view(np.uint32):08X}"
+
+
+ZERO, ONE = float_literal(0), float_literal(1)
+INF, NEG_INF, NAN = float_literal(np.inf), float_literal(-np.inf), float_literal(np.nan)
 
 # How LLVM names the kind of register that holds a value of an MLIR type.
 _CONSTRAINTS = {
@@ -117,6 +127,7 @@ class Code:
     def __init__(self):
         self.lines: list[str] = []
         self.declarations: list[str] = []
+        self.labels = 0
 
     def __iadd__(self, line: str):
         self.lines.append(line)
@@ -127,6 +138,21 @@ class Code:
         prefix = f"r{len(self.declarations)}_"
         self.declarations.append(f".reg .{kind} {prefix}<{count}>;")
         return [f"{prefix}{i}" for i in range(count)]
+
+    def one(self, kind: str) -> str:
+        """The name of a fresh register."""
+        return self.new(kind)[0]
+
+    def constant(self, kind: str, value: str | int) -> str:
+        """The name of a fresh register, which the text sets to a number here."""
+        register = self.one(kind)
+        self += f"mov.{kind} {register}, {value};"
+        return register
+
+    def label(self, name: str) -> str:
+        """A fresh label, which starts with this name."""
+        self.labels += 1
+        return f"{name}{self.labels}"
 
     def tree(self, op: str, kind: str, names: list[str]) -> str:
         """Reduces registers by a binary instruction, in pairs and pairs of pairs; the register with the result."""

@@ -1,26 +1,31 @@
-"""The arrival of a part of a row of `sample`: its largest element, and -inf where it is masked."""
+"""The arrival of a part of a row of `sample`, step by step: what each thread keeps of what has just come."""
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, NEG_INF, Code
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, NEG_INF, ZERO, Code
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import GROUP_ELEMENTS, Scratch
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
 
 def absorb_step(window: Window, x_smem, scratch, step, blocks: int, m, scale, *, interpret):
-    """The largest element that each thread (128,) has seen with those of a step; NaN if one is.
+    """Returns the largest element that each thread has seen, with those of this step: (128,), NaN where one is NaN.
 
-    On the GPU it also writes the largest element of each group, and the group's mass relative to that.
+    On the GPU it also writes the largest element of each of the thread's groups in the step, and the mass of the
+    group relative to that.
 
     Args:
-      scratch: shared memory as `plan.Scratch` has it.
+      window: how the part lies in shared memory.
+      x_smem: the elements, of which those of the step have arrived.
+      scratch: the words of `plan.Scratch`.
       step: number of the step.
-      blocks: number of blocks of it.
+      blocks: number of blocks of the step.
+      m: the largest element that each thread had seen before, (128,).
       scale: log2(e) / temperature.
+      interpret: as for `pallas_call`.
     """
     if interpret:
         x = x_smem[pl.ds(step * window.step_blocks * window.block, blocks * window.block)]
@@ -32,7 +37,11 @@ def absorb_step(window: Window, x_smem, scratch, step, blocks: int, m, scale, *,
 
 
 def step_text(window: Window, dtype, blocks: int) -> Code:
-    """The text of `absorb_step`. Of a group of nothing but -inf the mass is 0."""
+    """Returns the text of `absorb_step`: for each group of the step
+
+    best = the largest element                    NaN if there is one
+    mass = the sum of 2^((x - best) * scale)      0 if all elements are -inf
+    """
     kind, code, scratch = Elements(dtype), Code(), Scratch(window)
     address, group_at = code.new("b32", 2)
     group_blocks = GROUP_ELEMENTS // window.vec
@@ -46,17 +55,16 @@ def step_text(window: Window, dtype, blocks: int) -> Code:
     for i, start in enumerate(range(0, blocks, group_blocks)):
         words = sum(vectors[start : start + group_blocks], [])
         best, _ = kind.best(code, words, None)
-        (empty,) = code.new("pred")
+        empty = code.one("pred")
         shift, largest = code.new("f32", 2)
-        code += f"setp.eq.f32 {empty}, {best}, {NEG_INF}; selp.f32 {shift}, 0f00000000, {best}, {empty};"
+        code += f"setp.eq.f32 {empty}, {best}, {NEG_INF}; selp.f32 {shift}, {ZERO}, {best}, {empty};"
         terms = kind.floats(code, words, False)
         for x in terms:
             code += f"sub.f32 {x}, {x}, {shift}; mul.f32 {x}, {x}, <scale>; ex2.approx.ftz.f32 {x}, {x};"
         offset = 4 * WARPGROUP * i
         code += f"st.shared.f32 [{group_at}+{4 * scratch.best + offset}], {best};"
-        code += (
-            f"st.shared.f32 [{group_at}+{4 * scratch.masses + offset}], {code.tree('add.f32', 'f32', terms)};"
-        )
+        mass = code.tree("add.f32", "f32", terms)
+        code += f"st.shared.f32 [{group_at}+{4 * scratch.masses + offset}], {mass};"
         code += f"max.NaN.f32 {largest}, {new_m}, {best};"
         new_m = largest
     code += f"mov.f32 <new_m>, {new_m};"
@@ -64,7 +72,7 @@ def step_text(window: Window, dtype, blocks: int) -> Code:
 
 
 def meet(x_smem, *, interpret) -> None:
-    """All threads of the CTA meet, after which each sees what the others wrote."""
+    """Lets all threads of the CTA meet, after which each sees what the others wrote."""
     if not interpret:
         insert(_barrier(), {"x": x_smem})
 

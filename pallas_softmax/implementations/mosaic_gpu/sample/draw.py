@@ -11,7 +11,10 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
 
 class Request(NamedTuple):
-    """What is asked of a row, numbers as `xla_sample.sample` takes them; a filter that is not wanted filters nothing.
+    """What is asked of a row, in numbers as `xla_sample.sample` takes them.
+
+    A filter that is not wanted has a number that filters nothing: a top_k of the row's length, a top_p of 1, a min_p
+    of 0.
 
     Attributes:
       u, temperature, top_p, min_p: float32.
@@ -26,7 +29,7 @@ class Request(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the part of a CTA lies, int32.
+    """Where the part of a CTA lies in the logits, in int32.
 
     Attributes:
       row: number of the row.

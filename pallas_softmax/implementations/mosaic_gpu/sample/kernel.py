@@ -1,14 +1,26 @@
-"""A draw from each row of logits, which are read once from device memory.
+"""The kernel of `sample`, which draws from each row of logits and reads them once from device memory.
 
-A row lies in the shared memory of a cluster of CTAs, a part in each:
+A row lies in the shared memory of a cluster of CTAs, a part in each. What it goes through, for u = 0.7, top_k = 4 and a
+temperature such that weights are powers of two:
 
-    arrive       the part is copied to shared memory; the largest element of every 16 of a thread, and their mass
-                 relative to it; then the largest of the row
-    threshold    of top_k, then of top_p: the last entry that is kept, found as `threshold.py` tells
-    draw         the kept mass of every 16 elements of a thread, of the CTA, of the row; then the way back from
-                 u times that of the row to a CTA, a group, a thread and an element
+    index                 0     1     2     3  |  4     5     6     7       two CTAs, with four elements each
+    x                     3     5     0     4  |  5     1     4     4
+                                                                            arrive      the maximum of the row is 5
+    weight, 2^(x - 5)    .25    1   .03    .5  |  1   .06    .5    .5                   their mass is 3.84
+                                                                            threshold   the 4th is a 4, of which
+    kept                  -     1     -    .5  |  1     -    .5     -                   two are kept
+    kept mass                1.5               |        1.5                 draw        u * 3 = 2.1: the second CTA,
+    up to here                  1         1.5  |  2.5                                   where 2.1 is exceeded first,
+    drawn                                         ^                                     at index 4
 
-Windows, blocks and steps are drawn in `topk/plan.py`.
+    arrive       each part is copied to shared memory (`arrival`); each thread keeps the largest element of every 16,
+                 its groups, and their mass relative to it; then the cluster finds the row's maximum
+    threshold    of top_k, then of top_p: the last entry that is kept (`threshold_ptx`)
+    draw         the kept mass of each group, of the CTA, of the row (`kept_ptx`); then the way back from u times that
+                 of the row to a CTA, a group, a thread and an element (`inverse_ptx`)
+
+All stages after the arrival are one piece of inline PTX, whose table of contents stands in `draw_ptx`. Windows, blocks
+and steps are drawn in `topk/plan.py`.
 """
 
 import functools
@@ -44,14 +56,14 @@ def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, inter
     """Draws from each row.
 
     Args:
-      x: (rows, vocab), the logits.
+      x: the logits, (rows, vocab).
       mask: which elements count, or None.
-      request: numbers for each row, (rows,), or (1,) where all have the same.
+      request: what is asked of each row: arrays (rows,), or (1,) where all rows have the same number.
       window: how a row lies over CTAs and in shared memory.
       interpret: as for `pallas_call`.
 
     Returns:
-      Arrays (rows,): index, log probability, and log of the kept share.
+      Arrays (rows,): the index drawn, its log probability, and the log of the share of the mass that is kept.
     """
     rows, vocab = x.shape
     view = aligned_view(rows, vocab, window.vec)
@@ -94,7 +106,7 @@ def sample_rows(x, mask: Mask | None, request: Request, window: Window, *, inter
 
 
 def _arrive(window: Window, x_smem, scratch, landed, part: Part, scale, interpret):
-    """Waits for the part; the largest element of each thread (128,), NaN if there is one."""
+    """Waits for the part, step by step; returns the largest element of each thread, (128,), NaN where it has one."""
 
     def absorb(i, count, copied, carry):
         m, keep = carry

@@ -1,6 +1,7 @@
 """How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
 
-A row lies in the shared memory of one CTA, or of the CTAs of a cluster, as the `Window` of top-k has it.
+A row lies in the shared memory of one CTA, or in parts in that of the CTAs of a cluster, as the `Window` drawn in
+`topk/plan.py`. Beside its part a CTA has words for the search, the `Scratch`.
 """
 
 import dataclasses
@@ -17,13 +18,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
 STEP_ELEMENTS = 32  # elements of a thread that arrive together
-GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; of them two are in the histogram
+GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; two of them are in the histogram
 
-BUCKETS = 1024  # of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
-KEY_BUCKETS = 256  # of a round over the keys, two for each thread
+BUCKETS = 1024  # buckets of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
+KEY_BUCKETS = 256  # buckets of a round over the keys, two for each thread
 
-# The times are those of one H100 80GB HBM3 (2026-11-22, jax 0.11.2), device us without a filter, with top_k = 50 and
-# with top_p = 0.9 of normal logits. Few parts are better, since all parts of a row wait for each other several times.
+# What follows rests on device times of one H100 80GB HBM3 (2026-11-22, jax 0.11.2), in us: without a filter, with
+# top_k = 50, and with top_p = 0.9, of normal logits. All parts of a row wait for each other several times, so the
+# fewer they are the better.
 
 # Two CTAs share a multiprocessor, so that one works while the part of the other arrives: (1024, 151936) bfloat16 takes
 # 160, 409 and 838 in 5 parts, of which two fit, and 227, 666 and 1396 in 4.
@@ -39,16 +41,20 @@ MAX_POSITIONS = 256 * WARPGROUP  # of a part: the elements of a thread are liste
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Where the words of 32 bits lie in a CTA's shared memory beside the row.
+    """Which words of 32 bits, of a CTA's shared memory beside the row, hold what:
 
-        mail        what the warps of the cluster tell each other; then numbers of the CTA's own warps
-        histogram   counts of elements by their distance from the maximum
-        columns     sums of the counts, and of the masses, of the buckets of each thread
-        rounds      two sets of counts and masses by key, used by turns
+        word 0      mail         72         1096      1352     2888    ...
+        |           |            |          |         |        |
+        | mail, scans of sums    | histogram | columns | rounds | best | masses | sums | list |
+
+        mail        what the warps of the cluster tell each other; and numbers of the CTA's own warps
+        histogram   numbers of elements by their distance from the maximum, BUCKETS
+        columns     sums of these numbers, and of their masses, over the buckets of each thread
+        rounds      two sets of numbers and masses by key, of which rounds use one after the other
         best        the largest element of each thread in each group
         masses      the mass of each thread in each group, at last of what is kept
         sums        the kept mass of each group
-        listed      the elements near the threshold, by a byte each, a column for each thread
+        list        the elements near the threshold, a byte for each, a column for each thread
 
     Attributes:
       window: how the part lies in shared memory.
@@ -56,58 +62,64 @@ class Scratch:
 
     window: Window
 
-    max_mail = 0
-    zone_mail = (4, 16)  # of the search by count, and of that by mass
-    kept_mail = 28
-    total_mail = 32
-    chosen = 36  # the bucket of a round that holds the threshold: its number, counts and masses
-    scans = 44  # of 24 words, for one scan after another
+    # Mail: four words, one for each warp, for each number that is told.
+    max_mail = 0  # the largest element
+    zone_mail = (4, 16)  # three numbers each: in a search by number, and in one by mass
+    kept_mail = 28  # the kept mass, a word of the CTA
+    total_mail = 32  # the mass
+    chosen = 36  # of a round, the bucket that holds the threshold, in the eight words of `buckets_ptx`
+    scans = 44  # 24 words, for one sum over threads after another
+    beside_scan = zone_ends = scans + 8  # four of them, which a sum of 32 bits leaves free
+    second_scan = scans + 12  # eight of them, where a sum of 64 bits has taken the first eight
+
     histogram = 72
-    columns = (histogram + BUCKETS, histogram + BUCKETS + WARPGROUP)  # of counts, and of masses
+    columns = (histogram + BUCKETS, histogram + BUCKETS + WARPGROUP)  # of numbers, and of masses
     rounds = histogram + BUCKETS + 2 * WARPGROUP
-    round_words = 3 * KEY_BUCKETS
+    round_words = (
+        3 * KEY_BUCKETS
+    )  # words of one of the two sets: a number, and a mass of two words, for each bucket
     best = rounds + 2 * round_words
 
     @property
     def groups(self) -> int:
-        """Number of groups of blocks of a part."""
+        """Number of groups that a thread has."""
         return -(-self.window.blocks // (GROUP_ELEMENTS // self.window.vec))
 
     @property
     def masses(self) -> int:
-        """Where the masses lie."""
+        """The first word of the masses."""
         return self.best + self.groups * WARPGROUP
 
     @property
     def sums(self) -> int:
-        """Where the kept masses of groups lie."""
+        """The first word of the kept masses of groups."""
         return self.masses + self.groups * WARPGROUP
 
     @property
     def listed(self) -> int:
-        """Where the list lies."""
+        """The first word of the list, at a multiple of 16 bytes."""
         return self.sums + -(-self.groups // 4) * 4
 
     @property
     def list_rows(self) -> int:
-        """Number of elements that a thread has room for: two of each group, and a group."""
+        """Number of elements for which a thread's list has room: three for each group, and one whole group."""
         return 3 * self.groups + GROUP_ELEMENTS
 
     @property
     def words(self) -> int:
-        """Number of words."""
+        """Number of all words."""
         return self.listed + self.list_rows * WARPGROUP // 4
 
 
 def window_of(vocab: int, itemsize: int, count: int) -> Window:
-    """The window of a row in `count` parts."""
+    """Returns the window of a row in `count` parts."""
     vec = ACCESS_BYTES // itemsize
     blocks = STEP_ELEMENTS // vec
     return Window(vocab, vec, blocks, blocks, count)
 
 
 def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Window | None:
-    """How the rows of `sample` lie over a GPU of this compute capability; None if no cluster holds a row."""
+    """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster holds a row."""
     itemsize = jnp.dtype(dtype).itemsize
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     most = MAX_CLUSTER[capability[0]]

@@ -15,10 +15,15 @@ If the keys are spread over the buckets, the time grows with the number of candi
 a bucket with many, and `ranking_ptx` sorts.
 """
 
-import numpy as np
-
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, Code
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
+    BARRIER,
+    LANES,
+    ONE,
+    WARPS,
+    Code,
+    float_literal,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import split_slot
 
@@ -94,9 +99,9 @@ def _load_and_bracket(code: Code, values: list[str], largest: str, factor: str, 
     larger, smaller = sums_ptx.of_warps(code, [largest, least], "<ranked>", 0)
     code += f"mov.b32 {largest}, {code.tree('max.u32', 'b32', larger)};"
     code += f"sub.u32 {least}, {largest}, {code.tree('min.u32', 'b32', smaller)};"
-    bits = np.float32(capacity * 2.0**32 * (1 - 2.0**-20)).view(np.uint32)
-    code += f"cvt.rn.f32.u32 {ratio}, {least}; add.f32 {ratio}, {ratio}, 0f3F800000;"
-    code += f"rcp.approx.ftz.f32 {ratio}, {ratio}; mul.f32 {ratio}, {ratio}, 0f{bits:08X};"
+    per_range = float_literal(capacity * 2.0**32 * (1 - 2.0**-20))
+    code += f"cvt.rn.f32.u32 {ratio}, {least}; add.f32 {ratio}, {ratio}, {ONE};"
+    code += f"rcp.approx.ftz.f32 {ratio}, {ratio}; mul.f32 {ratio}, {ratio}, {per_range};"
     code += f"cvt.rzi.u32.f32 {factor}, {ratio};"
 
 
@@ -120,7 +125,7 @@ def _start(code: Code, mine: str, each: int, most: int, otherwise: str) -> None:
     sums of the thread's counts -> of the lanes below -> of the warps below, through <ranked>
     """
     start, total, held, word = code.new("b32", 4)
-    counts, largest = code.new("b32", each), code.new("b32", sums_ptx.WARPS)
+    counts, largest = code.new("b32", each), code.new("b32", WARPS)
     (p,) = code.new("pred")
     for byte, kind, words in sums_ptx.vectors(counts):
         code += f"ld.shared.{kind} {words}, [{mine}+{byte}];"

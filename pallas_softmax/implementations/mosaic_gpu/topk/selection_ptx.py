@@ -2,8 +2,7 @@
 
 from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, Code
-from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, WARPS, Code
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import store_slot
@@ -344,7 +343,7 @@ def _add_lower_warps(
     """
     address, of_warp = code.new("b32", 2)
     (p,) = code.new("pred")
-    totals = code.new("b32", sums_ptx.WARPS)
+    totals = code.new("b32", WARPS)
     code += f"mad.lo.u32 {address}, {parity}, 16, <scratch>; mad.lo.u32 {of_warp}, {warp}, 4, {address};"
     code += f"setp.eq.u32 {p}, {lower_lanes}, 0; @{p} st.shared.b32 [{of_warp}], {in_warp}; {BARRIER}"
     code += f"ld.shared.v4.b32 {{{', '.join(totals)}}}, [{address}]; add.u32 {before}, {before}, {base};"

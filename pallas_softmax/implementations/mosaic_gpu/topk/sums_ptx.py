@@ -1,9 +1,6 @@
 """Sums over the 128 threads of a CTA, in inline PTX, and counters in shared memory, of which each thread has some."""
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, Code
-
-WARPS = WARPGROUP // LANES
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, WARPS, Code
 
 
 def vectors(registers: list[str]) -> list[tuple[int, str, str]]:
