@@ -394,7 +394,7 @@ def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
     return tuple(ps.sample(key, x, axis_name=axis_name, implementation=IMPLEMENTATION, **options))
 
 
-@each(layout=LAYOUTS, how=HOW, dtype=[F32, BF16], fast=1)
+@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1)
 def sample(layout, how, dtype: Any):
     """The draws of the oracle; nothing is sent for whole rows, and a fixed number of collectives for spread ones."""
     x, at = logits(dtype), split(layout, how)
