@@ -52,6 +52,38 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
     )
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 127, 255])
+def test_few_columns(vocab):
+    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, and a cluster's second half none."""
+    linear.assert_operations(
+        pieces.operations(),
+        *(257, 64, vocab, "bfloat16"),
+        head=Head(transpose_w=True, z_loss=0.1),
+        bias=True,
+        peak=1,
+        workspace_bytes=LARGE,
+    )
+
+
+def test_one_column():
+    """Where V = 1 is wrong, if it is: m and the label's logit are one number, and d is 1 but for two exponentials.
+
+    exp(z - r) is the kernel's, exp(r - m) XLA's, and r another rounding of z = m than the kernel's. So log d is up to
+    3e-7 in a loss whose logits may be 0.01: `tests/support/linear.py` allows ulps of 1.
+    """
+    x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
+    static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
+    run = {name: jax.jit(functools.partial(f, **static)) for name, f in pieces.operations().items()}
+    found = run["projection"](x, w, bias, labels)
+    together, *_ = run["projection_with_grad"](x, w, bias, labels, jnp.ones(257))
+    z, _ = linear.logits(x, w, bias=bias, transpose_w=True)
+    for m, label_logit in [(s.normalizer.m, s.label_logit) for s in (found, together)]:
+        np.testing.assert_array_equal(m, label_logit)
+        np.testing.assert_allclose(m, z[:, 0], rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(found.normalizer.d, 1)
+    np.testing.assert_allclose(together.normalizer.d, 1, rtol=0, atol=2**-21)
+
+
 @pytest.mark.parametrize("first_columns", [0, -300, -np.inf])
 def test_exponentials_are_made_again(first_columns):
     """The largest logits lie 300 above those of the first columns, from which the reference is; or these are masked."""
