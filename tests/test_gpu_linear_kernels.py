@@ -32,8 +32,19 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the he
     (136, 64, 50257, False, "bfloat16", True, 200, 2**23, {}),  # far from the reference: e is made again
     (513, 256, 1000, True, "bfloat16", True, 10, 2**18, {"softcap": 20.0, "z_loss": 1e-3}),
     (300, 192, 1280, False, "float16", False, 60, LARGE, {"label_smoothing": 0.1, "temperature": 0.5}),
-    (300, 192, 1280, True, "bfloat16", False, 3, 2**18, {"label_smoothing": 0.1, "softcap": 9.0}),
+    (
+        300,
+        128,
+        1280,
+        True,
+        "bfloat16",
+        False,
+        3,
+        2**18,
+        {"label_smoothing": 0.1, "softcap": 9.0},
+    ),  # chunks, too
     (400, 64, 256, True, "bfloat16", False, 1, LARGE, {"z_loss": 0.5}),
+    (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk in place of a float32 dw: n <= 2 D
     (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles of a CTA, and many steps
 ]
 
@@ -54,7 +65,7 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 255])
 def test_few_columns(vocab):
-    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, and a cluster's second half none."""
+    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, a cluster's second half none."""
     linear.assert_operations(
         pieces.operations(),
         *(257, 64, vocab, "bfloat16"),

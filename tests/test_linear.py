@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.projection import chunk_rows
+from pallas_softmax.implementations.projection import chunk_rows, gradient_rows
 from tests.support.covering import first, slow
 from tests.support.linear import arrays, gradient_bound, losses_and_gradients, plain, rounded_errors
 from tests.support.oracle import wide
@@ -280,6 +280,14 @@ def test_rows_of_a_chunk():
         for vocab in (1, 1000, llama):
             rows = chunk_rows(n, vocab, 6, default)
             assert 1 <= rows <= n and (rows == 1 or rows * vocab * 6 <= default)
+
+
+def test_rows_of_a_gradient():
+    """All at once where they take no more than a float32 dw: of 16 bits, n <= 2 D."""
+    dw = 4 * 4096 * 128256
+    assert gradient_rows(8192, 128256, 2, 512 * 2**20, dw) == 8192
+    assert gradient_rows(8193, 128256, 2, 512 * 2**20, dw) == 1664  # five even chunks
+    assert gradient_rows(8192, 128256, 2, 512 * 2**20, 0) == 2048  # nobody asks for dw
 
 
 # --- Transformations ----------------------------------------------------------------------------------
