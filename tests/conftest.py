@@ -1,10 +1,14 @@
 """Every test that is not marked `gpu` computes on the CPU, also where a GPU is visible."""
 
+import dataclasses
+
 import jax
 import pytest
 from absl.flags import FLAGS
 
-from benchmarks.support import flags
+from benchmarks import softmax, topk
+from benchmarks.support import flags, timing
+from benchmarks.support.flags import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +49,20 @@ def parse():
                 delattr(FLAGS, name)
 
     return settings
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Settings of a quick run in this process: no peers, no picture, and no measuring of the bandwidths."""
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
+    for module in (softmax, topk):
+        blind = dataclasses.replace(module.BENCHMARK, draw=lambda *args: None)
+        monkeypatch.setattr(module, "BENCHMARK", blind)
+
+    def make(**changed):
+        quick = {"batch": (6,), "vocab": (40,), "repeats": 3, "seconds": 0.0, "peers": ()}
+        quick["output_dir"] = str(tmp_path)
+        return Settings(**(quick | changed))
+
+    return make

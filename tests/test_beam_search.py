@@ -127,6 +127,7 @@ def test_a_wrong_selection_is_found(monkeypatch, planted, reason):
     assert reason in held_against_replay(search, "auto", weights)[2]
 
 
+@pytest.mark.slow
 def test_a_right_selection_is_not_refused():
     assert not held_against_replay(search_of(), "jax_rows", weights_of(90))[2]
 

@@ -15,6 +15,7 @@ from pallas_softmax.choice import IMPLEMENTATIONS, _better_by_xla, _recorder, ch
 from pallas_softmax.implementations.mosaic_gpu import support
 from tests.support import oracle
 from tests.support.calls import DTYPES, device, named, topk
+from tests.support.covering import first, slow
 
 X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
 HOPPER = (9, 0)
@@ -190,7 +191,7 @@ def test_unsupported_k_raises_at_trace(k):
 
 @pytest.mark.parametrize(
     ("rows", "v", "k"),
-    [(300, 7, 7), (2, 50257, 2048), (300, 50257, 2048), (300, 128256, 128), (2, 1000003, 1)],
+    first(3, [(300, 7, 7), (2, 50257, 2048), (2, 1000003, 1), (300, 50257, 2048), (300, 128256, 128)]),
 )
 def test_topk_takes_any_row_and_mask(rows, v, k):
     """Traced, with the kernel named."""
@@ -220,8 +221,8 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [
-        ("NVIDIA H100 80GB HBM3", "mosaic_gpu"),
-        ("NVIDIA H200", "mosaic_gpu"),
+        slow("NVIDIA H100 80GB HBM3", "mosaic_gpu"),  # what the other tests lower for
+        slow("NVIDIA H200", "mosaic_gpu"),
         ("NVIDIA B200", "mosaic_gpu"),
         ("NVIDIA A100-SXM4-80GB", "xla"),
         ("NVIDIA L4", "xla"),

@@ -1,6 +1,6 @@
 """Rows that lie across memory: the kernel of columns, how it is planned, and which calls take it.
 
-What the kernel does by clusters and by inline PTX, the GPU runs (test_gpu_columns.py).
+What the kernel does by clusters and by inline PTX, the GPU runs (gpu/test_columns.py).
 """
 
 import jax

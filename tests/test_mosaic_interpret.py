@@ -1,6 +1,6 @@
 """Every Mosaic GPU kernel in Pallas's interpreter on the CPU, against the oracle.
 
-What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX itself (test_gpu.py).
+What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX itself (gpu/).
 """
 
 import dataclasses
@@ -81,7 +81,9 @@ MASKED = [
 
 
 @pytest.mark.parametrize(
-    ("masked", "name"), first(2, pairs(MASKED, ["softmax", "logsumexp", "log_softmax_grad"])), ids=str
+    ("masked", "name"),
+    first(2, pairs(MASKED, ["log_softmax", "logsumexp", "softmax", "log_softmax_grad"])),
+    ids=str,
 )
 def test_where(masked, name):
     """NaN and infinities where it masks; the first row of the mask keeps nothing; of one row it keeps -inf."""
@@ -95,7 +97,8 @@ def test_where(masked, name):
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("softmax_grad", (0, 2)),
+        ("softmax_grad", (0, 1)),  # back in place by another permutation than there
+        slow("softmax_grad", (0, 2)),
         slow("logsumexp", (0, 1)),
         slow("logsumexp", (0,)),
         slow("softmax_grad", (0,)),

@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels lowered for CUDA, without a GPU: that they lower, and which path a call takes.
 
-Registers, shared memory, alignment and deadlocks do not show here, but on the GPU only (test_gpu.py).
+Registers, shared memory, alignment and deadlocks do not show here, but on the GPU only (gpu/).
 """
 
 import functools
@@ -367,12 +367,15 @@ def test_the_choice_under_vmap_is_that_of_all_rows():
     assert len(kernel_results(lowered(jax.vmap(f), array(3, *row.shape)))) == 2
 
 
+@pytest.mark.slow
 def test_vmap_of_grad_is_two_calls_over_all_rows():
     f = jax.vmap(jax.grad(square_sum(ps.softmax)))
     assert kernel_results(lowered(f, array(3, ROWS, V))) == [[f"{3 * ROWS}x{V}xf32"]] * 2
 
 
-@pytest.mark.parametrize(("axes", "shape"), [((0, None), ()), ((0, 0), (3,)), ((0, 0), (3, ROWS))], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "shape"), first(1, [((0, 0), (3,)), ((0, None), ()), ((0, 0), (3, ROWS))]), ids=str
+)
 def test_vmap_with_temperatures(axes, shape):
     f = jax.vmap(lambda x, t: topk(x, temperature=t), axes)
     assert kernel_results(lowered(f, array(3, ROWS, V), array(*shape))) == [FUNCTIONS["topk"][1](3 * ROWS)]
@@ -394,7 +397,8 @@ def test_checkpoint(f):
     assert len(kernel_results(lowered(jax.grad(square_sum(f)), X))) == count + 1
 
 
-@pytest.mark.parametrize("name", first_values(1, ["grad", *FUNCTIONS]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grad", *FUNCTIONS])
 def test_shard_map(name):
     """Each device runs the kernel over its own rows. The four devices need not exist."""
     mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
@@ -410,7 +414,7 @@ def test_shard_map(name):
 # --- Export -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", first_values(1, ["float8_e4m3fn", "float8_e5m2"]))
 def test_topk_values_of_8_bits(dtype):
     """The kernel's are of float32, rounded afterwards."""
     text = lowered(lambda x: ps.fused_topk(x, 5, dtype=dtype, implementation="mosaic_gpu"), X)
@@ -453,16 +457,20 @@ def test_export_with_a_symbolic_batch(name, platforms):
     ids=str,
 )
 def test_export_for_several_platforms(name, platforms):
-    """The kernel for CUDA and plain JAX for all others, in one module, of the gradient, too."""
+    """The kernel for CUDA and plain JAX for all others, in one module."""
     f, results = FUNCTIONS[name]
     both = exported(f, X, platforms)
     assert kernel_results(both.mlir_module()) == [results(ROWS)]
-    gradient = jax.grad(square_sum(f if name == "softmax" else values))
-    assert kernel_results(exported(gradient, X, platforms).mlir_module()) == kernel_results(
-        lowered(gradient, X)
-    )
     x = cases.rows(["normal", "integers"] * (ROWS // 2), V)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), both.call(x), f(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
+def test_gradients_are_exported_for_several_platforms(f):
+    gradient = jax.grad(square_sum(f))
+    text = exported(gradient, X, ("cpu", "cuda")).mlir_module()
+    assert kernel_results(text) == kernel_results(lowered(gradient, X))
 
 
 def test_a_named_kernel_is_not_exported_for_a_cpu():

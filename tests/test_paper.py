@@ -47,6 +47,7 @@ def test_naive_softmax_overflows(kernel):
     check_overflow(run)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_chosen():
     """As printed in the paper: what is not above -inf has no index."""
     x = np.full((2, 6), -np.inf, F32)
@@ -60,7 +61,7 @@ def test_what_cannot_be_chosen():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_accesses(name, monkeypatch):
-    """The code of a kernel reads and writes the row as often as the paper counts. See test_gpu for the bytes."""
+    """The code of a kernel reads and writes the row as often as the paper counts. gpu/ has the bytes."""
     accesses = []
     for function in (blocks.load_from_row, blocks.store_to_row):
 

@@ -45,12 +45,12 @@ HOW = ("auto", "explicit", "shard_map")
 def each(fast=None, **parameters):
     """Registers a check for every combination of the parameters.
 
-    The fast set has so many of those that cover pairs of values; None: as many as it takes to have every value.
+    The fast set has the first `fast` of those that cover pairs of values; None: as many as have every value.
     """
 
     def register(check):
         values = [list(each) for each in parameters.values()]
-        chosen = covering.pairs(*values)[: fast or max(map(len, values))]
+        chosen = covering.pairs(*values)[: max(map(len, values)) if fast is None else fast]
         for combination in itertools.product(*values):
             name = "-".join([check.__name__, *map(str, combination)])
             CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
@@ -206,7 +206,7 @@ def reference(op, x):
 
 
 def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
-    """Of rows along the last axis. As for test_gpu.assert_topk an exponential costs eps |x - m|."""
+    """Of rows along the last axis. As for support.gpu.assert_topk an exponential costs eps |x - m|."""
     y, indices = got
     if op not in TOPK:
         y = np.asarray(y)[:, None] if op == "logsumexp" else y
@@ -427,7 +427,7 @@ def sample(layout, how, dtype: Any):
 DRAW_NUMBERS = 14
 
 
-@each(how=HOW, fast=1)
+@each(how=HOW, fast=0)
 def sample_where(how):
     """One key for all; what is masked is on all devices, and on some of them everything is."""
     mask, at = masks()["full"], split("both", how)
@@ -512,7 +512,7 @@ def plain(op, x, axis_name):
     return winners - m - jnp.log(d) if op == "log_softmax" else jnp.exp(winners - m) / d
 
 
-@each(op=OPS[:4], inside=[False, True], fast=1)
+@each(op=OPS[:4], inside=[False, True], fast=0)
 def shard_map_without_check_vma(op, inside):
     """The gradient is that of the same function in plain jnp, and so is the derivative in forward mode."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)

@@ -301,7 +301,7 @@ def bunched(v):
 # One part: several steps; a thread's groups smaller than a step; rows off 16 bytes, alone and several in a row of the
 # view; whole blocks; a short rest. Then parts, merged: by one launch, and by two (1400 winners).
 WINDOWS = [
-    (Window(2007, 8, 2, 1), BF16, 300, FEW),
+    (Window(2007, 8, 2, 1), BF16, 300, [*FEW, "constant"]),
     (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
     (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
     (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),

@@ -128,7 +128,7 @@ def plan_columns(
             strips = dataclasses.replace(strips, slots=min(READ_SLOTS, strips.steps))
         if arrays > 1 and strips.count > 1:
             # The H100 failed to launch such a backward once, when CTAs left while others read from them. They wait
-            # since, but test_gpu_columns.py's test_clusters_that_come_and_go, which loads it so, has not run again.
+            # since, but test_clusters_that_come_and_go of tests/gpu, which loads it so, has not run again.
             return None
         held = strips.slots * strips.step_rows * strips.width * itemsize * arrays
         ctas = outer * -(-inner // strips.width) * strips.count

@@ -12,13 +12,13 @@ import pallas_softmax as ps
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces
 from pallas_softmax.projection import Head
 from tests.support import linear
+from tests.support.gpu import run_under
 from tests.support.lowering import kernel_names
 from tests.support.oracle import wide
-from tests.test_gpu import hazards, run_under
+from tests.support.racecheck import hazards
 
 hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.startswith("9.")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
-
 LARGE = 2**29  # bytes of workspace: one chunk
 CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the head
     (1, 64, 257, False, "bfloat16", False, 1, LARGE, {}),

@@ -1,4 +1,4 @@
-"""The projections on an NVIDIA GPU: python -m pytest -m gpu -n 0 tests/test_gpu_linear.py"""
+"""The projections on a GPU, through the public functions."""
 
 import jax
 import pytest
@@ -6,12 +6,6 @@ import pytest
 from tests.test_linear import FEATURES, MEMORY, assert_losses_and_gradients, of_size
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs an NVIDIA GPU")
 
 
 @pytest.mark.parametrize("peak", [1, 40])

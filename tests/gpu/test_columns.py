@@ -17,13 +17,6 @@ pytestmark = pytest.mark.gpu
 EVEN = [*ALL, "normal"]
 
 
-@pytest.fixture(autouse=True)
-def _needs_hopper():
-    gpus = [d for d in jax.devices() if d.platform == "gpu"]
-    if not gpus or float(gpus[0].compute_capability) < 9:
-        pytest.skip("needs a GPU of compute capability 9.0 or newer")
-
-
 # (plan, V, dtype, rows). Tiles of every number of lanes; clusters of every size, of strips that end with the array and
 # beyond it, and whose last CTA has few lines, or none.
 PLANS = [

@@ -1,0 +1,32 @@
+"""Tests of this folder run on a GPU only: `pytest -m gpu -n 0 tests/gpu`, on a Hopper or newer, or with `-k triton`."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.gpu import SIDE_BY_SIDE, THREADS, unavailable
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_gpu(request, monkeypatch):
+    """One for the parameter `implementation` of the test; without one, the test is of mosaic_gpu."""
+    implementation = "mosaic_gpu"
+    if "implementation" in request.fixturenames:
+        implementation = request.getfixturevalue("implementation")
+    reason = unavailable(implementation)
+    if reason is not None:
+        pytest.skip(reason)
+    if implementation == "triton" and request.function in SIDE_BY_SIDE:
+        result = request.getfixturevalue("triton_results")[request.node.nodeid]
+        monkeypatch.setattr(request.node, "obj", lambda **_: result.result())
+
+
+@pytest.fixture(scope="session")
+def triton_results(request):
+    """By node id, the results of all selected cases that run side by side."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return {
+            item.nodeid: pool.submit(item.function, **item.callspec.params)
+            for item in request.session.items
+            if item.function in SIDE_BY_SIDE and item.callspec.params["implementation"] == "triton"
+        }

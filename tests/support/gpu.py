@@ -1,0 +1,142 @@
+"""What the tests on a GPU share: calls of the public functions with the kernel named, and their judges."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax.implementations.triton import plan as triton_plan
+from pallas_softmax.implementations.triton import support as triton_support
+from tests.support import bounds, cases, kernels, oracle
+from tests.support.cases import F32
+from tests.support.kernels import ALL
+
+THREADS = 14  # that compile
+CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
+MAX_K = {"mosaic_gpu": kernels.MAX_K, "triton": triton_plan.MAX_K}
+both = pytest.mark.parametrize("implementation", [*CAPABILITY])
+only_triton = pytest.mark.parametrize("implementation", ["triton"])
+
+
+def unavailable(implementation):
+    """Why its kernels cannot run on this machine; None if they can."""
+    gpus = [d for d in jax.devices() if d.platform == "gpu"]
+    if not gpus:
+        return "no GPU is visible to JAX"
+    found, least = gpus[0].compute_capability, CAPABILITY[implementation]
+    if float(found) < least:
+        return f"compute capability {found}, {implementation} needs {least}"
+    return triton_support.missing() if implementation == "triton" else None
+
+
+SIDE_BY_SIDE = set()
+
+
+def side_by_side(test):
+    """Has the triton cases of the test run in threads: Triton takes 1 to 10 seconds to compile a kernel."""
+    SIDE_BY_SIDE.add(test)
+    return test
+
+
+def function(implementation, op, where=None):
+    """The public function over the last axis, with the kernel named; rows keep their dimension."""
+    kept = {"keepdims": True} if op == "logsumexp" else {}
+    return lambda x: getattr(ps, op)(x, -1, where=where, implementation=implementation, **kept)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "op"))
+def forward_and_grad(implementation, op, x, dy, where=None):
+    y, pullback = jax.vjp(function(implementation, op, where), x)
+    return y, pullback(dy)[0]
+
+
+def operands(op, x, where=None):
+    """x and dy, with what must not be seen where they are masked."""
+    dy = np.resize(cases.rows(["peaked", "normal", "integers"], x.shape[-1], x.dtype), x.shape)
+    dy = dy[..., :1] if op == "logsumexp" else dy
+    if where is None:
+        return x, dy
+    return cases.spoilt(x, where), dy if op == "logsumexp" else cases.spoilt(dy, where)
+
+
+def assert_forward_and_grad(implementation, op, x, names, where=None, dy=None):
+    x, given = operands(op, x, where)
+    dy = given if dy is None else dy
+    judge(op, forward_and_grad(implementation, op, x, dy, where), x, dy, names, where)
+
+
+def judge(op, got, x, dy, names, where):
+    """The backward is judged on the y of the forward, which is judged itself."""
+    y, dx = map(np.asarray, got)
+    bounds.assert_operation(op, y, (x,), names, where)
+    if op == "logsumexp":
+        want, unit = oracle.logsumexp_vjp(x, dy, -1, where), bounds.logsumexp_vjp_unit(x, dy, -1, where)
+        bounds.assert_close(dx, want, unit, names, 1 + np.abs(dy.astype(F32)))
+    else:
+        bounds.assert_operation(f"{op}_grad", dx, (y, dy), names, where)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "k", "log", "dtype"))
+def topk(implementation, x, k, temperature=1.0, where=None, log=False, dtype=None):
+    return ps.fused_topk(
+        x, k, where=where, temperature=temperature, log=log, dtype=dtype, implementation=implementation
+    )
+
+
+def refused(implementation, v, k):
+    """Whether the implementation has no kernel for so many winners; asserts that it then says so."""
+    limit = MAX_K[implementation]
+    if k <= limit:
+        return False
+    with pytest.raises(NotImplementedError, match=f"k={k} is not from 1 to {limit}"):
+        topk.eval_shape(implementation, jax.ShapeDtypeStruct((3, v), F32), k)
+    return True
+
+
+def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
+    """Indices exactly. The exponential is approximate: x - m costs eps |x - m| in each term of d.
+
+    `got` may be of the rows of x again and again.
+    """
+    values, indices = map(np.asarray, got)
+    want, best = oracle.fused_topk(x, k, where, temperature, log)
+    for i, name in enumerate(names):
+        alike = np.broadcast_to(best[i], indices[i :: len(x)].shape)
+        np.testing.assert_array_equal(indices[i :: len(x)], alike, err_msg=name)
+    t = np.reshape(np.asarray(temperature, F32), (-1, 1))
+    with np.errstate(all="ignore"):
+        terms = np.nansum(bounds.softmax_unit(x.astype(F32) / t, where=where), -1, keepdims=True)
+        unit = bounds.fused_topk_unit(x, k, where, temperature, log) + terms * (1 if log else want)
+    repeats = len(values) // len(x)
+    bounds.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
+
+
+def some(v):
+    """The oracle in float64 takes its time: all rows where they are short, and every class where long."""
+    return ALL if v <= 10000 else [*list(cases.FINITE)[:6], "huge", "everything", "neg_inf_last", "nan_last"]
+
+
+LONG = [*list(cases.FINITE)[:5], "everything", "nan_last"]
+VERY_LONG = ["peaked", "integers", "neg_inf_last"]
+each = pytest.mark.parametrize("op", oracle.FORWARD)
+
+
+def run_under(tool, *options, script, arguments=()):
+    """Runs a program of tests/programs under one of the CUDA toolkit's tools; skips where it is not there."""
+    path = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if path is None:
+        pytest.skip(f"{tool} is neither on the PATH nor in /usr/local/cuda/bin")
+    tests = Path(__file__).parents[1]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")]),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
+    }
+    command = [path, *options, sys.executable, str(tests / "programs" / script), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
