@@ -161,17 +161,13 @@ def _gradients(
     with_dw: bool = True,
     mesh_axes=(),
 ):
-    """The statistics of whole rows, and the gradients; the statistics may be known."""
-    n, vocab = x.shape[0], head.vocab(w)
-    whole_vocab = vocab * (lax.axis_size(mesh_axes) if mesh_axes else 1)
-    labels = _labels_on_shard(labels, x, vocab, mesh_axes)
-    product = pieces.product if x.dtype == jnp.bfloat16 else None  # float16 has no room for x times a weight
-    dw_bytes = 4 * w.size if product and with_dw else 0
-    rows = gradient_rows(n, vocab, pieces.bytes_per_logit(x.dtype.itemsize)[1], workspace_bytes, dw_bytes)
-    product = product if rows is n or rows == n else None
+    """The statistics of whole rows, `known` or found, and the gradients (dx, dw, dbias)."""
+    whole_vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
+    rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
     scale = _scale(weights, x.dtype, exact=product is not None)
-    weights = weights / scale
     scale_of_x, scale_of_dw = (scale, 1) if product else (1, scale)
+    weights = weights / scale
 
     def to_coefficients(found: Statistics, own_weights) -> tuple[Statistics, Coefficients]:
         found = vary_together(found, x, w)[0].merged(mesh_axes)
@@ -195,24 +191,35 @@ def _gradients(
         own_weights = chunk.new(chunk.of(weights))
         own_x = jnp.where(own_weights[:, None] == 0, 0, chunk.of(x))  # a NaN there must not reach dw
         found, dz, factor = gradient(chunk, own_x, own_weights)
-        statistics = chunk.put(statistics, found)
         own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * (scale * factor)
         own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
-        dx = chunk.put(dx, own_dx.astype(x.dtype))
         own_x = (own_x * (scale_of_x * factor)).astype(x.dtype)
         dw = product(own_x, dz, head=head) if product else pieces.add_product(dw, own_x, dz, head=head)
         dw = vary_together(dw, x, w, labels, weights)[0]
         if bias is not None:
             dbias = dbias + jnp.sum(dz * factor, 0, dtype=dbias.dtype)
-        return statistics, dx, dw, dbias
+        return chunk.put(statistics, found), chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
 
     per_row = known if known is not None else _no_statistics(x, head)
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     dbias = vary_together(dbias, x, w, labels, weights)[0]
-    statistics, dx, dw, dbias = _over_chunks(n, rows, step, (per_row, dx, None, dbias), first_apart=True)
+    carry = per_row, dx, None, dbias
+    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return statistics, dx, (dw * scale_of_dw).astype(w.dtype), dbias
+
+
+def _way_to_dw(
+    pieces: Pieces, x, w, head: Head, workspace_bytes: int, with_dw: bool
+) -> tuple[Any, Callable | None]:
+    """The rows of a chunk; and what makes dw of all rows at once, or None if chunks are added to a float32 dw."""
+    n = x.shape[0]
+    product = pieces.product if x.dtype == jnp.bfloat16 else None  # float16 has no room for x times a weight
+    dw_bytes = 4 * w.size if product and with_dw else 0
+    stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
+    rows = gradient_rows(n, head.vocab(w), stored, workspace_bytes, dw_bytes)
+    return rows, product if rows is n or rows == n else None
 
 
 # What dz is multiplied by in float16, so that small probabilities do not underflow; 64 times more is left for z_loss.

@@ -78,7 +78,7 @@ def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | No
     if 0 in (call.rows, call.vocab, call.depth):
         return "an array is empty"
     # Most of a tile would be for nothing there, and the logits of so few columns are small: not measured, and not
-    # tested on a GPU but by tests/test_gpu_linear_kernels.py, test_few_columns.
+    # tested on a GPU but by tests/gpu/test_linear_kernels.py, test_few_columns.
     if call.vocab < TILE_N:
         return f"V={call.vocab} is less than the {TILE_N} columns of a tile"
     return None
