@@ -286,7 +286,8 @@ def test_rows_of_a_gradient():
     """All at once where they take no more than a float32 dw: of 16 bits, n <= 2 D."""
     dw = 4 * 4096 * 128256
     assert gradient_rows(8192, 128256, 2, 512 * 2**20, dw) == 8192
-    assert gradient_rows(8193, 128256, 2, 512 * 2**20, dw) == 1664  # five even chunks
+    assert gradient_rows(8193, 128256, 2, 512 * 2**20, dw) == 2816  # three even chunks of up to 4096, D
+    assert gradient_rows(16384, 50304, 2, 512 * 2**20, 4 * 768 * 50304) == 4096  # more than D
     assert gradient_rows(8192, 128256, 2, 512 * 2**20, 0) == 2048  # nobody asks for dw
 
 

@@ -14,8 +14,8 @@ Rows are taken in chunks, so that what is stored of their logits stays within a 
          └───────┘
 
 Where the dz of all rows take no more memory than a float32 dw would, they are one chunk, and dw is written once
-(`gradient_rows`). Else the last chunk starts where it ends with the array, and of its rows those that were seen before
-do not count again.
+(`gradient_rows`). Of several chunks, the last one starts where it ends with the array, and of its rows those that were
+seen before do not count again.
 """
 
 import functools
@@ -77,15 +77,16 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: i
 
 
 def gradient_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: int) -> int:
-    """The number of rows of a chunk of a gradient.
+    """The number of rows of a chunk of a gradient, by what memory there is at that time anyway.
 
-    Chunks are added to a dw in float32, of `dw_bytes`. If all rows take no more than that, they are one chunk, whose dw
-    is rounded as it is written: instead of that array, and without its passes through memory, two for each chunk. Of
-    bfloat16 these are n <= 2 D rows.
+    Chunks are added to a float32 dw, of `dw_bytes`, each by a pass that reads and writes it. If all rows fit into that
+    much, they are one chunk, whose dw is rounded as it is written: there is no float32 one then. Else a chunk may be as
+    large as the 16-bit dw that is written in the end, when the chunks are gone. Of bfloat16 that is all rows for
+    n <= 2 D, and else chunks of D rows, or of the workspace where that is more.
     """
     if isinstance(rows, int) and rows * vocab * bytes_per_logit <= dw_bytes:
         return rows
-    return chunk_rows(rows, vocab, bytes_per_logit, workspace_bytes)
+    return chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
 def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
