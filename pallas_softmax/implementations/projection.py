@@ -175,14 +175,14 @@ def _gradients(
         return found, formulas.coefficients(found, own_weights, head, whole_vocab)
 
     def gradient(chunk: _Chunk, own_x, own_weights):
-        """The statistics of the chunk's rows, their dz, and what each row of that is to be multiplied by."""
+        """The statistics of the chunk's rows if they are new, their dz, and what its rows are to be multiplied by."""
         arrays = (own_x, w, bias, chunk.of(labels))
         if known is None:
             to = functools.partial(to_coefficients, own_weights=own_weights)
             found, dz, factor = pieces.statistics_and_dlogits(*arrays, to, head=head)
         else:
-            found, factor = chunk.of(known), None
-            coefficients = formulas.coefficients(found, own_weights, head, whole_vocab)
+            found, factor = None, None
+            coefficients = formulas.coefficients(chunk.of(known), own_weights, head, whole_vocab)
             dz = pieces.dlogits(*arrays, coefficients, head=head)
         factor = 1 if factor is None else vary_together(factor, x, w)[0][:, None]
         return found, vary_together(dz, x, w)[0], factor
@@ -199,7 +199,8 @@ def _gradients(
         dw = vary_together(dw, x, w, labels, weights)[0]
         if bias is not None:
             dbias = dbias + jnp.sum(dz * factor, 0, dtype=dbias.dtype)
-        return chunk.put(statistics, found), chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
+        statistics = statistics if found is None else chunk.put(statistics, found)
+        return statistics, chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
 
     per_row = known if known is not None else _no_statistics(x, head)
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
