@@ -47,9 +47,9 @@ def linear_logsumexp(
       bias: (V,), of a floating dtype.
       softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
       transpose_w: whether `w` is (V, D), as an embedding is that shares its weights. It is not copied.
-      workspace_bytes: the bound of what is stored of the logits at a time, a chunk of the rows. In a gradient they are
-        stored beside a float32 sum for dw; if all rows fit into the memory of that, in its place; and they may take as
-        much as dw, which is not there yet.
+      workspace_bytes: the bound of what is stored of the logits at a time, a chunk of the rows. Where kernels compute
+        gradients, a chunk may be as large as dw, which is written when it is gone; and all rows are one chunk if they
+        take no more memory than a float32 sum for dw, which chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
         columns, the same on all devices.
