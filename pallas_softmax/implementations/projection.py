@@ -237,7 +237,10 @@ def _scale(weights, dtype, *, exact: bool):
     largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
     headroom = _HEADROOM if dtype == jnp.float16 else 1.0
     scale = jnp.where(largest > 0, largest / headroom, 1)
-    return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0) if exact else scale
+    if not exact:
+        return scale
+    scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # a smaller one would become 0
+    return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0)
 
 
 def _no_statistics(x, head: Head) -> Statistics:
