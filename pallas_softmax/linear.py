@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, execution, online, projection
@@ -46,7 +47,9 @@ def linear_logsumexp(
       bias: (V,), of a floating dtype.
       softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
       transpose_w: whether `w` is (V, D), as an embedding is that shares its weights. It is not copied.
-      workspace_bytes: the bound of what is stored of the logits at a time: a chunk of the rows.
+      workspace_bytes: the bound of what is stored of the logits at a time, a chunk of the rows. Where kernels compute
+        gradients, a chunk may be as large as dw, which is written when it is gone; and all rows are one chunk if they
+        take no more memory than a float32 sum for dw, which chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
         columns, the same on all devices.
@@ -187,9 +190,10 @@ class _Call(NamedTuple):
         """The mesh axes that the columns are spread over."""
         return self.forward.call.mesh_axes
 
-    def run(self, choice: Choice, *arrays):
+    def run(self, choice: Choice, *arrays, **static):
         """Runs an operation of this call."""
-        return execution.run_projection(choice, *arrays, head=self.head, workspace_bytes=self.workspace_bytes)
+        static |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
+        return execution.run_projection(choice, *arrays, **static)
 
     def values(self, statistics: Statistics, labels) -> jax.Array:
         """The loss of each token, NaN for a label out of range; without labels, its logsumexp."""
@@ -225,19 +229,30 @@ def _per_token(call: _Call, x, w, bias, labels):
     return call.values(call.run(call.forward, x, w, bias, labels), labels)
 
 
-def _per_token_forward(call: _Call, x, w, bias, labels):
+def _per_token_forward(call: _Call, *arrays):
+    (x, w, bias, labels), with_dw = _unwrap(arrays)
     statistics = call.run(call.forward, x, w, bias, labels)
-    return call.values(statistics, labels), (x, w, bias, labels, statistics)
+    return call.values(statistics, labels), (x, w, bias, labels, statistics, with_dw)
 
 
 def _per_token_backward(call: _Call, saved, dvalues):
-    x, w, bias, labels, statistics = saved
+    x, w, bias, labels, statistics, with_dw = saved
     weights = call.weights(labels, sum_cotangents(dvalues, call.mesh_axes))
-    dx, dw, dbias = call.run(call.gradient, x, w, bias, labels, weights, statistics)
+    arrays = (x, w, bias, labels, weights, statistics)
+    dx, dw, dbias = call.run(call.gradient, *arrays, with_dw=with_dw is not None)
     return share_cotangent(dx, call.mesh_axes), dw, dbias, None
 
 
-_per_token.defvjp(_per_token_forward, _per_token_backward)
+_per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
+
+
+def _unwrap(arrays: tuple[CustomVJPPrimal | None, ...]) -> tuple[tuple[Any, ...], Any]:
+    """The arrays that the forward of a custom_vjp gets, and () if the gradient of the second, w, is wanted, else None.
+
+    It is () and not True since what is kept for the backward is a tree, whose leaves JAX makes arrays.
+    """
+    values = tuple(None if a is None else a.value for a in arrays)
+    return values, () if arrays[1] is not None and arrays[1].perturbed else None
 
 
 # ---- Their mean or sum: its gradient is computed along with it
@@ -258,8 +273,10 @@ def _total(call: _Call, x, w, bias, labels, weights):
     return _weighted(call.values(call.run(call.forward, x, w, bias, labels), labels), weights)
 
 
-def _total_forward(call: _Call, x, w, bias, labels, weights):
-    statistics, *gradients = call.run(call.gradient, x, w, bias, labels, call.weights(labels, weights))
+def _total_forward(call: _Call, *arrays):
+    (x, w, bias, labels, weights), with_dw = _unwrap(arrays)
+    arrays = (x, w, bias, labels, call.weights(labels, weights))
+    statistics, *gradients = call.run(call.gradient, *arrays, with_dw=with_dw is not None)
     return _weighted(call.values(statistics, labels), weights), gradients
 
 
@@ -273,7 +290,7 @@ def _total_backward(call: _Call, gradients, dtotal):
     return share_cotangent(dx, call.mesh_axes), dw, dbias, None, None
 
 
-_total.defvjp(_total_forward, _total_backward)
+_total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
 
 
 # ---- Checks of the arguments

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.projection import chunk_rows
+from pallas_softmax.implementations.projection import _scale, chunk_rows, gradient_rows
 from tests.support.covering import first, slow
 from tests.support.linear import arrays, gradient_bound, losses_and_gradients, plain, rounded_errors
 from tests.support.oracle import wide
@@ -280,6 +280,23 @@ def test_rows_of_a_chunk():
         for vocab in (1, 1000, llama):
             rows = chunk_rows(n, vocab, 6, default)
             assert 1 <= rows <= n and (rows == 1 or rows * vocab * 6 <= default)
+
+
+def test_exact_scales_are_powers_of_two():
+    for largest in (0.0, 1e-40, 1e-38, 1 / 206, 1 / 8192, 0.7, 1.0, 3e5):
+        weights = jnp.array([0.3 * largest, -largest, jnp.nan, jnp.inf])
+        scale = float(_scale(weights, jnp.bfloat16, exact=True))
+        assert np.frexp(scale)[0] == 0.5
+        assert largest < 1e-37 or 3 / 4 <= largest / scale <= 3 / 2
+
+
+def test_rows_of_a_gradient():
+    """All at once where they take no more than a float32 dw: of 16 bits, n <= 2 D."""
+    dw = 4 * 4096 * 128256
+    assert gradient_rows(8192, 128256, 2, 512 * 2**20, dw) == 8192
+    assert gradient_rows(8193, 128256, 2, 512 * 2**20, dw) == 2816  # three even chunks of up to 4096, D
+    assert gradient_rows(16384, 50304, 2, 512 * 2**20, 4 * 768 * 50304) == 4096  # more than D
+    assert gradient_rows(8192, 128256, 2, 512 * 2**20, 0) == 2048  # nobody asks for dw
 
 
 # --- Transformations ----------------------------------------------------------------------------------

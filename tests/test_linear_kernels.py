@@ -1,6 +1,7 @@
 """The kernels of a projection: their plan, what is lowered, and their numbers in Pallas's interpreter."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces, plan, product
-from pallas_softmax.projection import Head
+from pallas_softmax.projection import Head, coefficients
 from tests.support import linear
 from tests.support.covering import first
 from tests.support.kernels import INTERPRET
@@ -35,6 +36,7 @@ SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
     (127, 100, 257, False, "float16", {"label_smoothing": 0.1}),
     (129, 768, 50257, True, "bfloat16", {"softcap": 30.0}),
     (8192, 4096, 128256, False, "bfloat16", {}),
+    (8193, 4096, 128256, False, "bfloat16", {}),
     (1, 64, 32000, True, "float16", {"z_loss": 1e-3}),
 ]
 
@@ -62,11 +64,32 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
     of_chunk = ["linear_exponentials"] * 2
     if dtype == "float16" or "label_smoothing" in keywords:
         of_chunk = ["linear_statistics", "linear_logit_gradients"]
-    chunks = 2 if n > 4096 else 1  # in the text: the first one, and those of the loop
-    assert kernel_names(lowered(jax.grad(loss, (0, 1)), *args)) == of_chunk * chunks
+    chunks = 2 if n > 2 * depth else 1  # in the text: the first one, and those of the loop
+    text = lowered(jax.grad(loss, (0, 1)), *args)
+    assert kernel_names(text) == of_chunk * chunks
+    of_w = "x".join(str(-(-size // 64) * 64) for size in w.shape)
+    directly = dtype == "bfloat16" and chunks == 1  # dw is written by its product, and nothing is added to it
+    assert bool(re.search(rf"dot_general.*-> tensor<{of_w}xf32>", text)) != directly
     per_token = functools.partial(loss, reduction=None)
     want = ["linear_statistics"] + ["linear_logit_gradients"] * chunks
     assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == want
+
+
+@pytest.mark.slow
+def test_lowered_without_dw():
+    """Where no gradient of w is asked for, logits do not take the memory of a float32 dw: there are chunks."""
+    x, w, labels = (
+        array(8192, 4096, dtype="bfloat16"),
+        array(4096, 128256, dtype="bfloat16"),
+        array(8192, dtype="int32"),
+    )
+    mean: Any = functools.partial(ps.linear_cross_entropy, implementation="mosaic_gpu")
+    assert kernel_names(lowered(jax.grad(mean), x, w, labels)) == ["linear_exponentials"] * 4
+    per_token = jax.grad(lambda *args: jnp.sum(mean(*args, reduction=None)))
+    assert (
+        kernel_names(lowered(per_token, x, w, labels))
+        == ["linear_statistics"] + ["linear_logit_gradients"] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +130,7 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the 
         {"softcap": 5.0, "label_smoothing": 0.1, "temperature": 0.7},
     ),
     (9, 64, 264, True, "bfloat16", True, 4, 2**29, {"softcap": 5.0, "z_loss": 1e-3, "temperature": 0.7}),
-    (40, 64, 256, False, "bfloat16", False, 1, 16 * 512, {"z_loss": 0.5}),  # three chunks
+    (136, 64, 256, False, "bfloat16", False, 1, 48 * 512, {"z_loss": 0.5}),  # three chunks: n > 2 D
 ]
 
 
@@ -126,6 +149,32 @@ def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace,
         peak=peak,
         workspace_bytes=workspace,
     )
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("head", [Head(), Head(z_loss=0.1, softcap=3.0, transpose_w=True)])
+def test_interpreted_gradient_at_the_label(head, monkeypatch):
+    """It is not rounded: the bfloat16 that is stored, times the factor of the row, is the float32 gradient."""
+    monkeypatch.setattr(product, "CTAS", 2)
+    x, w, labels, _ = linear.arrays(8, 64, 320, "bfloat16", transpose_w=head.transpose_w)
+    labels = labels.at[3].set(-1)  # no column: nothing is changed there
+    weights = jnp.arange(1, 9) / 8.0
+
+    def to_coefficients(found):
+        return found, coefficients(found, weights, head, 320)
+
+    run = jax.jit(
+        functools.partial(pieces.statistics_and_dlogits, head=head, interpret=INTERPRET), static_argnums=4
+    )
+    found, e, factor = run(x, w, None, labels, to_coefficients)
+    m, of_exp, of_label, _ = to_coefficients(found)[1]
+    slope = 1 - (found.label_logit / head.softcap) ** 2 if head.softcap else 1
+    want = (of_exp * jnp.exp(found.label_logit - m) - of_label) * slope
+    rows = np.flatnonzero(labels >= 0)
+    np.testing.assert_allclose((factor * e[jnp.arange(8), labels])[rows], want[rows], rtol=2e-6)
+    if head.softcap is None:
+        np.testing.assert_allclose(jnp.max(e[3]) * factor[3], of_exp[3], rtol=2**-8)
 
 
 @pytest.mark.slow

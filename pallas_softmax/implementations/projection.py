@@ -13,7 +13,9 @@ Rows are taken in chunks, so that what is stored of their logits stays within a 
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-The last chunk starts where it ends with the array, and of its rows those that were seen before do not count again.
+Where the dz of all rows take no more memory than a float32 dw would, they are one chunk, and dw is written once
+(`gradient_rows`). Of several chunks, the last one starts where it ends with the array, and of its rows those that were
+seen before do not count again.
 """
 
 import functools
@@ -48,6 +50,8 @@ class Pieces(NamedTuple):
         of a row is factor (rows,) times dz; None is 1. One product.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
         A total of None is 0.
+      product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
+        array; None if an implementation has no such.
       bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and the other two store for each logit.
     """
 
@@ -55,6 +59,7 @@ class Pieces(NamedTuple):
     dlogits: Callable[..., jax.Array]
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
+    product: Callable[..., jax.Array] | None
     bytes_per_logit: Callable[[int], tuple[float, float]]
 
 
@@ -69,6 +74,19 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: i
     chunks = -(-rows // (fit // unit * unit))
     even = -(-rows // chunks)
     return min(rows, -(-even // unit) * unit)
+
+
+def gradient_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: int) -> int:
+    """The number of rows of a chunk of a gradient, by what memory there is at that time anyway.
+
+    Chunks are added to a float32 dw, of `dw_bytes`, each by a pass that reads and writes it. If all rows fit into that
+    much, they are one chunk, whose dw is rounded as it is written: there is no float32 one then. Else a chunk may be as
+    large as the 16-bit dw that is written in the end, when the chunks are gone. Of bfloat16 that is all rows for
+    n <= 2 D, and else chunks of D rows, or of the workspace where that is more.
+    """
+    if isinstance(rows, int) and rows * vocab * bytes_per_logit <= dw_bytes:
+        return rows
+    return chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
 def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
@@ -98,7 +116,7 @@ def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_byt
       bias: (V,) or None.
       labels: int32 (n,), columns of whole rows; or None.
       head: what else there is to know.
-      workspace_bytes: the bound of what is stored of the logits at a time.
+      workspace_bytes: the bound of what is stored of the logits at a time; see `gradient_rows`.
       mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
     """
     labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
@@ -119,7 +137,8 @@ def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **
       pieces, x, w, bias, labels: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever is in them.
       statistics: what `projection` returned.
-      **static: as for `projection`.
+      **static: as for `projection`; and `with_dw`, whether dw is wanted: where it is not, it is computed for nothing
+        unless XLA sees that, and its memory is not there to be used otherwise.
     """
     return _gradients(pieces, x, w, bias, labels, weights, statistics, **static)[1:]
 
@@ -127,10 +146,6 @@ def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **
 def _projection_with_grad(pieces: Pieces, x, w, bias, labels, weights, **static):
     """The statistics of whole rows (of those whose weight is not 0), and the gradients."""
     return _gradients(pieces, x, w, bias, labels, weights, None, **static)
-
-
-# What dz is multiplied by in float16, so that small probabilities do not underflow; 64 times more is left for z_loss.
-_HEADROOM = 2.0**10
 
 
 def _gradients(
@@ -144,60 +159,88 @@ def _gradients(
     *,
     head: Head,
     workspace_bytes: int,
+    with_dw: bool = True,
     mesh_axes=(),
 ):
-    vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+    """The statistics of whole rows, `known` or found, and the gradients (dx, dw, dbias)."""
+    whole_vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
-    stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
-    rows = chunk_rows(x.shape[0], head.vocab(w), stored, workspace_bytes)
-    # dz is rounded to the dtype of x: its weights are at most 1 there, and what they are is put right in float32
-    largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
-    headroom = _HEADROOM if x.dtype == jnp.float16 else 1.0
-    scale = jnp.where(largest > 0, largest / headroom, 1)
+    rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
+    scale = _scale(weights, x.dtype, exact=product is not None)
+    scale_of_x, scale_of_dw = (scale, 1) if product else (1, scale)
     weights = weights / scale
+
+    def to_coefficients(found: Statistics, own_weights) -> tuple[Statistics, Coefficients]:
+        found = vary_together(found, x, w)[0].merged(mesh_axes)
+        return found, formulas.coefficients(found, own_weights, head, whole_vocab)
+
+    def gradient(chunk: _Chunk, own_x, own_weights):
+        """The statistics of the chunk's rows if they are new, their dz, and what its rows are to be multiplied by."""
+        arrays = (own_x, w, bias, chunk.of(labels))
+        if known is None:
+            to = functools.partial(to_coefficients, own_weights=own_weights)
+            found, dz, factor = pieces.statistics_and_dlogits(*arrays, to, head=head)
+        else:
+            found, factor = None, None
+            coefficients = formulas.coefficients(chunk.of(known), own_weights, head, whole_vocab)
+            dz = pieces.dlogits(*arrays, coefficients, head=head)
+        factor = 1 if factor is None else vary_together(factor, x, w)[0][:, None]
+        return found, vary_together(dz, x, w)[0], factor
 
     def step(chunk: _Chunk, carry):
         statistics, dx, dw, dbias = carry
         own_weights = chunk.new(chunk.of(weights))
-        left_out = own_weights[:, None] == 0
-        own_x = jnp.where(left_out, 0, chunk.of(x))  # a NaN there must not reach dw
-
-        def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
-            found = vary_together(found, x, w)[0].merged(mesh_axes)
-            return found, formulas.coefficients(found, own_weights, head, vocab)
-
-        arrays = (own_x, w, bias, chunk.of(labels))
-        factor = None
-        if known is None:
-            found, dz, factor = pieces.statistics_and_dlogits(*arrays, to_coefficients, head=head)
-            statistics = chunk.put(statistics, found)
-        else:
-            of_chunk = formulas.coefficients(chunk.of(known), own_weights, head, vocab)
-            dz = pieces.dlogits(*arrays, of_chunk, head=head)
-        dz = vary_together(dz, x, w)[0]
-        own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * scale
-        if factor is not None:
-            factor = vary_together(factor, x, w)[0][:, None]
-            own_dx, own_x = own_dx * factor, (own_x * factor).astype(x.dtype)
+        own_x = jnp.where(own_weights[:, None] == 0, 0, chunk.of(x))  # a NaN there must not reach dw
+        found, dz, factor = gradient(chunk, own_x, own_weights)
+        own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * (scale * factor)
         own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
-        dx = chunk.put(dx, own_dx.astype(x.dtype))
-        dw = pieces.add_product(dw, own_x, dz, head=head)
+        own_x = (own_x * (scale_of_x * factor)).astype(x.dtype)
+        dw = product(own_x, dz, head=head) if product else pieces.add_product(dw, own_x, dz, head=head)
         dw = vary_together(dw, x, w, labels, weights)[0]
         if bias is not None:
-            dz = dz if factor is None else dz * factor
-            dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
-        return statistics, dx, dw, dbias
+            dbias = dbias + jnp.sum(dz * factor, 0, dtype=dbias.dtype)
+        statistics = statistics if found is None else chunk.put(statistics, found)
+        return statistics, chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
 
-    wide = widen(x).dtype
     per_row = known if known is not None else _no_statistics(x, head)
     per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
-    dbias = None if bias is None else jnp.zeros(bias.shape, wide)
+    dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     dbias = vary_together(dbias, x, w, labels, weights)[0]
-    statistics, dx, dw, dbias = _over_chunks(
-        x.shape[0], rows, step, (per_row, dx, None, dbias), first_apart=True
-    )
+    carry = per_row, dx, None, dbias
+    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
-    return statistics, dx, (dw * scale).astype(w.dtype), dbias
+    return statistics, dx, (dw * scale_of_dw).astype(w.dtype), dbias
+
+
+def _way_to_dw(
+    pieces: Pieces, x, w, head: Head, workspace_bytes: int, with_dw: bool
+) -> tuple[Any, Callable | None]:
+    """The rows of a chunk; and what makes dw of all rows at once, or None if chunks are added to a float32 dw."""
+    n = x.shape[0]
+    product = pieces.product if x.dtype == jnp.bfloat16 else None  # float16 has no room for x times a weight
+    dw_bytes = 4 * w.size if product and with_dw else 0
+    stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
+    rows = gradient_rows(n, head.vocab(w), stored, workspace_bytes, dw_bytes)
+    return rows, product if rows is n or rows == n else None
+
+
+# What dz is multiplied by in float16, so that small probabilities do not underflow; 64 times more is left for z_loss.
+_HEADROOM = 2.0**10
+
+
+def _scale(weights, dtype, *, exact: bool):
+    """What the weights are divided by before dz, which has them in it, is rounded; put right in float32, or in x.
+
+    The largest weight becomes 1, of which the gradient at a label is not rounded. With `exact` the scale is a power of
+    two, so that x times it is not rounded either.
+    """
+    largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
+    headroom = _HEADROOM if dtype == jnp.float16 else 1.0
+    scale = jnp.where(largest > 0, largest / headroom, 1)
+    if not exact:
+        return scale
+    scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # a smaller one would become 0
+    return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0)
 
 
 def _no_statistics(x, head: Head) -> Statistics:

@@ -85,10 +85,19 @@ def add_product(total, x, dz, *, head: Head):
     return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)
 
 
+def product(x, dz, *, head: Head):
+    """What `Pieces.product` says, on a GPU: cuBLAS sums in float32 and rounds what it writes."""
+    a, b = (dz, x) if head.transpose_w else (x, dz)
+    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
+
+
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     """z in float32 or wider; and z with dz in the dtype of x."""
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
 
-functions = operations_of(Pieces(statistics, dlogits, statistics_and_dlogits, add_product, bytes_per_logit))
+# No `product`: on the CPU XLA would make it of float32 copies of its operands.
+functions = operations_of(
+    Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+)

@@ -32,8 +32,19 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the he
     (136, 64, 50257, False, "bfloat16", True, 200, 2**23, {}),  # far from the reference: e is made again
     (513, 256, 1000, True, "bfloat16", True, 10, 2**18, {"softcap": 20.0, "z_loss": 1e-3}),
     (300, 192, 1280, False, "float16", False, 60, LARGE, {"label_smoothing": 0.1, "temperature": 0.5}),
-    (300, 192, 1280, True, "bfloat16", False, 3, 2**18, {"label_smoothing": 0.1, "softcap": 9.0}),
+    (
+        300,
+        128,
+        1280,
+        True,
+        "bfloat16",
+        False,
+        3,
+        2**18,
+        {"label_smoothing": 0.1, "softcap": 9.0},
+    ),  # chunks, too
     (400, 64, 256, True, "bfloat16", False, 1, LARGE, {"z_loss": 0.5}),
+    (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk in place of a float32 dw: n <= 2 D
     (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles of a CTA, and many steps
 ]
 
@@ -50,6 +61,38 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
         peak=peak,
         workspace_bytes=workspace,
     )
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 255])
+def test_few_columns(vocab):
+    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, a cluster's second half none."""
+    linear.assert_operations(
+        pieces.operations(),
+        *(257, 64, vocab, "bfloat16"),
+        head=Head(transpose_w=True, z_loss=0.1),
+        bias=True,
+        peak=1,
+        workspace_bytes=LARGE,
+    )
+
+
+def test_one_column():
+    """Where V = 1 is wrong, if it is: m and the label's logit are one number, and d is 1 but for two exponentials.
+
+    exp(z - r) is the kernel's, exp(r - m) XLA's, and r another rounding of z = m than the kernel's. So log d is up to
+    3e-7 in a loss whose logits may be 0.01: `tests/support/linear.py` allows ulps of 1.
+    """
+    x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
+    static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
+    run = {name: jax.jit(functools.partial(f, **static)) for name, f in pieces.operations().items()}
+    found = run["projection"](x, w, bias, labels)
+    together, *_ = run["projection_with_grad"](x, w, bias, labels, jnp.ones(257))
+    z, _ = linear.logits(x, w, bias=bias, transpose_w=True)
+    for m, label_logit in [(s.normalizer.m, s.label_logit) for s in (found, together)]:
+        np.testing.assert_array_equal(m, label_logit)
+        np.testing.assert_allclose(m, z[:, 0], rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(found.normalizer.d, 1)
+    np.testing.assert_allclose(together.normalizer.d, 1, rtol=0, atol=2**-21)
 
 
 @pytest.mark.parametrize("first_columns", [0, -300, -np.inf])

@@ -4,7 +4,9 @@ Bounds. What is compared with is `plain`, the same computation with the logits i
 inputs, in these 16 bits; both against the oracle:
 
   losses      of each token at most that of float32 logits, whichever token has its largest, and 2 ulps of what the
-              loss is the difference of: logsumexp and the logit, so the larger of |z|
+              loss is the difference of: logsumexp and the logit, so the larger of |z|; but no less than ulps of 1,
+              since d is the product of two exponentials, each right to a relative 2^-22, and log d right to that
+              (one column, whose |z| may be 0.01, is where this matters: plain logits have d = 1 exactly)
   gradients   their distance (norm) from float64 at most that of plain logits of the inputs' dtype, by `gradient_bound`
 """
 
@@ -149,7 +151,7 @@ def assert_operations(operations, n, depth, vocab, dtype, *, head, bias, peak, w
 
     found, known, (with_grad, *together) = run(x, w, b, labels, weights)
     token = plain(x, w, labels, dtype=jnp.float32, bias=b, **options)
-    ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
+    ulp = np.spacing(np.maximum(np.maximum(size, 1), np.abs(losses)).astype("float32"))
     # z is summed in another order than there, by tensor cores, which truncate: another draw of as large an error
     allowed = 2 * np.abs(wide(token) - losses)[kept].max() + 3 * ulp
     for statistics in (found, with_grad):

@@ -28,7 +28,7 @@ from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
 )
 from pallas_softmax.implementations.projection import Pieces, operations_of
 from pallas_softmax.online import Normalizer
-from pallas_softmax.projection import Head, Statistics
+from pallas_softmax.projection import Coefficients, Head, Statistics
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
 _LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and what they multiply
@@ -67,41 +67,61 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
         merged, coefficients = to_coefficients(statistics(x, w, bias, labels, head=head, interpret=interpret))
         return merged, dlogits(x, w, bias, labels, coefficients, head=head, interpret=interpret), None
 
-    rows = len(x)
-    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), head=head), 1)
+    reference, sums, e = _exponentials(x, w, bias, labels, head, interpret)
+    found = _of_rows(sums, reference, len(x))
+    merged, coefficients = to_coefficients(found)
+    at_label, factor = _at_label(found, reference, _sum_of_exponentials(sums, len(x)), coefficients, head)
+    # It is the largest gradient of the row, as large as all others together. What rounding it changes is put right by
+    # the factor: so the others are off, by as much of themselves, and the whole by less. A cast to bfloat16 and back is
+    # one that XLA may leave out.
+    rounded = lax.reduce_precision(at_label, exponent_bits=8, mantissa_bits=7)
+    is_column = (labels >= 0) & (labels < head.vocab(w))
+    factor = jnp.where(is_column & (rounded != 0), factor * (at_label / rounded), factor)
+    column = jnp.where(is_column, labels, e.shape[1])
+    e = e.at[jnp.arange(len(x)), column].set(rounded.astype(e.dtype), mode="drop", unique_indices=True)
+    return merged, e, factor
+
+
+def _exponentials(x, w, bias, labels, head: Head, interpret) -> Any:
+    """A reference of each row, what is found of its logits z, and exp(z - reference), times the softcap's slope."""
+    tiling = plan_projection(len(x))
 
     def exponentials(reference) -> Any:
-        sums, e = logits_kernel.row_sums(
-            x, w, bias, labels, reference, head=head, tiling=plan_projection(rows), interpret=interpret
-        )
-        return reference, sums, e
+        args = (x, w, bias, labels, reference)
+        return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling, interpret=interpret)
 
     def out_of_range(sums: RowSums):
-        d = jnp.sum(sums.normalizer.d, 0)[:rows]
+        d = _sum_of_exponentials(sums, len(x))
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
     def once_more(state):
         (reference, sums, _), _ = state
-        m = online.shift(jnp.max(sums.normalizer.m, 0)[:rows])
+        m = online.shift(jnp.max(sums.normalizer.m, 0)[: len(x)])
         return exponentials(jnp.where(out_of_range(sums), m, reference)), False
 
+    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), head=head), 1)
     first = exponentials(online.shift(guess))
     state = first, jnp.any(out_of_range(first[1]))
-    (reference, sums, e), _ = lax.while_loop(lambda state: state[1], once_more, state)
+    return lax.while_loop(lambda state: state[1], once_more, state)[0]
 
-    own = _of_rows(sums, reference, rows)
-    merged, (m, of_exp, of_label, _) = to_coefficients(own)
+
+def _sum_of_exponentials(sums: RowSums, rows: int) -> jax.Array:
+    """The sum of exp(z - reference) of each row."""
+    return jnp.sum(sums.normalizer.d, 0)[:rows]
+
+
+def _at_label(found: Statistics, reference, d, coefficients: Coefficients, head: Head):
+    """What stands in place of exp(z - reference) at the label, and the factor of the row; `d` is the sum of these."""
+    m, of_exp, of_label, _ = coefficients
     factor = of_exp * jnp.exp(reference - m)
     if head.z_loss:  # of_exp may be next to nothing beside of_label, by which it is divided
-        least = jnp.abs(of_label) * 2.0**-20 / jnp.sum(sums.normalizer.d, 0)[:rows]
+        least = jnp.abs(of_label) * 2.0**-20 / d
         factor = jnp.where(jnp.abs(factor) < least, least, factor)
-    at_label = jnp.exp(own.label_logit - reference) - jnp.where(factor == 0, 0, of_label / factor)
+    at_label = jnp.exp(found.label_logit - reference) - jnp.where(factor == 0, 0, of_label / factor)
     if head.softcap is not None:
-        tanh = own.label_logit * (head.temperature / head.softcap)
+        tanh = found.label_logit * (head.temperature / head.softcap)
         at_label = at_label * (1 - tanh) * (1 + tanh)
-    column = jnp.where((labels >= 0) & (labels < head.vocab(w)), labels, e.shape[1])
-    e = e.at[jnp.arange(rows), column].set(at_label.astype(e.dtype), mode="drop", unique_indices=True)
-    return merged, e, factor
+    return at_label, factor
 
 
 def _first_columns(w, bias, head: Head):
@@ -118,7 +138,8 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
         normalizer = Normalizer(total.m[:rows], total.d[:rows])
     else:
         m = jnp.max(m, 0)[:rows]
-        normalizer = Normalizer(m, jnp.sum(d, 0)[:rows] * jnp.exp(reference - online.shift(m)))
+        d = _sum_of_exponentials(sums, rows)
+        normalizer = Normalizer(m, d * jnp.exp(reference - online.shift(m)))
     label_logit = jnp.sum(sums.label_logit, 0)[:rows]
     return Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
 
@@ -135,7 +156,12 @@ def pieces(interpret: Any = None) -> Pieces:
         return functools.partial(function, interpret=interpret)
 
     return Pieces(
-        of(statistics), of(dlogits), of(statistics_and_dlogits), xla_projection.add_product, bytes_per_logit
+        of(statistics),
+        of(dlogits),
+        of(statistics_and_dlogits),
+        xla_projection.add_product,
+        xla_projection.product,
+        bytes_per_logit,
     )
 
 

@@ -16,6 +16,20 @@ operands to shared memory, the other two multiply them (wgmma), 64 rows of the t
        │     │     │     │ warpgroup 1 │   64 rows
        └─────┴─────┴──   └─────────────┘
 
+Two barriers for each stage say that a block has `arrived` and that it is `consumed`. Block k of all that a CTA takes,
+of whichever tile, goes to stage k % stages, so that the copies for the next tile go on while the epilogue runs:
+
+       warpgroup 2       copy 0 │ copy 1 │ copy 2 │ wait │ copy 3 │ ..
+                              └─ arrived[0]          ▲
+                                     │               └─ consumed[0] ─┐
+       warpgroups 0, 1           wait │ wgmma 0 │ wgmma 1 │ wgmma 2 │ ..   │ epilogue │ wgmma of the next tile
+
+In a cluster of two CTAs the tiles lie one below the other and share their block of b. Each CTA copies its own block of
+a, and a half of that of b into both; so a stage is consumed when the multipliers of both have read it.
+
+       CTA 0, tile (i, j)        block of a ─► CTA 0     first half of the block of b   ─► CTAs 0 and 1
+       CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
+
 Tiles reach beyond the matrices: the copies bring zeros from there, which add nothing to the product, and write nothing
 there. Matrices are copied in blocks of 8 rows and 128 bytes, of which their dimensions must be multiples.
 """

@@ -35,16 +35,14 @@ FEWEST_CTAS = 64  # of strips: with fewer, most multiprocessors idle (not measur
 # Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 88% by 128, 73% by 64, 60% by 32.
 LINE_BYTES = 128
 SHORT_LINE_BYTES = 64  # where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 71%, by 128 68%
-PART_BYTES = (
-    72 * 1024
-)  # of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room
+# Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
+PART_BYTES = 72 * 1024
 HALF_SMEM_BYTES = 104 * 1024  # up to which two CTAs have room
 EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
 STEP_BYTES = 14 * 1024  # of a step, about, in each array
 STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
-READ_SLOTS = (
-    3  # slots of columns that are only read: logsumexp of (1, 25000, 4000) 88% of a read, by 7 slots 69%
-)
+# Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 88% of a read, by 7 slots 69%.
+READ_SLOTS = 3
 
 INT32_LIMIT = 2**31  # lines are numbered in int32
 
