@@ -12,32 +12,21 @@ from jax.sharding import AbstractMesh, AxisType
 import pallas_softmax as ps
 from pallas_softmax.implementations.projection import _scale, chunk_rows, gradient_rows
 from tests.support.covering import first, slow
-from tests.support.linear import arrays, gradient_bound, losses_and_gradients, plain, rounded_errors
+from tests.support.linear import (
+    FEATURES,
+    MEMORY,
+    arrays,
+    assert_losses_and_gradients,
+    losses_and_gradients,
+    of_size,
+    plain,
+    value_and_grads,
+    workspace,
+)
 from tests.support.oracle import wide
-
-ROWS = 40  # of a chunk: less than the number of tokens, and no divisor of it
-
-
-def workspace(vocab, rows=ROWS):
-    """A workspace that holds so many rows of float32 logits."""
-    return 4 * vocab * rows
-
-
-def value_and_grads(f, *args):
-    return jax.jit(jax.value_and_grad(f, tuple(range(len(args)))))(*args)
-
 
 # --- Numbers: V is no multiple of what is taken at a time, and n neither ------------------------------
 
-FEATURES = {
-    "": {},
-    "transposed": {"transpose_w": True},
-    "bias": {"bias": True},
-    "softcap": {"softcap": 5.0, "transpose_w": True, "bias": True},
-    "smoothing": {"label_smoothing": 0.1, "bias": True},
-    "z_loss": {"z_loss": 0.01},
-    "all": {"softcap": 20.0, "label_smoothing": 0.2, "z_loss": 0.02, "bias": True, "transpose_w": True},
-}
 NUMBERS = [
     ("bfloat16", "all", "mean", 4),
     ("float16", "all", None, 4),
@@ -56,62 +45,6 @@ NUMBERS = [
 @pytest.mark.parametrize(("dtype", "features", "reduction", "peak"), first(1, NUMBERS))
 def test_losses_and_gradients(dtype, features, reduction, peak):
     assert_losses_and_gradients(dtype, features, reduction, peak)
-
-
-def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS):
-    """Of `linear_cross_entropy`, within the bounds of tests/support/linear.py; `rows` of float32 logits at a time."""
-    keywords = dict(FEATURES[features])
-    x, w, labels, bias = arrays(
-        n,
-        depth,
-        vocab,
-        dtype,
-        peak=peak,
-        bias=keywords.pop("bias", False),
-        transpose_w=keywords.get("transpose_w", False),
-    )
-    where = np.arange(n) % 5 != 1
-    weights = where / (where.sum() if reduction == "mean" else 1)
-    g = np.random.default_rng(1).standard_normal(n).astype("float32")
-    if reduction is None:
-        weights = weights * g
-    held = [a for a in (x, w, bias) if a is not None]
-
-    def ours(x, w, bias=None, reduction=reduction):
-        loss = ps.linear_cross_entropy(
-            x,
-            w,
-            labels,
-            bias=bias,
-            where=where,
-            reduction=reduction,
-            workspace_bytes=workspace(vocab, rows),
-            **keywords,
-        )
-        return jnp.sum(loss * g) if reduction is None else loss
-
-    def theirs(x, w, bias=None, dtype=dtype):
-        return jnp.sum(jnp.asarray(weights) * plain(x, w, labels, dtype=dtype, bias=bias, **keywords))
-
-    losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=bias, **keywords)
-    token = jax.jit(functools.partial(ps.linear_cross_entropy, reduction=None, **keywords))(
-        x, w, labels, bias=bias
-    )
-    stored = jax.jit(functools.partial(plain, **keywords))(x, w, labels, bias=bias)
-    kept = where  # the oracle has left out the others
-    ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
-    error, their_error = (np.abs(wide(a) - losses) / ulp for a in (token, stored))
-    assert (error <= their_error.max() + 2)[kept].all(), (error[kept].max(), their_error[kept].max())
-
-    total, ours_grads = value_and_grads(ours, *held)
-    _, their_grads = value_and_grads(theirs, *held)
-    want = np.sum(np.where(kept, weights * losses, 0))
-    unit = np.sum(np.where(kept, np.abs(weights) * (their_error.max() + 3) * ulp, 0))
-    assert abs(float(total) - want) <= unit + 1e-6 * abs(want)
-    for name, got, their_grad, want, array in zip("xwb", ours_grads, their_grads, gradients, held):
-        assert got.dtype == array.dtype and got.shape == array.shape
-        allowed = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
-        assert rounded_errors(got, want) <= allowed, name
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -237,24 +170,6 @@ def products(f, *shapes):
     """The matrix products of the compiled program, and the bytes of its temporaries."""
     compiled = jax.jit(f).lower(*shapes).compile()
     return compiled.as_text().count(" dot("), compiled.memory_analysis().temp_size_in_bytes
-
-
-def of_size(n, depth=4096, vocab=128256, dtype="bfloat16"):
-    shapes = ((n, depth), dtype), ((depth, vocab), dtype), ((n,), "int32")
-    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-
-
-DW = 4 * 4096 * 128256
-MEMORY = {  # the products of a gradient are in the program twice: for the first chunk, and in the loop
-    "mean": (jax.grad(ps.linear_cross_entropy, (0, 1)), 2 * 3, DW),
-    "evaluated": (ps.linear_cross_entropy, 1, 0),
-    "none": (
-        jax.grad(lambda *a: jnp.sum(ps.linear_cross_entropy(*a, reduction=None)), (0, 1)),
-        1 + 2 * 3,
-        DW,
-    ),
-    "frozen w": (jax.grad(ps.linear_cross_entropy), 2 * 2, 0),
-}
 
 
 @pytest.mark.parametrize(

@@ -212,14 +212,18 @@ def _gradients(
     return statistics, dx, (dw * scale_of_dw).astype(w.dtype), dbias
 
 
+# What takes the place of dw has no more logits than int32 counts, lest a compiler or library count in it.
+_MOST_LOGITS = 2**31 - 1
+
+
 def _way_to_dw(
     pieces: Pieces, x, w, head: Head, workspace_bytes: int, with_dw: bool
 ) -> tuple[Any, Callable | None]:
     """The rows of a chunk; and what makes dw of all rows at once, or None if chunks are added to a float32 dw."""
     n = x.shape[0]
     product = pieces.product if x.dtype == jnp.bfloat16 else None  # float16 has no room for x times a weight
-    dw_bytes = 4 * w.size if product and with_dw else 0
     stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
+    dw_bytes = min(4 * w.size, stored * _MOST_LOGITS) if product and with_dw else 0
     rows = gradient_rows(n, head.vocab(w), stored, workspace_bytes, dw_bytes)
     return rows, product if rows is n or rows == n else None
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from tests.test_linear import FEATURES, MEMORY, assert_losses_and_gradients, of_size
+from tests.support.linear import FEATURES, MEMORY, assert_losses_and_gradients, of_size
 
 pytestmark = pytest.mark.gpu
 

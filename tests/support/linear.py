@@ -10,13 +10,27 @@ inputs, in these 16 bits; both against the oracle:
   gradients   their distance (norm) from float64 at most that of plain logits of the inputs' dtype, by `gradient_bound`
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import pallas_softmax as ps
 from pallas_softmax import projection
 from tests.support.oracle import wide
+
+ROWS = 40  # of a chunk: less than the number of tokens, and no divisor of it
+FEATURES = {
+    "": {},
+    "transposed": {"transpose_w": True},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 5.0, "transpose_w": True, "bias": True},
+    "smoothing": {"label_smoothing": 0.1, "bias": True},
+    "z_loss": {"z_loss": 0.01},
+    "all": {"softcap": 20.0, "label_smoothing": 0.2, "z_loss": 0.02, "bias": True, "transpose_w": True},
+}
 
 
 def rounded_errors(got, want):
@@ -162,3 +176,89 @@ def assert_operations(operations, n, depth, vocab, dtype, *, head, bias, peak, w
         for name, got, their_grad, want in zip("xwb", ours, their_grads, gradients):
             bound = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
             assert rounded_errors(got, want) <= bound, (name, rounded_errors(got, want), bound)
+
+
+def workspace(vocab, rows=ROWS):
+    """A workspace that holds so many rows of float32 logits."""
+    return 4 * vocab * rows
+
+
+def value_and_grads(f, *args):
+    return jax.jit(jax.value_and_grad(f, tuple(range(len(args)))))(*args)
+
+
+def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS):
+    """Of `linear_cross_entropy`, within the bounds of tests/support/linear.py; `rows` of float32 logits at a time."""
+    keywords = dict(FEATURES[features])
+    x, w, labels, bias = arrays(
+        n,
+        depth,
+        vocab,
+        dtype,
+        peak=peak,
+        bias=keywords.pop("bias", False),
+        transpose_w=keywords.get("transpose_w", False),
+    )
+    where = np.arange(n) % 5 != 1
+    weights = where / (where.sum() if reduction == "mean" else 1)
+    g = np.random.default_rng(1).standard_normal(n).astype("float32")
+    if reduction is None:
+        weights = weights * g
+    held = [a for a in (x, w, bias) if a is not None]
+
+    def ours(x, w, bias=None, reduction=reduction):
+        loss = ps.linear_cross_entropy(
+            x,
+            w,
+            labels,
+            bias=bias,
+            where=where,
+            reduction=reduction,
+            workspace_bytes=workspace(vocab, rows),
+            **keywords,
+        )
+        return jnp.sum(loss * g) if reduction is None else loss
+
+    def theirs(x, w, bias=None, dtype=dtype):
+        return jnp.sum(jnp.asarray(weights) * plain(x, w, labels, dtype=dtype, bias=bias, **keywords))
+
+    losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=bias, **keywords)
+    token = jax.jit(functools.partial(ps.linear_cross_entropy, reduction=None, **keywords))(
+        x, w, labels, bias=bias
+    )
+    stored = jax.jit(functools.partial(plain, **keywords))(x, w, labels, bias=bias)
+    kept = where  # the oracle has left out the others
+    ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
+    error, their_error = (np.abs(wide(a) - losses) / ulp for a in (token, stored))
+    assert (error <= their_error.max() + 2)[kept].all(), (error[kept].max(), their_error[kept].max())
+
+    total, ours_grads = value_and_grads(ours, *held)
+    _, their_grads = value_and_grads(theirs, *held)
+    want = np.sum(np.where(kept, weights * losses, 0))
+    unit = np.sum(np.where(kept, np.abs(weights) * (their_error.max() + 3) * ulp, 0))
+    assert abs(float(total) - want) <= unit + 1e-6 * abs(want)
+    for name, got, their_grad, want, array in zip("xwb", ours_grads, their_grads, gradients, held):
+        assert got.dtype == array.dtype and got.shape == array.shape
+        allowed = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
+        assert rounded_errors(got, want) <= allowed, name
+
+
+# --- Memory at the size of a large language model: D = 4096, V = 128256
+
+
+def of_size(n, depth=4096, vocab=128256, dtype="bfloat16"):
+    shapes = ((n, depth), dtype), ((depth, vocab), dtype), ((n,), "int32")
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+DW = 4 * 4096 * 128256
+MEMORY = {  # the products of a gradient are in the program twice: for the first chunk, and in the loop
+    "mean": (jax.grad(ps.linear_cross_entropy, (0, 1)), 2 * 3, DW),
+    "evaluated": (ps.linear_cross_entropy, 1, 0),
+    "none": (
+        jax.grad(lambda *a: jnp.sum(ps.linear_cross_entropy(*a, reduction=None)), (0, 1)),
+        1 + 2 * 3,
+        DW,
+    ),
+    "frozen w": (jax.grad(ps.linear_cross_entropy), 2 * 2, 0),
+}
