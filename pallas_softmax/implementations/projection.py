@@ -63,7 +63,7 @@ class Pieces(NamedTuple):
     bytes_per_logit: Callable[[int], tuple[float, float]]
 
 
-def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int) -> int:
+def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: float) -> int:
     """The number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
     fit = max(_FEWEST_ROWS, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
     if not isinstance(rows, int):  # symbolic: of jax.export
@@ -76,7 +76,9 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: i
     return min(rows, -(-even // unit) * unit)
 
 
-def gradient_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: int) -> int:
+def gradient_rows(
+    rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: float
+) -> int:
     """The number of rows of a chunk of a gradient, by what memory there is at that time anyway.
 
     Chunks are added to a float32 dw, of `dw_bytes`, each by a pass that reads and writes it. If all rows fit into that
