@@ -20,6 +20,7 @@ class Elements:
       itemsize: bytes of an element.
       halves: whether a word has two elements.
       neg_inf: the bits of -inf.
+      all_ones: those of the float of the lowest key.
       flip: the bits of a word in which the sort key of a negative element differs from its own bits.
       magnitude: the same of an element.
     """
@@ -29,6 +30,7 @@ class Elements:
         self.itemsize = np.dtype(dtype).itemsize
         self.halves = self.itemsize == 2
         self.neg_inf = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}[self.name]
+        self.all_ones = 2 ** (8 * self.itemsize) - 1
         self.flip = 0x7FFF7FFF if self.halves else 0x7FFFFFFF
         self.magnitude = 0x7FFF if self.halves else 0x7FFFFFFF
 
