@@ -19,8 +19,8 @@ Each result of arithmetic is a new register, which only `set` and `increase` cha
 in a loop of the GPU is a variable, made by `var` before the loop, and changed by these two: `x = x + 1` would give the
 name x to another register, which the next turn of the loop does not read.
 
-A value has a kind, which says how an instruction takes its bits: "u16", "s16", "u32", "s32", "f32", "u64", "s64" or
-"pred", which is a condition.
+A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", and the same of 16 or 64
+bits), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a condition ("pred").
 """
 
 import contextlib
@@ -34,7 +34,11 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     float_literal,
 )
 
-_BITS = {"u16": 16, "s16": 16, "u32": 32, "s32": 32, "f32": 32, "u64": 64, "s64": 64, "pred": 1}
+_BITS = {
+    **{"u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
+    **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32},
+}
+_FLOATS = {"f16", "bf16", "f32"}
 _ACCESS_BYTES = 16  # that a thread loads or stores at once
 _LAST_LANE = 31
 
@@ -117,7 +121,15 @@ class Program(Code):
 
     What is written by `+=`, as to any `Code`, stands between what is written by values. A function that writes strings
     takes a value as the name of its register, and `value` makes a value of such a name.
+
+    Args:
+      code: text that is written on, if it is not a new one.
     """
+
+    def __init__(self, code: Code | None = None):
+        super().__init__()
+        if code is not None:
+            self.lines, self.declarations = code.lines, code.declarations
 
     # --- Registers
 
@@ -240,7 +252,8 @@ class Program(Code):
         """Returns a where the condition holds, else b."""
         kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
         out = self.fresh(kind)
-        self += f"selp.{_untyped(kind)} {out}, {_text(a, kind)}, {_text(b, kind)}, {condition};"
+        typed = kind if kind == "f32" else _untyped(kind)
+        self += f"selp.{typed} {out}, {_text(a, kind)}, {_text(b, kind)}, {condition};"
         return out
 
     def exp2(self, x: Value) -> Value:
@@ -249,21 +262,24 @@ class Program(Code):
 
     def convert(self, x: Value, kind: str) -> Value:
         """Returns the number in another kind: the nearest float, or the float without its fraction."""
-        rounding = {x.kind: "rzi.", kind: "rn."}.get("f32", "")
+        if kind in _FLOATS:
+            rounding = "" if x.kind in _FLOATS and _BITS[x.kind] < _BITS[kind] else "rn."
+        else:
+            rounding = "rzi." if x.kind in _FLOATS else ""
         out = self.fresh(kind)
         self += f"cvt.{rounding}{kind}.{x.kind} {out}, {x};"
         return out
 
-    def split(self, x: Value) -> tuple[Value, Value]:
-        """Returns the lower and the upper 32 bits of 64."""
-        low, high = self.fresh("u32"), self.fresh("u32")
-        self += f"mov.b64 {{{low}, {high}}}, {x};"
+    def split(self, x: Value, kind: str = "u32") -> tuple[Value, Value]:
+        """Returns the lower and the upper half of the bits, each of a kind."""
+        low, high = self.fresh(kind), self.fresh(kind)
+        self += f"mov.b{_BITS[x.kind]} {{{low}, {high}}}, {x};"
         return low, high
 
     def join(self, low: Value, high: Value, kind: str = "u64") -> Value:
-        """Returns 64 bits, of which these are the lower and the upper 32."""
+        """Returns a number whose lower and upper half of the bits are these."""
         out = self.fresh(kind)
-        self += f"mov.b64 {out}, {{{low}, {high}}};"
+        self += f"mov.b{_BITS[kind]} {out}, {{{low}, {high}}};"
         return out
 
     # --- Bits
@@ -432,7 +448,7 @@ class Program(Code):
 
 def _untyped(kind: str) -> str:
     """Returns the type of a register that holds a value of a kind."""
-    return kind if kind in ("pred", "f32") else f"b{_BITS[kind]}"
+    return kind if kind == "pred" else f"b{_BITS[kind]}"
 
 
 def _typed(op: str, kind: str) -> str:

@@ -7,8 +7,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_softmax.implementations.mosaic_gpu.device import element_values
-from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
+from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
@@ -76,7 +75,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
                 x = _element(x_gmem, arith.addi(first, arith.subi(position, low)), inside, bits)
             if in_row and mask:
                 mask_gmem, row = mask
-                of_masked = kind.neg_inf if infinite else -1
+                of_masked = kind.neg_inf if infinite else kind.all_ones
                 x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside, of_masked)
             _store_if(within, x_smem, position, x, kind.itemsize)
 
@@ -160,7 +159,7 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
         position = first + b * window.block
         from_head = position >= window.head
         in_body = from_head & (position < window.head + window.body)
-        words = p.load_vector(address, "u32", ACCESS_BYTES // 4, offset=b * block_bytes)
+        words = kind.vector(p, address, b * block_bytes)
         for j in range(window.vec):
             keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
             masked = keep.equals(0)
@@ -187,15 +186,14 @@ def absorb_step(
     kind, p = Elements(x_smem.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
     x_at, keys_at = _step_addresses(p, window, kind)
-    offsets = [b * window.block * kind.itemsize for b in range(blocks)]
-    vectors = [p.load_vector(x_at, "u32", ACCESS_BYTES // 4, offset=offset) for offset in offsets]
-    floats = [element_values.floats(p, kind, words, marked=True) for words in vectors] if masked else None
+    vectors = [kind.vector(p, x_at, b * window.block * kind.itemsize) for b in range(blocks)]
+    floats = [kind.floats(p, words, marked=True) for words in vectors] if masked else None
     largest = _largest_of_groups(p, window, kind, vectors, floats, keys_at)
     p.set(new_m, p.max(p.reduce("max", largest), m))
     shift = p.select(new_m.equals(-math.inf), 0.0, new_m)
     terms = []
     for b, words in enumerate(vectors):
-        for x in floats[b] if floats else element_values.floats(p, kind, words, marked=False):
+        for x in floats[b] if floats else kind.floats(p, words, marked=False):
             terms.append(p.exp2((x - shift) * scale_of_row))
     rescale = p.exp2((m - shift) * scale_of_row)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
@@ -237,7 +235,7 @@ def _largest_of_groups(
     for i, start in enumerate(range(0, len(vectors), window.group_blocks)):
         group = slice(start, start + window.group_blocks)
         words, values = sum(vectors[group], []), sum(floats[group], []) if floats else None
-        value, key = element_values.best(p, kind, words, values)
+        value, key = kind.best(p, words, values)
         p.store(keys_at, key, offset=i * 4 * WARPGROUP)
         largest.append(value)
     return largest

@@ -10,8 +10,7 @@ of 16 bits, so a thread takes four of them at once:
 
 from collections.abc import Callable
 
-from pallas_softmax.implementations.mosaic_gpu.device import element_values
-from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
+from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
@@ -100,17 +99,16 @@ def _list_hits(p: Program, window: Window, room: int, capacity: int, give_up: Ca
             count += p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
-            first_lane = lower_lanes.equals(0)
             p.set(place, 0)
-            p.take_into(place, counts, count, offset=_GROUPS_BYTE, when=first_lane)
-            p.set(place, p.shuffle(place, "idx", 0))
+            p.take_into(place, counts, count, offset=_GROUPS_BYTE, when=lower_lanes.equals(0))
+            first = p.shuffle(place, "idx", 0)
             for i, reaches, lower in zip(turns, reach, before):
-                at = lower + place
+                at = lower + first
                 fits = reaches & (at < room)
                 p.store(p.at(hits, at, 4), thread + WARPGROUP * i, when=fits)
     p.barrier()
     n = p.load(counts, "u32", offset=_GROUPS_BYTE)
-    with p.when(~(n <= room)):
+    with p.when(n > room):
         p.store(counts, capacity + 1, when=thread.equals(0))
         give_up()
     return n
@@ -184,13 +182,13 @@ def _group_words(p: Program, window: Window, kind: Elements, first: Value, addre
     words = []
     if window.blocks % window.group_blocks == 0:
         for offset in offsets:
-            words += p.load_vector(address, "s32", 4, offset=offset)
+            words += kind.vector(p, address, offset)
         return words
     # The last block stands for those that would come after it; no position of theirs is in the extent.
     in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
     last = p.at(p.operand("x", "u32"), in_last_block, kind.itemsize)
     for offset in offsets:
-        words += p.load_vector(p.min(address + offset, last), "s32", 4)
+        words += kind.vector(p, p.min(address + offset, last))
     return words
 
 
@@ -229,7 +227,7 @@ def _append(
             bits.append(p.lowest_one(mask))
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bits[-1] >> _log2(window.group_size), WARPGROUP, turn)
-            if not all_groups:
+            if not all_groups:  # its number in the list takes the place of the address there
                 group = p.at(hits, group, 4)
                 p.load_into(group, group, when=chosen[-1])
             groups.append(group)
@@ -240,19 +238,12 @@ def _append(
             block, in_vector = in_group >> _log2(window.vec), in_group & (window.vec - 1)
             positions.append(position + p.multiply_add(block, window.block, in_vector))
             # The element is loaded once more, since a register cannot be chosen by number.
-            keys.append(_load_bits(p, kind, positions[-1], choose))
-        for choose, bits, position in zip(chosen, keys, positions):
-            key = element_values.keys_of_bits(p, kind, bits)
+            at = p.at(p.operand("x", "u32"), positions[-1], kind.itemsize)
+            keys.append(kind.load_bits(p, at, when=choose))
+        for choose, key, position in zip(chosen, keys, positions):
+            p.set(key, kind.key(key))
             store_slot(p, slots, place, key, position + origin, when=choose)
             p.increase(place, 1)
-
-
-def _load_bits(p: Program, kind: Elements, position: Value, when: Value) -> Value:
-    """Returns the bits of the element at a position, as a signed number, if the condition holds."""
-    address = p.at(p.operand("x", "u32"), position, kind.itemsize)
-    if kind.halves:
-        return p.convert(p.load(address, "s16", when=when), "s32")
-    return p.load(address, "s32", when=when)
 
 
 # ---- counts and ties
@@ -282,7 +273,7 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
                 p.set(address, p.at(address, blocks, block_bytes))
                 counted()
             with p.repeat() as next_block:
-                for key in element_values.keys(p, kind, p.load_vector(address, "s32", 4)):
+                for key in kind.keys(kind.vector(p, address)):
                     p.increase(reach, 1, when=key >= limit)
                     p.increase(exceed, 1, when=key > limit)
                 p.increase(address, block_bytes)
@@ -314,7 +305,7 @@ def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k
     address, block = p.at(x, thread, 16), p.var(0, "u32")
     with p.loop() as leave:
         leave((block >= window.blocks) | (base >= k))
-        keys = element_values.keys(p, kind, p.load_vector(address, "s32", 4))
+        keys = kind.keys(kind.vector(p, address))
         tied, before, in_warp = _tied_in_warp(p, keys, first_position, lower_lanes)
         _add_lower_warps(p, before, in_warp, base, parity, warp, lower_lanes)
         for j, is_tied in enumerate(tied):
