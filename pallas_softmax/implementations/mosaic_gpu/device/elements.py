@@ -53,7 +53,7 @@ class Elements:
 
     def key(self, bits: Value) -> Value:
         """Returns the sort key of an element's bits; or, since that is its own inverse, the bits of a key."""
-        return bits ^ (bits >> 31 & self.magnitude)
+        return bits ^ (bits.sign() & self.magnitude)
 
     def floats(self, p: Program, words: list[Value], marked: bool) -> list[Value]:
         """Returns each element as a float; if `marked`, -inf in place of those whose bits are all ones."""

@@ -15,9 +15,9 @@ Python runs once, while the text is written: a `for` unrolls, and an `if` choose
 decides on the GPU is `when`, `block`, `repeat`, `loop`, `select`, and the argument `when` of loads, stores, `set` and
 `increase`.
 
-Each result of arithmetic is a new register, which only `set` and `increase` change later. So a number that changes
-in a loop of the GPU is a variable, made by `var` before the loop, and changed by these two: `x = x + 1` would give the
-name x to another register, which the next turn of the loop does not read.
+Each result of arithmetic is a new register, which only `set`, `increase`, `update`, `load_into` and `take_into` change
+later. So a number that changes in a loop of the GPU is a variable, made by `var` or `fresh` before the loop, and
+changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
 
 A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", and the same of 16 or 64
 bits), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a condition ("pred").
@@ -48,9 +48,8 @@ class Value:
 
     def __init__(self, program: "Program", name: str, kind: str):
         self.program, self.name, self.kind = program, name, kind
-        self.comparison: Any = (
-            None  # of a comparison: how many lines the program then had, relation, and operands
-        )
+        # If it is a comparison: the number of lines up to that one, the relation, and both sides.
+        self.comparison: tuple[int, str, Value, Any] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -82,7 +81,7 @@ class Value:
         return self.program.op("xor", self.kind, self, other)
 
     def __invert__(self) -> "Value":
-        if self.kind == "pred":  # an instruction takes the opposite of a condition as well
+        if self.kind == "pred":  # no instruction: most take the opposite of a condition as well; see `_text`
             return Value(self.program, f"!{self.name}".removeprefix("!!"), "pred")
         return self.program.op("not", self.kind, self)
 
@@ -91,6 +90,10 @@ class Value:
 
     def __rshift__(self, by: Any) -> "Value":
         return self.program.shift(f"shr.{self.kind}", self, by)
+
+    def sign(self) -> "Value":
+        """Returns as many bits, all ones if this is negative, else zeros."""
+        return self >> (_BITS[self.kind] - 1)
 
     def __lt__(self, other: Any) -> "Value":
         return self.program.compare(self, "lt", other)
@@ -113,7 +116,7 @@ class Value:
         return self.program.compare(self, "ne", other)
 
 
-Condition = Value | None
+Condition = Value | None  # of what is done always, None
 
 
 class Program(Code):
@@ -253,7 +256,7 @@ class Program(Code):
         kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
         out = self.fresh(kind)
         typed = kind if kind == "f32" else _untyped(kind)
-        self += f"selp.{typed} {out}, {_text(a, kind)}, {_text(b, kind)}, {condition};"
+        self += f"selp.{typed} {out}, {_text(a, kind)}, {_text(b, kind)}, {_text(condition, 'pred')};"
         return out
 
     def exp2(self, x: Value) -> Value:
@@ -290,13 +293,13 @@ class Program(Code):
         self += f"popc.b32 {out}, {x};"
         return out
 
-    def highest_one(self, x: Value) -> Value:
+    def last_bit(self, x: Value) -> Value:
         """Returns the number of the highest bit that is 1."""
         out = self.fresh("u32")
         self += f"bfind.u32 {out}, {x};"
         return out
 
-    def lowest_one(self, x: Value) -> Value:
+    def first_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; of 0 it is 32."""
         reverse, out = self.fresh("u32"), self.fresh("u32")
         self += f"brev.b32 {reverse}, {x}; clz.b32 {out}, {reverse};"
@@ -474,5 +477,7 @@ def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
 def _text(value: Any, kind: str) -> str:
     """Returns a register, or a number as PTX writes it."""
     if isinstance(value, Value):
+        if value.name.startswith("!"):
+            return value.program.op("not", "pred", ~value).name
         return value.name
     return float_literal(value) if kind == "f32" else str(int(value))

@@ -146,9 +146,9 @@ def _words(of_block, count: int) -> list[ir.Value]:
 def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -> Program:
     """Returns the text of `mask_step`; <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
 
-    Here, of 16-bit elements, two words of a thread and their mask, whose bytes 0 are elements to be masked:
+    Two words of 16-bit elements, x0 in the lower half, and the word of their mask, whose byte 1 is 0:
 
-        mask   byte 0: 1 | byte 1: 0 | byte 2: 1 | byte 3: 1      words   x1 x0 | x3 x2  ->  ffff x0 | x3 x2
+        words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
     """
     p = Program()
     thread, step, x = p.operands("u32", "thread", "step", "x")
@@ -190,12 +190,12 @@ def absorb_step(
     floats = [kind.floats(p, words, marked=True) for words in vectors] if masked else None
     largest = _largest_of_groups(p, window, kind, vectors, floats, keys_at)
     p.set(new_m, p.max(p.reduce("max", largest), m))
-    shift = p.select(new_m.equals(-math.inf), 0.0, new_m)
+    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
     terms = []
     for b, words in enumerate(vectors):
         for x in floats[b] if floats else kind.floats(p, words, marked=False):
-            terms.append(p.exp2((x - shift) * scale_of_row))
-    rescale = p.exp2((m - shift) * scale_of_row)
+            terms.append(p.exp2((x - s) * scale_of_row))
+    rescale = p.exp2((m - s) * scale_of_row)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
     new = insert(
         p,

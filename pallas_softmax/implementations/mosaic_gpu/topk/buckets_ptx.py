@@ -25,11 +25,12 @@ from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, ind
 
 _CHUNK = 4  # candidates of a thread that are handled together
 
-# Two numbers of at most 16 bits share a word: a bucket, or where it starts, and above it a count.
-_UPPER, _LOWER_BITS = 16, 0xFFFF
+# A word has two numbers of 16 bits: below, a bucket or where it starts; above, a count. The place of a candidate is
+#     in `_count`   | how many its bucket had before it | number of its bucket    |
+#     from `_group` | how many its bucket has           | where its bucket starts |
+_HALF, _LOWER = 16, 0xFFFF
 
-# A factor of the buckets is less than it would be exactly by more than float32 rounds it.
-_ROUNDED_DOWN = 1 - 2.0**-20
+_ROUNDED_DOWN = 1 - 2.0**-20  # makes a factor less than it is exactly, by more than float32 rounds
 
 
 def rank_by_buckets(
@@ -66,8 +67,8 @@ def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
         for first in range(0, each, _CHUNK):
             left = n - WARPGROUP * first
             leave(left <= 0)
-            chunk = range(first, min(first + _CHUNK, each))
-            yield [thread < left - WARPGROUP * i for i in range(len(chunk))], slice(first, chunk.stop)
+            some = slice(first, min(first + _CHUNK, each))
+            yield [thread < left - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
 def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
@@ -84,12 +85,11 @@ def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]
     values = []
     for have, chunk in _chunks(p, each):
         turns = range(chunk.start, chunk.stop)
-        some = [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
-        for has, value in zip(have, some):
+        values += [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
+        for has, value in zip(have, values[chunk]):
             _, key = p.split(value)
             p.update(largest, "max", key, when=has)
             p.update(least, "min", key, when=has)
-        values += some
     of_warp = [p.over_lanes("max", largest), p.over_lanes("min", least)]
     larger, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
     largest = p.reduce("max", larger)
@@ -108,7 +108,7 @@ def _count(p: Program, values: list[Value], largest: Value, factor: Value) -> li
             p.set(place, p.multiply_high(largest - key, factor))
             p.take_into(number, p.at(buckets, place, 4), 1, when=has)
         for place, number in zip(places[chunk], before):
-            p.set(number, number << _UPPER)
+            p.set(number, number << _HALF)
             p.update(place, "or", number)
     p.barrier()
     return places
@@ -122,13 +122,13 @@ def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[V
     counts = p.load_vector(mine, "u32", each)
     start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
     held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = sums_ptx.of_warps(p, [total | held << _UPPER], p.operand("ranked", "u32"), lane=LANES - 1)
-    held, totals = zip(*((word >> _UPPER, word & _LOWER_BITS) for word in words))
+    (words,) = sums_ptx.of_warps(p, [total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
+    held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
     sums_ptx.add_lower_warps(p, start, list(totals))
     otherwise(p.reduce("max", held) > most)
     starts = []
     for count in counts:
-        starts.append((count << _UPPER) + start)
+        starts.append((count << _HALF) + start)
         start = start + count
     p.store(mine, *starts)
     p.barrier()
@@ -143,10 +143,10 @@ def _group(p: Program, values: list[Value], places: list[Value]) -> None:
     for have, chunk in _chunks(p, len(values)):
         before = []
         for has, place in zip(have, places[chunk]):
-            before.append(place >> _UPPER)
-            p.load_into(place, p.at(buckets, place & _LOWER_BITS, 4), when=has)
+            before.append(place >> _HALF)
+            p.load_into(place, p.at(buckets, place & _LOWER, 4), when=has)
         for has, value, place, number in zip(have, values[chunk], places[chunk], before):
-            p.store(p.at(slots, (place & _LOWER_BITS) + number, SLOT_BYTES), value, when=has)
+            p.store(p.at(slots, (place & _LOWER) + number, SLOT_BYTES), value, when=has)
     p.barrier()
 
 
@@ -160,9 +160,9 @@ def _compare(
     slots, ranked = p.operands("u32", "slots", "ranked")
     ranks, addresses, counts = [], [], []
     for has, place in zip(have, places):
-        rank = place & _LOWER_BITS
+        rank = place & _LOWER
         address = p.at(slots, rank, SLOT_BYTES)
-        counts.append(p.select(has & (rank < k), place >> _UPPER, 0))
+        counts.append(p.select(has & (rank < k), place >> _HALF, 0))
         ranks.append(p.var(rank))
         addresses.append(p.var(address))
     most, turn = p.reduce("max", counts), p.var(0, "u32")

@@ -19,6 +19,10 @@ def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
     """Writes the k best candidates in order: of few found by counting, of many by buckets.
 
     Where many lie in one bucket, they are found by counting or, if there is room for more candidates, by sorting.
+
+        up to 96 candidates              counting
+        more, none of the buckets full   buckets
+        more, a bucket is full           buckets, and then counting (room for 256 candidates) or sorting (for more)
     """
     capacity = slots.shape[0] // 2
     p = Program()

@@ -235,8 +235,8 @@ def leave_if_exact(
     leave(~p.any(alike))
     union = p.var(0, "s32")
     for key in itertools.chain(*(_keys(p, tile, row) for row in range(rows))):
-        sign = key >> 31  # of a negative float, the bits of the key are turned
-        union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, sign, key)
+        # Of a negative float, the bits of the key are turned.
+        union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
     leave(~p.any((union & (1 << bits) - 1).differs(0)))
 
 

@@ -1,11 +1,11 @@
 """The search of `selection` in inline PTX, by the 128 threads of a CTA.
 
-A thread reads its groups as words, and makes a mask of the elements that reach the bound. Here groups have 8 elements
-of 16 bits, so a thread takes four of them at once:
+The groups that reach the bound are listed, and a thread takes every 128th of the list: as many at once as have 32
+elements, of which it makes a mask. Groups of 8 elements, four at once:
 
-    groups that reach the bound   12   71   130  388     of all threads, listed in any order
-    mask of the thread            00100001 00000010 00000001 01000000     a bit for each of 32 elements
-    slots                         | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |      appended, some at a time
+    its groups    12         71         130        388
+    mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
+    slots         | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, some at a time
 """
 
 from collections.abc import Callable
@@ -26,8 +26,7 @@ _FEW_SLOTS = (
 )
 _LOADED_AT_ONCE = 8  # loads that a thread has under way
 
-# The counts in shared memory: of candidates, and of the groups that reach the bound.
-_GROUPS_BYTE = 4
+_GROUPS_BYTE = 4  # of <counts>: how many groups reach the bound, after how many candidates there are
 
 
 # ---- the candidates
@@ -50,11 +49,10 @@ def collect(
     p = Program()
     thread, candidates = p.operands("u32", "thread", "counts")
     with p.block() as finish:
-        n = (
-            p.var(window.groups, "u32")
-            if all_groups
-            else _list_hits(p, window, hits.shape[0], capacity, finish)
-        )
+        if all_groups:
+            n = p.var(window.groups, "u32")
+        else:
+            n = _list_hits(p, window, hits.shape[0], capacity, finish)
         finish((thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
         turn = p.var(thread)
         with p.repeat() as again:
@@ -137,7 +135,7 @@ def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value
         first = _first_position(p, window, group)
         firsts.append(first)
         vectors.append(_group_words(p, window, kind, first, p.at(x, first, kind.itemsize)))
-    mask, flip = p.var(0, "u32"), bound >> 31 & kind.flip
+    mask, flip = p.var(0, "u32"), bound.sign() & kind.flip
     bound = bound << (16 if kind.halves else 0)
     for i, (first, has, words) in enumerate(zip(firsts, have, vectors)):
         bits = _bits_reaching(p, kind, words, bound, flip)
@@ -224,7 +222,7 @@ def _append(
         for i in range(2 if capacity <= _FEW_SLOTS else 4):
             inside = place + i < capacity
             chosen.append(inside & mask.differs(0))
-            bits.append(p.lowest_one(mask))
+            bits.append(p.first_bit(mask))
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bits[-1] >> _log2(window.group_size), WARPGROUP, turn)
             if not all_groups:  # its number in the list takes the place of the address there
