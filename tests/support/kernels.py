@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program  # noqa: F401
 from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
 from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
 from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request

@@ -176,7 +176,7 @@ def _alu(op, values, bits):
         case "xor":
             return a ^ b
         case "not":
-            return ~a
+            return ~int(a)
         case "shl":
             return a << min(b, 32)
         case "shr":

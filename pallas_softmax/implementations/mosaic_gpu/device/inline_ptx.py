@@ -2,7 +2,8 @@
 
 A function decorated with `inline` is called in the kernel with arrays and references. While it is traced it sees
 what one thread has of them: registers, which are MLIR vectors, and memory references. Its PTX is text, in which
-<name> stands for an operand or a result, and which declares all its other registers itself (see `Code`).
+<name> stands for an operand or a result, and which declares all its other registers itself: `Code` takes it in
+strings, and `ptx_values` writes it as arithmetic.
 """
 
 import re

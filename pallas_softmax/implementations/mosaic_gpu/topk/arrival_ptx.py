@@ -1,18 +1,17 @@
 """The steps of `selection` while a row arrives, in inline PTX: thread t takes vector t of every block."""
 
+import math
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    BARRIER,
-    NEG_INF,
     REF,
     SCALAR,
-    Code,
     elements,
     emit_ptx,
     i32,
@@ -21,24 +20,31 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     thread,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.predicated_ptx import load_mask, load_vector
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.online import Normalizer
 
 _SLT, _SGE = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
+_BYTE = 0xFF
+_MASK_BYTES = 4  # of the mask, one for each element, in a word
 
 
 def clear(slots, counts) -> None:
     """Every thread writes 16 bytes at a time, until all slots are 0; thread 0 sets both counts to 0."""
     (words,) = slots.shape
-    code = Code()
-    address, turn = code.new("b32", 2)
-    (p,) = code.new("pred")
-    code += f"{BARRIER} mad.lo.u32 {address}, <thread>, 16, <slots>; mov.b32 {turn}, <thread>;"
-    code += f"again: st.shared.v4.b32 [{address}], {{0, 0, 0, 0}}; add.u32 {address}, {address}, {16 * WARPGROUP};"
-    code += f"add.u32 {turn}, {turn}, {WARPGROUP}; setp.lt.u32 {p}, {turn}, {words // 4}; @{p} bra again;"
-    code += f"setp.eq.u32 {p}, <thread>, 0; @{p} st.shared.v2.b32 [<counts>], {{0, 0}}; {BARRIER}"
-    insert(code, {"slots": slots, "counts": counts})
+    p = Program()
+    thread, slots_at, counts_at = p.operands("u32", "thread", "slots", "counts")
+    p.barrier()
+    address, turn = p.at(slots_at, thread, ACCESS_BYTES), p.var(thread)
+    with p.repeat() as again:
+        p.store(address, 0, 0, 0, 0)
+        p.increase(address, ACCESS_BYTES * WARPGROUP)
+        p.increase(turn, WARPGROUP)
+        again(turn < words * 4 // ACCESS_BYTES)
+    p.store(counts_at, 0, 0, when=thread.equals(0))
+    p.barrier()
+    insert(p, {"slots": slots, "counts": counts})
 
 
 # ---- head and tail
@@ -69,7 +75,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
                 x = _element(x_gmem, arith.addi(first, arith.subi(position, low)), inside, bits)
             if in_row and mask:
                 mask_gmem, row = mask
-                of_masked = kind.neg_inf if infinite else -1
+                of_masked = kind.neg_inf if infinite else kind.all_ones
                 x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside, of_masked)
             _store_if(within, x_smem, position, x, kind.itemsize)
 
@@ -101,13 +107,12 @@ def _masked(x, mask_gmem, row, column, inside, of_masked: int) -> ir.Value:
 
 def _store_if(condition, x_smem, position, x, itemsize: int) -> None:
     """Writes the bits x to a position of shared memory, if the condition holds."""
-    code = Code()
-    (address,) = code.new("b32")
-    (p,) = code.new("pred")
-    code += f"setp.ne.b32 {p}, <condition>, 0; mad.lo.u32 {address}, <position>, {itemsize}, <smem>;"
-    code += f"@{p} st.shared.b{8 * itemsize} [{address}], <x>;"
+    p = Program()
+    smem, number = p.operands("u32", "smem", "position")
+    writes = p.operand("condition", "u32").differs(0)
+    p.store(p.at(smem, number, itemsize), p.operand("x", f"u{8 * itemsize}"), when=writes)
     condition = arith.extui(ir.IntegerType.get_signless(32), condition)
-    emit_ptx(code, {"smem": x_smem, "position": position, "x": x, "condition": condition})
+    emit_ptx(p, {"smem": x_smem, "position": position, "x": x, "condition": condition})
 
 
 # ---- a step
@@ -138,29 +143,33 @@ def _words(of_block, count: int) -> list[ir.Value]:
     return elements(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register))
 
 
-def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -> Code:
-    """Returns the text of `mask_step`; <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b."""
-    code = Code()
+def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -> Program:
+    """Returns the text of `mask_step`; <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
+
+    Two words of 16-bit elements, x0 in the lower half, and the word of their mask, whose byte 1 is 0:
+
+        words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
+    """
+    p = Program()
+    thread, step, x = p.operands("u32", "thread", "step", "x")
     block_bytes = window.block * kind.itemsize
-    address, first, at, keep = code.new("b32", 4)
-    masked, in_body = code.new("pred", 2)
-    code += f"mad.lo.u32 {address}, <step>, {window.step_blocks * block_bytes}, <x>;"
-    code += f"mad.lo.u32 {address}, <thread>, 16, {address}; mul.lo.u32 {first}, <thread>, {window.vec};"
-    code += f"mad.lo.u32 {first}, <step>, {window.step_blocks * window.block}, {first};"
+    address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    first = p.multiply_add(step, window.step_blocks * window.block, thread * window.vec)
     for b in range(blocks):
-        code += f"add.u32 {at}, {first}, {b * window.block}; setp.ge.u32 {in_body}, {at}, {window.head};"
-        code += f"setp.lt.and.u32 {in_body}, {at}, {window.head + window.body}, {in_body};"
-        (words,) = kind.vectors(code, address, [b * block_bytes])
+        position = first + b * window.block
+        from_head = position >= window.head
+        in_body = from_head & (position < window.head + window.body)
+        words = kind.vector(p, address, b * block_bytes)
         for j in range(window.vec):
-            word, ones = (words[j // 2], ("0xffff", "0xffff0000")[j % 2]) if kind.halves else (words[j], "-1")
-            code += f"and.b32 {keep}, <keep{b}_{j // 4}>, {255 << 8 * (j % 4)};"
-            code += f"setp.eq.u32 {masked}, {keep}, 0; @{masked} or.b32 {word}, {word}, {ones};"
+            keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
+            masked = keep.equals(0)
+            at = j * kind.itemsize
+            word, element_bits = words[at // 4], kind.all_ones << 8 * (at % 4)
+            p.update(word, "or", element_bits, when=masked)
             if infinite:  # from all ones
-                shift = 16 if kind.halves and j % 2 else 0
-                flipped = (kind.neg_inf ^ (0xFFFF if kind.halves else 0xFFFFFFFF)) << shift
-                code += f"@{masked} xor.b32 {word}, {word}, {flipped};"
-        code += f"@{in_body} st.shared.v4.b32 [{address}+{b * block_bytes}], {{{', '.join(words)}}};"
-    return code
+                p.update(word, "xor", (kind.neg_inf ^ kind.all_ones) << 8 * (at % 4), when=masked)
+        p.store(address, *words, offset=b * block_bytes, when=in_body)
+    return p
 
 
 def absorb_step(
@@ -174,25 +183,22 @@ def absorb_step(
 
     It writes the largest key of each of its groups in the step.
     """
-    kind, code = Elements(x_smem.dtype), Code()
-    x_at, keys_at = _step_addresses(code, window, kind)
-    vectors = kind.vectors(code, x_at, [b * window.block * kind.itemsize for b in range(blocks)])
-    floats = [kind.floats(code, words, True) for words in vectors] if masked else None
-    largest = _largest_of_groups(code, window, kind, vectors, floats, keys_at)
-    code += f"max.f32 <new_m>, <m>, {code.tree('max.f32', 'f32', largest)};"
-    s, rescale = code.new("f32", 2)
-    (empty,) = code.new("pred")
-    code += f"setp.eq.f32 {empty}, <new_m>, {NEG_INF}; selp.f32 {s}, 0f00000000, <new_m>, {empty};"
+    kind, p = Elements(x_smem.dtype), Program()
+    m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    x_at, keys_at = _step_addresses(p, window, kind)
+    vectors = [kind.vector(p, x_at, b * window.block * kind.itemsize) for b in range(blocks)]
+    floats = [kind.floats(p, words, marked=True) for words in vectors] if masked else None
+    largest = _largest_of_groups(p, window, kind, vectors, floats, keys_at)
+    p.set(new_m, p.max(p.reduce("max", largest), m))
+    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
     terms = []
     for b, words in enumerate(vectors):
-        for x in floats[b] if floats else kind.floats(code, words, False):
-            code += f"sub.f32 {x}, {x}, {s}; mul.f32 {x}, {x}, <scale>; ex2.approx.ftz.f32 {x}, {x};"
-            terms.append(x)
-    code += f"sub.f32 {rescale}, <m>, {s}; mul.f32 {rescale}, {rescale}, <scale>;"
-    code += f"ex2.approx.ftz.f32 {rescale}, {rescale};"
-    code += f"fma.rn.f32 <new_d>, <d>, {rescale}, {code.tree('add.f32', 'f32', terms)};"
+        for x in floats[b] if floats else kind.floats(p, words, marked=False):
+            terms.append(p.exp2((x - s) * scale_of_row))
+    rescale = p.exp2((m - s) * scale_of_row)
+    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
     new = insert(
-        code,
+        p,
         {"x": x_smem, "group_keys": group_keys},
         {"step": step, "scale": scale},
         {"m": lane.m, "d": lane.d},
@@ -201,37 +207,35 @@ def absorb_step(
     return Normalizer(*new)
 
 
-def _step_addresses(code: Code, window: Window, kind: Elements) -> tuple[str, str]:
-    """Returns registers with the addresses of the thread's first vector and first group key of step <step>."""
-    x_at, keys_at = code.new("b32", 2)
+def _step_addresses(p: Program, window: Window, kind: Elements) -> tuple[Value, Value]:
+    """Returns the addresses of the thread's first vector and first group key of step <step>."""
+    thread, step, x, group_keys = p.operands("u32", "thread", "step", "x", "group_keys")
     step_bytes = window.step_blocks * window.block * kind.itemsize
-    groups_per_step = window.step_blocks // window.group_blocks
-    code += f"mad.lo.u32 {x_at}, <step>, {step_bytes}, <x>; mad.lo.u32 {x_at}, <thread>, 16, {x_at};"
-    code += f"mad.lo.u32 {keys_at}, <step>, {groups_per_step * 4 * WARPGROUP}, <group_keys>;"
-    code += f"mad.lo.u32 {keys_at}, <thread>, 4, {keys_at};"
-    return x_at, keys_at
+    keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
+    x_at = p.at(p.at(x, step, step_bytes), thread, ACCESS_BYTES)
+    return x_at, p.at(p.at(group_keys, step, 4 * keys_of_step), thread, 4)
 
 
 def _largest_of_groups(
-    code: Code,
+    p: Program,
     window: Window,
     kind: Elements,
-    vectors: list[list[str]],
-    floats: list[list[str]] | None,
-    keys_at: str,
-) -> list[str]:
-    """Writes the largest key of each of the thread's groups in a step; returns registers with the largest floats.
+    vectors: list[list[Value]],
+    floats: list[list[Value]] | None,
+    keys_at: Value,
+) -> list[Value]:
+    """Writes the largest key of each of the thread's groups in a step; returns the largest floats.
 
     Args:
       vectors: the words of each block.
       floats: its elements as floats, where they may differ from the words since some are masked; or None.
-      keys_at: register with the address of the thread's first key.
+      keys_at: the address of the thread's first key.
     """
     largest = []
     for i, start in enumerate(range(0, len(vectors), window.group_blocks)):
         group = slice(start, start + window.group_blocks)
         words, values = sum(vectors[group], []), sum(floats[group], []) if floats else None
-        value, key = kind.best(code, words, values)
-        code += f"st.shared.b32 [{keys_at}+{i * 4 * WARPGROUP}], {key};"
+        value, key = kind.best(p, words, values)
+        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
         largest.append(value)
     return largest

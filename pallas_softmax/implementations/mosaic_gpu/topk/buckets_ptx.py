@@ -15,180 +15,172 @@ If the keys are spread over the buckets, the time grows with the number of candi
 a bucket with many, and `ranking_ptx` sorts.
 """
 
+from collections.abc import Callable, Iterator
+
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    BARRIER,
-    LANES,
-    ONE,
-    WARPS,
-    Code,
-    float_literal,
-)
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
-from pallas_softmax.implementations.mosaic_gpu.topk.slots import split_slot
+from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, index_and_key
 
 _CHUNK = 4  # candidates of a thread that are handled together
 
+# A word has two numbers of 16 bits: below, a bucket or where it starts; above, a count. The place of a candidate is
+#     in `_count`   | how many its bucket had before it | number of its bucket    |
+#     from `_group` | how many its bucket has           | where its bucket starts |
+_HALF, _LOWER = 16, 0xFFFF
 
-def rank_by_buckets(code: Code, capacity: int, k: int, padded: int, most: int, otherwise: str) -> None:
+_ROUNDED_DOWN = 1 - 2.0**-20  # makes a factor less than it is exactly, by more than float32 rounds
+
+
+def rank_by_buckets(
+    p: Program, capacity: int, k: int, padded: int, most: int, otherwise: Callable[[Value], None]
+) -> None:
     """Writes the k best of the first <n> slots to <ranked>; a thread has slots thread, thread + 128, ...
 
     Args:
       capacity: number of slots, and of the words of <buckets>.
       padded: as in `ranking_ptx.rank`.
       most: number of candidates of a bucket up to which they are compared.
-      otherwise: label to which it jumps if a bucket has more; the slots are as they were.
+      otherwise: leaves the buckets, where a condition holds: a bucket has more. The slots then are as they were.
     """
+    thread, buckets = p.operands("u32", "thread", "buckets")
     each = capacity // WARPGROUP
-    values, places = code.new("b64", each), code.new("b32", each)
-    mine, largest, factor = code.new("b32", 3)
-    code += f"mad.lo.u32 {mine}, <thread>, {4 * each}, <buckets>;"
-    _clear(code, mine, each)
-    _load_and_bracket(code, values, largest, factor, capacity)
-    _count(code, values, places, largest, factor)
-    _start(code, mine, each, most, otherwise)
-    _group(code, values, places)
-    for i, own in enumerate(_chunks(code, "ranked", values, places)):
-        _compare(code, *own, k, padded, label=f"compared{i}")
+    mine = p.at(buckets, thread, 4 * each)  # the thread's counters
+    p.store(mine, *[0] * each)
+    values, largest, factor = _load_and_bracket(p, each)
+    places = _count(p, values, largest, factor)
+    _start(p, mine, each, most, otherwise)
+    _group(p, values, places)
+    for have, chunk in _chunks(p, each):
+        _compare(p, have, values[chunk], places[chunk], k, padded)
 
 
-def _chunks(code: Code, label: str, values: list[str], places: list[str]):
-    """Yields some of the thread's candidates after others: predicates, whether it has them, and their registers.
+def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
+    """Yields some of a thread's `each` candidates after others: conditions, whether it has them, and which they are.
 
-    What is done with those of a chunk does not wait for each other. All threads jump to `label`, which follows the
-    last chunk, as soon as none of them has one.
+    What is done with those of a chunk does not wait for each other. All threads leave the chunks as soon as none of
+    them has a candidate.
     """
-    none, left = *code.new("pred"), *code.new("b32")
-    have = code.new("pred", min(_CHUNK, len(values)))
-    for first in range(0, len(values), _CHUNK):
-        code += (
-            f"sub.s32 {left}, <n>, {WARPGROUP * first}; setp.le.s32 {none}, {left}, 0; @{none} bra {label};"
-        )
-        for p in have:
-            code += f"setp.lt.s32 {p}, <thread>, {left}; sub.s32 {left}, {left}, {WARPGROUP};"
-        yield have, values[first : first + _CHUNK], places[first : first + _CHUNK]
-    code += f"{label}:"
+    thread, n = p.operands("s32", "thread", "n")
+    with p.block() as leave:
+        for first in range(0, each, _CHUNK):
+            left = n - WARPGROUP * first
+            leave(left <= 0)
+            some = slice(first, min(first + _CHUNK, each))
+            yield [thread < left - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
-def _clear(code: Code, mine: str, each: int) -> None:
-    """Clears the thread's counters, which start at address `mine`."""
-    for byte, kind, zeros in sums_ptx.vectors(["0"] * each):
-        code += f"st.shared.{kind} [{mine}+{byte}], {zeros};"
-
-
-def _load_and_bracket(code: Code, values: list[str], largest: str, factor: str, capacity: int) -> None:
+def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
     """Loads the thread's slots; finds the largest key of all, and the factor by which keys become buckets:
 
     bucket = (largest - key) * factor / 2^32
 
-    It is a little less than capacity * 2^32 / (largest - least + 1), by more than float32 rounds, and at most
+    It is a little less than slots * 2^32 / (largest - least + 1), by more than float32 rounds, and at most
     2^32 - 1. It only matters that better keys do not have later buckets.
     """
-    address, low, high, least = code.new("b32", 4)
-    (ratio,) = code.new("f32")
-    code += f"mov.b32 {largest}, 0; mov.b32 {least}, 0xffffffff; mad.lo.u32 {address}, <thread>, 8, <slots>;"
-    for have, some, _ in _chunks(code, "loaded", values, values):
-        for i, value in enumerate(some):
-            code += f"ld.shared.b64 {value}, [{address}+{8 * WARPGROUP * i}];"
-        for p, value in zip(have, some):
-            code += f"mov.b64 {{{low}, {high}}}, {value};"
-            code += f"@{p} max.u32 {largest}, {largest}, {high}; @{p} min.u32 {least}, {least}, {high};"
-        code += f"add.u32 {address}, {address}, {8 * WARPGROUP * _CHUNK};"
-    code += f"redux.sync.max.u32 {largest}, {largest}, 0xffffffff;"
-    code += f"redux.sync.min.u32 {least}, {least}, 0xffffffff;"
-    larger, smaller = sums_ptx.of_warps(code, [largest, least], "<ranked>", 0)
-    code += f"mov.b32 {largest}, {code.tree('max.u32', 'b32', larger)};"
-    code += f"sub.u32 {least}, {largest}, {code.tree('min.u32', 'b32', smaller)};"
-    per_range = float_literal(capacity * 2.0**32 * (1 - 2.0**-20))
-    code += f"cvt.rn.f32.u32 {ratio}, {least}; add.f32 {ratio}, {ratio}, {ONE};"
-    code += f"rcp.approx.ftz.f32 {ratio}, {ratio}; mul.f32 {ratio}, {ratio}, {per_range};"
-    code += f"cvt.rzi.u32.f32 {factor}, {ratio};"
+    thread, slots, ranked = p.operands("u32", "thread", "slots", "ranked")
+    largest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
+    own = p.at(slots, thread, SLOT_BYTES)
+    values = []
+    for have, chunk in _chunks(p, each):
+        turns = range(chunk.start, chunk.stop)
+        values += [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
+        for has, value in zip(have, values[chunk]):
+            _, key = p.split(value)
+            p.update(largest, "max", key, when=has)
+            p.update(least, "min", key, when=has)
+    of_warp = [p.over_lanes("max", largest), p.over_lanes("min", least)]
+    larger, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
+    largest = p.reduce("max", larger)
+    span = p.convert(largest - p.reduce("min", smaller), "f32") + 1.0
+    factor = p.reciprocal(span) * (each * WARPGROUP * 2.0**32 * _ROUNDED_DOWN)
+    return values, largest, p.convert(factor, "u32")
 
 
-def _count(code: Code, values: list[str], places: list[str], largest: str, factor: str) -> None:
-    """Counts the candidates in their buckets; a place is the bucket, and above 16 bits how many it had before."""
-    low, high, address = code.new("b32", 3)
-    before = code.new("b32", min(_CHUNK, len(values)))
-    for have, some, own in _chunks(code, "counted", values, places):
-        for p, value, place, number in zip(have, some, own, before):
-            code += f"mov.b64 {{{low}, {high}}}, {value}; sub.u32 {high}, {largest}, {high};"
-            code += f"mul.hi.u32 {place}, {high}, {factor}; mad.lo.u32 {address}, {place}, 4, <buckets>;"
-            code += f"@{p} atom.relaxed.cta.shared::cta.add.u32 {number}, [{address}], 1;"
-        for place, number in zip(own, before):
-            code += f"shl.b32 {number}, {number}, 16; or.b32 {place}, {place}, {number};"
-    code += BARRIER
+def _count(p: Program, values: list[Value], largest: Value, factor: Value) -> list[Value]:
+    """Counts the candidates in their buckets; returns the places: bucket, and above 16 bits how many it had before."""
+    buckets = p.operand("buckets", "u32")
+    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
+    for have, chunk in _chunks(p, len(values)):
+        for has, value, place, number in zip(have, values[chunk], places[chunk], before):
+            _, key = p.split(value)
+            p.set(place, p.multiply_high(largest - key, factor))
+            p.take_into(number, p.at(buckets, place, 4), 1, when=has)
+        for place, number in zip(places[chunk], before):
+            p.set(number, number << _HALF)
+            p.update(place, "or", number)
+    p.barrier()
+    return places
 
 
-def _start(code: Code, mine: str, each: int, most: int, otherwise: str) -> None:
+def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
     """Turns each count into where its bucket starts, and above 16 bits the count.
 
     sums of the thread's counts -> of the lanes below -> of the warps below, through <ranked>
     """
-    start, total, held, word = code.new("b32", 4)
-    counts, largest = code.new("b32", each), code.new("b32", WARPS)
-    (p,) = code.new("pred")
-    for byte, kind, words in sums_ptx.vectors(counts):
-        code += f"ld.shared.{kind} {words}, [{mine}+{byte}];"
-    code += f"mov.b32 {total}, {code.tree('add.u32', 'b32', counts)};"
-    sums_ptx.add_lower_lanes(code, total, start)
-    code += f"mov.b32 {held}, {code.tree('max.u32', 'b32', counts)}; redux.sync.max.u32 {held}, {held}, 0xffffffff;"
-    code += f"shl.b32 {held}, {held}, 16; or.b32 {total}, {total}, {held};"
-    (totals,) = sums_ptx.of_warps(code, [total], "<ranked>", LANES - 1)
-    for total, held in zip(totals, largest):
-        code += f"shr.u32 {held}, {total}, 16; and.b32 {total}, {total}, 0xffff;"
-    sums_ptx.add_lower_warps(code, start, totals)
-    code += f"setp.gt.u32 {p}, {code.tree('max.u32', 'b32', largest)}, {most}; @{p} bra {otherwise};"
+    counts = p.load_vector(mine, "u32", each)
+    start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
+    held = p.over_lanes("max", p.reduce("max", counts))
+    (words,) = sums_ptx.of_warps(p, [total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
+    held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
+    sums_ptx.add_lower_warps(p, start, list(totals))
+    otherwise(p.reduce("max", held) > most)
+    starts = []
     for count in counts:
-        code += f"shl.b32 {word}, {count}, 16; add.u32 {word}, {word}, {start};"
-        code += f"add.u32 {start}, {start}, {count}; mov.b32 {count}, {word};"
-    for byte, kind, words in sums_ptx.vectors(counts):
-        code += f"st.shared.{kind} [{mine}+{byte}], {words};"
-    code += BARRIER
+        starts.append((count << _HALF) + start)
+        start = start + count
+    p.store(mine, *starts)
+    p.barrier()
 
 
-def _group(code: Code, values: list[str], places: list[str]) -> None:
-    """Writes the candidates to the slots again, grouped by buckets; a place is now where its bucket starts, and above
-    16 bits how many it has.
+def _group(p: Program, values: list[Value], places: list[Value]) -> None:
+    """Writes the candidates to the slots again, grouped by buckets.
+
+    A place then is where its bucket starts, and above 16 bits how many it has.
     """
-    address = code.new("b32")[0]
-    before = code.new("b32", min(_CHUNK, len(values)))
-    for have, some, own in _chunks(code, "grouped", values, places):
-        for p, place, number in zip(have, own, before):
-            code += f"shr.u32 {number}, {place}, 16; and.b32 {address}, {place}, 0xffff;"
-            code += f"mad.lo.u32 {address}, {address}, 4, <buckets>; @{p} ld.shared.b32 {place}, [{address}];"
-        for p, value, place, number in zip(have, some, own, before):
-            code += f"and.b32 {address}, {place}, 0xffff; add.u32 {address}, {address}, {number};"
-            code += f"mad.lo.u32 {address}, {address}, 8, <slots>; @{p} st.shared.b64 [{address}], {value};"
-    code += BARRIER
+    buckets, slots = p.operands("u32", "buckets", "slots")
+    for have, chunk in _chunks(p, len(values)):
+        before = []
+        for has, place in zip(have, places[chunk]):
+            before.append(place >> _HALF)
+            p.load_into(place, p.at(buckets, place & _LOWER, 4), when=has)
+        for has, value, place, number in zip(have, values[chunk], places[chunk], before):
+            p.store(p.at(slots, (place & _LOWER) + number, SLOT_BYTES), value, when=has)
+    p.barrier()
 
 
 def _compare(
-    code: Code, have: list[str], values: list[str], places: list[str], k: int, padded: int, label: str
+    p: Program, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
 ) -> None:
     """Compares candidates with the others of their buckets, one after another, and writes them at their ranks.
 
     A bucket that starts at rank k or later is left out.
     """
-    counts, ranks, addresses = (code.new("b32", len(values)) for _ in range(3))
-    others, inside = code.new("b64", len(values)), code.new("pred", len(values))
-    turn, most, key, index = code.new("b32", 4)
-    (p,) = code.new("pred")
-    for q, place, count, rank, address in zip(have, places, counts, ranks, addresses):
-        code += f"and.b32 {rank}, {place}, 0xffff; mad.lo.u32 {address}, {rank}, 8, <slots>;"
-        code += f"setp.lt.and.u32 {p}, {rank}, {k}, {q};"
-        code += f"shr.u32 {count}, {place}, 16; selp.b32 {count}, {count}, 0, {p};"
-    code += f"mov.b32 {most}, {code.tree('max.u32', 'b32', counts)}; mov.b32 {turn}, 0;"
-    code += f"setp.eq.u32 {p}, {most}, 0; @{p} bra {label}; next_{label}:"
-    for count, other, address, q in zip(counts, others, addresses, inside):
-        code += f"setp.lt.u32 {q}, {turn}, {count}; @{q} ld.shared.b64 {other}, [{address}];"
-        code += f"add.u32 {address}, {address}, 8;"
-    for value, other, rank, q in zip(values, others, ranks, inside):
-        code += f"setp.gt.and.u64 {q}, {other}, {value}, {q}; @{q} add.u32 {rank}, {rank}, 1;"
-    code += f"add.u32 {turn}, {turn}, 1; setp.lt.u32 {p}, {turn}, {most}; @{p} bra next_{label};"
-    for value, count, rank, address in zip(values, counts, ranks, addresses):
-        code += f"setp.gt.u32 {p}, {count}, 0; setp.lt.and.u32 {p}, {rank}, {k}, {p};" + split_slot(
-            value, key, index
-        )
-        code += f"mad.lo.u32 {address}, {rank}, 4, <ranked>; @{p} st.shared.b32 [{address}], {key};"
-        code += f"@{p} st.shared.b32 [{address}+{4 * padded}], {index};"
-    code += f"{label}:"
+    slots, ranked = p.operands("u32", "slots", "ranked")
+    ranks, addresses, counts = [], [], []
+    for has, place in zip(have, places):
+        rank = place & _LOWER
+        address = p.at(slots, rank, SLOT_BYTES)
+        counts.append(p.select(has & (rank < k), place >> _HALF, 0))
+        ranks.append(p.var(rank))
+        addresses.append(p.var(address))
+    most, turn = p.reduce("max", counts), p.var(0, "u32")
+    with p.block() as leave:
+        leave(most.equals(0))
+        with p.repeat() as again:
+            inside, others = [], []
+            for count, address in zip(counts, addresses):
+                inside.append(turn < count)
+                others.append(p.load(address, "u64", when=inside[-1]))
+                p.increase(address, SLOT_BYTES)
+            for value, other, rank, within in zip(values, others, ranks, inside):
+                p.increase(rank, 1, when=within & (other > value))
+            p.increase(turn, 1)
+            again(turn < most)
+        for value, count, rank in zip(values, counts, ranks):
+            wins = (count > 0) & (rank < k)
+            index, key = index_and_key(p, value)
+            at = p.at(ranked, rank, 4)
+            p.store(at, key, when=wins)
+            p.store(at, index, offset=4 * padded, when=wins)

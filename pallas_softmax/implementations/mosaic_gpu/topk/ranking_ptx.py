@@ -1,15 +1,17 @@
 """The order of candidates in inline PTX, by the 128 threads of a CTA: `selection.rank`."""
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, Code
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk.buckets_ptx import rank_by_buckets
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
-from pallas_softmax.implementations.mosaic_gpu.topk.slots import split_slot
+from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, index_and_key
 
 # On an H100, 4000 x 25000 float32 in two CTAs of a multiprocessor: 67 candidates take 790 cycles by counting, 1400 by
 # buckets; 140 take 2960 and 1780; 620 take 7730 by sorting, 3650 by buckets; 2400 take 30,300 and 12,800.
 _COUNTED = 96  # candidates up to which a comparison of each with all is faster than buckets
 _COMPARED = 256  # candidates up to which it is faster than a sort
+_AT_ONCE = 4  # slots that a thread compares with its own at once
 _IN_BUCKET = 32  # candidates of one bucket above which buckets are slower than either
 
 
@@ -17,64 +19,78 @@ def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
     """Writes the k best candidates in order: of few found by counting, of many by buckets.
 
     Where many lie in one bucket, they are found by counting or, if there is room for more candidates, by sorting.
+
+        up to 96 candidates              counting
+        more, none of the buckets full   buckets
+        more, a bucket is full           buckets, and then counting (room for 256 candidates) or sorting (for more)
     """
     capacity = slots.shape[0] // 2
-    otherwise = "crowded" if capacity <= _COMPARED else "sort"
-    code = Code()
-    (p,) = code.new("pred")
-    code += f"setp.le.u32 {p}, <n>, {_COUNTED}; @{p} bra count;"
-    rank_by_buckets(code, capacity, k, padded, _IN_BUCKET, otherwise)
-    code += f"bra end; crowded: {BARRIER} count:"  # the barrier: all threads have read what they reduced in <ranked>
-    _rank_by_counting(code, k, padded, end="end")
-    if otherwise == "sort":
-        code += "sort:"
-        _rank_by_sorting(code, capacity, k, padded)
-    code += f"end: {BARRIER}"
-    insert(code, {"slots": slots, "buckets": buckets, "ranked": ranked}, {"n": n})
+    p = Program()
+    few = p.operand("n", "u32") <= _COUNTED
+    with p.block() as finish:
+        if capacity <= _COMPARED:
+            with p.block() as count:
+                count(few)
+                with p.block() as crowded:
+                    rank_by_buckets(p, capacity, k, padded, _IN_BUCKET, otherwise=crowded)
+                    finish()
+                p.barrier()  # all threads have read what they reduced in <ranked>
+            _rank_by_counting(p, k, padded)
+        else:
+            with p.block() as sort:
+                with p.block() as count:
+                    count(few)
+                    rank_by_buckets(p, capacity, k, padded, _IN_BUCKET, otherwise=sort)
+                    finish()
+                _rank_by_counting(p, k, padded)
+                finish()
+            _rank_by_sorting(p, capacity, k, padded)
+    p.barrier()
+    insert(p, {"slots": slots, "buckets": buckets, "ranked": ranked}, {"n": n})
 
 
-def _write_ranked(code: Code, values: list[str], rank: str, k: int, padded: int) -> None:
-    """Writes key and index of slots whose ranks are `rank`, rank + 1, ... to <ranked>, as far as they are below k."""
-    address, key, index = code.new("b32", 3)
-    (p,) = code.new("pred")
-    code += f"mad.lo.u32 {address}, {rank}, 4, <ranked>;"
+def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: int) -> None:
+    """Writes key and index of slots whose ranks are `rank`, rank + 1, ... to <ranked>, as far as they are below k.
+
+    <ranked>  | key of rank 0, 1, ... padded - 1 | index of rank 0, 1, ... padded - 1 |
+    """
+    at = p.at(p.operand("ranked", "u32"), rank, 4)
     for i, value in enumerate(values):
-        code += f"setp.lt.s32 {p}, {rank}, {k - i};" + split_slot(value, key, index)
-        code += f"@{p} st.shared.b32 [{address}+{4 * i}], {key};"
-        code += f"@{p} st.shared.b32 [{address}+{4 * (padded + i)}], {index};"
+        wins = rank.bits("s32") < k - i
+        index, key = index_and_key(p, value)
+        p.store(at, key, offset=4 * i, when=wins)
+        p.store(at, index, offset=4 * (padded + i), when=wins)
 
 
 # ---- by counting
 
 
-def _rank_by_counting(code: Code, k: int, padded: int, end: str) -> None:
+def _rank_by_counting(p: Program, k: int, padded: int) -> None:
     """A slot's rank is the number of better ones:
 
     for own = thread, thread + 128, ... below n:
         rank = how many of the first n slots, rounded up to four, are greater than slot `own`   (empty ones are 0)
         write slot `own` at its rank, if that is below k
     """
-    own, at, last, rank, address = code.new("b32", 5)
-    (value,) = code.new("b64")
-    others = code.new("b64", 4)
-    (p,) = code.new("pred")
-    code += f"mov.b32 {own}, <thread>; mad.lo.u32 {last}, <n>, 8, <slots>;"
-    code += f"next_slot: setp.ge.u32 {p}, {own}, <n>; @{p} bra {end};"
-    code += f"mad.lo.u32 {address}, {own}, 8, <slots>; ld.shared.b64 {value}, [{address}];"
-    code += f"mov.b32 {rank}, 0; mov.b32 {at}, <slots>;"
-    code += f"next_four: ld.shared.v2.b64 {{{others[0]}, {others[1]}}}, [{at}];"
-    code += f"ld.shared.v2.b64 {{{others[2]}, {others[3]}}}, [{at}+16];"
-    for other in others:
-        code += f"setp.gt.u64 {p}, {other}, {value}; @{p} add.u32 {rank}, {rank}, 1;"
-    code += f"add.u32 {at}, {at}, 32; setp.lt.u32 {p}, {at}, {last}; @{p} bra next_four;"
-    _write_ranked(code, [value], rank, k, padded)
-    code += f"add.u32 {own}, {own}, {WARPGROUP}; bra next_slot;"
+    thread, n, slots = p.operands("u32", "thread", "n", "slots")
+    own, last = p.var(thread), p.at(slots, n, SLOT_BYTES)
+    with p.loop() as leave:
+        leave(own >= n)
+        value = p.load(p.at(slots, own, SLOT_BYTES), "u64")
+        rank, at = p.var(0, "u32"), p.var(slots)
+        with p.repeat() as again:
+            for other in p.load_vector(at, "u64", _AT_ONCE):
+                p.increase(rank, 1, when=other > value)
+            p.increase(at, _AT_ONCE * SLOT_BYTES)
+            again(at < last)
+        _write_ranked(p, [value], rank, k, padded)
+        p.increase(own, WARPGROUP)
 
 
 # ---- by sorting
 
 
-def _rank_by_sorting(code: Code, size: int, k: int, padded: int) -> None:
+def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
     """A bitonic sort of all slots, the largest first, in registers; a thread holds size / 128 neighbours.
 
     sort the values of each thread                            a run of one thread
@@ -86,41 +102,42 @@ def _rank_by_sorting(code: Code, size: int, k: int, padded: int) -> None:
     Every other run is to be sorted the other way round. Its values are complemented meanwhile, so that all threads
     do the same.
     """
-    values = code.new("b64", size // WARPGROUP)
-    own, run, stride, rank = code.new("b32", 4)
-    (p,) = code.new("pred")
-    code += f"mad.lo.u32 {own}, <thread>, 8, <slots>;"
-    for i, v in enumerate(values):  # in any order, so 128 slots apart, without bank conflicts
-        code += f"ld.shared.b64 {v}, [{own}+{8 * WARPGROUP * i}];"
-    _sort_halves_of_thread(code, values)
-    code += f"mov.b32 {run}, 1;"
-    _complement_odd_runs(code, values, run)
-    _sort_bitonic(code, values)
-    _complement_odd_runs(code, values, run)
-    code += f"next_run: shl.b32 {run}, {run}, 1;"
-    _complement_odd_runs(code, values, run)
-    code += f"shr.u32 {stride}, {run}, 1; next_stride:"
-    _exchange(code, values, stride, own)
-    code += f"shr.u32 {stride}, {stride}, 1; setp.ne.u32 {p}, {stride}, 0; @{p} bra next_stride;"
-    _sort_bitonic(code, values)
-    _complement_odd_runs(code, values, run)
-    code += f"setp.lt.u32 {p}, {run}, {WARPGROUP}; @{p} bra next_run;"
-    code += f"mul.lo.u32 {rank}, <thread>, {len(values)};"
-    _write_ranked(code, values, rank, k, padded)
+    thread, slots = p.operands("u32", "thread", "slots")
+    own = p.at(slots, thread, SLOT_BYTES)
+    # The values may come in any order: 128 slots apart they come without bank conflicts.
+    values = [p.load(own, "u64", offset=SLOT_BYTES * i) for i in range(0, size, WARPGROUP)]
+    _sort_halves_of_thread(p, values)
+    run = p.var(1, "u32")
+    _complement_odd_runs(p, values, run)
+    _sort_bitonic(p, values)
+    _complement_odd_runs(p, values, run)
+    with p.repeat() as next_run:
+        p.set(run, run << 1)
+        _complement_odd_runs(p, values, run)
+        stride = p.var(run >> 1)
+        with p.repeat() as next_stride:
+            _exchange(p, values, stride, own)
+            p.set(stride, stride >> 1)
+            next_stride(stride.differs(0))
+        _sort_bitonic(p, values)
+        _complement_odd_runs(p, values, run)
+        next_run(run < WARPGROUP)
+    _write_ranked(p, values, thread * len(values), k, padded)
 
 
-def _compare_and_swap(code: Code, a: str, b: str, larger: str, swap: str) -> None:
-    """Puts the larger of two values into register a, the other one into b; larger and swap are for scratch."""
-    code += f"setp.lt.u64 {swap}, {a}, {b}; selp.b64 {larger}, {b}, {a}, {swap};"
-    code += f"selp.b64 {b}, {a}, {b}, {swap}; mov.b64 {a}, {larger};"
+def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
+    """Puts the larger of two values into register a, the other one into b."""
+    swap = a < b
+    larger = p.select(swap, b, a)
+    p.set(b, p.select(swap, a, b))
+    p.set(a, larger)
 
 
-def _sort_halves_of_thread(code: Code, values: list[str]) -> None:
+def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
     """Sorts each half of a thread's values, a power of two: the first from the largest, the second to the largest.
 
     Together they then are bitonic. It grows runs of 2, 4, ... values, every other one the other way round.
     """
-    larger, swap = code.new("b64")[0], code.new("pred")[0]
     length = 2
     while length < len(values):
         for start in range(0, len(values), length):
@@ -131,58 +148,53 @@ def _sort_halves_of_thread(code: Code, values: list[str]) -> None:
                 for i in range(start, start + length):
                     if not (i - start) & half:
                         a, b = values[i], values[i + half]
-                        _compare_and_swap(code, *((b, a) if turned else (a, b)), larger, swap)
+                        _compare_and_swap(p, *((b, a) if turned else (a, b)))
         length *= 2
 
 
-def _sort_bitonic(code: Code, values: list[str]) -> None:
+def _sort_bitonic(p: Program, values: list[Value]) -> None:
     """Sorts a thread's values, which are bitonic and a power of two, from the largest on."""
-    larger, swap = code.new("b64")[0], code.new("pred")[0]
     half = len(values)
     while half > 1:
         half //= 2
         for i in range(len(values)):
             if not i & half:
-                _compare_and_swap(code, values[i], values[i + half], larger, swap)
+                _compare_and_swap(p, values[i], values[i + half])
 
 
-def _complement_odd_runs(code: Code, values: list[str], run: str) -> None:
+def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
     """Complements the values of the threads whose run, of `run` threads, has an odd number."""
-    odd, ones, p = code.new("b32")[0], code.new("b64")[0], code.new("pred")[0]
-    code += f"and.b32 {odd}, <thread>, {run}; setp.ne.u32 {p}, {odd}, 0; selp.b64 {ones}, -1, 0, {p};"
-    for v in values:
-        code += f"xor.b64 {v}, {v}, {ones};"
+    odd = (p.operand("thread", "u32") & run).differs(0)
+    ones = p.select(odd, -1, 0, "u64")
+    for value in values:
+        p.set(value, value ^ ones)
 
 
-def _exchange(code: Code, values: list[str], stride: str, own: str) -> None:
+def _exchange(p: Program, values: list[Value], stride: Value, own: Value) -> None:
     """Exchanges values with thread ^ stride; the lower of the two keeps the larger of each two values.
 
     Lanes of a warp exchange by shuffles, others through the slots.
 
     Args:
-      stride: register with a power of two.
-      own: register with the address of this thread's slot.
+      stride: a power of two.
+      own: the address of this thread's slot.
     """
-    part, low, high, partner = code.new("b32", 4)
-    other, smaller = code.new("b64")[0], code.new("pred")[0]
-    upper, far = code.new("pred", 2)
+    thread, slots = p.operands("u32", "thread", "slots")
+    upper = (thread & stride).differs(0)
 
-    def keep(value):
-        return (
-            f"setp.lt.u64 {smaller}, {value}, {other}; xor.pred {smaller}, {smaller}, {upper};"
-            f"selp.b64 {value}, {other}, {value}, {smaller};"
-        )
+    def keep(value: Value, other: Value) -> None:
+        p.set(value, p.select((value < other) ^ upper, other, value))
 
-    code += f"and.b32 {part}, <thread>, {stride}; setp.ne.u32 {upper}, {part}, 0;"
-    code += f"setp.ge.u32 {far}, {stride}, {LANES}; @{far} bra through_slots;"
-    for v in values:
-        code += f"mov.b64 {{{low}, {high}}}, {v}; shfl.sync.bfly.b32 {low}, {low}, {stride}, 31, 0xffffffff;"
-        code += f"shfl.sync.bfly.b32 {high}, {high}, {stride}, 31, 0xffffffff;"
-        code += f"mov.b64 {other}, {{{low}, {high}}};" + keep(v)
-    code += f"bra exchanged; through_slots: {BARRIER}"
-    for i, v in enumerate(values):
-        code += f"st.shared.b64 [{own}+{8 * WARPGROUP * i}], {v};"
-    code += f"{BARRIER} xor.b32 {part}, <thread>, {stride}; mad.lo.u32 {partner}, {part}, 8, <slots>;"
-    for i, v in enumerate(values):
-        code += f"ld.shared.b64 {other}, [{partner}+{8 * WARPGROUP * i}];" + keep(v)
-    code += "exchanged:"
+    with p.block() as exchanged:
+        with p.block() as through_slots:
+            through_slots(stride >= LANES)
+            for value in values:
+                keep(value, p.shuffle(value, "bfly", stride))
+            exchanged()
+        p.barrier()
+        for i, value in enumerate(values):
+            p.store(own, value, offset=SLOT_BYTES * WARPGROUP * i)
+        p.barrier()
+        partner = p.at(slots, thread ^ stride, SLOT_BYTES)
+        for i, value in enumerate(values):
+            keep(value, p.load(partner, "u64", offset=SLOT_BYTES * WARPGROUP * i))

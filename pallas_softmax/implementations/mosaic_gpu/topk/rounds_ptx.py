@@ -17,6 +17,9 @@ and if their upper bits are the same, the warp takes its winners again by whole 
 in logits without ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
 """
 
+import itertools
+from collections.abc import Callable
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
@@ -33,10 +36,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     thread,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import winners_tile
 
 # The key, packed or not, and the column of an element that is out.
-LOWEST, _HIGHEST = "0x80000000", "0x7fffffff"
+LOWEST, _HIGHEST = -(2**31), 2**31 - 1
+_HALF_BITS = 16  # of the keys of 16-bit floats
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
@@ -80,24 +85,34 @@ def insert_in_tile(code: Code, tile: Tile, out: Tile, key, per_row):
     return column, per_row
 
 
-def _text(tile: Tile, vocab: int, k: int, rows: int, narrow: bool) -> Code:
+def _text(tile: Tile, vocab: int, k: int, rows: int, narrow: bool) -> Program:
     """Returns the text of `take`.
 
     <x{row}_{i}> has key i of a row of the thread; <column{row}_{j}> gets the winner of round j * lanes + lane.
     """
-    code = Code()
-    lane, first_column = code.new("b32", 2)
-    code += f"and.b32 {lane}, <thread>, {tile.lanes - 1}; mul.lo.u32 {first_column}, {lane}, {tile.vec};"
+    p = Program()
+    lane, first_column = lane_and_first_column(p, tile)
     bits = column_bits(tile, narrow)
-    lists = [packed_keys(code, tile, vocab, row, first_column, bits, narrow) for row in range(rows)]
+    packed = [packed_keys(p, tile, vocab, row, first_column, bits, narrow) for row in range(rows)]
     rounds = k if narrow else min(k + 1, vocab)
-    lists = [_sorted(code, packed, rounds) for packed in lists]
-    alike = _take_packed(code, tile, k, rounds, lists, lane, bits, narrow)
+    lists = [_sorted(p, of_row, rounds) for of_row in packed]
+    alike = _take_packed(p, tile, k, rounds, lists, lane, bits, narrow)
     if not narrow:
-        branch_if_exact(code, tile, rows, bits, alike, "end")
-        _take_whole(code, tile, vocab, k, rows, lane, first_column)
-        code += "end:"
-    return code
+        with p.block() as finish:
+            leave_if_exact(p, tile, rows, bits, alike, finish)
+            _take_whole(p, tile, vocab, k, rows, lane, first_column)
+    return p
+
+
+def lane_and_first_column(p: Program, tile: Tile) -> tuple[Value, Value]:
+    """Returns the number of the thread's lane in its rows, and the column of its first element."""
+    lane = p.operand("thread", "u32") & (tile.lanes - 1)
+    return lane, lane * tile.vec
+
+
+def column_result(p: Program, row: int, i: int) -> Value:
+    """Returns the result <column{row}_{i}>."""
+    return p.operand(f"column{row}_{i}", "s32")
 
 
 def _columns(tile: Tile) -> list[int]:
@@ -105,52 +120,51 @@ def _columns(tile: Tile) -> list[int]:
     return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
 
 
+def _keys(p: Program, tile: Tile, row: int) -> list[Value]:
+    """Returns the operands <x{row}_{i}>: the keys of the thread's elements of a row."""
+    return [p.operand(f"x{row}_{i}", "s32") for i in range(tile.steps * tile.vec)]
+
+
 # ---- by packed keys
 
 
 def column_bits(tile: Tile, narrow: bool) -> int:
     """Returns the number of bits of a column in a packed key."""
-    return 16 if narrow else (tile.shape[1] - 1).bit_length()
+    return _HALF_BITS if narrow else (tile.shape[1] - 1).bit_length()
 
 
 def packed_keys(
-    code: Code, tile: Tile, vocab: int, row: int, first_column: str, bits: int, narrow: bool
-) -> list[str]:
-    """Returns registers with the packed keys of the elements of a row of the thread."""
+    p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int, narrow: bool
+) -> list[Value]:
+    """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
     ones = (1 << bits) - 1
-    packed = code.new("b32", len(_columns(tile)))
-    (complement,) = code.new("b32")
-    (p,) = code.new("pred")
-    for i, (out, column) in enumerate(zip(packed, _columns(tile))):
-        code += f"sub.u32 {complement}, {ones - column}, {first_column};"
+    packed = []
+    for key, column in zip(_keys(p, tile, row), _columns(tile)):
+        complement = ones - column - first_column
         if narrow:
-            code += f"shl.b32 {out}, <x{row}_{i}>, 16; or.b32 {out}, {out}, {complement};"
-        else:  # (key & ~ones) | complement
-            code += f"lop3.b32 {out}, <x{row}_{i}>, {complement}, {ones}, 0xdc;"
+            packed.append(key << _HALF_BITS | complement)
+        else:
+            packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
         if column + tile.vec * tile.lanes > vocab:
-            code += (
-                f"setp.ge.u32 {p}, {first_column}, {max(0, vocab - column)}; @{p} mov.b32 {out}, {LOWEST};"
-            )
+            p.set(packed[-1], LOWEST, when=first_column >= max(0, vocab - column))
     return packed
 
 
-def _sorted(code: Code, values: list[str], k: int) -> list[str]:
-    """Sorts registers in place, the largest first; returns those of the k largest."""
+def _sorted(p: Program, values: list[Value], k: int) -> list[Value]:
+    """Returns the k largest values, the largest first."""
     comparisons, needed = [], set(range(min(k, len(values))))
     for i, j in reversed(network(len(values))):
         if {i, j} & needed:
             comparisons.append((i, j, i in needed, j in needed))
             needed |= {i, j}
-    (smaller,) = code.new("b32")
+    out = list(values)
     for i, j, upper, lower in reversed(comparisons):
-        a, b = values[i], values[j]
+        a, b = out[i], out[j]
         if lower:
-            code += f"min.s32 {smaller}, {a}, {b};"
+            out[j] = p.min(a, b)
         if upper:
-            code += f"max.s32 {a}, {a}, {b};"
-        if lower:
-            code += f"mov.b32 {b}, {smaller};"
-    return values[:k]
+            out[i] = p.max(a, b)
+    return out[:k]
 
 
 def network(n: int) -> list[tuple[int, int]]:
@@ -169,68 +183,69 @@ def network(n: int) -> list[tuple[int, int]]:
 
 
 def _take_packed(
-    code: Code, tile: Tile, k: int, rounds: int, lists: list[list[str]], lane: str, bits: int, narrow: bool
-) -> str:
+    p: Program,
+    tile: Tile,
+    k: int,
+    rounds: int,
+    lists: list[list[Value]],
+    lane: Value,
+    bits: int,
+    narrow: bool,
+) -> Value:
     """Takes the winners from the sorted lists, round by round; one round more finds what comes after them:
 
         best = the largest of the first elements of all lanes
         the lane whose it is goes on to its next one
         the lane whose turn it is keeps its column
 
-    Returns a predicate: whether two neighbours, of the winners and the one after them, differ in their low bits only.
+    Returns a condition: whether two neighbours, of the winners and the one after them, differ in their low bits only.
     """
     ones = (1 << bits) - 1
-    rows = range(len(lists))
-    best, previous, low = code.new("b32", len(lists)), code.new("b32", len(lists)), code.new("b32")[0]
-    alike, turn, own = code.new("pred", 3)
-    code += f"setp.ne.u32 {alike}, 0, 0;"
-    for row in rows:
-        for j in range(-(-k // tile.lanes)):
-            code += f"mov.b32 <column{row}_{j}>, 0;"
+    columns = [[column_result(p, row, j) for j in range(-(-k // tile.lanes))] for row in range(len(lists))]
+    alike, previous = p.var(False, "pred"), []
+    for column in itertools.chain(*columns):
+        p.set(column, 0)
     for round_ in range(rounds):
-        for row in rows:
-            code += f"mov.b32 {best[row]}, {lists[row][0]};"
-        _reduce_lanes(code, "max.s32", best, tile.lanes)
+        best = _over_lanes(p, "max", [first for first, *_ in lists], tile.lanes)
         if round_ and not narrow:
-            for row in rows:
-                code += f"xor.b32 {low}, {best[row]}, {previous[row]};"
-                code += f"setp.le.or.u32 {alike}, {low}, {ones}, {alike};"
+            for a, b in zip(best, previous):
+                alike |= (a ^ b).bits("u32") <= ones
         if round_ == k:
             break
-        code += f"setp.eq.u32 {turn}, {lane}, {round_ % tile.lanes};"
-        for row in rows:
-            code += f"@{turn} mov.b32 <column{row}_{round_ // tile.lanes}>, {best[row]};"
-            code += f"mov.b32 {previous[row]}, {best[row]};"
-            code += f"setp.eq.s32 {own}, {lists[row][0]}, {best[row]};"
-            held = lists[row][: rounds - round_]  # as many as may still be looked at
+        turn = lane.equals(round_ % tile.lanes)
+        for of_row, column, words in zip(best, columns, lists):
+            p.set(column[round_ // tile.lanes], of_row, when=turn)
+            own = words[0].equals(of_row)
+            held = words[: rounds - round_]  # as many as may still be looked at
             for a, b in zip(held, [*held[1:], *[LOWEST] * (len(held) < rounds - round_)]):
-                code += f"@{own} mov.b32 {a}, {b};"
-    for row in rows:
-        for j in range(-(-k // tile.lanes)):  # the complement of a complement
-            code += f"not.b32 {low}, <column{row}_{j}>; and.b32 <column{row}_{j}>, {low}, {ones};"
+                p.set(a, b, when=own)
+        previous = best
+    for column in itertools.chain(*columns):
+        p.set(column, ~column & ones)  # the complement of a complement
     return alike
 
 
-def branch_if_exact(code: Code, tile: Tile, rows: int, bits: int, alike: str, label: str) -> None:
-    """Goes to `label` if the order of packed keys is that of the keys, for all rows of the warp.
+def leave_if_exact(
+    p: Program, tile: Tile, rows: int, bits: int, alike: Value, leave: Callable[[Value], None]
+) -> None:
+    """Leaves a block if the order of packed keys is that of the keys, for all rows of the warp.
 
     It is if no two neighbours are alike, and also if all floats, as bits, end in so many zeros.
     """
-    turned, union = code.new("b32", 2)
-    (p,) = code.new("pred")
-    code += f"vote.sync.any.pred {p}, {alike}, 0xffffffff; @!{p} bra {label};"
-    code += f"mov.b32 {union}, 0;"
-    for row in range(rows):
-        for i in range(len(_columns(tile))):
-            code += f"shr.s32 {turned}, <x{row}_{i}>, 31; lop3.b32 {union}, {union}, {turned}, <x{row}_{i}>, 0xf6;"
-    code += f"and.b32 {union}, {union}, {(1 << bits) - 1}; setp.ne.u32 {p}, {union}, 0;"
-    code += f"vote.sync.any.pred {p}, {p}, 0xffffffff; @!{p} bra {label};"
+    leave(~p.any(alike))
+    union = p.var(0, "s32")
+    for key in itertools.chain(*(_keys(p, tile, row) for row in range(rows))):
+        # Of a negative float, the bits of the key are turned.
+        union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
+    leave(~p.any((union & (1 << bits) - 1).differs(0)))
 
 
 # ---- by whole keys
 
 
-def _take_whole(code: Code, tile: Tile, vocab: int, k: int, rows: int, lane: str, first_column: str) -> None:
+def _take_whole(
+    p: Program, tile: Tile, vocab: int, k: int, rows: int, lane: Value, first_column: Value
+) -> None:
     """Takes the winners, each the largest key, and of those equal to it the one of the lowest column:
 
     repeat k times, for each row:
@@ -239,52 +254,49 @@ def _take_whole(code: Code, tile: Tile, vocab: int, k: int, rows: int, lane: str
         take the element of that column out
         the lane whose turn it is keeps column
     """
-    keys, columns = zip(*(load_keys(code, tile, vocab, row, first_column) for row in range(rows)))
-    best, first = code.new("b32", rows), code.new("b32", rows)
-    round_, turn = code.new("b32", 2)
-    (p,) = code.new("pred")
-    code += f"mov.b32 {round_}, 0; next_round:"
-    for row in range(rows):
-        code += f"mov.b32 {best[row]}, {code.tree('max.s32', 'b32', list(keys[row]))};"
-    _reduce_lanes(code, "max.s32", best, tile.lanes)
-    for row in range(rows):
-        code += f"mov.b32 {first[row]}, {_HIGHEST};"
-        for key, column in zip(keys[row], columns[row]):
-            code += f"setp.eq.s32 {p}, {key}, {best[row]}; @{p} min.s32 {first[row]}, {first[row]}, {column};"
-    _reduce_lanes(code, "min.s32", first, tile.lanes)
-    for row in range(rows):
-        for key, column in zip(keys[row], columns[row]):
-            code += f"setp.eq.s32 {p}, {column}, {first[row]};"
-            code += f"@{p} mov.b32 {key}, {LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"
-    for j in range(-(-k // tile.lanes)):
-        code += f"sub.u32 {turn}, {round_}, {j * tile.lanes}; setp.eq.u32 {p}, {turn}, {lane};"
+    keys, columns = zip(*(load_keys(p, tile, vocab, row, first_column) for row in range(rows)))
+    round_ = p.var(0, "u32")
+    with p.repeat() as again:
+        best = _over_lanes(p, "max", [p.reduce("max", of_row) for of_row in keys], tile.lanes)
+        first = [p.var(_HIGHEST, "s32") for _ in range(rows)]
         for row in range(rows):
-            code += f"@{p} mov.b32 <column{row}_{j}>, {first[row]};"
-    code += f"add.u32 {round_}, {round_}, 1; setp.lt.u32 {p}, {round_}, {k}; @{p} bra next_round;"
+            for key, column in zip(keys[row], columns[row]):
+                p.update(first[row], "min", column, when=key.equals(best[row]))
+        first = _over_lanes(p, "min", first, tile.lanes)
+        for row in range(rows):
+            for key, column in zip(keys[row], columns[row]):
+                taken = column.equals(first[row])
+                p.set(key, LOWEST, when=taken)
+                p.set(column, _HIGHEST, when=taken)
+        for j in range(-(-k // tile.lanes)):
+            turn = (round_ - j * tile.lanes).equals(lane)
+            for row in range(rows):
+                p.set(column_result(p, row, j), first[row], when=turn)
+        p.increase(round_, 1)
+        again(round_ < k)
 
 
-def load_keys(code: Code, tile: Tile, vocab: int, row: int, first_column: str) -> tuple[list[str], list[str]]:
+def load_keys(
+    p: Program, tile: Tile, vocab: int, row: int, first_column: Value
+) -> tuple[list[Value], list[Value]]:
     """Returns registers with the keys of a row of the thread, and with their columns."""
-    starts = _columns(tile)
-    keys, columns = code.new("b32", len(starts)), code.new("b32", len(starts))
-    (p,) = code.new("pred")
-    for i, (key, column, start) in enumerate(zip(keys, columns, starts)):
-        code += f"mov.b32 {key}, <x{row}_{i}>; add.u32 {column}, {first_column}, {start};"
+    keys, columns = [], []
+    for of_element, start in zip(_keys(p, tile, row), _columns(tile)):
+        key, column = p.var(of_element), first_column + start
+        keys.append(key)
+        columns.append(column.bits("s32"))
         if tile.shape[1] > vocab:
-            code += f"setp.ge.u32 {p}, {column}, {vocab};"
-            code += f"@{p} mov.b32 {key}, {LOWEST}; @{p} mov.b32 {column}, {_HIGHEST};"
+            beyond = column >= vocab
+            p.set(key, LOWEST, when=beyond)
+            p.set(column, _HIGHEST, when=beyond)
     return keys, columns
 
 
-def _reduce_lanes(code: Code, op: str, values: list[str], lanes: int) -> None:
-    """Reduces registers in place over the lanes of each row."""
+def _over_lanes(p: Program, op: str, values: list[Value], lanes: int) -> list[Value]:
+    """Reduces each of the values by "max" or "min" over the lanes of a row."""
     if lanes == LANES:
-        for x in values:
-            code += f"redux.sync.{op} {x}, {x}, 0xffffffff;"
-        return
-    others = code.new("b32", len(values))
+        return [p.over_lanes(op, x) for x in values]
     for offset in (1 << i for i in range(lanes.bit_length() - 1)):
-        for x, other in zip(values, others):
-            code += f"shfl.sync.bfly.b32 {other}, {x}, {offset}, 31, 0xffffffff;"
-        for x, other in zip(values, others):
-            code += f"{op} {x}, {x}, {other};"
+        others = [p.shuffle(x, "bfly", offset) for x in values]
+        values = [p.op(op, x.kind, x, other) for x, other in zip(values, others)]
+    return values

@@ -11,14 +11,18 @@ order as an unsigned number. The index counts in the row; the lower it is, the l
 as one unsigned number of 64 bits is the candidate's rank: the larger number is the better candidate, and among
 equal keys the one of lower index. No two candidates are equal, and an empty slot, which is 0, is below all.
 
-The functions are in pairs: JAX for the interpreter, and text of PTX, which is told the names of its registers.
+The functions are in pairs: in JAX for the interpreter, and in PTX for one thread.
 """
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_SIGN = np.int32(-(2**31))
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Condition, Program, Value
+
+SLOT_BYTES = 8
+LOWEST_KEY = -(2**31)
+_SIGN = np.int32(LOWEST_KEY)
 
 
 def write_slots(slots, at, chosen, key, index):
@@ -40,19 +44,14 @@ def ranked_slots(slots, n):
     return ~key, index
 
 
-def store_slot(slots: str, at: str, key: str, index: str, predicate: str = "") -> str:
-    """Returns PTX that writes a candidate to slot number `at`.
-
-    Args:
-      slots: the address of the list.
-      at, key, index: registers (b32), which keep what they hold.
-      predicate: "@p" to write it if p holds.
-    """
-    return f"""{{ .reg .b32 address, low, high; .reg .b64 both;
-        mad.lo.u32 address, {at}, 8, {slots}; xor.b32 high, {key}, 0x80000000; not.b32 low, {index};
-        mov.b64 both, {{low, high}}; {predicate} st.shared.b64 [address], both; }}"""
+def store_slot(p: Program, slots: Value, at: Value, key: Value, index: Value, when: Condition = None) -> None:
+    """Writes a candidate to slot number `at` of the list that starts at address `slots`, in PTX, where `when` holds."""
+    address = p.at(slots, at, SLOT_BYTES)
+    high, low = key ^ _SIGN, ~index
+    p.store(address, p.join(low, high), when=when)
 
 
-def split_slot(slot: str, key: str, index: str) -> str:
-    """Returns PTX that takes a slot (register b64) apart into key and index (registers b32)."""
-    return f"mov.b64 {{{index}, {key}}}, {slot}; not.b32 {index}, {index}; xor.b32 {key}, {key}, 0x80000000;"
+def index_and_key(p: Program, slot: Value) -> tuple[Value, Value]:
+    """Returns index and key of the candidate in a slot, in PTX."""
+    low, high = p.split(slot)
+    return ~low, high ^ _SIGN

@@ -12,10 +12,12 @@ Elements are packed keys (see `rounds_ptx`), in words of 32 bits. Those of 32-bi
 two neighbours have the same upper bits, the warp sorts its rows again in words of 64 bits, which have the whole key.
 """
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import Code
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile
+
+_LOWEST_WIDE = -(2**63)
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
@@ -25,60 +27,50 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
     return rounds_ptx.insert_in_tile(code, tile, out, key, per_row)
 
 
-def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) -> Code:
+def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) -> Program:
     """Returns the text of `take`: <column{row}_{i}> gets the column at position lane * held + i of the sorted row."""
-    code = Code()
-    lane, first_column, low = code.new("b32", 3)
-    code += f"and.b32 {lane}, <thread>, {tile.lanes - 1}; mul.lo.u32 {first_column}, {lane}, {tile.vec};"
+    p = Program()
+    lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
     bits = rounds_ptx.column_bits(tile, narrow)
     ones = (1 << bits) - 1
-    (alike,) = code.new("pred")
-    code += f"setp.ne.u32 {alike}, 0, 0;"
+    alike = p.var(False, "pred")
     for row in range(rows):
-        words = rounds_ptx.packed_keys(code, tile, vocab, row, first_column, bits, narrow)
-        words += code.new("b32", held - len(words))
-        for word in words[tile.steps * tile.vec :]:
-            code += f"mov.b32 {word}, {rounds_ptx.LOWEST};"
-        _sort_row(code, words, lane, tile.lanes, "s32")
+        words = rounds_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow)
+        words += [p.var(rounds_ptx.LOWEST, "s32") for _ in range(held - len(words))]
+        words = _sorted_row(p, words, lane, tile.lanes)
         for i, word in enumerate(words):
-            code += f"not.b32 {low}, {word}; and.b32 <column{row}_{i}>, {low}, {ones};"
+            p.set(rounds_ptx.column_result(p, row, i), ~word & ones)
         if not narrow:
-            _find_alike(code, words, lane, ones, min(k, vocab - 1), alike)
+            alike |= _any_alike(p, words, lane, ones, min(k, vocab - 1))
     if not narrow:
-        rounds_ptx.branch_if_exact(code, tile, rows, bits, alike, "end")
-        for row in range(rows):
-            wide = _wide_keys(code, tile, vocab, row, first_column, held)
-            _sort_row(code, wide, lane, tile.lanes, "s64")
-            for i, word in enumerate(wide):
-                code += f"cvt.u32.u64 {low}, {word}; not.b32 <column{row}_{i}>, {low};"
-        code += "end:"
-    return code
+        with p.block() as finish:
+            rounds_ptx.leave_if_exact(p, tile, rows, bits, alike, finish)
+            for row in range(rows):
+                wide = _wide_keys(p, tile, vocab, row, first_column, held)
+                for i, word in enumerate(_sorted_row(p, wide, lane, tile.lanes)):
+                    p.set(rounds_ptx.column_result(p, row, i), ~p.convert(word.bits("u64"), "u32"))
+    return p
 
 
-def _wide_keys(code: Code, tile: Tile, vocab: int, row: int, first_column: str, held: int) -> list[str]:
-    """Returns registers of 64 bits: each element's key, above the complement of its column."""
-    keys, columns = rounds_ptx.load_keys(code, tile, vocab, row, first_column)
-    wide = code.new("b64", held)
-    (complement,) = code.new("b32")
-    for word, key, column in zip(wide, keys, columns):
-        code += f"not.b32 {complement}, {column}; mov.b64 {word}, {{{complement}, {key}}};"
-    for word in wide[len(keys) :]:
-        code += f"mov.b64 {word}, 0x8000000000000000;"
-    return wide
+def _wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, held: int) -> list[Value]:
+    """Returns numbers of 64 bits: each element's key, above the complement of its column."""
+    keys, columns = rounds_ptx.load_keys(p, tile, vocab, row, first_column)
+    wide = [p.join(~column, key, "s64") for key, column in zip(keys, columns)]
+    return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(held - len(wide))]
 
 
-def _find_alike(code: Code, words: list[str], lane: str, ones: int, pairs: int, alike: str) -> None:
-    """Sets `alike` if the words at some position below `pairs` and at the next one differ in their low bits only."""
-    first, next_, low, left = code.new("b32", 4)
-    near, counts = code.new("pred", 2)
-    code += f"mov.b32 {first}, {words[0]}; shfl.sync.down.b32 {next_}, {first}, 1, 31, 0xffffffff;"
-    code += f"mul.lo.u32 {left}, {lane}, {len(words)}; sub.s32 {left}, {pairs}, {left};"  # of this lane
-    for i, (word, other) in enumerate(zip(words, [*words[1:], next_])):
-        code += f"xor.b32 {low}, {word}, {other}; setp.le.u32 {near}, {low}, {ones};"
-        code += f"setp.gt.and.s32 {counts}, {left}, {i}, {near}; or.pred {alike}, {alike}, {counts};"
+def _any_alike(p: Program, words: list[Value], lane: Value, ones: int, pairs: int) -> Value:
+    """Returns whether the words at some position below `pairs` and at the next one differ in their low bits only."""
+    alike = p.var(False, "pred")
+    of_next_lane = p.shuffle(words[0], "down", 1)
+    left = (pairs - lane * len(words)).bits("s32")  # pairs from the first position of this lane on
+    for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
+        near = (word ^ other).bits("u32") <= ones
+        alike |= near & (left > i)
+    return alike
 
 
-def _sort_row(code: Code, words: list[str], lane: str, lanes: int, kind: str) -> None:
+def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list[Value]:
     """Sorts the words of all lanes of a row, from the largest on; a lane has a power of two of them.
 
     sort the words of each lane
@@ -89,16 +81,17 @@ def _sort_row(code: Code, words: list[str], lane: str, lanes: int, kind: str) ->
             exchange with lane ^ stride: the lower lane keeps the larger ones
         the same within the lane
     """
-    _exchange_in_lane(code, words, rounds_ptx.network(len(words)), kind)
+    words = _exchanged_in_lane(p, words, rounds_ptx.network(len(words)))
     run = 2
     while run <= lanes:
-        _exchange(code, words, lane, run - 1, run // 2, kind, mirrored=True)
+        _exchange(p, words, lane, run - 1, run // 2, mirrored=True)
         stride = run // 4
         while stride:
-            _exchange(code, words, lane, stride, stride, kind, mirrored=False)
+            _exchange(p, words, lane, stride, stride, mirrored=False)
             stride //= 2
-        _exchange_in_lane(code, words, _bitonic(len(words)), kind)
+        words = _exchanged_in_lane(p, words, _bitonic(len(words)))
         run *= 2
+    return words
 
 
 def _bitonic(n: int) -> list[tuple[int, int]]:
@@ -107,34 +100,23 @@ def _bitonic(n: int) -> list[tuple[int, int]]:
     return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
 
 
-def _exchange_in_lane(code: Code, words: list[str], comparisons: list[tuple[int, int]], kind: str) -> None:
-    """Of each two words puts the larger one first."""
-    (smaller,) = code.new(f"b{kind[1:]}")
+def _exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
+    """Returns the words after comparisons, each of which puts the larger one of two words first."""
+    out = list(words)
     for i, j in comparisons:
-        a, b = words[i], words[j]
-        code += f"min.{kind} {smaller}, {a}, {b}; max.{kind} {a}, {a}, {b}; mov.b{kind[1:]} {b}, {smaller};"
+        a, b = out[i], out[j]
+        out[j], out[i] = p.min(a, b), p.max(a, b)
+    return out
 
 
-def _exchange(
-    code: Code, words: list[str], lane: str, flip: int, half: int, kind: str, *, mirrored: bool
-) -> None:
+def _exchange(p: Program, words: list[Value], lane: Value, flip: int, half: int, *, mirrored: bool) -> None:
     """Exchanges words with lane ^ flip; lanes without the bit `half` keep the larger of two, the others the smaller.
 
     Args:
       mirrored: whether word i meets word -1 - i of the other lane, or word i.
     """
-    size = kind[1:]
-    others = code.new(f"b{size}", len(words))
-    part, low, high = code.new("b32", 3)
-    (upper,) = code.new("pred")
-    code += f"and.b32 {part}, {lane}, {half}; setp.ne.u32 {upper}, {part}, 0;"
-    for other, word in zip(others, words[::-1] if mirrored else words):
-        if size == "32":
-            code += f"shfl.sync.bfly.b32 {other}, {word}, {flip}, 31, 0xffffffff;"
-        else:
-            code += (
-                f"mov.b64 {{{low}, {high}}}, {word}; shfl.sync.bfly.b32 {low}, {low}, {flip}, 31, 0xffffffff;"
-            )
-            code += f"shfl.sync.bfly.b32 {high}, {high}, {flip}, 31, 0xffffffff; mov.b64 {other}, {{{low}, {high}}};"
+    upper = (lane & half).differs(0)
+    others = [p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
     for word, other in zip(words, others):
-        code += f"@{upper} min.{kind} {word}, {word}, {other}; @!{upper} max.{kind} {word}, {word}, {other};"
+        p.update(word, "min", other, when=upper)
+        p.update(word, "max", other, when=~upper)

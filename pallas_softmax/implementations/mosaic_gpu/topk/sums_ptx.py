@@ -1,48 +1,53 @@
-"""Sums over the 128 threads of a CTA, in inline PTX, and counters in shared memory, of which each thread has some."""
+"""Sums over the 128 threads of a CTA, in inline PTX.
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, LANES, WARPS, Code
+What the threads of a warp have goes from lane to lane, what the warps have through shared memory:
 
+    thread           0  1  2  3 ...  32 33 34 ...       a value of each
+    lower lanes      0  v0 v0+v1 ...  0 v32 ...         `in_lower_lanes`
+    warps            all of warp 0 | all of warp 1 ...  `of_warps`, which the last lane of each warp writes
+    lower threads    lower lanes + lower warps          `add_lower_warps`
+"""
 
-def vectors(registers: list[str]) -> list[tuple[int, str, str]]:
-    """Returns how neighbouring words are moved, up to 16 bytes at a time: byte, type and operand of each access."""
-    size = min(4, len(registers))
-    starts = range(0, len(registers), size)
-    return [(4 * i, f"v{size}.b32", f"{{{', '.join(registers[i : i + size])}}}") for i in starts]
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 
-
-def add_lower_lanes(code: Code, value: str, start: str) -> None:
-    """Adds to `value` those of the lower lanes of the warp; register `start` gets the sum of these alone."""
-    (other,), (p,) = code.new("b32"), code.new("pred")
-    code += f"mov.b32 {start}, {value};"
-    for offset in (1, 2, 4, 8, 16):
-        code += f"shfl.sync.up.b32 {other}|{p}, {value}, {offset}, 0, 0xffffffff;"
-        code += f"@{p} add.u32 {value}, {value}, {other};"
-    code += f"sub.u32 {start}, {value}, {start};"
+_LANE_BITS = LANES.bit_length() - 1  # of the number of a thread
 
 
-def of_warps(code: Code, values: list[str], scratch: str, lane: int) -> list[list[str]]:
-    """Returns, for each of the values, registers with what this lane of each warp has in it.
+def lane_of_thread(p: Program) -> Value:
+    """Returns the thread's number in its warp."""
+    return p.operand("thread", "u32") & (LANES - 1)
+
+
+def warp_of_thread(p: Program) -> Value:
+    """Returns the number of the thread's warp."""
+    return p.operand("thread", "u32") >> _LANE_BITS
+
+
+def in_lower_lanes(p: Program, value: Value) -> tuple[Value, Value]:
+    """Returns the sum of the values of the lower lanes of the warp, and that sum with the thread's own value."""
+    total = p.var(value)
+    for lanes in (1, 2, 4, 8, 16):
+        other, is_lane = p.shuffle_up(total, lanes)
+        p.increase(total, other, when=is_lane)
+    return total - value, total
+
+
+def of_warps(p: Program, values: list[Value], scratch: Value, lane: int) -> list[list[Value]]:
+    """Returns, for each of the values, what this lane of each warp has in it.
 
     The warps meet in shared memory at `scratch`, four words for each value, which nothing reads or writes meanwhile.
     """
-    at, own = code.new("b32", 2)
-    (p,) = code.new("pred")
-    out = [code.new("b32", WARPS) for _ in values]
-    code += (
-        f"and.b32 {own}, <thread>, {LANES - 1}; setp.eq.u32 {p}, {own}, {lane}; shr.u32 {at}, <thread>, 5;"
-    )
-    code += f"mad.lo.u32 {at}, {at}, 4, {scratch};"
+    writes = lane_of_thread(p).equals(lane)
+    of_warp = p.at(scratch, warp_of_thread(p), 4)
     for i, value in enumerate(values):
-        code += f"@{p} st.shared.b32 [{at}+{4 * WARPS * i}], {value};"
-    code += BARRIER
-    for i, of_value in enumerate(out):
-        code += f"ld.shared.v4.b32 {{{', '.join(of_value)}}}, [{scratch}+{4 * WARPS * i}];"
-    return out
+        p.store(of_warp, value, offset=4 * WARPS * i, when=writes)
+    p.barrier()
+    return [p.load_vector(scratch, value.kind, WARPS, offset=4 * WARPS * i) for i, value in enumerate(values)]
 
 
-def add_lower_warps(code: Code, start: str, totals: list[str]) -> None:
+def add_lower_warps(p: Program, start: Value, totals: list[Value]) -> None:
     """Adds to `start` the totals of the lower warps."""
-    (warp,), (p,) = code.new("b32"), code.new("pred")
-    code += f"shr.u32 {warp}, <thread>, 5;"
+    warp = warp_of_thread(p)
     for i, total in enumerate(totals[:-1]):
-        code += f"setp.gt.u32 {p}, {warp}, {i}; @{p} add.u32 {start}, {start}, {total};"
+        p.increase(start, total, when=warp > i)

@@ -14,19 +14,20 @@ from jax.experimental.mosaic.gpu import fragmented_array
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    BARRIER,
     LANES,
     REF,
     SCALAR,
-    Code,
     emit_ptx,
     inline,
     thread,
 )
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 
 _EACH = 4  # counters of a thread
 _COUNTERS_BITS = (_EACH * WARPGROUP).bit_length() - 1
+_SCRATCH_BYTE = 16  # of <counts>: where the search has its scratch
+_BUCKET_BYTE, _REACH_BYTE = 16, 24  # of the scratch: where a thread tells the others what it has found
 
 
 def threshold(group_keys, slots, counts, groups: int, k: int):
@@ -59,85 +60,87 @@ def few_more(k: int) -> int:
     return min(k + max(2, k // 16), -(-k // WARPGROUP) * WARPGROUP)
 
 
-def text(groups: int, k: int) -> Code:
+def text(groups: int, k: int) -> Program:
     """Returns the text of `threshold`; <bound> gets the result, and words 4 to 15 of <counts> are used meanwhile."""
-    code = Code()
-    high, above, width, shift, distance, at, edge, scratch = code.new("b32", 8)
-    low = "<bound>"
-    (p,) = code.new("pred")
-    keys = _load_group_keys(code, groups)
-    code += f"add.u32 {scratch}, <counts>, 16;"
-    _bracket(code, keys, k, low, high, scratch)
-    code += f"mov.b32 {above}, 0; again: sub.u32 {width}, {high}, {low};"
-    code += f"setp.eq.u32 {p}, {width}, 0; @{p} bra done;"
-    code += f"bfind.u32 {shift}, {width}; sub.s32 {shift}, {shift}, {_COUNTERS_BITS - 1}; max.s32 {shift}, {shift}, 0;"
-    for key in keys:
-        code += f"sub.u32 {distance}, {high}, {key}; setp.le.u32 {p}, {distance}, {width};"
-        code += f"shr.u32 {distance}, {distance}, {shift}; mad.lo.u32 {at}, {distance}, 4, <slots>;"
-        code += f"@{p} red.relaxed.cta.shared::cta.add.u32 [{at}], 1;"
-    bucket, before, reach = _find_bucket(code, above, k, scratch)
-    # The least key of the bucket is high - (bucket + 1 << shift) + 1, and no less than low; its largest is
-    # high - (bucket << shift).
-    code += f"shl.b32 {edge}, {bucket}, {shift}; sub.u32 {high}, {high}, {edge}; mov.b32 {edge}, 1;"
-    code += f"shl.b32 {edge}, {edge}, {shift}; sub.u32 {edge}, {edge}, 1; sub.u32 {at}, {high}, {low};"
-    code += f"min.u32 {edge}, {edge}, {at}; sub.u32 {low}, {high}, {edge}; mov.b32 {above}, {before};"
-    code += f"setp.gt.s32 {p}, {reach}, {few_more(k)}; @{p} bra again; done:"
-    return code
+    p = Program()
+    slots, counts = p.operands("u32", "slots", "counts")
+    low, high = p.operand("bound", "s32"), p.fresh("s32")
+    scratch = counts + _SCRATCH_BYTE
+    keys = _load_group_keys(p, groups)
+    _bracket(p, keys, k, low, high, scratch)
+    above = p.var(0, "s32")
+    with p.block() as finish, p.repeat() as again:
+        width = (high - low).bits("u32")
+        finish(width.equals(0))
+        # A bucket is 2^shift keys long: as short as it can be with a counter for each bucket.
+        shift = p.max((p.last_bit(width) - (_COUNTERS_BITS - 1)).bits("s32"), 0)
+        for key in keys:
+            distance = (high - key).bits("u32")
+            counted = distance <= width
+            p.add_to(p.at(slots, distance >> shift, 4), 1, when=counted)
+        bucket, before, reach = _find_bucket(p, above, k, scratch)
+        p.update(high, "sub", bucket << shift)
+        longest = (p.var(1, "u32") << shift) - 1
+        p.set(low, high - p.min(longest, high - low))
+        p.set(above, before)
+        again(reach > few_more(k))
+    return p
 
 
-def _load_group_keys(code: Code, groups: int) -> list[str]:
-    """Loads every 128th of the group_keys, when all are written; returns their registers."""
-    (address,) = code.new("b32")
-    keys = code.new("b32", groups // WARPGROUP)
-    code += f"{BARRIER} mad.lo.u32 {address}, <thread>, 4, <group_keys>;"
-    for i, key in enumerate(keys):
-        code += f"ld.shared.b32 {key}, [{address}+{4 * WARPGROUP * i}];"
-    return keys
+def _load_group_keys(p: Program, groups: int) -> list[Value]:
+    """Loads every 128th of the group_keys, when all are written."""
+    thread, group_keys = p.operands("u32", "thread", "group_keys")
+    p.barrier()
+    own = p.at(group_keys, thread, 4)
+    return [p.load(own, "s32", offset=4 * i) for i in range(0, groups, WARPGROUP)]
 
 
-def _bracket(code: Code, keys: list[str], k: int, low: str, high: str, scratch: str) -> None:
-    """Finds a key that at least k group_keys reach, and the largest.
+def _bracket(p: Program, keys: list[Value], k: int, low: Value, high: Value, scratch: Value) -> None:
+    """Sets `low` to a key that at least k group_keys reach, and `high` to the largest of them.
 
     Each thread's keys are dealt out to as many sets as make k sets or more of all threads; all sets have a key that
     reaches the least of their maxima.
     """
     sets = -(-k // WARPGROUP)
-    code += f"mov.b32 {high}, {code.tree('max.s32', 'b32', list(keys))};"
-    maxima = [code.tree("max.s32", "b32", keys[i::sets]) for i in range(sets)]
-    code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', maxima)};"
-    code += f"redux.sync.min.s32 {low}, {low}, 0xffffffff; redux.sync.max.s32 {high}, {high}, 0xffffffff;"
-    lows, highs = sums_ptx.of_warps(code, [low, high], scratch, 0)
-    code += f"mov.b32 {low}, {code.tree('min.s32', 'b32', lows)};"
-    code += f"mov.b32 {high}, {code.tree('max.s32', 'b32', highs)};"
+    largest = p.reduce("max", keys)
+    least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
+    p.set(low, p.over_lanes("min", least))
+    p.set(high, p.over_lanes("max", largest))
+    lows, highs = sums_ptx.of_warps(p, [low, high], scratch, lane=0)
+    p.set(low, p.reduce("min", lows))
+    p.set(high, p.reduce("max", highs))
 
 
-def _find_bucket(code: Code, above: str, k: int, scratch: str) -> tuple[str, str, str]:
+def _find_bucket(p: Program, above: Value, k: int, scratch: Value) -> tuple[Value, Value, Value]:
     """Finds the bucket with the k-th largest key, and clears the counters, when all keys are counted.
 
+    A thread has four neighbouring counters. Of all threads one finds, at one of its counters, that fewer than k keys
+    lie before that bucket, and that k keys reach it. It tells the others:
+
+        word of scratch   0 to 3               4        5        6
+                          totals of the warps  bucket   before   reach
+
     Args:
-      above: register with the number of keys above those counted.
+      above: number of keys above those counted.
 
     Returns:
-      Registers with the number of the bucket, how many keys are above it, and how many reach its least key.
+      The number of the bucket, how many keys are above it, and how many reach its least key.
     """
-    mine, total, start, bucket, before, reach = code.new("b32", 6)
-    counts = code.new("b32", _EACH)
-    p, found = code.new("pred", 2)
-    code += f"{BARRIER} mad.lo.u32 {mine}, <thread>, {4 * _EACH}, <slots>;"
-    ((byte, kind, words),) = sums_ptx.vectors(counts)
-    ((_, _, zeros),) = sums_ptx.vectors(["0"] * _EACH)
-    code += f"ld.shared.{kind} {words}, [{mine}+{byte}]; st.shared.{kind} [{mine}+{byte}], {zeros};"
-    code += f"mov.b32 {total}, {code.tree('add.u32', 'b32', list(counts))};"
-    sums_ptx.add_lower_lanes(code, total, start)
-    (totals,) = sums_ptx.of_warps(code, [total], scratch, LANES - 1)
-    sums_ptx.add_lower_warps(code, start, totals)
-    code += f"add.u32 {before}, {start}, {above}; mul.lo.u32 {bucket}, <thread>, {_EACH};"
-    for count in counts:
-        # of all threads one finds, at one of its counters, that before < k <= reach
-        code += f"add.u32 {reach}, {before}, {count}; setp.lt.s32 {p}, {before}, {k};"
-        code += f"setp.ge.and.s32 {found}, {reach}, {k}, {p};"
-        code += f"@{found} st.shared.v2.b32 [{scratch}+16], {{{bucket}, {before}}};"
-        code += f"@{found} st.shared.b32 [{scratch}+24], {reach};"
-        code += f"mov.b32 {before}, {reach}; add.u32 {bucket}, {bucket}, 1;"
-    code += f"{BARRIER} ld.shared.v2.b32 {{{bucket}, {before}}}, [{scratch}+16]; ld.shared.b32 {reach}, [{scratch}+24];"
-    return bucket, before, reach
+    thread, slots = p.operands("u32", "thread", "slots")
+    p.barrier()
+    mine = p.at(slots, thread, 4 * _EACH)
+    counts = p.load_vector(mine, "s32", _EACH)
+    p.store(mine, *[0] * _EACH)
+    start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
+    (totals,) = sums_ptx.of_warps(p, [total], scratch, lane=LANES - 1)
+    sums_ptx.add_lower_warps(p, start, totals)
+    before, bucket = start + above, thread * _EACH
+    for i, count in enumerate(counts):
+        reach = before + count
+        found = (before < k) & (reach >= k)
+        p.store(scratch, bucket + i, before, offset=_BUCKET_BYTE, when=found)
+        p.store(scratch, reach, offset=_REACH_BYTE, when=found)
+        before = reach
+    p.barrier()
+    bucket, before = p.load_vector(scratch, "u32", 2, offset=_BUCKET_BYTE)
+    return bucket, before.bits("s32"), p.load(scratch, "s32", offset=_REACH_BYTE)
