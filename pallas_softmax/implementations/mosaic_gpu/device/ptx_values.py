@@ -19,8 +19,9 @@ Each result of arithmetic is a new register, which only `set`, `increase`, `upda
 later. So a number that changes in a loop of the GPU is a variable, made by `var` or `fresh` before the loop, and
 changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
 
-A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", and the same of 16 or 64
-bits), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a condition ("pred").
+A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", the same of 16 or 64
+bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a
+condition ("pred").
 """
 
 import contextlib
