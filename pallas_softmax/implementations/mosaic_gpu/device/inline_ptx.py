@@ -168,9 +168,7 @@ class Code:
         return "\n".join(self.declarations + self.lines)
 
 
-def emit_ptx(
-    code: Code | str, operands: dict[str, ir.Value], results: dict[str, str] | None = None
-) -> list[Any]:
+def emit_ptx(code: Code, operands: dict[str, ir.Value], results: dict[str, str] | None = None) -> list[Any]:
     """Puts PTX into the inline code that is being traced, in a scope of its own.
 
     Args:

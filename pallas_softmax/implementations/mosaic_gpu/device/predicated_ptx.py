@@ -9,6 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import elements, emit_ptx, i32, pack
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 
 def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
@@ -30,33 +31,37 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
       fill: the elements otherwise.
     """
     itemsize = utils.bytewidth(element)
-    count, access, word = _words(vec * itemsize)
-    names = [f"x{i}" for i in range(count)]
-    words = emit_ptx(
-        ".reg .pred p; setp.ne.b32 p, <inside>, 0;"
-        + "".join(f" mov.b{word[1:]} <{name}>, {_bits(fill, element, word)};" for name in names)
-        + f" @p ld.global.{access} {_operand(names)}, [<at>];",
+    p, (count, kind) = Program(), _words(vec * itemsize)
+    words = [p.operand(f"x{i}", kind) for i in range(count)]
+    reads = p.operand("inside", "u32").differs(0)
+    for word in words:
+        p.set(word, _bits(fill, element, kind))
+    p.load_vector_into(words, p.operand("at", "u64"), when=reads, space="global")
+    registers = emit_ptx(
+        p,
         {"at": _address(pointer, offset, itemsize), "inside": _as_i32(inside)},
-        dict.fromkeys(names, word),
+        {f"x{i}": _REGISTERS[kind] for i in range(count)},
     )
     if vec * itemsize == 1:
-        words = [arith.trunci(ir.IntegerType.get_signless(8), words[0])]
-    return vector.bitcast(ir.VectorType.get((vec,), element), pack(words))
+        registers = [arith.trunci(ir.IntegerType.get_signless(8), registers[0])]
+    return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
 
 
 def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
     """Writes the first `vec` elements of a vector, of 2 to 16 bytes together, from element `offset` on if `inside`."""
     itemsize = utils.bytewidth(ir.VectorType(register.type).element_type)
-    count, access, word = _words(vec * itemsize)
+    p, (count, kind) = Program(), _words(vec * itemsize)
     packed = pack(elements(register)[:vec])
-    words = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(word)), packed))
+    registers = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind])), packed))
     names = [f"x{i}" for i in range(count)]
+    writes = p.operand("inside", "u32").differs(0)
+    p.store(p.operand("at", "u64"), *p.operands(kind, *names), when=writes, space="global")
     emit_ptx(
-        f".reg .pred p; setp.ne.b32 p, <inside>, 0; @p st.global.{access} [<at>], {_operand(names)};",
+        p,
         {
             "at": _address(pointer, offset, itemsize),
             "inside": _as_i32(inside),
-            **dict(zip(names, words)),
+            **dict(zip(names, registers)),
         },
     )
 
@@ -85,61 +90,52 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     The last word is read only where the bytes reach it. No read leaves the array's buffer, which starts and ends
     at a multiple of four bytes.
     """
-    count = vec // 4
-    words = [f"w{i}" for i in range(count + 1)]
-    needed = ["some"] * count + ["unaligned"]
+    p, count = Program(), vec // 4
+    at, reads = p.operand("at", "u64"), p.operand("inside", "u32").differs(0)
+    first = at & -4
+    shift = (p.convert(at, "u32") & 3) << 3
+    reads_last = reads & shift.differs(0)
+    words = [p.var(0, "u32") for _ in range(count + 1)]
+    for i, word in enumerate(words):
+        p.load_into(word, first, offset=4 * i, when=reads if i < count else reads_last, space="global")
+    for i, (low, high) in enumerate(zip(words, words[1:])):
+        p.set(p.operand(f"x{i}", "u32"), p.shift_right(low, high, shift))
     registers = emit_ptx(
-        f".reg .pred some, unaligned; .reg .b64 aligned; .reg .b32 shift, {', '.join(words)};"
-        " setp.ne.b32 some, <inside>, 0; and.b64 aligned, <at>, -4; cvt.u32.u64 shift, <at>;"
-        " and.b32 shift, shift, 3; shl.b32 shift, shift, 3; setp.ne.and.b32 unaligned, shift, 0, some;"
-        + "".join(f" mov.b32 {word}, 0;" for word in words)
-        + "".join(
-            f" @{predicate} ld.global.b32 {word}, [aligned+{4 * i}];"
-            for i, (word, predicate) in enumerate(zip(words, needed))
-        )
-        + "".join(f" shf.r.wrap.b32 <x{i}>, w{i}, w{i + 1}, shift;" for i in range(count)),
+        p,
         {"at": _address(pointer, offset, 1), "inside": _as_i32(inside)},
         {f"x{i}": "i32" for i in range(count)},
     )
     return vector.bitcast(ir.VectorType.get((vec,), ir.IntegerType.get_signless(8)), pack(registers))
 
 
-def _words(size: int) -> tuple[int, str, str]:
-    """How `size` bytes, 1 to 16, are moved: number of registers; type of the access; type of each register."""
+def _words(size: int) -> tuple[int, str]:
+    """How `size` bytes, 1 to 16, are moved: the number of registers, and the kind of what each has."""
     match size:
         case 1:
-            return 1, "u8", "i16"
+            return 1, "u8"
         case 2:
-            return 1, "b16", "i16"
-        case 4:
-            return 1, "b32", "i32"
-        case 8:
-            return 2, "v2.b32", "i32"
-        case 16:
-            return 4, "v4.b32", "i32"
+            return 1, "u16"
+        case 4 | 8 | 16:
+            return size // 4, "u32"
     raise AssertionError(f"no access of {size} bytes")
 
 
+_REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR's types of the registers that hold such words
 _NEG_INF = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
 
 
-def _bits(fill: float, element: ir.Type, word: str) -> int:
-    """A register of this type that is full of elements `fill`, which is 0 or -inf, as a number."""
+def _bits(fill: float, element: ir.Type, kind: str) -> int:
+    """A word of this kind that is full of elements `fill`, which is 0 or -inf, as a number."""
     if fill == 0:
         return 0
     bits = _NEG_INF[str(element)]
-    two_elements = utils.bytewidth(element) == 2 and word == "i32"
+    two_elements = utils.bytewidth(element) == 2 and kind == "u32"
     return bits << 16 | bits if two_elements else bits
 
 
 def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
-
-
-def _operand(names: list[str]) -> str:
-    """How PTX names the registers of an access: <x0>, or the vector {<x0>, <x1>}."""
-    return f"<{names[0]}>" if len(names) == 1 else f"{{{', '.join(f'<{name}>' for name in names)}}}"
 
 
 def _as_i32(condition: ir.Value) -> ir.Value:

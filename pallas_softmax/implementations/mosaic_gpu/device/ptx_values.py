@@ -19,8 +19,9 @@ Each result of arithmetic is a new register, which only `set`, `increase`, `upda
 later. So a number that changes in a loop of the GPU is a variable, made by `var` or `fresh` before the loop, and
 changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
 
-A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", and the same of 16 or 64
-bits), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a condition ("pred").
+A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", the same of 16 or 64
+bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a
+condition ("pred").
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 )
 
 _BITS = {
-    **{"u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
+    **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
     **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32},
 }
 _FLOATS = {"f16", "bf16", "f32"}
@@ -285,6 +286,12 @@ class Program(Code):
         self += f"mov.b{_BITS[kind]} {out}, {{{low}, {high}}};"
         return out
 
+    def shift_right(self, low: Value, high: Value, by: Value) -> Value:
+        """Returns the lower 32 bits of the 64 of low and high, shifted by less than 32."""
+        out = self.fresh("u32")
+        self += f"shf.r.wrap.b32 {out}, {low}, {high}, {by};"
+        return out
+
     # --- Bits
 
     def count_ones(self, x: Value) -> Value:
@@ -375,20 +382,40 @@ class Program(Code):
         space: str = "shared",
     ) -> None:
         """Gives a register the number in memory at address + offset, where `when` holds."""
-        self += f"{_if(when)}ld.{space}.b{_BITS[register.kind]} {register}, [{address}+{offset}];"
+        self.load_vector_into([register], address, offset=offset, when=when, space=space)
 
     def load_vector(self, address: Value, kind: str, count: int, *, offset: int = 0) -> list[Value]:
         """Returns neighbouring numbers in shared memory, a power of two, loaded up to 16 bytes at a time."""
         out = [self.fresh(kind) for _ in range(count)]
-        for byte, vector, names in _vectors([str(value) for value in out], kind):
-            self += f"ld.shared{vector}.b{_BITS[kind]} {names}, [{address}+{offset + byte}];"
+        self.load_vector_into(out, address, offset=offset)
         return out
 
-    def store(self, address: Value, *values: Any, offset: int = 0, when: Condition = None) -> None:
-        """Writes neighbouring values, or integers of 32 bits, to shared memory, up to 16 bytes at a time."""
+    def load_vector_into(
+        self,
+        registers: list[Value],
+        address: Value,
+        *,
+        offset: int = 0,
+        when: Condition = None,
+        space: str = "shared",
+    ) -> None:
+        """Gives registers, a power of two, neighbouring numbers at address + offset, where `when` holds."""
+        kind = registers[0].kind
+        for byte, vector, names in _vectors([str(register) for register in registers], kind):
+            self += f"{_if(when)}ld.{space}{vector}.b{_BITS[kind]} {names}, [{address}+{offset + byte}];"
+
+    def store(
+        self,
+        address: Value,
+        *values: Any,
+        offset: int = 0,
+        when: Condition = None,
+        space: str = "shared",
+    ) -> None:
+        """Writes neighbouring values, or integers of 32 bits, to memory, up to 16 bytes at a time."""
         kind = values[0].kind if isinstance(values[0], Value) else "u32"
         for byte, vector, names in _vectors([_text(value, kind) for value in values], kind):
-            self += f"{_if(when)}st.shared{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
+            self += f"{_if(when)}st.{space}{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
 
     def add_to(self, address: Value, number: Any, when: Condition = None) -> None:
         """Adds to a number in shared memory, atomically."""
@@ -451,7 +478,7 @@ class Program(Code):
 
 def _untyped(kind: str) -> str:
     """Returns the type of a register that holds a value of a kind."""
-    return kind if kind == "pred" else f"b{_BITS[kind]}"
+    return kind if kind == "pred" else f"b{max(16, _BITS[kind])}"  # there are none of 8 bits
 
 
 def _typed(op: str, kind: str) -> str:
