@@ -82,9 +82,8 @@ class Row:
     status: str = "ok"  # ok, differs (a peer), FAILED, not run, error
     reason: str = ""  # why the status is not ok
     value: float | None = None  # the mean loss
-    error: float | None = (
-        None  # the largest of loss and gradients, against jax_scan, in the measure of TOLERANCE
-    )
+    # The largest of loss and gradients, against jax_scan, in the measure of TOLERANCE.
+    error: float | None = None
     memory_mib: float | None = None  # temporaries, by XLA's plan
     samples: int = 0
     p20_us: float | None = None

@@ -21,9 +21,8 @@ from pallas_softmax.implementations.mosaic_gpu.topk.slots import LOWEST_KEY, sto
 
 _BITS = 32  # elements that a thread looks at together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
-_FEW_SLOTS = (
-    256  # slots up to which a thread has so few candidates that it appends two, and not four, at once
-)
+# Slots up to which a thread has so few candidates that it appends two, and not four, at once.
+_FEW_SLOTS = 256
 _LOADED_AT_ONCE = 8  # loads that a thread has under way
 
 _GROUPS_BYTE = 4  # of <counts>: how many groups reach the bound, after how many candidates there are
