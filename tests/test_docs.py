@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.covering import slow
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
@@ -83,9 +81,8 @@ def seconds_of_import() -> float:
     return float(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "document", [slow(document) if "index" not in document else document for document in RUNNABLE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("document", RUNNABLE)
 def test_python_blocks_give_what_they_claim(document, lowered_for_hopper):
     run((ROOT / document).read_text())
 

@@ -186,7 +186,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "dtype"), first(3, pairs(list(WINDOWS), ["float32", "bfloat16"])))
+@pytest.mark.parametrize(("kind", "dtype"), first(2, pairs(list(WINDOWS), ["float32", "bfloat16"])))
 def test_topk_of_long_rows(kind, dtype):
     rows, v, k = WINDOWS[kind]
     plan = kernels.plan_topk(rows, v, k, dtype)
@@ -284,7 +284,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("op", "call", "v"), first(3, pairs(oracle.FORWARD, CALLS, [100, 20011])))
+@pytest.mark.parametrize(("op", "call", "v"), first(2, pairs(oracle.FORWARD, CALLS, [100, 20011])))
 def test_public_functions(op, call, v):
     """Each runs its kernel, and the backward its own; that of logsumexp is plain."""
 

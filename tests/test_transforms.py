@@ -64,6 +64,7 @@ def test_jit(name):
     close(jax.jit(f)(X, where=WHERE[0]), f(X, where=WHERE[0]))
 
 
+@pytest.mark.slow
 @each_differentiable
 def test_grad_inside_and_outside_of_jit(name):
     f = loss(FUNCTIONS[name])
@@ -268,9 +269,8 @@ def test_export_of_a_topk():
     jax.tree.map(close, got, ps.fused_topk(X, 3))
 
 
-@pytest.mark.parametrize(
-    "options", first_values(1, [{"where": WHERE[0]}, {}, {"log": True, "dtype": "bfloat16"}]), ids=list
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"where": WHERE[0]}, {}, {"log": True, "dtype": "bfloat16"}], ids=list)
 def test_export_with_a_symbolic_number_of_winners(options):
     """It is the size of another argument, which is known to fit."""
 
