@@ -5,7 +5,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import Code
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 
 
-class Elements:
+class ElementText:
     """Writes PTX for elements of one dtype; all it returns is in registers of its own.
 
     Attributes:

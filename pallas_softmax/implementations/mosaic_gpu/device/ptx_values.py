@@ -300,13 +300,13 @@ class Program(Code):
         self += f"popc.b32 {out}, {x};"
         return out
 
-    def last_bit(self, x: Value) -> Value:
+    def highest_bit(self, x: Value) -> Value:
         """Returns the number of the highest bit that is 1."""
         out = self.fresh("u32")
         self += f"bfind.u32 {out}, {x};"
         return out
 
-    def first_bit(self, x: Value) -> Value:
+    def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; of 0 it is 32."""
         reverse, out = self.fresh("u32"), self.fresh("u32")
         self += f"brev.b32 {reverse}, {x}; clz.b32 {out}, {reverse};"

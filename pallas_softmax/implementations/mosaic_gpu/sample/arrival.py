@@ -3,7 +3,7 @@
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
+from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import ElementText
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import BARRIER, NEG_INF, ZERO, Code
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import GROUP_ELEMENTS, Scratch
@@ -42,7 +42,7 @@ def step_text(window: Window, dtype, blocks: int) -> Code:
     best = the largest element                    NaN if there is one
     mass = the sum of 2^((x - best) * scale)      0 if all elements are -inf
     """
-    kind, code, scratch = Elements(dtype), Code(), Scratch(window)
+    kind, code, scratch = ElementText(dtype), Code(), Scratch(window)
     address, group_at = code.new("b32", 2)
     group_blocks = GROUP_ELEMENTS // window.vec
     block_bytes = window.block * kind.itemsize

@@ -31,7 +31,7 @@ class Candidate:
 
     Attributes:
       x: the element (f32).
-      bits: its bits, as `Elements.bits` has them (b32).
+      bits: its bits, as `ElementText.bits` has them (b32).
       distance: its distance (f32).
       inside: predicate: whether it is in the zone; of a thread that has dropped its list, others are not.
       number: its number in the thread (b32).

@@ -14,7 +14,7 @@ Words that the pieces use in one meaning:
     group       16 elements of a thread, in consecutive blocks; the last group of a part may have fewer
 """
 
-from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import Elements
+from pallas_softmax.implementations.mosaic_gpu.device.element_ptx import ElementText
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import Code
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import GROUP_ELEMENTS, Scratch
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
@@ -41,7 +41,7 @@ class Program(Code):
     def __init__(self, window: Window, dtype):
         super().__init__()
         self.window = window
-        self.kind = Elements(dtype)
+        self.kind = ElementText(dtype)
         self.ctas = window.count
         self.scratch = Scratch(window)
         self.group_blocks = GROUP_ELEMENTS // window.vec

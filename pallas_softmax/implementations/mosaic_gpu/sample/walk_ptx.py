@@ -41,7 +41,7 @@ class Vector:
       block: the block's number (b32).
       address: the vector's address in shared memory (b32).
       floats: its elements (f32).
-      bits: their bits, as `Elements.bits` has them (b32).
+      bits: their bits, as `ElementText.bits` has them (b32).
     """
 
     block: str

@@ -221,7 +221,7 @@ def _append(
         for i in range(2 if capacity <= _FEW_SLOTS else 4):
             inside = place + i < capacity
             chosen.append(inside & mask.differs(0))
-            bits.append(p.first_bit(mask))
+            bits.append(p.lowest_bit(mask))
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bits[-1] >> _log2(window.group_size), WARPGROUP, turn)
             if not all_groups:  # its number in the list takes the place of the address there

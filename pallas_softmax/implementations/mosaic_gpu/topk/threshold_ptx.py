@@ -73,7 +73,7 @@ def text(groups: int, k: int) -> Program:
         width = (high - low).bits("u32")
         finish(width.equals(0))
         # A bucket is 2^shift keys long: as short as it can be with a counter for each bucket.
-        shift = p.max((p.last_bit(width) - (_COUNTERS_BITS - 1)).bits("s32"), 0)
+        shift = p.max((p.highest_bit(width) - (_COUNTERS_BITS - 1)).bits("s32"), 0)
         for key in keys:
             distance = (high - key).bits("u32")
             counted = distance <= width
