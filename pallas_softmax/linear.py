@@ -93,8 +93,10 @@ def linear_cross_entropy(
     A mean or sum that is differentiated computes its gradients along with it: three matrix products in all. One loss
     per token makes the logits again in its backward: four products. A loss that is not differentiated takes one.
 
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`.
+
     Args:
-      x, w, bias, softcap, transpose_w, workspace_bytes, axis_name, implementation: as for `linear_logsumexp`.
       labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. One out
         of this range makes the loss NaN, unless `where` leaves it out.
       where: boolean, broadcastable to `labels`; False leaves a token out, whatever its `x` and its label are: its loss
@@ -136,8 +138,10 @@ def linear_log_probs(
 ) -> jax.Array:
     """log softmax(z / temperature)[label] of the logits z = x @ w + bias, without the logits in memory: one per token.
 
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`.
+
     Args:
-      x, w, bias, softcap, transpose_w, workspace_bytes, axis_name, implementation: as for `linear_logsumexp`.
       labels: as for `linear_cross_entropy`.
       temperature: positive number.
 
