@@ -1,6 +1,7 @@
 """The documents hold: their code gives what they say, their commands and links name what exists, imports are light."""
 
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import pallas_softmax as ps
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -136,6 +139,17 @@ def test_the_site_has_every_document():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for document in DOCUMENTS[1:]:
         assert f" {document.removeprefix('docs/')}\n" in navigation, document
+
+
+@pytest.mark.parametrize("name", [name for name in ps.__all__ if inspect.isfunction(getattr(ps, name))])
+def test_docstrings_describe_the_parameters(name):
+    function = getattr(ps, name)
+    text = inspect.getdoc(function)
+    parameters = set(inspect.signature(function).parameters)
+    arguments = re.split("^Returns:", text.split("Args:\n")[1], flags=re.MULTILINE)[0]
+    described = re.findall(r"^  \**([\w, ]+): ", arguments, re.MULTILINE)
+    assert set(described) <= parameters  # one a line: the site takes no list of names
+    assert parameters <= {*described, *re.findall(r"`(\w+)`", text)}
 
 
 def test_install_names_every_extra():
