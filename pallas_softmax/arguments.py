@@ -165,7 +165,7 @@ def static_int(function: str, name: str, value) -> int:
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
 
 
-def row_part(function: str, name: str, value, length) -> int:
+def count_in_row(function: str, name: str, value, length) -> int:
     """`value` as a number of elements of a row of this length: an int or a symbolic dimension of `jax.export`."""
     number: Any = value if export.is_symbolic_dim(value) else static_int(function, name, value)
     wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"

@@ -5,6 +5,9 @@ execution.run            vmap: a batch becomes more rows
     sharding.exchange.run    what devices send where a row is spread over them
       platforms.run            platform, and so implementation: decided when the computation is lowered
         implementations/...      a kernel, or plain JAX
+
+`linear_cross_entropy` and its kin, whose arrays are not logits, take the same way by `execution.run_projection` and
+`sharding.projection.run`.
 """
 
 import dataclasses
@@ -57,7 +60,10 @@ def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **sta
 
 
 def run_projection(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs an operation of a projection; of a vmap, tokens that share w are more tokens, else slices go one by one.
+    """Runs an operation of a projection, x @ w.
+
+    Under a vmap whose slices share w and bias, the statistics of all slices are those of one call with more tokens. All
+    else is computed slice by slice, since each slice has a dw of its own.
 
     Args:
       choice: what to call.
@@ -76,15 +82,15 @@ def run_projection(choice: Choice, *arrays: Any, **static: Any) -> Any:
     @call.def_vmap
     def _(axis_size, in_batched, *arrays):
         x, w, bias, *per_token = arrays
-        x_batched, *shared, per_token_batched = in_batched[0], *in_batched[1:3], in_batched[3:]
-        if choice.call.op == "projection" and not any(jax.tree.leaves(shared)):
+        x_batched, w_batched, bias_batched, *per_token_batched = in_batched
+        if choice.call.op == "projection" and not any(jax.tree.leaves((w_batched, bias_batched))):
             x, *per_token = jax.tree.map(
                 lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
                 [x, *per_token],
                 [x_batched, *per_token_batched],
             )
             out = call(x, w, bias, *per_token)
-        else:  # dw is one for each slice
+        else:
             leaves, tree = jax.tree.flatten(arrays)
             batched = jax.tree.leaves(in_batched)
 

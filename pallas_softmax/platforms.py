@@ -36,25 +36,23 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 
     def implementation(name: str) -> Callable:
         function = functools.partial(load(name).functions[operation], **keywords)
-        # its results vary over the axes of `jax.shard_map` that an argument varies over; over those that a row is
-        # spread over, by themselves if at all
+        # Both branches must agree in the mesh axes of `jax.shard_map` that their results vary over: those that an
+        # argument varies over. Over the axes that a row is spread over, the function itself decides.
         vary = functools.partial(vary_together, but=keywords.get("mesh_axes", ()))
         return lambda *arrays: jax.tree.map(lambda out: vary(out, *arrays)[0], function(*arrays))
 
     def refused(*arrays):
         return placeholder(result_shapes(operation, arrays, keywords), str(choice.refusal))
 
-    elsewhere = refused if choice.elsewhere is None else implementation(choice.elsewhere)
-    cuda, other = (
-        jax.make_jaxpr(function, return_shape=True)(*arrays)
-        for function in (implementation(on_cuda), elsewhere)
-    )
-    results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda[0], elsewhere=other[0])
-    return jax.tree.unflatten(jax.tree.structure(cuda[1]), results)
+    other = refused if choice.elsewhere is None else implementation(choice.elsewhere)
+    cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
+    elsewhere = jax.make_jaxpr(other)(*arrays)
+    results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-# As `lax.platform_dependent`, but a branch knows which platforms it is lowered for: kernels, which can be lowered for
-# one platform only, get into a module of several.
+# It is like `lax.platform_dependent`, but in a module for several platforms each branch is lowered for its platforms
+# alone. So such a module can have a kernel, which can be lowered for CUDA only.
 _by_platform_p = Primitive("pallas_softmax_by_platform")
 _by_platform_p.multiple_results = True
 _by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere"))

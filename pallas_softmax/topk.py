@@ -96,7 +96,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
-    k = arguments.row_part(name, "k", k, length)
+    k = arguments.count_in_row(name, "k", k, length)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape, axis, floating)

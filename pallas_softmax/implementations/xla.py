@@ -217,7 +217,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
     by_temperature = jnp.where(
         dt == 0, 0, scaled * dt
-    )  # 0 where x is -inf, if the temperature does not change
+    )  # 0 also where x is -inf, if the temperature is constant
     ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
     mean = _sum(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
     dlog_p = at_winners(ds) - mean

@@ -117,10 +117,8 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
         (result,) = launch(long_kernel, arrays, [out], grid, plan.warps, **constants, **phase)
         return result
 
-    if plan.parts == 1:
-        return launch_phase(
-            x, out, (rows, 1), reduce=True, write=True
-        )  # x is in the place of what is not read
+    if plan.parts == 1:  # x takes the place of the normalizers, which are not read
+        return launch_phase(x, out, (rows, 1), reduce=True, write=True)
     of_parts = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
     normalizers = launch_phase(x, of_parts, (rows, plan.parts), reduce=True, write=False)
     writers = 1 if constants["OP"] == "logsumexp" else plan.parts

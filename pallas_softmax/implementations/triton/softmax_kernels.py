@@ -260,9 +260,8 @@ def long_kernel(
     else:
         c0, c1 = _row_constants(m, d, OP)
         steps = tl.cdiv(middle, DEPTH * WIDTH)
-        for step in range(
-            0, steps
-        ):  # from the last step to the first: the L2 cache still has what was read last
+        for step in range(0, steps):
+            # From the last step to the first, since the L2 cache still has what was read last.
             col = (steps - 1 - step) * (DEPTH * WIDTH) + tile
             _write(a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, col, col < middle, c0, c1, OP, WHERE)
         if V % VECTOR:

@@ -28,6 +28,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     thread,
 )
 
+# The index of all of a reference, as `plgpu.load` takes it: jax 0.10 needs it, later versions have no such argument.
+WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
+
 
 def layout(vec: int, *, interpret) -> Any:
     """The layout of a block in registers; None for the interpreter, which has no layouts."""
@@ -52,8 +55,7 @@ def load(ref, vec: int = 1, *, interpret):
     """The block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
     if interpret:
         return ref[...]
-    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
-    return plgpu.load(ref, *index, layout=layout(vec, interpret=interpret), optimized=False)
+    return plgpu.load(ref, *WHOLE, layout=layout(vec, interpret=interpret), optimized=False)
 
 
 def store(ref, block, *, interpret):

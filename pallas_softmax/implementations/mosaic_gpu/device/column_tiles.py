@@ -4,14 +4,13 @@ A piece is a `layout.Tile` whose rows are lines, numbers along the middle axis, 
 memory. What reaches beyond the array is moved by inline PTX under a predicate, as in `tiles`.
 """
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx, tiles
+from pallas_softmax.implementations.mosaic_gpu.device import blocks, predicated_ptx, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
@@ -72,10 +71,9 @@ def load_smem(ref, tile: Tile, *, interpret):
     if interpret:
         return ref[...]
 
+    # Inline, since for a load by Pallas Mosaic would choose another order of the lines in shared memory.
     @inline(arg_types=(REF,), return_type=tiles.type_of(tile, ref.dtype))
-    def load(
-        _, ref
-    ):  # inline: for a load by Pallas, Mosaic would choose another order of the lines in shared memory
+    def load(_, ref):
         return fragmented_array.FragmentedArray.load_untiled(
             ref, layout=tiles.layout(tile).to_mgpu(), optimized=False
         )
@@ -90,8 +88,9 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
         ref[...] = value
         return
 
+    # Inline, since Pallas has all threads meet before and after each store.
     @inline(arg_types=(REF, tiles.layout(tile)))
-    def store(_, ref, value):  # inline: Pallas has all threads meet before and after each store
+    def store(_, ref, value):
         value.store_untiled(ref, optimized=False)
 
     store(ref, value)
@@ -99,8 +98,7 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
 
 def load_per_column(ref, tile: Tile):
     """The numbers in `ref`, shared memory, one for each column, laid out as a reduction of the tile along its lines."""
-    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
-    return plgpu.load(ref, *index, layout=tiles.layout(tile).reduce((0,)), optimized=False)
+    return plgpu.load(ref, *blocks.WHOLE, layout=tiles.layout(tile).reduce((0,)), optimized=False)
 
 
 def _indices(tile: Tile, at):

@@ -12,6 +12,8 @@ import numpy as np
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Condition, Program, Value
 
+# The bits of -inf, by the name that PTX and MLIR have for the dtype.
+NEG_INF_BITS = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
 _UPPER_HALF, _HALF_BITS = 0xFFFF0000, 16
 
 
@@ -33,7 +35,7 @@ class Elements:
         self.itemsize = np.dtype(dtype).itemsize
         self.halves = self.itemsize == 2
         self.all_ones = 2 ** (8 * self.itemsize) - 1
-        self.neg_inf = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}[self.name]
+        self.neg_inf = NEG_INF_BITS[self.name]
         self.magnitude = self.all_ones >> 1
         self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
 

@@ -17,9 +17,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 
-inline: Any = (
-    plgpu.inline_mgpu
-)  # typed Any, since pyright does not know that it adds the function's first parameter
+# Typed Any, since pyright does not know that the decorator adds the function's first parameter.
+inline: Any = plgpu.inline_mgpu
 
 # Types of arguments of inline code: a reference; a scalar, for which any layout will do; a block of an element for
 # each thread.

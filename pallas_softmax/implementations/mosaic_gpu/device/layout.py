@@ -138,10 +138,10 @@ class Cut:
     def start(self, part):
         """First element of the part with this number; that of number `count` is the row's end."""
         units, left = divmod(self.vocab // self.unit, self.count)
-        longer_before = part - (
-            self.count - left
-        )  # number of longer parts before this one, if it is positive
-        return (part * units + jnp.maximum(longer_before, 0)) * self.unit
+        longer_before = jnp.maximum(
+            part - (self.count - left), 0
+        )  # parts before this one that have a unit more
+        return (part * units + longer_before) * self.unit
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_softmax.implementations.mosaic_gpu.device.elements import NEG_INF_BITS
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import elements, emit_ptx, i32, pack
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
@@ -121,14 +122,13 @@ def _words(size: int) -> tuple[int, str]:
 
 
 _REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR's types of the registers that hold such words
-_NEG_INF = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
 
 
 def _bits(fill: float, element: ir.Type, kind: str) -> int:
     """A word of this kind that is full of elements `fill`, which is 0 or -inf, as a number."""
     if fill == 0:
         return 0
-    bits = _NEG_INF[str(element)]
+    bits = NEG_INF_BITS[str(element)]
     two_elements = utils.bytewidth(element) == 2 and kind == "u32"
     return bits << 16 | bits if two_elements else bits
 

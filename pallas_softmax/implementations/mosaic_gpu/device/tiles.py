@@ -80,7 +80,6 @@ def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, 
       column: tile of column numbers.
       rows: number of rows, beyond which the tile has 0, as beyond the array's columns.
       ref_row: which row of the array belongs to a row.
-      ref_row: which row of the array belongs to a row.
       blocked: see `store`.
     """
     columns = ref.shape[1]

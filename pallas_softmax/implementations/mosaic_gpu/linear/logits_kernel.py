@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
+from pallas_softmax.implementations.mosaic_gpu.device.blocks import WHOLE
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import WARPGROUP_ROWS, Tiling
 from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
 from pallas_softmax.online import Normalizer
@@ -245,8 +246,7 @@ def _load(gmem, reduced: int, interpret):
     """Numbers of rows or columns, as they lie in registers beside an accumulator whose other dimension is `reduced`."""
     if interpret:
         return gmem[...]
-    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
-    return plgpu.load(gmem, *index, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
+    return plgpu.load(gmem, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
 
 
 def _zeros(interpret):

@@ -127,16 +127,16 @@ def product(
                 rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * tile_n, tile_n)
 
                 def step(k, carry):
-                    along, slot = pl.ds(k * tile_k, tile_k), lax.rem(count(k), stages)
+                    along, stage = pl.ds(k * tile_k, tile_k), lax.rem(count(k), stages)
 
                     @pl.when(count(k) >= stages)
                     def _():
-                        plgpu.barrier_wait(consumed.at[slot])
+                        plgpu.barrier_wait(consumed.at[stage])
 
-                    plgpu.copy_gmem_to_smem(a_gmem.at[rows, along], a_smem.at[slot], arrived.at[slot])
+                    plgpu.copy_gmem_to_smem(a_gmem.at[rows, along], a_smem.at[stage], arrived.at[stage])
                     b_from = b_gmem.at[columns, along] if b_transposed else b_gmem.at[along, columns]
                     shared = {} if cluster == 1 else {"collective_axes": "cluster"}
-                    plgpu.copy_gmem_to_smem(b_from, b_smem.at[slot], arrived.at[slot], **shared)
+                    plgpu.copy_gmem_to_smem(b_from, b_smem.at[stage], arrived.at[stage], **shared)
                     return carry
 
                 lax.fori_loop(0, steps, step, None)
@@ -145,10 +145,10 @@ def product(
                 @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
                 def _(acc):
                     def step(k, carry):
-                        slot = lax.rem(count(k), stages)
-                        plgpu.barrier_wait(arrived.at[slot])
-                        own = a_smem.at[slot, pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-                        b_all = b_smem.at[slot]
+                        stage = lax.rem(count(k), stages)
+                        plgpu.barrier_wait(arrived.at[stage])
+                        own = a_smem.at[stage, pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                        b_all = b_smem.at[stage]
                         plgpu.wgmma(acc, own, b_all.transpose((1, 0)) if b_transposed else b_all)
                         plgpu.wgmma_wait(1)
 
@@ -169,8 +169,9 @@ def product(
             def _():
                 plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
                 blocks = over_tiles(copy)
-                for slot in range(stages):  # no CTA may leave while another of its cluster has yet to tell it
-                    pl.when(blocks > slot)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
+                # No CTA may leave while another one of its cluster has yet to tell it that a stage is consumed.
+                for stage in range(stages):
+                    pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, consumed.at[stage]))
 
             @pl.when(warpgroup < MULTIPLIERS)
             def _():

@@ -23,6 +23,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow, part_place
@@ -119,7 +120,7 @@ class _Job:
             "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(self.arrays),
         }
         if self.clustered:
-            reduction_smem = plgpu.SMEM((EDGE,), jnp.float32)
+            reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
@@ -277,9 +278,8 @@ class _Part:
         terms = []
         for (at, _), x, keep in zip(self.body.blocks(i, size), self._load_body(i, size), keeps):
             terms.append(self._term(x, keep))
-            if (
-                keep is not None and formula.value is not None
-            ):  # for `write`, which need not read the mask then
+            if keep is not None and formula.value is not None:
+                # `write` then finds masked elements neutral in shared memory, and need not read the mask.
                 kept = jnp.where(keep, x[-1], formula.reduction.neutral)
                 x_smem[-1][at] = kept.astype(self.job.dtype)
         return formula.reduction.absorb(lanes, terms), next_mask_blocks
@@ -310,9 +310,8 @@ class _Part:
 
         peers = [of_peer(part) for part in range(self.job.parts.count)]
         total = online.tree(self.job.formula.reduction.merge, peers)
-        total = jax.tree.map(
-            jnp.max, total
-        )  # a scalar, of equal lanes; all threads have read when it is known
+        # A scalar, of lanes that are all equal. When it is known, all threads have read what they need of the peers.
+        total = jax.tree.map(jnp.max, total)
         plgpu.barrier_arrive(met)
         return total
 

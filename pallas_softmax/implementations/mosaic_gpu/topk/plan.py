@@ -50,11 +50,8 @@ MAX_K = 2_048  # winners
 # elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k = 8, takes 29.3 us with 4 lanes of
 # 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken they hold more, up to where a window
 # is faster: 8192 x 2048 float32, 64 a lane, takes 35 us, a window 26 us.
-LANE_ELEMENTS = {
-    4: 16,
-    2: 32,
-}  # elements of a row in a lane at most as long as lanes are free, by bytes of an element
-MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp are taken
+LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row that a lane holds at most, by bytes of an element
+MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp hold the row
 
 # The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
 # or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
@@ -65,8 +62,8 @@ TILE_WORK = {4: 20_000, 2: 40_000}  # by bytes of an element
 # rounds; k = 32, 56 and 67 us; k = 64, 60 and 139 us. 32768 x 512 bfloat16: k = 32, 86 and 52 us; k = 64, 86 and 106.
 # A sort is faster with fewer elements in a lane: 65536 x 256 float32, k = 128, takes 109 us with 32 lanes of 8, 136 us
 # with 16 of 16. A window takes 680 us; at 16384 x 1000, k = 128, it takes 133 us and the sort, with 32 a lane, 480 us.
-SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # by bytes of an element, as long as lanes are free
-MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # where all lanes of a warp are taken
+SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes of an element
+MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # the same where all 32 lanes of a warp hold the row
 
 # Two CTAs that hold a whole row of float32 share a multiprocessor, or three of 16 bits, and one searches its row
 # while those of the others arrive. 4096 x 128256, k = 5: float32 in 6 parts takes 670 us, 0.98 of the bandwidth of
