@@ -20,10 +20,10 @@ class Call:
       inner: how far apart neighbours in a row are in memory, in elements: 1 if the reduced axes are the last ones. None
         if the reduced axes are not side by side, so that no number says it.
       masked: whether there is a `where`.
-      k: the number of winners, for top-k.
-      depth: the length of what a projection projects to the row, D; None for other operations.
+      k: the number of winners, for top-k; None for other operations.
       objection: why no kernel can take the arrays, whatever it computes; None if one can.
       mesh_axes: names of the mesh axes of `jax.shard_map` that each row is spread over.
+      depth: for a projection x @ w, the length D of the rows of x; None for other operations.
     """
 
     op: str

@@ -11,16 +11,16 @@ from pallas_softmax import operations, target
 from pallas_softmax.call import Call, Choice
 from pallas_softmax.implementations.load import load
 
-# In order of preference on a CUDA device; on other platforms it is always xla.
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+"""The names that `implementation=` takes, in order of preference on CUDA devices; elsewhere it is always xla."""
 
 _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
 
 
 def choose(call: Call, implementation: str | None) -> Choice:
-    """The choice for a call of the user's: the named implementation or, if None, the first that supports the call.
+    """Returns the choice for a call of the user's, which `explain` lists.
 
-    `explain` lists it.
+    It is the named implementation or, if None, the first one that takes the call.
 
     Raises:
       ValueError: the name is unknown.
@@ -34,7 +34,7 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 
 def choose_again(call: Call, implementation: str | None) -> Choice:
-    """As `choose`, for other shapes of a call that is chosen already: `explain` does not list it."""
+    """Returns the choice for other shapes of a call that was chosen before, as `choose`; `explain` does not list it."""
     on_shard = call
     if call.mesh_axes:
         operation = operations.TABLE[call.op]
@@ -54,12 +54,12 @@ def choose_again(call: Call, implementation: str | None) -> Choice:
 
 
 def choose_plain(call: Call) -> Choice:
-    """The choice of `xla` for an operation that no other implementation has."""
+    """Returns the choice of `xla`, for an operation that no other implementation has."""
     return Choice(call, "xla", "xla", requested="xla")
 
 
 def choose_if_able(call: Call, implementation: str | None) -> Choice:
-    """As `choose_again`, but `xla` where the named implementation has no kernel: for a step that no user named."""
+    """Returns the choice for a step that no user named: as `choose_again`, but `xla` if the implementation lacks it."""
     choice = choose_again(call, implementation)
     return choose_plain(call) if choice.cuda is None else choice
 
@@ -79,25 +79,19 @@ def _objection(name: str, call: Call, automatic: bool) -> str | None:
     return reason
 
 
-_FUSED_ROW = 8_192  # elements of a row that XLA keeps on chip (benchmarks/results/launch)
+_FUSED_ROW = 8_192  # elements of a row at most that XLA keeps on chip (benchmarks/results/launch)
 
 
 def _better_by_xla(call: Call) -> str | None:
     """Why XLA is better at a call than any kernel, however fast; None if it is not.
 
-    A float32 softmax of short, aligned rows takes those of `mosaic_gpu` from 17% less time than XLA (few rows) to
-    11% more (in the L2 cache), and those of `triton` as long; in a program, XLA fuses it with what makes its
-    logits, which a kernel cannot.
+    It is for a float32 softmax of short, aligned rows. The kernels of `mosaic_gpu` take from 17% less time for it than
+    XLA (few rows) to 11% more (in the L2 cache), and those of `triton` as long as XLA. But in a program XLA fuses the
+    softmax with what makes its logits, which a kernel cannot.
     """
-    if (
-        call.op == "softmax"
-        and call.dtype == "float32"
-        and not call.masked
-        and call.inner == 1
-        and call.vocab % 4 == 0
-    ):
-        if call.vocab <= _FUSED_ROW:
-            return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
+    plain_softmax = call.op == "softmax" and call.dtype == "float32" and not call.masked and call.inner == 1
+    if plain_softmax and call.vocab % 4 == 0 and call.vocab <= _FUSED_ROW:
+        return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
     return None
 
 
@@ -107,23 +101,26 @@ def recording() -> bool:
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
-    """The implementations that `function(*args, **kwargs)` would run, in the order of the calls.
+    """Returns which implementations `function(*args, **kwargs)` would run, in the order of its calls of this package.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Each choice prints as one line. Inside `jax.vmap` it
-    is the choice for one slice, and of sharded arrays that for the whole; the batch, and each device for its shard,
-    chooses again.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Inside `jax.vmap` the choice shown is that for one
+    slice, and for sharded arrays that for the whole arrays. When the function runs, the choice is made again for the
+    batch, and on each device for its shard.
 
-      >>> explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32"))  # doctest: +SKIP
+      >>> print(*explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32")), sep="\\n")
+      softmax float32[4, 50257]: mosaic_gpu on cuda, xla elsewhere
+      softmax_grad float32[4, 50257]: mosaic_gpu on cuda, xla elsewhere
 
     Args:
-      function: a function of this package, or one of yours that calls them. A part of it that jax.jit has traced
-        before with the same arguments is not traced again, so its calls are not listed.
+      function: a function of this package, or one of yours that calls such functions. A part of it that `jax.jit` has
+        traced before with the same arguments is not traced again, so its calls are not listed.
       *args: the positional arguments of the function.
       **kwargs: its keyword arguments.
 
     Returns:
-      One `Choice` for each call: the implementation on CUDA devices, that on other ones, and why others were passed
-      over.
+      One `Choice` for each call, which prints as one line: the implementation on CUDA devices, that on other ones, and
+      why others were passed over. One for its gradient follows where that has kernels, whether or not it is wanted. If
+      the last call names an implementation that cannot run it, its `cuda` is None.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Number of elements that XLA reduces directly, by a tree and so accurately, before the operator takes over.
+# Number of elements of a chunk of a long row: XLA sums these up by a tree, which is accurate; ⊕ merges the chunks.
 _CHUNK = 2**16
 
 
@@ -43,12 +43,12 @@ class Candidates(NamedTuple):
 
 
 def identity(shape: Sequence[int] = (), dtype=jnp.float32) -> Normalizer:
-    """The normalizer of the empty set, neutral under `combine`."""
+    """Returns the normalizer of the empty set, neutral under `combine`: m = -inf and d = 0, of this shape and dtype."""
     return Normalizer(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
 
 
 def lift(x: jax.Array) -> Normalizer:
-    """The normalizer of each single logit."""
+    """Returns the normalizer of each logit by itself: m is the logit, and d is 1 if it is finite."""
     return Normalizer(x, jnp.exp(x - shift(x)))
 
 
@@ -58,30 +58,49 @@ def shift(m: jax.Array) -> jax.Array:
 
 
 def combine(a: Normalizer, b: Normalizer) -> Normalizer:
-    """The operator ⊕ (paper, equation 4): the normalizer of the union. It is associative and commutative."""
+    """The operator ⊕ (paper, equation 4): returns the normalizers of the unions of sets of logits.
+
+    It is associative and commutative.
+
+    Args:
+      a: normalizers of sets of logits, one for each element of the fields.
+      b: normalizers of other sets, whose fields broadcast to those of `a`.
+    """
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
 
 
 def scan(x: jax.Array, axis: int = -1) -> Normalizer:
-    """Normalizers of every prefix of `x` along `axis`, by `lax.associative_scan`; the fields have the shape of `x`."""
+    """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
+
+    Args:
+      x: logits of a floating dtype. The sums are in that dtype, too: make float32 of 16-bit logits first.
+      axis: the axis of a row.
+
+    Returns:
+      Normalizers whose fields have the shape and the dtype of `x`; element i along `axis` is of the elements 0 to i.
+    """
     return lax.associative_scan(combine, lift(x), axis=axis % x.ndim)
 
 
 def reduce(
     x: jax.Array, axis: int | Sequence[int] = -1, where: jax.Array | None = None, *, chunk: int = _CHUNK
 ) -> Normalizer:
-    """Normalizer of `x` over `axis` (one or several), whose dimensions stay with size 1.
+    """Returns the normalizer of each row of `x` along `axis`.
 
     Long rows are cut into chunks; each is reduced directly, and `lax.associative_scan` runs over the chunks'
-    pairs only, never over the elements. 16-bit and 8-bit floats are accumulated in float32.
+    pairs only, never over the elements.
 
     Args:
       x: logits of a floating dtype.
-      axis: the axis or axes to reduce. An empty axis gives `identity`.
+      axis: the axis or axes of a row.
       where: boolean, broadcastable to `x`; False leaves the logit out.
       chunk: the number of elements of an axis that are reduced directly.
+
+    Returns:
+      Normalizers whose fields have the shape of `x`, with size 1 along `axis`; in float32 for floats of 8 and 16 bits,
+      else in the dtype of `x`. A row without elements gives `identity`.
     """
     axes = tuple(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
     x = widen(x)
@@ -116,7 +135,7 @@ def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
 
 
 def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> Normalizer:
-    """Adds logits to normalizers, element by element: ⊕ with one rescaling of d for all `blocks`.
+    """Returns normalizers with logits added, element by element: ⊕ with one rescaling of d for all `blocks`.
 
     Args:
       normalizer: one for each lane of a kernel.

@@ -13,7 +13,8 @@ from pallas_softmax.call import describe
 from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
 from pallas_softmax.eager import at_once
 
-# As it was at the import, in case a program puts ours in its place. Its types know return_sign as a literal only.
+# Kept from when this file is imported, in case a program puts our function in its place later. It is typed Any, since
+# its own types take return_sign as a literal only.
 _jax_logsumexp: Any = jax.nn.logsumexp
 
 
@@ -178,7 +179,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
 
 
 def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
-    """What no kernel has, by `jax.nn.logsumexp`; 16-bit numbers are computed in float32."""
+    """Computes by `jax.nn.logsumexp` what no kernel has: b, return_sign, complex a; 16-bit numbers in float32."""
     a = arguments.array(name, "a", a)
     axes = arguments.normalized_axes(name, axis, a.ndim)
     b = None if b is None else arguments.array(name, "b", b)
@@ -192,20 +193,27 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
 
 
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
-    """The checked arguments; integer logits become floats with the same softmax."""
+    """Returns the arguments, checked; integer logits are made floats with the same softmax."""
     rows = arguments.rows(function, "x", x, axis, where, axis_name)
     return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
 
 
 def _run(function: Callable, op: str, rows: arguments.Rows, implementation: str | None):
-    """The results of an operation of this file: those that have derivatives."""
+    """Chooses and runs an operation; returns its results that have derivatives.
+
+    Args:
+      function: the operation as `differentiable` made it.
+      op: its name.
+      rows: the checked arguments.
+      implementation: as the user passed it.
+    """
     call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes)
     ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
     return ys
 
 
 def _same_shape(static: Static, xs, constants):
-    """softmax and log_softmax: one result like the logits."""
+    """Runs softmax or log_softmax: they have one result, of the shape of the logits, and nothing else."""
     return (execution.run(static.forward, *xs, *constants, **dict(static.keywords)),), ()
 
 
@@ -215,7 +223,7 @@ def _save_result(xs, constants, ys, others):
 
 
 def _logsumexp_and_d(static: Static, xs, constants):
-    """logsumexp, and the normalizer (m, d), of which m counts as a constant: no derivative depends on it."""
+    """Runs logsumexp: it returns logsumexp and d, and beside them m, a constant, since no derivative depends on it."""
     lse, (m, d) = execution.run(static.forward, *xs, *constants, **dict(static.keywords))
     return (lse, d), (m,)
 

@@ -1,8 +1,8 @@
 """Rows that are spread over the devices of a mesh: each device reduces its shard, and what they exchange is small.
 
-Two numbers a row for softmax, those and k candidates for top-k, sums of numbers and masses for a draw; never the
-logits. The functions run where mesh axes
-are bound, inside `jax.shard_map` or in a partition of `sharding.partition`, on a device's shard of each array.
+Of each row the devices send two numbers for softmax, two numbers and k candidates for top-k, and sums of counts and
+masses for a draw; never the logits. The functions run on a device's shard of each array, where mesh axes are bound:
+inside `jax.shard_map`, or in a partition of `sharding.partition`.
 """
 
 from typing import Any
