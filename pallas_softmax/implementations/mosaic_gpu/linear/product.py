@@ -34,6 +34,7 @@ Tiles reach beyond the matrices: the copies bring zeros from there, which add no
 there. Matrices are copied in blocks of 8 rows and 128 bytes, of which their dimensions must be multiples.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Place(NamedTuple):
       row: its first row.
       column: its first column.
       tile: the number of its column of tiles.
-      staging: two buffers (64, columns) in shared memory, for what the epilogue writes; None without `Staging`.
+      staging: two buffers (64, columns) in shared memory, for what the epilogue writes; None without `staged`.
     """
 
     row: Any
@@ -99,105 +100,40 @@ def product(
       name: the kernel's name in profiles.
       interpret: as for `pallas_call`.
     """
-    tile_n, tile_k, stages, cluster = tiling.tile_n, tiling.tile_k, tiling.stages, tiling.cluster
-    grid = -(-a.shape[0] // tiling.cluster_rows), -(-b.shape[0 if b_transposed else 1] // tile_n)
-    steps = -(-a.shape[1] // tile_k)  # blocks along K
-    b_block = (tile_n, tile_k) if b_transposed else (tile_k, tile_n)
+    shape = _Shape.of(a, b, b_transposed, tiling)
+    stages, cluster = tiling.stages, tiling.cluster
+    b_block = (tiling.tile_n, tiling.tile_k) if b_transposed else (tiling.tile_k, tiling.tile_n)
+    barrier: Any = plgpu.Barrier
+    if cluster > 1:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
 
-    def kernel(a_gmem, b_gmem, *others_and_outputs_gmem):
+    flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
+    flat_outputs, out_tree = jax.tree.flatten(out_type)
+
+    def body(*refs):
+        a_gmem, b_gmem, *others_gmem = in_tree.unflatten(refs[: len(flat_inputs)])
+        outputs_gmem = out_tree.unflatten(refs[len(flat_inputs) :])
+
         def run(a_smem, b_smem, staging_smem, arrived, consumed):
             warpgroup = lax.axis_index("warpgroup")
+            cta = _Cta(
+                tiling, shape, warpgroup, a_gmem, b_gmem, a_smem, b_smem, staging_smem, arrived, consumed
+            )
+            pl.when(cta.warpgroup == MULTIPLIERS)(cta.copy_all)
 
-            def over_tiles(take: Callable[[Any, Any, Callable], None]) -> Any:
-                """Calls take(i, j, count) for each tile (i, j) of this CTA, and returns the number of blocks of all.
-
-                Before block k of the tile, the CTA has count(k) blocks: of each operand, in the order of the stages.
-                """
-
-                @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="cta", init_carry=jnp.int32(0))
-                def blocks(loop, carry):
-                    i, j = plgpu.planar_snake(loop.index[0], grid, 0, tiling.rows_together)
-                    i = i if cluster == 1 else i * cluster + lax.axis_index("cluster")
-                    take(i, j, lambda k: carry + k)
-                    return carry + steps
-
-                return blocks
-
-            def copy(i, j, count):
-                rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * tile_n, tile_n)
-
-                def step(k, carry):
-                    along, stage = pl.ds(k * tile_k, tile_k), lax.rem(count(k), stages)
-
-                    @pl.when(count(k) >= stages)
-                    def _():
-                        plgpu.barrier_wait(consumed.at[stage])
-
-                    plgpu.copy_gmem_to_smem(a_gmem.at[rows, along], a_smem.at[stage], arrived.at[stage])
-                    b_from = b_gmem.at[columns, along] if b_transposed else b_gmem.at[along, columns]
-                    shared = {} if cluster == 1 else {"collective_axes": "cluster"}
-                    plgpu.copy_gmem_to_smem(b_from, b_smem.at[stage], arrived.at[stage], **shared)
-                    return carry
-
-                lax.fori_loop(0, steps, step, None)
-
-            def multiply(i, j, count):
-                @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
-                def _(acc):
-                    def step(k, carry):
-                        stage = lax.rem(count(k), stages)
-                        plgpu.barrier_wait(arrived.at[stage])
-                        own = a_smem.at[stage, pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-                        b_all = b_smem.at[stage]
-                        plgpu.wgmma(acc, own, b_all.transpose((1, 0)) if b_transposed else b_all)
-                        plgpu.wgmma_wait(1)
-
-                        @pl.when(k > 0)  # this product runs on, the one before has ended
-                        def _():
-                            plgpu.barrier_arrive(consumed.at[lax.rem(count(k) - 1, stages)])
-
-                        return carry
-
-                    lax.fori_loop(0, steps, step, None)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(consumed.at[lax.rem(count(steps - 1), stages)])
-                    row = i * TILE_M + warpgroup * WARPGROUP_ROWS
-                    staging = None if staging_smem is None else staging_smem.at[warpgroup]
-                    epilogue(acc[...], Place(row, j * tile_n, j, staging), *others_and_outputs_gmem)
-
-            @pl.when(warpgroup == MULTIPLIERS)
+            @pl.when(cta.warpgroup < MULTIPLIERS)
             def _():
-                plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
-                blocks = over_tiles(copy)
-                # No CTA may leave while another one of its cluster has yet to tell it that a stage is consumed.
-                for stage in range(stages):
-                    pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, consumed.at[stage]))
+                cta.multiply_all(lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
 
-            @pl.when(warpgroup < MULTIPLIERS)
-            def _():
-                plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
-                over_tiles(multiply)
-                if staging_smem is not None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        barrier: Any = plgpu.Barrier
-        if cluster > 1:
-            barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
         pl.run_scoped(
             run,
-            plgpu.SMEM((stages, TILE_M, tile_k), a.dtype, transforms=_transforms(a.dtype)),
+            plgpu.SMEM((stages, TILE_M, tiling.tile_k), a.dtype, transforms=_transforms(a.dtype)),
             plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
             None if staged is None else _staging(staged),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
             collective_axes="warpgroup",
         )
-
-    flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
-    flat_outputs, out_tree = jax.tree.flatten(out_type)
-
-    def body(*refs):
-        kernel(*in_tree.unflatten(refs[: len(flat_inputs)]), *out_tree.unflatten(refs[len(flat_inputs) :]))
 
     launch = plgpu.kernel(
         body,
@@ -215,6 +151,137 @@ def product(
         interpret=interpret,
     )
     return out_tree.unflatten(launch(*flat_inputs))
+
+
+class _Shape(NamedTuple):
+    """The shape of a product a @ b, in tiles and blocks.
+
+    Attributes:
+      tiles: number of tiles along the rows, those of a cluster counted as one, and along the columns.
+      steps: number of blocks along K.
+      b_transposed: whether b is (N, K).
+    """
+
+    tiles: tuple[int, int]
+    steps: int
+    b_transposed: bool
+
+    @staticmethod
+    def of(a: jax.Array, b: jax.Array, b_transposed: bool, tiling: Tiling) -> "_Shape":
+        """Returns that of the product of two arrays."""
+        columns = b.shape[0 if b_transposed else 1]
+        tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, tiling.tile_n)
+        return _Shape(tiles, pl.cdiv(a.shape[1], tiling.tile_k), b_transposed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """What a CTA does, and the memory that it does it in; the drawings at the top of this file show both.
+
+    Attributes:
+      tiling: sizes of tiles and stages.
+      shape: that of the product.
+      warpgroup: number of this warpgroup: the multipliers come first, then the copier.
+      a_gmem: the first operand.
+      b_gmem: the second one.
+      a_smem: a block of a for each stage.
+      b_smem: a block of b for each stage.
+      staging_smem: the buffers of `Place.staging`, for each multiplier; None without `staged`.
+      arrived: a barrier for each stage, which completes when both its blocks have been copied.
+      consumed: a barrier for each stage, which completes when all multipliers of the cluster have read it.
+    """
+
+    tiling: Tiling
+    shape: _Shape
+    warpgroup: Any
+    a_gmem: Any
+    b_gmem: Any
+    a_smem: Any
+    b_smem: Any
+    staging_smem: Any
+    arrived: Any
+    consumed: Any
+
+    def copy_all(self) -> None:
+        """The work of the copier: it brings the blocks of all tiles of this CTA."""
+        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+        blocks = self._over_tiles(self._copy)
+        # No CTA may leave while another one of its cluster has yet to tell it that a stage is consumed.
+        for stage in range(self.tiling.stages):
+            pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, self.consumed.at[stage]))
+
+    def multiply_all(self, epilogue: Callable[[Any, Place], None]) -> None:
+        """The work of a multiplier: its part of all tiles of this CTA, each given to epilogue(acc, place)."""
+        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        self._over_tiles(functools.partial(self._multiply, epilogue))
+        if self.staging_smem is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
+        """Calls take(i, j, count) for each tile (i, j) of this CTA, and returns the number of blocks of all.
+
+        Before block k of the tile, the CTA has count(k) blocks: of each operand, in the order of the stages.
+        """
+        tiles, cluster = self.shape.tiles, self.tiling.cluster
+
+        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="cta", init_carry=jnp.int32(0))
+        def blocks(loop, carry):
+            i, j = plgpu.planar_snake(loop.index[0], tiles, 0, self.tiling.rows_together)
+            i = i if cluster == 1 else i * cluster + lax.axis_index("cluster")
+            take(i, j, lambda k: carry + k)
+            return carry + self.shape.steps
+
+        return blocks
+
+    def _copy(self, i, j, count) -> None:
+        """Starts the copies of the blocks of tile (i, j), each as soon as its stage is consumed."""
+        tile_n, tile_k, stages = self.tiling.tile_n, self.tiling.tile_k, self.tiling.stages
+        rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * tile_n, tile_n)
+        shared = {} if self.tiling.cluster == 1 else {"collective_axes": "cluster"}
+
+        def step(k, carry):
+            along, stage = pl.ds(k * tile_k, tile_k), lax.rem(count(k), stages)
+
+            @pl.when(count(k) >= stages)
+            def _():
+                plgpu.barrier_wait(self.consumed.at[stage])
+
+            arrived = self.arrived.at[stage]
+            plgpu.copy_gmem_to_smem(self.a_gmem.at[rows, along], self.a_smem.at[stage], arrived)
+            b_block = (
+                self.b_gmem.at[columns, along] if self.shape.b_transposed else self.b_gmem.at[along, columns]
+            )
+            plgpu.copy_gmem_to_smem(b_block, self.b_smem.at[stage], arrived, **shared)
+            return carry
+
+        lax.fori_loop(0, self.shape.steps, step, None)
+
+    def _multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
+        """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
+        tile_n, stages, steps = self.tiling.tile_n, self.tiling.stages, self.shape.steps
+
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
+        def _(acc):
+            def step(k, carry):
+                stage = lax.rem(count(k), stages)
+                plgpu.barrier_wait(self.arrived.at[stage])
+                a_block = self.a_smem.at[stage, pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                b_block = self.b_smem.at[stage]
+                plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.shape.b_transposed else b_block)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(k > 0)  # this product runs on, the one before has ended
+                def _():
+                    plgpu.barrier_arrive(self.consumed.at[lax.rem(count(k) - 1, stages)])
+
+                return carry
+
+            lax.fori_loop(0, steps, step, None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.consumed.at[lax.rem(count(steps - 1), stages)])
+            row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
+            staging = None if self.staging_smem is None else self.staging_smem.at[self.warpgroup]
+            epilogue(acc[...], Place(row, j * tile_n, j, staging))
 
 
 # Registers of a thread of each warpgroup; a multiprocessor has 512 for a thread of all three together.
