@@ -159,7 +159,7 @@ def linear_log_probs(
 
 
 class _Options(NamedTuple):
-    """The static arguments, as users pass them, and the function that they are of."""
+    """The static arguments of a public function, as users pass them, and the function's name."""
 
     function: str
     softcap: float | None
@@ -172,12 +172,12 @@ class _Options(NamedTuple):
     temperature: float = 1.0
 
 
-class _Call(NamedTuple):
-    """What is known of a call while tracing; hashable.
+class _Static(NamedTuple):
+    """What is known of a call while tracing, as `derivatives.Static`; hashable.
 
     Attributes:
-      forward: the choice for the statistics.
-      gradient: that for the gradients.
+      forward: the choice for the operation that computes the statistics.
+      gradient: that for the operation that computes the gradients.
       head: the projection and its loss.
       workspace_bytes: the bound of what is stored of the logits.
       vocab: the number of columns of a whole row.
@@ -194,19 +194,22 @@ class _Call(NamedTuple):
         """The mesh axes that the columns are spread over."""
         return self.forward.call.mesh_axes
 
-    def run(self, choice: Choice, *arrays, **static):
-        """Runs an operation of this call."""
-        static |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
-        return execution.run_projection(choice, *arrays, **static)
+    def run(self, choice: Choice, *arrays, **keywords):
+        """Runs `forward` or `gradient`."""
+        keywords |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
+        return execution.run_projection(choice, *arrays, **keywords)
 
     def values(self, statistics: Statistics, labels) -> jax.Array:
-        """The loss of each token, NaN for a label out of range; without labels, its logsumexp."""
+        """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp."""
         if labels is None:
             return projection.logsumexp(statistics)
         return jnp.where(self.valid(labels), projection.losses(statistics, self.head, self.vocab), jnp.nan)
 
     def weights(self, labels, given) -> jax.Array:
-        """The weights of the tokens' losses in a gradient, NaN for one that counts and has a label out of range."""
+        """Returns the weights of the tokens' losses in a gradient: `given`, but NaN where the label is out of range.
+
+        A weight of 0, of a token that is left out, stays 0.
+        """
         return given if labels is None else jnp.where(self.valid(labels) | (given == 0), given, jnp.nan)
 
     def valid(self, labels) -> jax.Array:
@@ -222,38 +225,39 @@ def _log_probs_of(x, w, bias, labels, options: _Options):
 
 
 def _per_token_of(x, w, bias, labels, where, options: _Options) -> Any:
-    call, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_grad")
-    values: Any = _per_token(call, x, w, bias, labels)
+    static, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_grad")
+    values: Any = _per_token(static, x, w, bias, labels)
     return values if where is None else jnp.where(where, values, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _per_token(call: _Call, x, w, bias, labels):
+def _per_token(static: _Static, x, w, bias, labels):
     """The value of each token."""
-    return call.values(call.run(call.forward, x, w, bias, labels), labels)
+    return static.values(static.run(static.forward, x, w, bias, labels), labels)
 
 
-def _per_token_forward(call: _Call, *arrays):
+def _per_token_forward(static: _Static, *arrays):
     (x, w, bias, labels), with_dw = _unwrap(arrays)
-    statistics = call.run(call.forward, x, w, bias, labels)
-    return call.values(statistics, labels), (x, w, bias, labels, statistics, with_dw)
+    statistics = static.run(static.forward, x, w, bias, labels)
+    return static.values(statistics, labels), (x, w, bias, labels, statistics, with_dw)
 
 
-def _per_token_backward(call: _Call, saved, dvalues):
+def _per_token_backward(static: _Static, saved, dvalues):
     x, w, bias, labels, statistics, with_dw = saved
-    weights = call.weights(labels, sum_cotangents(dvalues, call.mesh_axes))
+    weights = static.weights(labels, sum_cotangents(dvalues, static.mesh_axes))
     arrays = (x, w, bias, labels, weights, statistics)
-    dx, dw, dbias = call.run(call.gradient, *arrays, with_dw=with_dw is not None)
-    return share_cotangent(dx, call.mesh_axes), dw, dbias, None
+    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=with_dw is not None)
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, None
 
 
 _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 
 def _unwrap(arrays: tuple[CustomVJPPrimal | None, ...]) -> tuple[tuple[Any, ...], Any]:
-    """The arrays that the forward of a custom_vjp gets, and () if the gradient of the second, w, is wanted, else None.
+    """Returns the arrays that the forward of a custom_vjp gets, and whether the gradient of the second, w, is wanted.
 
-    It is () and not True since what is kept for the backward is a tree, whose leaves JAX makes arrays.
+    It is if that is (), and not if it is None. True and False would not do: what a forward keeps for the backward is a
+    tree, and JAX makes arrays of its leaves, while () and None have no leaves.
     """
     values = tuple(None if a is None else a.value for a in arrays)
     return values, () if arrays[1] is not None and arrays[1].perturbed else None
@@ -263,35 +267,35 @@ def _unwrap(arrays: tuple[CustomVJPPrimal | None, ...]) -> tuple[tuple[Any, ...]
 
 
 def _total_of(x, w, bias, labels, where, options: _Options, reduction: Reduction):
-    call, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_with_grad")
+    static, (x, w, bias, labels, where) = _checked(x, w, bias, labels, where, options, "projection_with_grad")
     weights = jnp.ones_like(labels, online.widen(x).dtype)
     weights = weights if where is None else jnp.where(where, weights, 0)
     if reduction == "mean":
         weights = weights / jnp.maximum(jnp.sum(weights), 1)
-    return _total(call, x, w, bias, labels, weights)
+    return _total(static, x, w, bias, labels, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(call: _Call, x, w, bias, labels, weights):
+def _total(static: _Static, x, w, bias, labels, weights):
     """The sum of weights * losses, in which what has weight 0 may be NaN; the weights have no gradient."""
-    return _weighted(call.values(call.run(call.forward, x, w, bias, labels), labels), weights)
+    return _weighted(static.values(static.run(static.forward, x, w, bias, labels), labels), weights)
 
 
-def _total_forward(call: _Call, *arrays):
+def _total_forward(static: _Static, *arrays):
     (x, w, bias, labels, weights), with_dw = _unwrap(arrays)
-    arrays = (x, w, bias, labels, call.weights(labels, weights))
-    statistics, *gradients = call.run(call.gradient, *arrays, with_dw=with_dw is not None)
-    return _weighted(call.values(statistics, labels), weights), gradients
+    arrays = (x, w, bias, labels, static.weights(labels, weights))
+    statistics, *gradients = static.run(static.gradient, *arrays, with_dw=with_dw is not None)
+    return _weighted(static.values(statistics, labels), weights), gradients
 
 
 def _weighted(losses, weights):
     return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
 
 
-def _total_backward(call: _Call, gradients, dtotal):
-    dtotal = sum_cotangents(dtotal, call.mesh_axes)
+def _total_backward(static: _Static, gradients, dtotal):
+    dtotal = sum_cotangents(dtotal, static.mesh_axes)
     dx, dw, dbias = jax.tree.map(lambda g: (g * dtotal).astype(g.dtype), gradients)
-    return share_cotangent(dx, call.mesh_axes), dw, dbias, None, None
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, None, None
 
 
 _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
@@ -302,8 +306,10 @@ _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tuple[_Call, tuple]:
-    """The call, and its arrays: checked, laid together, with int32 labels of which those out of range are -1.
+def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tuple[_Static, tuple]:
+    """Checks the arguments; returns what is known while tracing, and the arrays.
+
+    The arrays are sharded alike; labels are int32, and -1 where they are out of range.
 
     Args:
       x, w, bias, labels, where: as users pass them.
@@ -350,12 +356,12 @@ def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tup
     def chosen(op: str) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes), options.implementation)
 
-    call = _Call(chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)
-    return call, (x, w, bias, labels, where)
+    static = _Static(chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)
+    return static, (x, w, bias, labels, where)
 
 
 def _head(options: _Options, transpose_w: bool, dtype) -> Head:
-    """The static numbers, checked."""
+    """Checks the static numbers, and returns them as the `Head` of the projection."""
 
     def number(name: str, accepted: str, accepts: Callable[[float], bool]) -> float:
         value = getattr(options, name)

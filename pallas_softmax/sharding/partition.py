@@ -11,8 +11,8 @@ An array that no mesh divides goes to `platforms.run` as it is.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +54,45 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     def whole(*arrays):
         return platforms.run(choice, arrays, keywords)
 
-    return divide(choice, arrays, whole, _Dimensions.of(choice, arrays, keywords), shard_function)
+    return divide(choice, arrays, whole, _DimensionsOfRows.of(choice, arrays, keywords), shard_function)
 
 
-def divide(choice: Choice, arrays: tuple, whole: Callable, dimensions: Any, shard_function: Callable) -> Any:
+class Dimensions(Protocol):
+    """What `divide` must know of the dimensions of a call's arrays: which of them are divided alike."""
+
+    @property
+    def result_shapes(self) -> Any:
+        """What the call returns, as a tree of `jax.ShapeDtypeStruct`s."""
+
+    def lay_out(self, shardings: Sequence, mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
+        """Returns how arguments and results are to be divided, given how the arguments are sharded.
+
+        Args:
+          shardings: that of each argument, or None.
+          mesh_sizes: the number of devices along each mesh axis.
+
+        Returns:
+          The specs of the arguments, those of the results, and what the function of a device's shards must know of the
+          mesh axes; see `divide`.
+        """
+        ...
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """Returns Shardy's rule, a letter for each dimension, and the letters of those that no mesh axis divides."""
+        ...
+
+
+def divide(
+    choice: Choice, arrays: tuple, whole: Callable, dimensions: Dimensions, shard_function: Callable
+) -> Any:
     """Runs a call on arrays that a mesh may divide.
 
     Args:
-      choice, arrays: as for `run`.
+      choice: what to call.
+      arrays: its arguments.
       whole: the function of the whole arrays.
-      dimensions: a `_Dimensions`, or what has its `result_shapes`, `lay_out` and `sharding_rule`.
-      shard_function: from the third result of `lay_out` to a function of a device's shards of the arrays.
+      dimensions: those of the arguments and the results.
+      shard_function: given the third result of `dimensions.lay_out`, returns the function of a device's shards.
     """
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -81,13 +109,13 @@ def divide(choice: Choice, arrays: tuple, whole: Callable, dimensions: Any, shar
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dimensions:
-    """Which dimensions of each argument and result are those of the full shape, and so are sharded alike.
+class _DimensionsOfRows:
+    """`Dimensions` of an operation on rows: those of the full shape, that of the logits, are sharded alike.
 
     Attributes:
       shape: the full shape.
       row_axes: the dimensions of a row.
-      arguments: for each array, whether each of its dimensions is that of the full shape.
+      arguments: for each array, whether each of its dimensions is one of the full shape.
       results: the same for what is returned.
       result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
     """
@@ -99,7 +127,7 @@ class _Dimensions:
     result_shapes: Any
 
     @staticmethod
-    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_Dimensions":
+    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
         """Those of a call."""
         operation = operations.TABLE[choice.call.op]
         shape = jax.tree.leaves(arrays)[0].shape
@@ -119,21 +147,21 @@ class _Dimensions:
                 for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
             ]
 
-        return _Dimensions(
+        return _DimensionsOfRows(
             shape, row_axes, full(operation.arguments, arrays), full(operation.results, results), results
         )
 
-    def lay_out(self, shardings, sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
-        """The specs of arguments and results, given how the arguments are sharded, and the mesh axes along the row."""
+    def lay_out(self, shardings, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+        """As `Dimensions` says; the third result are the mesh axes along the row."""
         given = [(getattr(s, "spec", ()), full) for s, full in zip(shardings, self.arguments)]
-        axes = shared_axes(self.shape, given, sizes)
+        axes = shared_axes(self.shape, given, mesh_sizes)
         arguments, results = (
             [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
         )
         return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Shardy's rule: a factor for each dimension of the full shape; and the factors of all other dimensions."""
+        """As `Dimensions` says: the dimensions of the full shape may be divided, and no other ones."""
         others = []
 
         def factors(full: list[bool]) -> str:
@@ -148,8 +176,9 @@ class _Dimensions:
         return " -> ".join(sides), tuple(others)
 
 
-def _over_explicit_axes(leaves: list, dimensions: Any, on_shard: Callable, mesh) -> Any:
-    if not _available(mesh):  # of what is called for a vmap, only the shapes are used
+def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable, mesh) -> Any:
+    """Runs a call by `jax.shard_map`, on arrays whose types say how they are sharded."""
+    if not _available(mesh):  # JAX traces the call for a vmap, and uses nothing but the shapes of its results
         return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
     shardings = [jax.typeof(a).sharding for a in leaves]
     in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
@@ -165,8 +194,10 @@ def _over_explicit_axes(leaves: list, dimensions: Any, on_shard: Callable, mesh)
 
 
 def _over_auto_axes(
-    choice: Choice, leaves: list, whole: Callable, dimensions: Any, on_shard: Callable
+    choice: Choice, leaves: list, whole: Callable, dimensions: Dimensions, on_shard: Callable
 ) -> Any:
+    """Runs a call by `custom_partitioning`, on arrays whose sharding XLA decides."""
+
     def partition(mesh, arg_shapes, _):
         shardings = [a.sharding for a in arg_shapes]
         if mesh.empty:  # nothing in the program names a mesh: what is sharded nevertheless is gathered
@@ -186,7 +217,8 @@ def _over_auto_axes(
     return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
 
 
-# It runs `divided`, by custom_partitioning; but in jax.export, which cannot keep Python functions, XLA divides `whole`.
+# An operation that runs `divided`, the call by `custom_partitioning`. In `jax.export`, which cannot keep the Python
+# functions that partition it, the operation runs `whole`, and XLA divides that by itself.
 _divided_p = Primitive("pallas_softmax_divided")
 _divided_p.multiple_results = True
 _divided_p.def_impl(compiled(_divided_p.bind, "whole", "divided", "refusal"))

@@ -52,7 +52,9 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
         return _on_shard(choice, keywords, ((), choice.call.mesh_axes), *arrays)
     whole = functools.partial(_on_shard, choice, keywords, ((), ()))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    dimensions = _Dimensions.of(choice.call.op, arrays, keywords["head"], jax.eval_shape(whole, *shapes))
+    dimensions = _DimensionsOfProjection.of(
+        choice.call.op, arrays, keywords["head"], jax.eval_shape(whole, *shapes)
+    )
     return divide(
         choice, arrays, whole, dimensions, lambda axes: functools.partial(_on_shard, choice, keywords, axes)
     )
@@ -69,7 +71,7 @@ def lay_together(arrays: tuple, head: Head) -> tuple:
     mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in leaves) if explicit_axes(m)), None)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    dimensions = _Dimensions.of("projection", arrays, head, ())
+    dimensions = _DimensionsOfProjection.of("projection", arrays, head, ())
     specs, *_ = dimensions.lay_out([jax.typeof(a).sharding for a in leaves], mesh.shape)
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
@@ -81,7 +83,7 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     Args:
       choice: that for the user's call.
       keywords: the static arguments.
-      axes: the mesh axes that the tokens are spread over, and those that the columns are.
+      axes: two tuples, the mesh axes that the tokens are spread over, and those that the columns are spread over.
       x, w, bias, *per_token: the device's shards.
     """
     tokens, columns = axes
@@ -99,14 +101,14 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dimensions:
-    """What the dimensions of arguments and results are: "b0", "b1", ... of the tokens, "d" or "v".
+class _DimensionsOfProjection:
+    """`partition.Dimensions` of a projection. Dimensions have names: "b0", "b1", ... of the tokens, "d" and "v".
 
     Attributes:
-      arguments: for each array, those of its dimensions.
+      arguments: for each array, the names of its dimensions.
       results: the same for what is returned.
       result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
-      sizes: of each dimension.
+      sizes: the size of each dimension, by name.
     """
 
     arguments: tuple[tuple[str, ...], ...]
@@ -115,7 +117,7 @@ class _Dimensions:
     sizes: dict[str, int]
 
     @staticmethod
-    def of(op: str, arrays: tuple, head: Head, result_shapes: Any) -> "_Dimensions":
+    def of(op: str, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
         """Those of an operation."""
         x, w, bias, *per_token = arrays
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
@@ -124,29 +126,29 @@ class _Dimensions:
         like_arguments = ((*tokens, "d"), of_w, *of_bias)
         gradients = 0 if op == "projection" else len(like_arguments)
         count = len(jax.tree.leaves(result_shapes)) - gradients
-        return _Dimensions(
+        return _DimensionsOfProjection(
             like_arguments + (tokens,) * len(jax.tree.leaves(per_token)),
             (tokens,) * count + like_arguments[:gradients],
             result_shapes,
             dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w)))),
         )
 
-    def lay_out(self, shardings, mesh_sizes):
-        """The specs of arguments and results, and the mesh axes of the tokens and of the columns."""
+    def lay_out(self, shardings, mesh_sizes) -> tuple[list[P], list[P], Any]:
+        """As `Dimensions` says; the third result are the mesh axes of the tokens, and those of the columns."""
         names = [name for name in self.sizes if name != "d"]
         given = []
         for sharding, own in zip(shardings, self.arguments):
             spec = dict(zip(own, getattr(sharding, "spec", ())))
             given.append(([spec.get(name) for name in names], [name in own for name in names]))
         axes = dict(zip(names, shared_axes(tuple(self.sizes[name] for name in names), given, mesh_sizes)))
-        specs = (
+        arguments, results = (
             [P(*(axes.get(name) or None for name in own)) for own in each]
             for each in (self.arguments, self.results)
         )
         *tokens, columns = axes.values()
-        return *specs, (sum(tokens, ()), columns)
+        return arguments, results, (sum(tokens, ()), columns)
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Shardy's rule: a factor for each dimension; and that which no device has a part of."""
+        """As `Dimensions` says: tokens and columns may be divided, and the dimension D may not."""
         sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
         return " -> ".join(sides), ("d",)
