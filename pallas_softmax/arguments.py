@@ -1,5 +1,5 @@
-"""Checks of the users' arguments, which they turn into one form; every message names the argument, its value and
-what is accepted."""
+"""Checks what users pass and brings it into one form. Every error message names the argument, its value and what is
+accepted."""
 
 import numbers
 import operator
@@ -21,7 +21,7 @@ AxisName = str | tuple[str, ...] | None
 
 
 class Rows(NamedTuple):
-    """Arguments that are checked, in the one form that the operations take.
+    """Checked arguments, in the one form that the operations take.
 
     Attributes:
       x: the logits, sharded like the mask and varying over the same mesh axes.
@@ -37,13 +37,13 @@ class Rows(NamedTuple):
 
 
 def array(function: str, name: str, x) -> jax.Array:
-    """`x` as a JAX array; what is refused is what `check_array` refuses."""
+    """Returns `x` as a JAX array, or raises as `check_array`."""
     check_array(function, name, x)
     return jnp.asarray(x)
 
 
 def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
-    """`x` as a JAX array of real numbers, and the number of its one axis `axis`, not negative."""
+    """Returns `x` as a JAX array of real numbers, and `axis`, one axis of it, as a number that is not negative."""
     x = array(function, name, x)
     if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
@@ -65,7 +65,7 @@ def check_array(function: str, name: str, x) -> None:
 
 
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
-    """`where` as a boolean array that broadcasts to `shape`, with as many dimensions."""
+    """Returns `where` as a boolean array that broadcasts to `shape`, with as many dimensions."""
     where = array(function, "where", where)
     if where.dtype != jnp.bool_:
         raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
@@ -79,10 +79,10 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """`value`, one for all rows or one for each row of logits of this shape along `axis`.
+    """Returns `value`, one number for all rows or one for each row of logits of this shape along `axis`.
 
     Returns:
-      Its array, of shape (1, ..., 1) or batch + (1,).
+      An array of shape (1, ..., 1) or batch + (1,).
     """
     value = array(function, name, value)
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
@@ -99,7 +99,7 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
 def rows(
     function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
 ) -> Rows:
-    """The logits `x`, called `name` by `function`, and what says which are their rows.
+    """Checks the logits, and the arguments that say which elements make a row.
 
     Args:
       function: the public function, for messages.
@@ -130,7 +130,7 @@ def rows(
 
 
 def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    """The reduced axes, not negative; out-of-range and repeated ones raise what numpy and JAX raise."""
+    """Returns the reduced axes, not negative; raises what numpy and JAX raise if they are out of range or repeated."""
     if isinstance(axis, Tracer):
         raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints"))
     try:
@@ -142,7 +142,7 @@ def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
-    """The mesh axes that `axis_name` names, as a tuple; each must be bound by a `jax.shard_map` around the call."""
+    """Returns the mesh axes that `axis_name` names, each of which a `jax.shard_map` around the call must bind."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
@@ -154,7 +154,7 @@ def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
 
 
 def static_int(function: str, name: str, value) -> int:
-    """`value` as an int that is known while tracing."""
+    """Returns `value` as an int that is known while tracing."""
     if isinstance(value, Tracer):
         raise TypeError(_traced(function, name, "a static Python int"))
     if isinstance(value, bool | np.bool_):
@@ -166,7 +166,7 @@ def static_int(function: str, name: str, value) -> int:
 
 
 def count_in_row(function: str, name: str, value, length) -> int:
-    """`value` as a number of elements of a row of this length: an int or a symbolic dimension of `jax.export`."""
+    """Returns `value`, a number from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
     number: Any = value if export.is_symbolic_dim(value) else static_int(function, name, value)
     wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"
     try:
@@ -180,7 +180,7 @@ def count_in_row(function: str, name: str, value, length) -> int:
 
 
 def static_bool(function: str, name: str, value) -> bool:
-    """`value` as a bool that is known while tracing."""
+    """Returns `value` as a bool that is known while tracing."""
     if isinstance(value, Tracer):
         raise TypeError(_traced(function, name, "a static Python bool"))
     return bool(value)

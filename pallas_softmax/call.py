@@ -38,7 +38,7 @@ class Call:
     depth: int | None = None
 
     def of(self, op: str) -> "Call":
-        """The call of another operation on the same rows."""
+        """Returns the call of another operation on the same rows."""
         return dataclasses.replace(self, op=op)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def describe(
     k: int | None = None,
     mesh_axes: tuple[str, ...] = (),
 ) -> Call:
-    """The `Call` of operation `op` on the rows of `x` along `axes`."""
+    """Returns the `Call` of operation `op` on the rows of `x` along `axes`."""
     vocab = math.prod(x.shape[a] for a in axes)
     return Call(
         op=op,
@@ -74,14 +74,14 @@ def describe(
 
 
 def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
-    """Number of elements from an element of a row to the next; None if the axes, ascending, are not side by side."""
+    """Returns the number of elements from one of a row to the next; None if the sorted axes are not side by side."""
     if not axes:
         return 1
     return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
 
 
 def symbolic(shape: tuple, k: int | None = None) -> str | None:
-    """The objection to a shape, or a number of winners, that is not known while tracing; None if it is known."""
+    """Returns why a shape, or a number of winners, that is not known while tracing is refused; None if it is known."""
     if not all(isinstance(d, int) for d in shape):
         return f"the shape {shape} is symbolic"
     return None if k is None or isinstance(k, int) else f"k={k} is symbolic"
@@ -113,7 +113,7 @@ class Choice:
         return f"implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
 
     def required_cuda(self) -> str:
-        """The implementation on CUDA devices.
+        """Returns the implementation on CUDA devices.
 
         Raises:
           NotImplementedError: the named implementation cannot run the call; the message says why.

@@ -65,7 +65,7 @@ def choose_if_able(call: Call, implementation: str | None) -> Choice:
 
 
 def _objection(name: str, call: Call, automatic: bool) -> str | None:
-    """Why the implementation does not take the call, or is not the choice for it; None if it is."""
+    """Returns why the implementation does not take the call, or is not the choice for it; None if it is."""
     if name == "xla":
         return None
     if call.objection is not None:
@@ -83,7 +83,7 @@ _FUSED_ROW = 8_192  # elements of a row at most that XLA keeps on chip (benchmar
 
 
 def _better_by_xla(call: Call) -> str | None:
-    """Why XLA is better at a call than any kernel, however fast; None if it is not.
+    """Returns why XLA is better at a call than any kernel, however fast; None if it is not.
 
     It is for a float32 softmax of short, aligned rows. The kernels of `mosaic_gpu` take from 17% less time for it than
     XLA (few rows) to 11% more (in the L2 cache), and those of `triton` as long as XLA. But in a program XLA fuses the
@@ -96,7 +96,7 @@ def _better_by_xla(call: Call) -> str | None:
 
 
 def recording() -> bool:
-    """Whether `explain` is listing the calls."""
+    """Returns whether `explain` is listing the calls."""
     return _recorder.get() is not None
 
 

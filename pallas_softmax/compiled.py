@@ -7,7 +7,9 @@ import jax
 
 
 def compiled(function: Callable, *static: str) -> Callable:
-    """The function as a compiled program, also under `jax.disable_jit`, which would otherwise call it again for itself.
+    """Returns the function as a compiled program, which it is under `jax.disable_jit`, too.
+
+    There the function, which binds an operation, would otherwise be called again to evaluate that operation, forever.
 
     Args:
       function: binds an operation that has no other evaluation than its lowering.

@@ -52,7 +52,7 @@ class Static(NamedTuple):
 def choose_all(
     call: Call, implementation: str | None, *, own: dict[str, Any] | None = None, **shared: Any
 ) -> Static:
-    """The choices for a call and for its derivatives, which are plain JAX but where the gradient has kernels.
+    """Returns the choices for a call and for its derivatives, which are plain JAX but where the gradient has kernels.
 
     Args:
       call: the call.
@@ -98,7 +98,7 @@ class Maps:
 
 
 def maps_of(op: str) -> Maps:
-    """The maps of an operation: those of `operations.TABLE`, run as every operation is, and in plain JAX."""
+    """Returns the maps of an operation: those of `operations.TABLE`, run as every operation is, and in plain JAX."""
     operation = operations.TABLE[op]
     replicated = operation.results == PER_ROW  # over the mesh axes that a row is spread over
 
@@ -127,7 +127,7 @@ def _as_tuple(out) -> tuple:
 
 
 def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Callable:
-    """A jitted function (static, xs, constants) -> (ys, others) of an operation, with its derivatives.
+    """Returns a jitted function (static, xs, constants) -> (ys, others) of an operation, with its derivatives.
 
     Args:
       op: the operation, for profiles.
@@ -204,11 +204,11 @@ class _Map:
         return dataclasses.replace(self, maps=self.maps.transposed, levels=levels)
 
     def __call__(self, saved: list, linear: list) -> list:
-        """The map, by kernels."""
+        """Computes the map, by kernels where its operation has some."""
         return self._batched(self.maps.tangent)(saved, linear)
 
     def plain(self, saved: list, linear: list) -> list:
-        """The map in plain JAX."""
+        """Computes the map in plain JAX."""
         return self._batched(self.maps.plain_tangent)(saved, linear)
 
     def _batched(self, function: Callable) -> Callable:
@@ -221,7 +221,7 @@ class _Map:
 
 
 def _at_level(function: Callable, level: _Level) -> Callable:
-    """The function (saved, linear) of lists under one vmap."""
+    """Returns the function (saved, linear), of two lists of arrays, as it is under one vmap."""
     axes = ([0 if b else None for b in level.saved], [0 if b else None for b in level.inputs])
 
     def batched(saved, linear):
@@ -239,7 +239,7 @@ linear_p.multiple_results = True
 
 
 def _linear(function: _Map, saved: list, linear) -> list:
-    """The map as one operation; its jaxpr is a parameter, so that JAX sees what is inside it."""
+    """Binds the map as one operation, whose parameter is its jaxpr, so that JAX sees what is inside it."""
     linear, count = list(linear), len(saved)
     jaxpr = jax.make_jaxpr(lambda *args: function(list(args[:count]), list(args[count:])))(*saved, *linear)
     return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function, count=count)
@@ -254,7 +254,7 @@ def _abstract(*args, jaxpr, function, count):
 
 
 def _jvp(primals, tangents, *, jaxpr, function, count):
-    """Linear in the linear arrays; in `saved`, the derivative of the plain map."""
+    """Is the map again for the linear arrays, in which it is linear; for `saved`, the derivative of the plain map."""
     primals = list(primals)
     outputs = _linear(function, primals[:count], primals[count:])
     sums = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]

@@ -11,12 +11,12 @@ from pallas_softmax import choice
 
 
 def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
-    """function(*arrays, *options), compiled where the arrays are at hand and not traced.
+    """Returns function(*arrays, *options), compiled as one program if no array is traced.
 
     Args:
       function: what is called; its errors, also of bad options, are the same either way.
       arrays: arrays, scalars or None.
-      options: the other arguments, which a compilation is for.
+      options: the other arguments; each combination of them is compiled by itself.
     """
     if all(map(_concrete, arrays)) and _hashable(options) and not choice.recording():
         # 1, 1.0 and True are equal, but as k only the first is accepted
@@ -25,14 +25,14 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
 
 
 def _concrete(x) -> bool:
-    """Whether x is None or numbers at hand, which no transformation traces."""
+    """Returns whether x is None or numbers at hand, which no transformation traces."""
     return x is None or (
         isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and not isinstance(x, Tracer)
     )
 
 
 def _hashable(options: tuple) -> bool:
-    """Whether a compilation can be kept under the options; unhashable ones are errors that the function raises."""
+    """Returns whether a compilation can be kept under the options; the function raises an error for other ones."""
     try:
         hash(options)
     except TypeError:

@@ -37,7 +37,7 @@ def linear_logsumexp(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """logsumexp(x @ w + bias) over the columns of w, without the logits in memory.
+    """Returns logsumexp(x @ w + bias) over the columns of w, without the logits in memory as a whole.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
 
@@ -46,17 +46,17 @@ def linear_logsumexp(
       w: (D, V), of the dtype of `x`.
       bias: (V,), of a floating dtype.
       softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
-      transpose_w: whether `w` is (V, D), as an embedding is that shares its weights. It is not copied.
-      workspace_bytes: the bound of what is stored of the logits at a time, a chunk of the rows. Where kernels compute
-        gradients, a chunk may be as large as dw, which is written when it is gone; and all rows are one chunk if they
-        take no more memory than a float32 sum for dw, which chunks need.
+      transpose_w: whether `w` is (V, D), as that of an embedding layer is which shares it. It is not copied.
+      workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of some rows, a chunk.
+        Gradients by kernels may take more. A chunk may be as large as dw, which is written when the chunk is gone; and
+        all rows are one chunk if their logits take no more memory than the float32 sum for dw that chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
         columns, the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      float32 (...), float64 for float64. The logits are accumulated and kept in float32, whatever the dtype of `x`.
+      float32 of shape (...), float64 for float64. The logits are accumulated and kept in float32 for 16-bit `x`, too.
       Differentiable in `x`, `w` and `bias`, once, in reverse mode. The gradients have their dtypes, and are
       accumulated in float32; the derivatives in the logits are rounded to the dtype of `x`.
 
@@ -86,9 +86,10 @@ def linear_cross_entropy(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The cross entropy of the logits z = x @ w + bias and labels, without the logits in memory.
+    """Returns the cross entropy of the logits z = x @ w + bias and labels, without the logits in memory as a whole.
 
     The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
+    The source is that of `linear_logsumexp`.
 
     A mean or sum that is differentiated computes its gradients along with it: three matrix products in all. One loss
     per token makes the logits again in its backward: four products. A loss that is not differentiated takes one.
@@ -136,8 +137,9 @@ def linear_log_probs(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """log softmax(z / temperature)[label] of the logits z = x @ w + bias, without the logits in memory: one per token.
+    """Returns log softmax(z / temperature)[label] of each token, whose logits z = x @ w + bias are not in memory.
 
+    The source is that of `linear_logsumexp`.
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
 
@@ -213,7 +215,7 @@ class _Static(NamedTuple):
         return given if labels is None else jnp.where(self.valid(labels) | (given == 0), given, jnp.nan)
 
     def valid(self, labels) -> jax.Array:
-        """Which labels are columns."""
+        """Returns which labels are columns."""
         return (labels >= 0) & (labels < self.vocab)
 
 
@@ -232,7 +234,7 @@ def _per_token_of(x, w, bias, labels, where, options: _Options) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _per_token(static: _Static, x, w, bias, labels):
-    """The value of each token."""
+    """Returns the value of each token."""
     return static.values(static.run(static.forward, x, w, bias, labels), labels)
 
 
@@ -277,7 +279,7 @@ def _total_of(x, w, bias, labels, where, options: _Options, reduction: Reduction
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(static: _Static, x, w, bias, labels, weights):
-    """The sum of weights * losses, in which what has weight 0 may be NaN; the weights have no gradient."""
+    """Returns the sum of weights * losses, in which what has weight 0 may be NaN; the weights have no gradient."""
     return _weighted(static.values(static.run(static.forward, x, w, bias, labels), labels), weights)
 
 
@@ -389,14 +391,14 @@ def _head(options: _Options, transpose_w: bool, dtype) -> Head:
 
 
 def _precision(dtype) -> Any:
-    """The precision of the matrix products: for float32 what `jax.default_matmul_precision` says, by default all."""
+    """Returns the precision of the products: for float32 what `jax.default_matmul_precision` says, or else the full."""
     if dtype.itemsize < 4:
         return None
     return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
-    """The labels in int32; those that are no column are -1."""
+    """Returns the labels in int32; those that are no column are -1."""
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")

@@ -53,7 +53,7 @@ def lift(x: jax.Array) -> Normalizer:
 
 
 def shift(m: jax.Array) -> jax.Array:
-    """What is subtracted before exp: m, but 0 for m = -inf, so that exp(-inf - shift) is 0 and not NaN."""
+    """Returns what is subtracted before exp: m, but 0 for m = -inf, so that exp(-inf - shift) is 0 and not NaN."""
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
@@ -182,7 +182,7 @@ def union(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
 
 
 def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
-    """The sum of several arrays, added in pairs: each term passes fewer roundings than if added one by one."""
+    """Returns the sum of several arrays, added in pairs: each term passes fewer roundings than if added one by one."""
     return tree(operator.add, list(terms))
 
 
@@ -202,14 +202,14 @@ def _exp(x, scale):
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """`x` in the dtype of the arithmetic: float32, or its own where that is wider or complex."""
+    """Returns `x` in the dtype of the arithmetic: float32, or its own where that is wider or complex."""
     return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
 def to_float(
     x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, mesh_axes: Sequence[str] = ()
 ) -> jax.Array:
-    """Floating logits with the softmax of `x`: of integers, their distance from the row's maximum, taken exactly.
+    """Returns floating logits with the softmax of `x`: for integers, their exact distances from the row's maximum.
 
     Args:
       x: logits of a floating or an integer dtype.
@@ -227,14 +227,14 @@ def to_float(
 
 
 def sort_key(x: jax.Array) -> jax.Array:
-    """Signed integers in lax.top_k's total order of `x`: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
+    """Returns signed integers in lax.top_k's total order of `x`: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return _turn(lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}")))
 
 
 def of_sort_key(key: jax.Array, dtype) -> jax.Array:
-    """The floats of `dtype` that have these sort keys."""
+    """Returns the floats of `dtype` that have these sort keys."""
     return lax.bitcast_convert_type(_turn(key), dtype)
 
 
@@ -244,7 +244,7 @@ def _turn(bits: jax.Array) -> jax.Array:
 
 
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
-    """The k best of two candidate lists along the last axis: by the total order, then the lowest index."""
+    """Returns the k best of two candidate lists along the last axis: by the total order, then the lowest index."""
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
     *_, values, indices = lax.sort((~sort_key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])

@@ -60,11 +60,11 @@ class _Row:
         self.loads = min(loads, pl.cdiv(self.vocab, WARPGROUP))
 
     def filled(self, value, dtype=jnp.float32):
-        """A block whose elements are all `value`."""
+        """Returns a block whose elements are all `value`."""
         return blocks.filled(value, dtype=dtype, interpret=self.interpret)
 
     def positions(self, start):
-        """The block of the 128 positions from `start` on, int32."""
+        """Returns the block of the 128 positions from `start` on, int32."""
         return start + blocks.positions(interpret=self.interpret)
 
     def sweep(self, step, state):
@@ -81,21 +81,21 @@ class _Row:
         return lax.fori_loop(0, pl.cdiv(self.vocab, self.loads * WARPGROUP), body, state)
 
     def maximum(self):
-        """The maximum of the row: one access."""
+        """Returns the maximum of the row: one access."""
         lane = self.sweep(lambda _, x, m: functools.reduce(jnp.maximum, x, m), self.filled(-jnp.inf))
         return jnp.max(lane)
 
     def total(self, term):
-        """The sum of term(x) over the row: one access."""
+        """Returns the sum of term(x) over the row: one access."""
         lane = self.sweep(lambda _, x, d: d + online.tree_sum(map(term, x)), self.filled(0.0))
         return jnp.sum(lane)
 
     def normalizer(self):
-        """The normalizer (m, d) of the row, online (algorithm 3, lines 1 to 6): one access."""
+        """Returns the normalizer (m, d) of the row, online (algorithm 3, lines 1 to 6): one access."""
         return online.across(self.sweep(lambda _, x, lane: online.absorb(lane, x), self.empty()))
 
     def empty(self):
-        """The normalizers of threads that have seen nothing, a block of each field."""
+        """Returns the normalizers of threads that have seen nothing, a block of each field."""
         return Normalizer(self.filled(-jnp.inf), self.filled(0.0))
 
     def write(self, value, gmem):
@@ -140,12 +140,12 @@ class _Best(NamedTuple):
 
 
 def _nothing(x: _Row, k: int) -> _Best:
-    """The k best of no logits (algorithm 4, lines 3 and 4)."""
+    """Returns the k best of no logits (algorithm 4, lines 3 and 4)."""
     return _Best([x.filled(-jnp.inf)] * k, [x.filled(-1, jnp.int32)] * k)
 
 
 def _insert(x: _Row, starts, x_blocks, best: _Best) -> _Best:
-    """The k best of each thread with its elements of the blocks among them (algorithm 4, lines 8 to 15)."""
+    """Returns the k best of each thread with its elements of the blocks among them (algorithm 4, lines 8 to 15)."""
     values, indices = map(list, best)
     for start, new in zip(starts, x_blocks, strict=True):
         beaten = [new > value for value in values]
@@ -215,7 +215,7 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
 
 def _launch(algorithm, x, outputs, k, interpret):
-    """The outputs of an algorithm on the rows of x, with exp as the paper has it (__expf of CUDA).
+    """Returns the outputs of an algorithm on the rows of x, with exp as the paper has it (__expf of CUDA).
 
     Args:
       algorithm: a function of a `_Row` and of references to the outputs.
@@ -240,7 +240,7 @@ def _launch(algorithm, x, outputs, k, interpret):
 
 
 def _loads(rows: int, k: int) -> int:
-    """Number of blocks whose loads are on their way together.
+    """Returns the number of blocks whose loads are on their way together.
 
     With few rows, the more the faster. With 16 the kernels are as fast as the paper's own program, whose thread
     blocks have 256 threads where V is large. Many rows would be faster with 16, too, but for the wrong reason:
@@ -267,7 +267,7 @@ def _safe_unfused(x, k, *, interpret=None):
 
 
 def _rows(x) -> jax.Array:
-    """`x` as an array, if it is one that the kernels take.
+    """Returns `x` as an array, if it is one that the kernels take.
 
     Raises:
       ValueError: it is not.
@@ -279,7 +279,7 @@ def _rows(x) -> jax.Array:
 
 
 def _static_k(x, k) -> int:
-    """`k` as an int, if the kernels can find so many winners in the rows of x.
+    """Returns `k` as an int, if the kernels can find so many winners in the rows of x.
 
     Raises:
       TypeError: it is not a static integer.

@@ -95,11 +95,11 @@ def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str,
 
 
 def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
-    """The reduced axes: those that are named, or the last one of an operation that takes no others."""
+    """Returns the reduced axes: those that are named, or the last one of an operation that takes no others."""
     return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
 
 
 def result_shapes(operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """What the operation returns, as `jax.ShapeDtypeStruct`s."""
+    """Returns shapes and dtypes of the operation's results, as `jax.ShapeDtypeStruct`s."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     return jax.eval_shape(functools.partial(xla.functions[operation], **keywords), *shapes)

@@ -42,7 +42,7 @@ class Head:
     columns: int | None = None
 
     def vocab(self, w: jax.Array) -> int:
-        """The number of columns, V; of a w that is spread over a mesh, those of one device."""
+        """Returns the number of columns, V; of a w that is spread over a mesh, those of one device."""
         if self.columns is not None:
             return self.columns
         return w.shape[0 if self.transpose_w else 1]
@@ -62,7 +62,7 @@ class Statistics(NamedTuple):
     total: jax.Array | None
 
     def merged(self, mesh_axes: tuple[str, ...]) -> "Statistics":
-        """Those of whole rows, from those of the columns that each device of `mesh_axes` has."""
+        """Returns the statistics of whole rows, of which each device of `mesh_axes` has those of its columns."""
         if not mesh_axes:
             return self
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
@@ -86,7 +86,7 @@ class Coefficients(NamedTuple):
 
 
 def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
-    """logsumexp(z) - z[label], with label smoothing and z_loss: one per row.
+    """Returns logsumexp(z) - z[label] of each row, with label smoothing and z_loss.
 
     Args:
       statistics: those of whole rows.
@@ -104,13 +104,13 @@ def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
 
 
 def logsumexp(statistics: Statistics) -> jax.Array:
-    """The log of the sum of exp(z)."""
+    """Returns the log of the sum of exp(z)."""
     m, d = statistics.normalizer
     return jnp.where(m == jnp.inf, m, m + jnp.log(d))
 
 
 def coefficients(statistics: Statistics, weights: jax.Array, head: Head, vocab: int) -> Coefficients:
-    """The coefficients of the gradient of sum(weights * losses); without labels, of sum(weights * logsumexp).
+    """Returns the coefficients of the gradient of sum(weights * losses); without labels, of sum(weights * logsumexp).
 
     Args:
       statistics: those of whole rows.

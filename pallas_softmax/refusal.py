@@ -15,7 +15,12 @@ _refuse_p.multiple_results = True
 
 
 def placeholder(shapes: Any, reason: str) -> Any:
-    """Arrays like `shapes` (a tree of `jax.ShapeDtypeStruct`s), from an operation that raises `reason` when lowered."""
+    """Returns the results of an operation that raises when it is lowered.
+
+    Args:
+      shapes: shapes and dtypes of the results, a tree of `jax.ShapeDtypeStruct`s.
+      reason: the message of the error.
+    """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, _refuse_p.bind(reason=reason, shapes=tuple(leaves)))
 

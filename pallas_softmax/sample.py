@@ -68,7 +68,8 @@ def sample(
         kept mass exceeds u times the kept mass.
       logits: real array of any shape with at least one dimension, which is not empty along `axis`.
       axis: the axis of a row.
-      temperature: 0 or positive. 0 takes the first entry. Others are kept to where their reciprocal is a normal number.
+      temperature: 0 or positive. 0 takes the first entry of the row's order. One whose reciprocal is no normal number
+        is replaced by the nearest that has one.
       top_k: integer, at least 1; None, or one that is at least the row's length, filters nothing.
       top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry.
       min_p: from 0 to 1; None or 0 filters nothing.

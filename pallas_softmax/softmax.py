@@ -26,7 +26,7 @@ def softmax(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, as `jax.nn.softmax`.
+    """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, as `jax.nn.softmax`.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
 
@@ -66,7 +66,7 @@ def log_softmax(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
+    """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
 
@@ -132,7 +132,7 @@ def logsumexp(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
+    """Returns log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
 
@@ -218,7 +218,7 @@ def _same_shape(static: Static, xs, constants):
 
 
 def _save_result(xs, constants, ys, others):
-    """What the derivatives of softmax and log_softmax need: their result, and the mask."""
+    """Returns what the derivatives of softmax and log_softmax need: their result, and the mask."""
     return ys, *constants
 
 
@@ -229,7 +229,7 @@ def _logsumexp_and_d(static: Static, xs, constants):
 
 
 def _save_normalizer(xs, constants, ys, others):
-    """What the derivatives of logsumexp need: the logits, (m, d), and the mask."""
+    """Returns what the derivatives of logsumexp need: the logits, (m, d), and the mask."""
     return (*xs, *others, ys[1]), *constants
 
 

@@ -20,7 +20,10 @@ _HOPPER = (9, 0)
 
 
 def capability() -> tuple[int, int]:
-    """Compute capability (major, minor) of the abstract device if one is set, else of a visible GPU, else Hopper's."""
+    """Returns the compute capability (major, minor) of the GPU that a computation is lowered for.
+
+    It is that of the abstract device if one is set, else that of a visible GPU, else Hopper's.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu":
         return next((c for kind, c in _CAPABILITIES.items() if kind in device.device_kind), _HOPPER)

@@ -48,7 +48,7 @@ def fused_topk(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> TopK:
-    """The k largest entries of p = softmax(logits / temperature), normalised over the whole row.
+    """Returns the k largest entries of p = softmax(logits / temperature), normalised over the whole row.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4; the order is that of `jax.lax.top_k`.
 
@@ -58,9 +58,9 @@ def fused_topk(
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
-      temperature: positive scalar, or one per row: what broadcasts to the shape of `logits` without `axis`, or with
-        size 1 there. One that is traced and not positive gives NaN values. It is kept to where its reciprocal is a
-        normal number.
+      temperature: a positive scalar, or one for each row: an array that broadcasts to the shape of `logits` without
+        `axis`, or with size 1 there. One that is traced and not positive gives NaN values. One whose reciprocal is no
+        normal number is replaced by the nearest that has one.
       log: return log p instead of p.
       dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
@@ -123,7 +123,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
 
 
 def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """The temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive."""
+    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive."""
     t = arguments.array(name, "temperature", temperature)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
@@ -135,7 +135,7 @@ def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtyp
 
 
 def _values_and_d(static: Static, xs, constants):
-    """The winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it.
+    """Returns the winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it.
 
     The indices are returned as floats of the same bits, for JAX has no zero tangent of an integer that varies over
     the mesh axes of `jax.shard_map`.
@@ -150,13 +150,13 @@ def _indices(bits: jax.Array) -> jax.Array:
 
 
 def _save(xs, constants, ys, others):
-    """What the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
+    """Returns what the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
     m, bits = others
     return (*xs, m, ys[1], _indices(bits)), *constants
 
 
 def _topk_maps() -> Maps:
-    """The derivatives in the logits, unless they are integers, and in the temperature, which rows may share."""
+    """Returns the derivatives in the logits, unless they are integers, and in the temperature, which rows may share."""
     maps = maps_of("topk")
 
     def tangent(function: Callable) -> Callable:
@@ -187,7 +187,7 @@ def _topk_maps() -> Maps:
 
 
 def _of_whole_rows(function: Callable, *, logits_first: bool = False) -> Callable:
-    """The plain map, for which rows that Explicit mesh axes divide are gathered: JAX takes no winners along these.
+    """Returns the plain map on gathered rows, if Explicit mesh axes divide them: JAX takes no winners along these.
 
     Args:
       logits_first: whether the first result is like the logits, and so to be divided as they are.

@@ -12,9 +12,12 @@ from jax import lax
 
 
 def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
-    """The arrays (or None), cast to vary over each mesh axis that one of them varies over, and over `over`.
+    """Returns the arrays (None stays), cast to vary over each mesh axis that one of them varies over.
 
-    They are not cast to vary over `but`, if they do not yet.
+    Args:
+      *arrays: trees of arrays.
+      over: further mesh axes that they are cast to vary over.
+      but: mesh axes that none is cast to vary over.
     """
     axes = frozenset(over).union(*map(_varying_axes, jax.tree.leaves(arrays))) - frozenset(but)
 
@@ -26,12 +29,12 @@ def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...]
 
 
 def varies(x: Any, mesh_axes: tuple[str, ...]) -> bool:
-    """Whether the type of the array says that it may differ along these mesh axes."""
+    """Returns whether the type of the array says that it may differ along these mesh axes."""
     return bool(_varying_axes(x) & set(mesh_axes))
 
 
 def is_tracked(mesh_axes: tuple[str, ...]) -> bool:
-    """Whether types say what varies over these mesh axes: `check_vma` of `jax.shard_map`."""
+    """Returns whether types say what varies over these mesh axes: `check_vma` of `jax.shard_map`."""
     return _varying_axes(lax.axis_index(mesh_axes)) >= set(mesh_axes)
 
 
@@ -41,7 +44,7 @@ def sum_cotangents(cotangents: Any, mesh_axes: tuple[str, ...]) -> Any:
 
 
 def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """Each device's share of the cotangent of an argument that is replicated over `mesh_axes`: JAX sums the shares."""
+    """Returns a device's share of the cotangent of an argument that is replicated over `mesh_axes`: JAX sums these."""
     return cotangent if not mesh_axes or is_tracked(mesh_axes) else cotangent / lax.axis_size(mesh_axes)
 
 

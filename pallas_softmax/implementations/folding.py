@@ -42,7 +42,7 @@ class MaskRows:
     terms: tuple[tuple[int, int, int], ...]
 
     def __call__(self, row) -> Any:
-        """The mask's row for `row`, a number, an array, or anything else with //, %, * and +."""
+        """Returns the mask's row for `row`, a number, an array, or anything else with //, %, * and +."""
         return sum((row // after % size * stride for after, size, stride in self.terms), row * 0)
 
 
@@ -59,7 +59,7 @@ class Mask(NamedTuple):
 
 
 def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
-    """Which row of the mask belongs to a row.
+    """Returns which row of the mask belongs to a row.
 
     Args:
       mask: the mask's batch dimensions, each 1 or that of `batch`.
@@ -78,10 +78,12 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
 
 
 def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
-    """The mask of an array of this shape, whose first `batch` dimensions number the rows; None if `where` is None.
+    """Returns the mask of an array; None if `where` is None.
 
     Args:
       where: boolean, of the array's rank, each dimension 1 or that of the array; or None.
+      shape: that of the array.
+      batch: the number of its first dimensions that number the rows.
     """
     if where is None:
         return None
@@ -94,7 +96,7 @@ def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
 def fold(
     arrays: Sequence[jax.Array], where, axes: tuple[int, ...]
 ) -> tuple[list[jax.Array], Mask | None, Callable[[jax.Array], jax.Array]]:
-    """Arrays as rows.
+    """Returns arrays of any rank as arrays of rows.
 
     Args:
       arrays: arrays of one shape. They are transposed if `axes` are not their last ones.
@@ -121,7 +123,7 @@ def fold(
 
 
 def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
-    """Logits as rows over their last axis, with their mask and temperatures.
+    """Returns logits as rows over their last axis, with their mask and temperatures.
 
     Args:
       logits: (..., vocab).

@@ -4,7 +4,7 @@ from pallas_softmax.call import Implementation
 
 
 def load(name: str) -> Implementation:
-    """The implementation of this name, one of `choice.IMPLEMENTATIONS`."""
+    """Returns the implementation of this name, one of `choice.IMPLEMENTATIONS`."""
     match name:
         case "mosaic_gpu":
             from pallas_softmax.implementations.mosaic_gpu.implementation import IMPLEMENTATION

@@ -51,7 +51,7 @@ def log_softmax(x, where, *, axes):
 
 
 def log_normalized(x, where, normalizer: Normalizer):
-    """The log of the softmax, given the normalizer of each row."""
+    """Returns the log of the softmax, given the normalizer of each row."""
     m, d = normalizer
     return masked(logits_of(x, where) - m - jnp.log(d), where, -jnp.inf).astype(x.dtype)
 
@@ -79,7 +79,7 @@ def logsumexp(x, where, *, axes):
 
 
 def log_of(normalizer: Normalizer):
-    """The log of the sum of exp(x)."""
+    """Returns the log of the sum of exp(x)."""
     m, d = normalizer
     return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
 
@@ -106,12 +106,12 @@ def _exponentials(x, where, m):
 
 
 def _finite_d(m, d):
-    """d, but 1 for a row with a +inf among numbers, which has all the weight."""
+    """Returns d, but 1 for a row with a +inf among numbers, which has all the weight."""
     return jnp.where(m == jnp.inf, 1, d)
 
 
 def topk(logits, where, temperature, *, k, log, dtype):
-    """The k winners of the last axis, as `Candidates`, and the normalizer of logits / temperature.
+    """Returns the k winners of the last axis, as `Candidates`, and the normalizer of logits / temperature.
 
     The normalizer's m is that of the logits, not divided by the temperature: (x - m) / temperature neither
     overflows nor rounds x first. It is the first winner, unless that is a -NaN, which makes d NaN all the same.
@@ -152,7 +152,7 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
 
 
 def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype):
-    """The softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
+    """Returns the softmax of the winners, or its log; d is the sum of exp((x - m) / temperature) over the row."""
     scaled = (winners - normalizer.m) / temperature
     p = scaled - jnp.log(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     return masked(p, kept, -jnp.inf if log else 0).astype(dtype)
@@ -193,7 +193,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     dx = _put(everywhere.astype(dtype), indices, won.astype(dtype))
 
     def slope(weight, scaled):
-        """The sum of weight * scaled, in which a weight of 0 counts as 0 also where x is -inf."""
+        """Returns the sum of weight * scaled, in which a weight of 0 counts as 0 also where x is -inf."""
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
     dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
@@ -201,7 +201,9 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
 
 
 def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
-    """The tangents of the winners' values and of d, from those of logits and temperature: as `topk_grad`, transposed.
+    """Returns the tangents of the winners' values and of d, given those of logits and temperature.
+
+    It is the transpose of `topk_grad`, and its arguments are as there.
 
     With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
     """
@@ -235,7 +237,7 @@ def _scaled_and_softmax(x, where, m, d, temperature):
 
 
 def _indices_in_shard(indices, vocab: int, mesh_axes):
-    """Indices of the whole row as those of this device's shard of `vocab` elements, and which of them lie in it.
+    """Returns indices of the row as those of this device's shard of `vocab` elements, and which of them lie in it.
 
     The others become different indices beyond the shard, where `_put` puts nothing.
     """
@@ -261,28 +263,28 @@ def _put(x, indices, values):
 
 
 def _sum(x, axes, mesh_axes):
-    """The sum over `axes`, whose dimensions stay, and over the mesh axes that the row is spread over."""
+    """Returns the sum over `axes`, whose dimensions stay, and over the mesh axes that the row is spread over."""
     part = jnp.sum(x, axes, keepdims=True)
     return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
 
 
 def mask_at(where, x, indices):
-    """The mask, which broadcasts to `x`, at indices of the last axis."""
+    """Returns the elements of the mask, which broadcasts to `x`, at indices of the last axis."""
     return jnp.take_along_axis(jnp.broadcast_to(where, x.shape), indices, -1)
 
 
 def masked(x, where, value):
-    """x, with `value` where the mask is False."""
+    """Returns x, with `value` where the mask is False."""
     return x if where is None else jnp.where(where, x, value)
 
 
 def logits_of(x, where):
-    """x in the dtype of the arithmetic, with -inf where the mask is False."""
+    """Returns x in the dtype of the arithmetic, with -inf where the mask is False."""
     return masked(widen(x), where, -jnp.inf)
 
 
 def best_order(logits, where, k):
-    """Indices of the k largest of the last axis, in the order of lax.top_k; masked positions come after all others."""
+    """Returns the indices of the k best along the last axis, in the order of lax.top_k, masked positions last."""
     if jnp.issubdtype(logits.dtype, jnp.integer):
         if where is None:
             return top_k(logits, k)[1]

@@ -118,7 +118,7 @@ class _Row:
         return lax.axis_index(self.mesh_axes) * self.vocab if self.mesh_axes else 0
 
     def indices(self, rank: int):
-        """The index of each element in the whole row, for arrays of this rank."""
+        """Returns the index of each element in the whole row, for arrays of this rank."""
         return self.start + lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (self.vocab,), rank - 1)
 
     def sum(self, x):
@@ -134,7 +134,7 @@ class _Row:
         return lax.pmin(part, self.mesh_axes) if self.mesh_axes else part
 
     def at(self, x, index):
-        """The element of x that has this index in the whole row."""
+        """Returns the element of x that has this index in the whole row."""
         if not self.mesh_axes:
             return jnp.take_along_axis(x, index, -1)
         index = index - self.start
@@ -180,7 +180,7 @@ def _value_reaching(key, weight, target, row: _Row):
 
 
 def _index_reaching(weight, target, reached: Callable, row: _Row):
-    """The index of the first positive weight at which the sum, in the order of the row, reaches the target.
+    """Returns the index of the first positive weight at which the sum, in the order of the row, reaches the target.
 
     If rounding has it reached nowhere, it is that of the last positive weight. The sum is searched among those of the
     devices, then of the blocks that a device has, and then of the elements of a block.
@@ -222,7 +222,7 @@ def _position_reaching(weight, target, reached: Callable):
 
 
 def _ordered(x):
-    """Signed integers in the order of `lax.top_k`."""
+    """Returns signed integers in the order of `lax.top_k`."""
     if not jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         return online.sort_key(x)
     signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")

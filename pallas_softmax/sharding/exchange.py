@@ -19,7 +19,7 @@ from pallas_softmax.varying import is_tracked
 
 
 def run(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
-    """The call on one device's shard of the arrays, whose rows are spread over `mesh_axes` (none: they are whole).
+    """Runs a call on one device's shard of the arrays, whose rows are spread over `mesh_axes`, or whole if it is ().
 
     Args:
       choice: that for the user's whole call.
@@ -57,7 +57,7 @@ def _logsumexp(choice, x, where, *, axes, mesh_axes):
 
 
 def _normalizer(choice, x, where, axes, mesh_axes) -> Normalizer:
-    """The normalizer of each whole row: that of the shard, by the best kernel for it, merged over the mesh by ⊕."""
+    """Returns the normalizer of each whole row: that of the shard, by the best kernel for it, merged by ⊕."""
     _, of_shard = platforms.run_shard(choice, "logsumexp", (x, where), {"axes": axes})
     return online.union(of_shard, mesh_axes)
 
@@ -93,12 +93,12 @@ def _topk(choice, logits, where, temperature, *, k, log, dtype, mesh_axes):
 
 
 def _kept(position, where):
-    """Which of the gathered winners are not masked; None without a mask."""
+    """Returns which of the gathered winners are not masked; None without a mask."""
     return None if where is None else position >= 0
 
 
 def _widen(x):
-    """`x` in 32 bits or more, in the same order; by hand, since a GPU's conversion of float16 loses the sign of NaN."""
+    """Returns `x` in 32 bits or more, in the same order; float16 by its bits, since a GPU's cast loses a NaN's sign."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
     wide = online.widen(x)
@@ -110,7 +110,7 @@ def _widen(x):
 
 
 def _gather(arrays: tuple[jax.Array, ...], mesh_axis: str) -> list[jax.Array]:
-    """The arrays (..., n) of all devices of a mesh axis, as (..., devices * n), by one all-gather of their bits."""
+    """Gathers arrays (..., n) over a mesh axis, to (..., devices * n) each, by one all-gather of their bits."""
     words = []
     for a in arrays:
         bits = lax.bitcast_convert_type(a, jnp.uint32)  # of 64 bits: two words, in a dimension of their own

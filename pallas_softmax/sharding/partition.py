@@ -128,14 +128,14 @@ class _DimensionsOfRows:
 
     @staticmethod
     def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
-        """Those of a call."""
+        """Returns the dimensions of the arguments and results of a call."""
         operation = operations.TABLE[choice.call.op]
         shape = jax.tree.leaves(arrays)[0].shape
         row_axes = platforms.row_axes(arrays, keywords)
         results = platforms.result_shapes(choice.call.op, arrays, keywords)
 
         def full(kinds, tree):
-            """Whether each dimension of each array of the tree is full; what has a number a row is not, along it."""
+            """Returns whether each dimension of each array of the tree is full; none along the row is in PER_ROW."""
             kinds = jax.tree.leaves(
                 jax.tree.map(lambda kind, sub: jax.tree.map(lambda _: kind, sub), kinds, tree)
             )
@@ -240,7 +240,7 @@ mlir.register_lowering(_divided_p, _lower)
 
 
 def divisible(leaves: list[jax.Array]) -> bool:
-    """Whether a mesh may divide the arrays: not where their shards are in hand already."""
+    """Returns whether a mesh may divide the arrays: not where their shards are in hand already."""
     first, context = leaves[0], jax.sharding.get_abstract_mesh()
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
     real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
@@ -251,7 +251,7 @@ def divisible(leaves: list[jax.Array]) -> bool:
 
 
 def _available(mesh) -> bool:
-    """Whether `jax.shard_map` may have the Explicit axes: it may not have those that divide the batch of a vmap."""
+    """Returns whether `jax.shard_map` may have the Explicit axes: not if they divide the batch of a vmap."""
     probe = functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(), out_specs=P(), axis_names=explicit_axes(mesh)
     )

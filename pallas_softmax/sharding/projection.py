@@ -28,7 +28,7 @@ from pallas_softmax.sharding.specs import explicit_axes, shared_axes
 
 
 def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call:
-    """The `Call` of an operation on the rows x @ w."""
+    """Returns the `Call` of an operation on the rows x @ w."""
     return Call(
         op=op,
         dtype=x.dtype.name,
@@ -61,7 +61,7 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 
 
 def lay_together(arrays: tuple, head: Head) -> tuple:
-    """The arrays, sharded as an operation takes them, where types say how they are sharded.
+    """Returns the arrays, sharded as an operation takes them, where types say how they are sharded.
 
     Args:
       arrays: x, w, bias, and what has one number for each token; None stays.
@@ -78,7 +78,7 @@ def lay_together(arrays: tuple, head: Head) -> tuple:
 
 
 def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias, *per_token) -> Any:
-    """The operation on what one device has of the arrays, for whose shapes the choice is made anew.
+    """Runs the operation on what one device has of the arrays, for whose shapes the choice is made anew.
 
     Args:
       choice: that for the user's call.
@@ -118,7 +118,7 @@ class _DimensionsOfProjection:
 
     @staticmethod
     def of(op: str, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
-        """Those of an operation."""
+        """Returns the dimensions of the arguments and results of an operation."""
         x, w, bias, *per_token = arrays
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
         of_w = ("v", "d") if head.transpose_w else ("d", "v")

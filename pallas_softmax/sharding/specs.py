@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def explicit_axes(mesh) -> set[str]:
-    """The mesh axes that are Explicit, so that the types of arrays say how they are sharded over them."""
+    """Returns the mesh axes that are Explicit, so that the types of arrays say how they are sharded over them."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
 
 
@@ -33,7 +33,7 @@ def lay_together(x: jax.Array, *others: Any) -> list:
 
 
 def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
-    """The mesh axes of each dimension: those of the first array that is sharded there, if it divides by them.
+    """Returns the mesh axes of each dimension: those of the first array that is sharded there, if it divides by them.
 
     Args:
       shape: the full shape.
@@ -50,10 +50,10 @@ def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[
 
 
 def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
-    """The `PartitionSpec` of an array, of whose dimensions those that are `full` have the mesh axes `axes`."""
+    """Returns the `PartitionSpec` of an array, of whose dimensions those that are `full` have the mesh axes `axes`."""
     return P(*(of or None if carries else None for of, carries in zip(axes, full)))
 
 
 def _axes_of_entry(entry) -> tuple[str, ...]:
-    """The mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
+    """Returns the mesh axes of an entry of a `PartitionSpec`: None, a name, or a tuple of names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -60,7 +60,7 @@ def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=I
     axes = tuple(a % arrays[0].ndim for a in axes)
     arrays = [jnp.asarray(a) for a in arrays]
     where = None if where is None else jnp.asarray(where)
-    return softmax_kernels.rows(name, arrays, where, axes, plan=plan, interpret=interpret)
+    return softmax_kernels.softmax_rows(name, arrays, where, axes, plan=plan, interpret=interpret)
 
 
 def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):

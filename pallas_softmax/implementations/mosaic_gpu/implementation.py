@@ -17,7 +17,7 @@ from pallas_softmax.implementations.mosaic_gpu.linear import pieces as projectio
 from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
 from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
-from pallas_softmax.implementations.mosaic_gpu.softmax.rows import rows
+from pallas_softmax.implementations.mosaic_gpu.softmax.rows import softmax_rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, tile_kernel, window_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk
@@ -25,27 +25,27 @@ from pallas_softmax.online import Normalizer
 
 
 def softmax(x, where, *, axes):
-    (y,) = rows("softmax", (x,), where, axes)
+    (y,) = softmax_rows("softmax", (x,), where, axes)
     return y
 
 
 def log_softmax(x, where, *, axes):
-    (y,) = rows("log_softmax", (x,), where, axes)
+    (y,) = softmax_rows("log_softmax", (x,), where, axes)
     return y
 
 
 def logsumexp(x, where, *, axes):
-    lse, m, d = rows("logsumexp", (x,), where, axes)
+    lse, m, d = softmax_rows("logsumexp", (x,), where, axes)
     return lse, Normalizer(m, d)
 
 
 def softmax_grad(residuals, where, dy, *, axes):
-    (y,) = rows("softmax_grad", (*residuals, dy), where, axes)
+    (y,) = softmax_rows("softmax_grad", (*residuals, dy), where, axes)
     return y
 
 
 def log_softmax_grad(residuals, where, dy, *, axes):
-    (y,) = rows("log_softmax_grad", (*residuals, dy), where, axes)
+    (y,) = softmax_rows("log_softmax_grad", (*residuals, dy), where, axes)
     return y
 
 

@@ -23,7 +23,7 @@ INT32_LIMIT = 2**31  # elements of a row, as bulk copies see it, are numbered in
 
 
 def slower(call: Call) -> str | None:
-    """Why XLA is faster at a call that the kernels can run; None if it is not.
+    """Returns why XLA is faster at a call that the kernels can run; None if it is not.
 
     The kernels are at least as fast at nearly all shapes that were measured (benchmarks/results/launch and
     figure2), but for the backward and for thousands of winners of one very long row.
@@ -40,7 +40,7 @@ def slower(call: Call) -> str | None:
 
 
 def _across_slower(call: Call) -> str | None:
-    """Why XLA is faster at rows that lie across memory; None if it is not."""
+    """Returns why XLA is faster at rows that lie across memory; None if it is not."""
     if call.inner is None:
         return TRANSPOSED
     outer = call.rows // call.inner
@@ -51,7 +51,7 @@ def _across_slower(call: Call) -> str | None:
 
 
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
-    """Why the kernels cannot run a call on a GPU of this compute capability; None if they can."""
+    """Returns why the kernels cannot run a call on a GPU of this compute capability; None if they can."""
     if capability[0] not in SMEM_BYTES:
         return f"needs compute capability 9.0 or newer, not {capability[0]}.{capability[1]}"
     if call.dtype not in DTYPES:
@@ -70,7 +70,7 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
 
 
 def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | None:
-    """Why the kernels cannot run an operation of a projection; None if they can."""
+    """Returns why the kernels cannot run an operation of a projection; None if they can."""
     if capability[0] != HOPPER:
         return f"the matrix product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
     if jnp.dtype(call.dtype).itemsize != 2:
@@ -85,7 +85,7 @@ def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | No
 
 
 def _topk_unsupported(call: Call) -> str | None:
-    """Why the kernels cannot find or merge the winners of a call; None if they can."""
+    """Returns why the kernels cannot find or merge the winners of a call; None if they can."""
     if call.k is None or not 1 <= call.k <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
     if call.op == "merge" and call.vocab > lists_per_merge(call.k) * call.k:
@@ -94,7 +94,7 @@ def _topk_unsupported(call: Call) -> str | None:
 
 
 def _too_large(call: Call) -> str | None:
-    """Why the elements of a call's rows, in the view that bulk copies need, have no int32 number; None if they have."""
+    """Returns why int32 cannot number the elements of a call's rows, as bulk copies see them; None if it can."""
     vec = ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
     view = aligned_view(call.rows, call.vocab, vec)
     if view[-1] < INT32_LIMIT:

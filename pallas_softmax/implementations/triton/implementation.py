@@ -126,7 +126,7 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
 
 
 def _mask_arguments(mask: Mask | None, x: jax.Array) -> tuple[jax.Array, dict]:
-    """The array and the constants that tell a kernel which elements count.
+    """Returns the array and the constants that tell a kernel which elements count.
 
     Without a mask the array is x, which the kernel does not read as a mask. WHERE is None without a mask, "row" if
     the mask has an element for each element of a row, and "one" if it has one for the whole row; MASK says which row

@@ -170,7 +170,7 @@ class Slabs:
 
 
 def power_of_two(least: int) -> int:
-    """The first power of two that is not below `least`."""
+    """Returns the first power of two that is not below `least`."""
     return 1 << max(least - 1, 0).bit_length()
 
 
@@ -220,21 +220,21 @@ def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
 
 
 def _block(vocab: int) -> Block:
-    """The plan of short rows: programs of one warp or more, and of one row or more."""
+    """Returns the plan of short rows: programs of one warp or more, and of one row or more."""
     lanes = power_of_two(vocab)
     warp_elements = 32 * BLOCK_THREAD_ELEMENTS
     return Block(rows=max(1, warp_elements // lanes), lanes=lanes, warps=max(1, lanes // warp_elements))
 
 
 def _long_parts(rows: int, vocab: int) -> int:
-    """Number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
+    """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
     if rows > FEW_ROWS:
         return 1
     return min(_ceil_divide(vocab, MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
 
 
 def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
-    """The plan of long rows in about so many parts, and in steps of depth x width elements."""
+    """Returns the plan of long rows in about so many parts, and in steps of depth x width elements."""
     length = _part_length(vocab, parts, depth * width)
     return Long(_ceil_divide(vocab, length), length, depth, width, warps)
 
@@ -264,13 +264,13 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
 
 
 def _slabs_parts(rows: int, vocab: int, k: int, slots: int) -> int:
-    """Number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
+    """Returns the number of parts that a row should be cut into, so that the programs of few rows fill the GPU."""
     least = MIN_SLABS_PART if k <= FEW_WINNERS else MIN_SLABS_PART_SORTED
     return max(1, min(vocab // least, LAUNCHED_PROGRAMS // rows, MAX_PART_CANDIDATES // slots))
 
 
 def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: bool) -> int:
-    """Number of groups of a part of `part` elements.
+    """Returns the number of groups of a part of `part` elements.
 
     The more groups there are, the longer it takes to find the best of them; the fewer, the more elements of the
     best ones are read again.
@@ -295,24 +295,24 @@ def _groups(k: int, slots: int, vec: int, max_slabs: int, part: int, in_parts: b
 
 
 def _slabs_warps(groups: int, vec: int) -> int:
-    """Number of warps of a program: four for most slabs, up to eight where there are many groups to sort."""
+    """Returns the number of warps of a program: for most slabs four, but up to eight if it has many groups to sort."""
     of_elements = groups * vec // 256
     of_groups = groups * min(vec, 4) // 256
     return max(1, min(4, of_elements), min(8, of_groups))
 
 
 def lists_per_merge(slots: int) -> int:
-    """Number of lists, of `slots` candidates each, that one program can merge into one list."""
+    """Returns the number of lists, of `slots` candidates each, that one program can merge into one list."""
     return max(2, MERGED_CANDIDATES // slots)
 
 
 def merge_fan_in(lists: int, slots: int) -> int:
-    """Number of lists that each program of the next merge takes, a power of two, of `lists` that a row has."""
+    """Returns how many of the `lists` of a row each program of the next merge takes: a power of two."""
     return min(lists_per_merge(slots), power_of_two(lists))
 
 
 def merge_warps(fan_in: int, slots: int) -> int:
-    """Number of warps of a program that merges `fan_in` lists: a warp for 64 candidates, but no more than eight."""
+    """Returns the number of warps of a program that merges `fan_in` lists: one for 64 candidates, but at most eight."""
     return max(1, min(8, fan_in * slots // 64))
 
 
@@ -320,10 +320,10 @@ def merge_warps(fan_in: int, slots: int) -> int:
 
 
 def _part_length(vocab: int, parts: int, step: int) -> int:
-    """Number of elements of a part, in whole steps, if a row is cut into about so many parts, or fewer."""
+    """Returns the number of elements of a part, in whole steps, if a row is cut into about so many parts, or fewer."""
     return _ceil_divide(vocab, parts * step) * step
 
 
 def _ceil_divide(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)

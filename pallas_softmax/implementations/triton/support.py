@@ -104,7 +104,7 @@ def incompatible(
 
 
 def _installed_version(name: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -112,7 +112,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _parse(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version, which compare as versions do."""
+    """Returns the first three numbers of a version, which compare as versions do."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 

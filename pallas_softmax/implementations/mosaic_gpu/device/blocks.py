@@ -33,17 +33,17 @@ WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
 
 
 def layout(vec: int, *, interpret) -> Any:
-    """The layout of a block in registers; None for the interpreter, which has no layouts."""
+    """Returns the layout of a block in registers; None for the interpreter, which has no layouts."""
     return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
 
 
 def filled(value, vec: int = 1, dtype=jnp.float32, *, interpret):
-    """A block whose elements are all `value`."""
+    """Returns a block whose elements are all `value`."""
     return _laid_out(jnp.full((WARPGROUP * vec,), value, dtype), vec, interpret)
 
 
 def positions(vec: int = 1, *, interpret):
-    """A block of int32 whose elements are their own positions, 0 to 128 * vec - 1."""
+    """Returns a block of int32 whose elements are their own positions, 0 to 128 * vec - 1."""
     return _laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), vec, interpret)
 
 
@@ -52,7 +52,7 @@ def _laid_out(block, vec, interpret):
 
 
 def load(ref, vec: int = 1, *, interpret):
-    """The block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
+    """Returns the block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
     if interpret:
         return ref[...]
     return plgpu.load(ref, *WHOLE, layout=layout(vec, interpret=interpret), optimized=False)
@@ -67,7 +67,7 @@ def store(ref, block, *, interpret):
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
-    """A block of 128 elements of a row of `ref` (rows, vocab): its element i is at start + stride * i.
+    """Returns a block of 128 elements of a row of `ref` (rows, vocab): its element i is at start + stride * i.
 
     From its element `held` on the block holds `fill`, which is 0 or -inf, and nothing is read.
     """
@@ -112,7 +112,7 @@ def store_to_row(ref, row, *, start, held, block, interpret):
 
 
 def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, interpret):
-    """A block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
+    """Returns a block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
 
     Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.
     """

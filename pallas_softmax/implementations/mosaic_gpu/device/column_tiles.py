@@ -23,12 +23,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 
 
 def laid_out(value, tile: Tile, *, interpret):
-    """An array of a tile's shape in the layout of the tile; as it is for the interpreter, which has no layouts."""
+    """Returns an array of a tile's shape in the layout of the tile; for the interpreter, which has none, as it is."""
     return value if interpret else plgpu.layout_cast(value, tiles.layout(tile))
 
 
 def load(ref, tile: Tile, at, fill, *, interpret):
-    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
+    """Returns the tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
     _, vocab, inner = ref.shape
     if interpret:
         outer, lines, columns = _indices(tile, at)
@@ -67,7 +67,7 @@ def store(ref, tile: Tile, at, value, *, interpret) -> None:
 
 
 def load_smem(ref, tile: Tile, *, interpret):
-    """The tile that `ref`, lines of shared memory, holds."""
+    """Returns the tile that `ref`, lines of shared memory, holds."""
     if interpret:
         return ref[...]
 
@@ -97,7 +97,7 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
 
 
 def load_per_column(ref, tile: Tile):
-    """The numbers in `ref`, shared memory, one for each column, laid out as a reduction of the tile along its lines."""
+    """Returns the numbers in `ref`, shared memory, one a column, laid out as reductions of the tile along its lines."""
     return plgpu.load(ref, *blocks.WHOLE, layout=tiles.layout(tile).reduce((0,)), optimized=False)
 
 
@@ -109,7 +109,7 @@ def _indices(tile: Tile, at):
 
 
 def _places(tile: Tile, vocab: int, inner: int, outer, line, column):
-    """For each register of this thread: the number of its first element in the array, and whether that is in it."""
+    """Yields for each register of this thread the number of its first element, and whether the array has that."""
     first, less = arith.muli(outer, i32(vocab)), arith.CmpIPredicate.ult
     for own_line, own_column in tiles.places(tile, line):
         own_column = arith.addi(own_column, column)

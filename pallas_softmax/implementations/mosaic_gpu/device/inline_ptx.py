@@ -33,7 +33,7 @@ BARRIER = f"bar.sync 1, {WARPGROUP};"  # at which all threads of the CTA meet; M
 
 
 def float_literal(value: float) -> str:
-    """A float32 as PTX writes it: 0f, and the eight hexadecimal digits of its bits."""
+    """Returns a float32 as PTX writes it: 0f, and the eight hexadecimal digits of its bits."""
     return f"0f{np.float32(value).view(np.uint32):08X}"
 
 
@@ -56,34 +56,34 @@ _CONSTRAINTS = {
 
 
 def i32(value: int) -> ir.Value:
-    """A constant."""
+    """Returns a constant of 32 bits."""
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
 def thread() -> ir.Value:
-    """The number of this thread in its warpgroup, 0 to 127."""
+    """Returns the number of this thread in its warpgroup, 0 to 127."""
     return arith.remui(utils.thread_idx(), i32(WARPGROUP))
 
 
 def scalar(argument) -> ir.Value:
-    """The value of an argument of type SCALAR."""
+    """Returns the value of an argument of type SCALAR."""
     return argument.registers.item()
 
 
 def array(layout, shape: tuple[int, ...], registers: list[ir.Value]):
-    """An array, for inline code to return, of this thread's registers in the order of the layout."""
+    """Returns an array, for inline code to return, of this thread's registers in the order of the layout."""
     out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
     signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
     return fragmented_array.FragmentedArray(_registers=out, _layout=layout, _is_signed=signed)
 
 
 def pack(values: list[Any]) -> ir.Value:
-    """A register, that is a vector, of these elements."""
+    """Returns a register, which is an MLIR vector, that holds these elements."""
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
 
 
 def elements(register: ir.Value) -> list[ir.Value]:
-    """The elements of a register."""
+    """Returns the elements of a register."""
     return [
         vector.extract(register, dynamic_position=[], static_position=[i])
         for i in range(ir.VectorType(register.type).shape[0])
@@ -91,18 +91,18 @@ def elements(register: ir.Value) -> list[ir.Value]:
 
 
 def per_thread_type(dtype: str) -> plgpu.ShapeDtypeStruct:
-    """The type, for inline code to return, of a block with an element for each thread."""
+    """Returns the type, for inline code to return, of a block with an element for each thread."""
     return plgpu.ShapeDtypeStruct((WARPGROUP,), np.dtype(dtype), layout=PER_THREAD)
 
 
 def own_element(block) -> ir.Value:
-    """This thread's element of an argument of type PER_THREAD."""
+    """Returns this thread's element of an argument of type PER_THREAD."""
     (register,) = block.registers.flat
     return vector.extract(register, dynamic_position=[], static_position=[0])
 
 
 def as_block(element: ir.Value, signed: bool | None = None):
-    """The block, for inline code to return, in which this is the thread's element; integers are signed or not."""
+    """Returns the block, for inline code to return, in which this is the thread's element, signed or not."""
     registers = np.array([pack([element])], dtype=object)
     layout = PER_THREAD.to_mgpu()
     return fragmented_array.FragmentedArray(
@@ -134,28 +134,28 @@ class Code:
         return self
 
     def new(self, kind: str, count: int = 1) -> list[str]:
-        """Names of fresh registers of a type of PTX, like "b32" or "pred"."""
+        """Returns names of fresh registers of a type of PTX, like "b32" or "pred"."""
         prefix = f"r{len(self.declarations)}_"
         self.declarations.append(f".reg .{kind} {prefix}<{count}>;")
         return [f"{prefix}{i}" for i in range(count)]
 
     def one(self, kind: str) -> str:
-        """The name of a fresh register."""
+        """Returns the name of a fresh register."""
         return self.new(kind)[0]
 
     def constant(self, kind: str, value: str | int) -> str:
-        """The name of a fresh register, which the text sets to a number here."""
+        """Returns the name of a fresh register, which the text sets to a number here."""
         register = self.one(kind)
         self += f"mov.{kind} {register}, {value};"
         return register
 
     def label(self, name: str) -> str:
-        """A fresh label, which starts with this name."""
+        """Returns a fresh label, which starts with this name."""
         self.labels += 1
         return f"{name}{self.labels}"
 
     def tree(self, op: str, kind: str, names: list[str]) -> str:
-        """Reduces registers by a binary instruction, in pairs and pairs of pairs; the register with the result."""
+        """Reduces registers by a binary instruction, in pairs and pairs of pairs; returns that of the result."""
         while len(names) > 1:
             pairs = self.new(kind, len(names) // 2)
             for out, a, b in zip(pairs, names[::2], names[1::2]):

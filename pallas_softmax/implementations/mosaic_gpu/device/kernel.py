@@ -19,7 +19,7 @@ def gpu_kernel(
     approximate: bool = False,
     interpret: Any = None,
 ) -> Callable[..., Any]:
-    """The function that launches a kernel with CTAs of one warpgroup on its inputs.
+    """Returns the function that launches a kernel with CTAs of one warpgroup on its inputs.
 
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the
@@ -61,7 +61,7 @@ def gpu_kernel(
 
 
 def _cost(inputs: list, outputs: list) -> dict[str, Any]:
-    """The argument of `plgpu.kernel` that tells XLA's scheduler what the kernel costs; jax has it since 0.12."""
+    """Returns what tells XLA's scheduler what a kernel costs: an argument that `plgpu.kernel` has since jax 0.12."""
     if jax.__version_info__ < (0, 12):
         return {}
     elements = max(a.size for a in inputs)

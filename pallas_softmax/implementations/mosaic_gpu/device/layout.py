@@ -44,7 +44,7 @@ THREAD_ELEMENTS = 8  # elements that a thread holds at least, so that enough loa
 
 
 def short_row_tile(vocab: int, itemsize: int) -> Tile:
-    """The tile for rows of `vocab` elements of `itemsize` bytes, as many lanes a row as have something to load."""
+    """Returns the tile for rows of `vocab` elements of `itemsize` bytes: over as many lanes as have one to load."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
     vectors = vocab // vec
     if vocab * itemsize > WARP_ROW_BYTES:
@@ -57,7 +57,7 @@ def short_row_tile(vocab: int, itemsize: int) -> Tile:
 
 
 def row_tile(vocab: int, vec: int, lanes: int) -> Tile:
-    """The tile whose rows, of `vocab` elements, lie over so many lanes."""
+    """Returns the tile whose rows, of `vocab` elements, lie over so many lanes."""
     steps = -(-vocab // (vec * lanes))
     rows_of_thread = max(1, THREAD_ELEMENTS // (vec * steps))
     return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
@@ -136,7 +136,7 @@ class Cut:
         return -(-self.vocab // (self.unit * self.count)) * self.unit
 
     def start(self, part):
-        """First element of the part with this number; that of number `count` is the row's end."""
+        """Returns the first element of the part with this number; that of number `count` is the row's end."""
         units, left = divmod(self.vocab // self.unit, self.count)
         longer_before = jnp.maximum(
             part - (self.count - left), 0
@@ -145,7 +145,7 @@ class Cut:
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
-    """A shape in which to see an array (rows, vocab) so that bulk copies may start anywhere on 16 bytes.
+    """Returns a shape in which to see an array (rows, vocab) so that bulk copies may start anywhere on 16 bytes.
 
     Bulk copies start at multiples of `vec` elements, 16 bytes, of a row of the array that they copy from. Where
     not every row starts on 16 bytes, as many rows as make a multiple of `vec` elements are taken for one row of

@@ -14,14 +14,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 
 def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
-    """The number of the element at this row and column, in 64 bits."""
+    """Returns the number of the element at this row and column, in 64 bits."""
     i64 = ir.IntegerType.get_signless(64)
     row_start = arith.muli(arith.extui(i64, row), utils.c(columns, i64))
     return arith.addi(row_start, arith.extui(i64, column))
 
 
 def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
-    """A vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
+    """Returns a vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
 
     Args:
       pointer: to element 0.
@@ -68,7 +68,7 @@ def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
 
 
 def load_mask(pointer, vec: int, row, column, columns: int, inside) -> ir.Value:
-    """A vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
+    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
 
     Of a mask of one column all bytes are that of the row.
     """
@@ -83,7 +83,7 @@ def load_mask(pointer, vec: int, row, column, columns: int, inside) -> ir.Value:
 
 
 def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
-    """`vec` bytes, a multiple of four, that start anywhere: of the aligned words around them, shifted.
+    """Returns `vec` bytes, a multiple of four, that start anywhere: of the aligned words around them, shifted.
 
         words     | w0          | w1          | w2          |
         bytes            |<------- vec = 8 ------->|             shift = 8 * (address % 4) bits
@@ -110,7 +110,7 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
 
 
 def _words(size: int) -> tuple[int, str]:
-    """How `size` bytes, 1 to 16, are moved: the number of registers, and the kind of what each has."""
+    """Returns how `size` bytes, 1 to 16, are moved: the number of registers, and the kind of what each has."""
     match size:
         case 1:
             return 1, "u8"
@@ -125,7 +125,7 @@ _REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR's types of the re
 
 
 def _bits(fill: float, element: ir.Type, kind: str) -> int:
-    """A word of this kind that is full of elements `fill`, which is 0 or -inf, as a number."""
+    """Returns a word of this kind that is full of elements `fill`, which is 0 or -inf, as a number."""
     if fill == 0:
         return 0
     bits = NEG_INF_BITS[str(element)]

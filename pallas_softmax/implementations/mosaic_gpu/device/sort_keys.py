@@ -12,12 +12,12 @@ from jax import lax
 
 
 def key(x):
-    """The sort keys of float32, bfloat16 or float16 numbers, int32."""
+    """Returns the sort keys of float32, bfloat16 or float16 numbers, int32."""
     return _turned(lax.bitcast_convert_type(x, _int_dtype(x.dtype)).astype(jnp.int32), x.dtype)
 
 
 def of_key(key, dtype):
-    """The floats of this dtype with these sort keys, in float32."""
+    """Returns the floats of this dtype with these sort keys, in float32."""
     bits = _turned(key, dtype)
     if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type(bits << 16, jnp.float32)
@@ -25,23 +25,23 @@ def of_key(key, dtype):
 
 
 def key_of(value: float, dtype) -> int:
-    """The sort key of a number in this dtype."""
+    """Returns the sort key of a number in this dtype."""
     bits = int(np.array(value, dtype).view(_int_dtype(dtype))[()])
     return bits if bits >= 0 else bits ^ ~lowest_key(dtype)
 
 
 def lowest_key(dtype) -> int:
-    """The lowest sort key of this dtype, which masked elements get: that of the -NaN whose bits are all ones."""
+    """Returns the lowest sort key of this dtype, which masked elements get; the -NaN whose bits are all ones has it."""
     return -(2 ** (8 * jnp.dtype(dtype).itemsize - 1))
 
 
 def lowest(dtype) -> Any:
-    """The float of the lowest key."""
+    """Returns the float of the lowest key."""
     return np.array(-1, _int_dtype(dtype)).view(dtype)[()]
 
 
 def _turned(bits, dtype):
-    """Negative numbers with all bits but the sign inverted, which is its own inverse; others as they are."""
+    """Returns negative numbers with all bits but the sign inverted, and others as they are; it is its own inverse."""
     negative = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31))
     return bits ^ (negative & ~jnp.int32(lowest_key(dtype)))
 

@@ -34,7 +34,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 
 
 def layout(tile: Tile) -> Any:
-    """The layout of a tile in registers, which is that of the drawing in `layout.Tile`."""
+    """Returns the layout of a tile in registers, which is that of the drawing in `layout.Tile`."""
     lanes, vec = tile.lanes, tile.vec
     if lanes > 32:  # a row is cut into the vectors of each warp, and these into those of its lanes
         tiling, warp_dims, lane_dims = ((1, lanes * vec), (32 * vec,), (vec,)), (-3,), (-2,)
@@ -51,7 +51,7 @@ def layout(tile: Tile) -> Any:
 
 
 def load(ref, tile: Tile, row, fill, *, interpret):
-    """The rows of an array (rows, vocab) from `row` on, as a tile, with `fill` where the array ends."""
+    """Returns the rows of an array (rows, vocab) from `row` on, as a tile, with `fill` where the array ends."""
     rows, vocab = ref.shape
     if interpret:
         i, j = _indices(tile, row)
@@ -72,13 +72,13 @@ def load(ref, tile: Tile, row, fill, *, interpret):
 
 
 def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, blocked=False, interpret):
-    """The elements of an array in device memory, at a column number of each place of a tile of `vec` 1.
+    """Returns the elements of an array in device memory that a tile of column numbers, of `vec` 1, points at.
 
     Args:
       ref: the array (its rows, columns); of a single column, all places have that.
       row: number of the tile's first row.
-      column: tile of column numbers.
-      rows: number of rows, beyond which the tile has 0, as beyond the array's columns.
+      column: the tile of column numbers.
+      rows: number of rows; beyond these, and beyond the array's columns, the result is 0.
       ref_row: which row of the array belongs to a row.
       blocked: see `store`.
     """
@@ -106,7 +106,7 @@ def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, 
 
 
 def load_per_row(ref, tile: Tile, row, *, interpret):
-    """The numbers (rows,) that belong to rows from `row` on, broadcast along the rows of a tile."""
+    """Returns the numbers (rows,) that belong to rows from `row` on, broadcast along the rows of a tile."""
     (rows,) = ref.shape
     if interpret:
         i, _ = _indices(tile, row)
@@ -127,7 +127,7 @@ def load_per_row(ref, tile: Tile, row, *, interpret):
 
 
 def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, *, interpret):
-    """The mask, as a boolean tile, for the rows from `row` on of an array of this shape; False where that ends.
+    """Returns the mask, as a boolean tile, for the rows from `row` on of an array of this shape; False where that ends.
 
     Args:
       ref: the mask, boolean (mask rows, vocab or 1).
@@ -189,18 +189,18 @@ def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
 
 
 def _indices(tile: Tile, row):
-    """Row numbers (tile rows, 1) and column numbers (1, tile columns) of a tile, for the interpreter."""
+    """Returns row numbers (tile rows, 1) and column numbers (1, tile columns) of a tile, for the interpreter."""
     rows, columns = tile.shape
     return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
 
 
 def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
-    """The type of a tile, for inline code to return."""
+    """Returns the type of a tile, for inline code to return."""
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
 def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Row and first column of each register of this thread, in the order of the layout's registers."""
+    """Yields row and first column of each register of this thread, in the order of the layout's registers."""
     own, lanes = thread(), tile.lanes
     of_lane, of_step = (tile.steps, 1) if blocked else (tile.vec, lanes * tile.vec)
     row = arith.addi(row, arith.divui(own, i32(lanes)))
@@ -211,7 +211,7 @@ def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[i
 
 
 def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:
-    """Whether a row and a column are those of an array (rows, columns)."""
+    """Returns whether a row and a column are those of an array (rows, columns)."""
     less = arith.CmpIPredicate.ult
     return arith.andi(arith.cmpi(less, row, i32(rows)), arith.cmpi(less, column, i32(columns)))
 

@@ -27,7 +27,7 @@ from pallas_softmax.projection import Coefficients, Head
 
 
 class Labels(NamedTuple):
-    """The labels, and where to look for them.
+    """The labels, and in which parts of the product they are.
 
     Attributes:
       column: int32 (rows,); one outside of [0, V) is no column.
@@ -131,7 +131,7 @@ def logit_gradients(
     tiling: Tiling,
     interpret: Any = None,
 ) -> jax.Array:
-    """The gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
+    """Returns the gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
 
     Args:
       x, w, bias, labels, coefficients: as in `projection.Pieces`.
@@ -178,7 +178,7 @@ def logit_gradients(
 
 
 def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
-    """The logits of a part of the product, and their columns, of which the part's first one is 0."""
+    """Returns the logits of a part of the product, and their columns, of which the part's first one is 0."""
     column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
     z = acc
     if bias_gmem is not None:
@@ -194,7 +194,7 @@ def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
 
 
 def _tanh(y):
-    """tanh to some units of float32; the GPU's own instruction is right to 11 bits."""
+    """Returns tanh(y) to some units of float32's last place; the GPU's own instruction is right to 11 bits."""
     far = 1 - 2 / (1 + jnp.exp(2 * y))
     square = y * y
     near = y - y * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))  # the series, to 1e-9 of y
@@ -202,7 +202,7 @@ def _tanh(y):
 
 
 def _slope(z, head: Head):
-    """The derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
+    """Returns the derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
     if head.softcap is None:
         return 1.0
     t = jnp.maximum(z * (head.temperature / head.softcap), -1)
@@ -220,12 +220,12 @@ def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
 
 
 def _has_labels(labels_gmem: Labels, place: Place):
-    """Whether some row of this part of the product has its label there."""
+    """Returns whether some row of this part of the product has its label there."""
     return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
 
 
 def _at_label(labels_gmem: Labels, place: Place, column, interpret):
-    """Which element of each row is that of its label."""
+    """Returns which element of each row is that of its label."""
     return column == _along(_of_rows(labels_gmem.column, place, interpret) - place.column, column)
 
 
@@ -238,12 +238,12 @@ def _rounded_up(number: int, multiple: int) -> int:
 
 
 def _of_rows(gmem, place: Place, interpret):
-    """The numbers of the part's 64 rows."""
+    """Returns the numbers of the part's 64 rows."""
     return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1, interpret)
 
 
 def _load(gmem, reduced: int, interpret):
-    """Numbers of rows or columns, as they lie in registers beside an accumulator whose other dimension is `reduced`."""
+    """Returns numbers of rows or columns in the layout of an accumulator that is reduced along dimension `reduced`."""
     if interpret:
         return gmem[...]
     return plgpu.load(gmem, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
@@ -255,5 +255,5 @@ def _zeros(interpret):
 
 
 def _along(of_rows, like):
-    """A number of each row, for all elements of the row."""
+    """Returns a number of each row, for all elements of the row."""
     return lax.broadcast_in_dim(of_rows, like.shape, (0,))

@@ -51,7 +51,7 @@ class Tiling:
 
 
 def plan_projection(rows: int) -> Tiling:
-    """The tiling for so many rows of x."""
+    """Returns the tiling for so many rows of x."""
     if rows <= TILE_M:  # one row of tiles: w is read once, and as much of it as fits should be on its way
         return Tiling(cluster=1, rows_together=1, stages=4)
     return Tiling()

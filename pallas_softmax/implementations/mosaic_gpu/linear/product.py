@@ -203,7 +203,7 @@ class _Cta:
     consumed: Any
 
     def copy_all(self) -> None:
-        """The work of the copier: it brings the blocks of all tiles of this CTA."""
+        """Does the work of the copier: brings the blocks of all tiles of this CTA to shared memory."""
         plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
         blocks = self._over_tiles(self._copy)
         # No CTA may leave while another one of its cluster has yet to tell it that a stage is consumed.
@@ -211,7 +211,7 @@ class _Cta:
             pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, self.consumed.at[stage]))
 
     def multiply_all(self, epilogue: Callable[[Any, Place], None]) -> None:
-        """The work of a multiplier: its part of all tiles of this CTA, each given to epilogue(acc, place)."""
+        """Does the work of a multiplier: calls epilogue(acc, place) for its part of each tile of this CTA."""
         plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
         self._over_tiles(functools.partial(self._multiply, epilogue))
         if self.staging_smem is not None:
@@ -311,6 +311,6 @@ def _staging(dtype) -> Any:
 
 
 def _transforms(dtype) -> tuple:
-    """How a block lies in shared memory so that wgmma and TMA take it: 8 rows of 128 bytes together, swizzled."""
+    """Returns how blocks lie in shared memory so that wgmma and TMA take them: 8 rows of 128 bytes each, swizzled."""
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((BLOCK_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)

@@ -105,7 +105,7 @@ class _Job:
         return self.parts.cluster and self.parts.count > 1
 
     def launch(self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], totals=None) -> list[jax.Array]:
-        """The results of a launch, with a CTA for each part of each row, whose body is kernel(part).
+        """Launches a kernel with a CTA for each part of each row, which calls kernel(part); returns the results.
 
         Args:
           kernel: a function of a `_Part`.
@@ -169,7 +169,7 @@ class _Refs(NamedTuple):
 
 
 def _compute(part: "_Part") -> None:
-    """All in one launch: a CTA, or a cluster, has the whole row."""
+    """Does all in one launch, in which a CTA or a cluster has the whole row."""
     total = part.reduce()
     if part.job.clustered:
         total = part.merge_over_cluster(total)
@@ -182,14 +182,14 @@ def _compute(part: "_Part") -> None:
 
 
 def _reduce_only(part: "_Part") -> None:
-    """The first of two launches: writes the reduction of each part."""
+    """Is the first of two launches: writes the reduction of each part."""
     total = part.reduce()
     for gmem, leaf in zip(part.refs.out_gmem, jax.tree.leaves(total), strict=True):
         gmem[part.place.row, part.place.index] = leaf
 
 
 def _write_only(part: "_Part") -> None:
-    """The second of two launches: writes the elements by the reductions of the rows, which are known."""
+    """Is the second of two launches: writes the elements, given the reductions of the rows."""
     total = jax.tree.map(lambda gmem: gmem[part.place.row], part.refs.totals_gmem)
     for landed in part.refs.landed:
         part.body.wait(landed)
@@ -212,7 +212,7 @@ class _Part:
     # --- Loads
 
     def _load_edges(self) -> list["_Edge"]:
-        """The first and the last EDGE elements of the part, in registers."""
+        """Returns the first and the last EDGE elements of the part, in registers."""
         parts, interpret = self.job.parts, self.job.interpret
         position, last = blocks.positions(interpret=interpret), parts.length - EDGE
         after_body = position + last >= self.body_start + parts.body
@@ -230,12 +230,12 @@ class _Part:
         return edges
 
     def _load_body(self, i, size: int):
-        """The blocks of step i of the body: for each block, those of all arrays."""
+        """Returns the blocks of step i of the body: for each block, those of all arrays."""
         fill = self.job.formula.reduction.neutral
         return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
-        """The mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
+        """Returns the mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
         walk = self.job.parts.walk
         if self.job.mask is None:
             return [None] * walk.step_blocks
@@ -243,7 +243,7 @@ class _Part:
         return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
     def _load_mask(self, at, held, vec: int):
-        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+        """Returns a block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
@@ -257,7 +257,7 @@ class _Part:
     # --- Reduction
 
     def reduce(self):
-        """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
+        """Returns the reduction of the part's elements: of the body, step by step, and of what the edges count."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, self._load_body_mask(0)))
@@ -285,7 +285,7 @@ class _Part:
         return formula.reduction.absorb(lanes, terms), next_mask_blocks
 
     def _term(self, x, *conditions):
-        """What is reduced of the blocks x, one of each array; neutral where a condition is False."""
+        """Returns what is reduced of the blocks x, one of each array; neutral where a condition is False."""
         term = self.job.formula.term(*x)
         for condition in conditions:
             if condition is not None:
@@ -293,7 +293,7 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
+        """Returns the reductions of the cluster's CTAs merged, in the same order by each of them."""
         interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = blocks.filled(leaf, interpret=interpret)

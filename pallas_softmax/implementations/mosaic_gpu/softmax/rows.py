@@ -20,7 +20,7 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate, plan_softmax
 
 
-def rows(
+def softmax_rows(
     op: str,
     arrays: Sequence[jax.Array],
     where: jax.Array | None,
@@ -29,7 +29,7 @@ def rows(
     plan: Tile | Parts | None = None,
     interpret: Any = None,
 ) -> list[jax.Array]:
-    """The results of an operation over `axes` of the arrays.
+    """Returns the results of an operation over `axes` of the arrays.
 
     Args:
       op: the name of the operation, in `FORMULAS`.
@@ -63,7 +63,7 @@ def rows(
 
 
 def _columns(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """The shape (outer, vocab, inner) in which the rows along `axes` are columns; None if they are not."""
+    """Returns the shape (outer, vocab, inner) in which the rows along `axes` are columns; None if they are not."""
     inner = distance(shape, axes)
     if inner in (None, 1):
         return None

@@ -118,7 +118,7 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
 
 
 def _of_masked(dtype, infinite: bool):
-    """What is written for a masked element: -inf, or the float of the lowest key."""
+    """Returns what is written for a masked element: -inf, or the float of the lowest key."""
     return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
 
 
