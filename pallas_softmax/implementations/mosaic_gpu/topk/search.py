@@ -1,6 +1,6 @@
-"""The search of a CTA for the k best of its part: threshold, candidates, and bisection where these do not do.
+"""The search of a CTA for the k best of its part: threshold and candidates, and bisection where these fail.
 
-`window_kernel.py` tells the usual way by an example. That way fails, and shows it by the number of candidates, if
+`window_kernel.py` shows the usual way on an example. It fails, which the number of candidates shows, if
 
   * more elements reach the threshold than the list has slots for: many are alike, or the best of them are together
     in few groups; or
@@ -95,10 +95,10 @@ class Search:
         )  # fmt: skip
 
     def _find_exactly(self, failed, k: int, capacity: int):
-        """Collects again, neither too few nor too many; returns the number of candidates.
+        """Collects again, neither too few candidates nor too many; returns their number.
 
         Args:
-          failed: the threshold that did not do.
+          failed: the threshold that the usual way took.
           capacity: number of slots of the list.
         """
         found = self._bisect(failed, k, capacity)

@@ -65,6 +65,7 @@ def write_winners(
     at,
     slots,
     n,
+    *,
     buckets,
     ranked,
     normalizer: Normalizer,
@@ -76,12 +77,14 @@ def write_winners(
 
     Args:
       lists_gmem: references to the arrays of `lists_type`.
+      at: number of the list.
       slots: the candidates in shared memory; see `slots.py`.
       n: number of candidates, at least k.
       buckets: scratch in shared memory, a word for each slot.
       ranked: scratch in shared memory, of 2 * padded_winners(k) words.
       normalizer: of the row, or of the part of it that the candidates are from.
       scale: 1 / temperature of the row.
+      request: what the call asks for.
       final: whether to write values, not keys.
     """
     k, interpret = request.k, request.interpret
