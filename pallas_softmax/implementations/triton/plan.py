@@ -59,7 +59,7 @@ VECTOR_BYTES = 16  # bytes that one thread loads at once
 # --- What the plans rest on ---------------------------------------------------------------------------
 # The constants were chosen by measurements on one H100. What the plans then reach is in benchmarks/results/triton
 # (softmax) and in benchmarks/results/triton_topk. Constants that say "registers" rest on what ptxas reports, too: for
-# compute capability 8.0, 8.9 and 9.0 no plan makes a kernel spill registers to memory (tests/test_triton.py).
+# compute capability 8.0, 8.9 and 9.0 no plan makes a kernel spill registers to memory (test_triton_compiled.py).
 
 # Elements of a thread in a Block. Rows of up to 16,384 elements then take 93% of a copy's bandwidth or more.
 BLOCK_THREAD_ELEMENTS = 32
