@@ -1,4 +1,4 @@
-"""Derivatives of the operations, in both modes and of any order: one mechanism for all of them.
+"""Derivatives of softmax, log_softmax, logsumexp and top-k, in both modes and of any order, by one mechanism.
 
 A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So an operation
 f: xs -> ys is wrapped twice:
