@@ -234,8 +234,8 @@ _HEADROOM = 2.0**10
 def _scale(weights, dtype, *, exact: bool):
     """What the weights are divided by before dz, which has them in it, is rounded; put right in float32, or in x.
 
-    The largest weight becomes 1, of which the gradient at a label is not rounded. With `exact` the scale is a power of
-    two, so that x times it is not rounded either.
+    The largest weight becomes 1, of which the gradient at an improbable label is not rounded. With `exact` the scale is
+    a power of two, so that x times it is not rounded, and the largest weight is at least 1 and less than 2.
     """
     largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
     headroom = _HEADROOM if dtype == jnp.float16 else 1.0
