@@ -45,9 +45,8 @@ class Pieces(NamedTuple):
     Attributes:
       statistics: (x, w, bias, labels, *, head) -> Statistics.
       dlogits: (x, w, bias, labels, coefficients, *, head) -> dz, the gradient in the raw logits.
-      statistics_and_dlogits: (x, w, bias, labels, to_coefficients, *, head) -> (Statistics, dz, factor), in which
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges over a mesh what it is given, and the gradient
-        of a row is factor (rows,) times dz; None is 1. One product.
+      statistics_and_dlogits: (x, w, bias, labels, to_coefficients, *, head) -> (Statistics, dz), in which
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges over a mesh what it is given.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
         A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
@@ -57,7 +56,7 @@ class Pieces(NamedTuple):
 
     statistics: Callable[..., Statistics]
     dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
     bytes_per_logit: Callable[[int], tuple[float, float]]
@@ -177,30 +176,28 @@ def _gradients(
         return found, formulas.coefficients(found, own_weights, head, whole_vocab)
 
     def gradient(chunk: _Chunk, own_x, own_weights):
-        """The statistics of the chunk's rows if they are new, their dz, and what its rows are to be multiplied by."""
+        """The statistics of the chunk's rows if they are new, and their dz."""
         arrays = (own_x, w, bias, chunk.of(labels))
         if known is None:
             to = functools.partial(to_coefficients, own_weights=own_weights)
-            found, dz, factor = pieces.statistics_and_dlogits(*arrays, to, head=head)
+            found, dz = pieces.statistics_and_dlogits(*arrays, to, head=head)
         else:
-            found, factor = None, None
             coefficients = formulas.coefficients(chunk.of(known), own_weights, head, whole_vocab)
-            dz = pieces.dlogits(*arrays, coefficients, head=head)
-        factor = 1 if factor is None else vary_together(factor, x, w)[0][:, None]
-        return found, vary_together(dz, x, w)[0], factor
+            found, dz = None, pieces.dlogits(*arrays, coefficients, head=head)
+        return found, vary_together(dz, x, w)[0]
 
     def step(chunk: _Chunk, carry):
         statistics, dx, dw, dbias = carry
         own_weights = chunk.new(chunk.of(weights))
         own_x = jnp.where(own_weights[:, None] == 0, 0, chunk.of(x))  # a NaN there must not reach dw
-        found, dz, factor = gradient(chunk, own_x, own_weights)
-        own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * (scale * factor)
+        found, dz = gradient(chunk, own_x, own_weights)
+        own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * scale
         own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
-        own_x = (own_x * (scale_of_x * factor)).astype(x.dtype)
+        own_x = (own_x * scale_of_x).astype(x.dtype)
         dw = product(own_x, dz, head=head) if product else pieces.add_product(dw, own_x, dz, head=head)
         dw = vary_together(dw, x, w, labels, weights)[0]
         if bias is not None:
-            dbias = dbias + jnp.sum(dz * factor, 0, dtype=dbias.dtype)
+            dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
         statistics = statistics if found is None else chunk.put(statistics, found)
         return statistics, chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
 
@@ -237,8 +234,8 @@ _HEADROOM = 2.0**10
 def _scale(weights, dtype, *, exact: bool):
     """What the weights are divided by before dz, which has them in it, is rounded; put right in float32, or in x.
 
-    The largest weight becomes 1, of which the gradient at a label is not rounded. With `exact` the scale is a power of
-    two, so that x times it is not rounded either.
+    The largest weight becomes 1, of which the gradient at an improbable label is not rounded. With `exact` the scale is
+    a power of two, so that x times it is not rounded, and the largest weight is at least 1 and less than 2.
     """
     largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
     headroom = _HEADROOM if dtype == jnp.float16 else 1.0

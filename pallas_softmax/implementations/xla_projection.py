@@ -34,7 +34,7 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head):
     """What `Pieces.statistics_and_dlogits` says."""
     z = logits(x, w, bias, head=head)
     merged, coefficients = to_coefficients(_statistics_of(z, labels, head))
-    return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype), None
+    return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype)
 
 
 def _statistics_of(z, labels, head: Head) -> Statistics:
