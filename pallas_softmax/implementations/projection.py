@@ -63,7 +63,7 @@ class Pieces(NamedTuple):
 
 
 def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: float) -> int:
-    """The number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
+    """Returns the number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
     fit = max(_FEWEST_ROWS, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
     if not isinstance(rows, int):  # symbolic: of jax.export
         return min_dim(rows, fit)
@@ -78,7 +78,7 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: f
 def gradient_rows(
     rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: float
 ) -> int:
-    """The number of rows of a chunk of a gradient, by what memory there is at that time anyway.
+    """Returns the number of rows of a chunk of a gradient, by what memory there is at that time anyway.
 
     Chunks are added to a float32 dw, of `dw_bytes`, each by a pass that reads and writes it. If all rows fit into that
     much, they are one chunk, whose dw is rounded as it is written: there is no float32 one then. Else a chunk may be as
@@ -91,7 +91,7 @@ def gradient_rows(
 
 
 def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.Array:
-    """The matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
+    """Returns the matrix product of a and b, summed along one dimension of each, in the dtype of the arithmetic."""
     to = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     return lax.dot_general(
         a, b, ((along[:1], along[1:]), ((), ())), precision=head.precision, preferred_element_type=to
@@ -99,7 +99,7 @@ def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.A
 
 
 def operations_of(pieces: Pieces) -> dict[str, Callable]:
-    """The operations of `operations.TABLE` that are made of the pieces of an implementation."""
+    """Returns the operations of `operations.TABLE` that are made of the pieces of an implementation."""
     return {
         "projection": functools.partial(_projection, pieces),
         "projection_grad": functools.partial(_projection_grad, pieces),
@@ -108,7 +108,7 @@ def operations_of(pieces: Pieces) -> dict[str, Callable]:
 
 
 def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_bytes: int, mesh_axes=()):
-    """The statistics of whole rows.
+    """Returns the statistics of whole rows.
 
     Args:
       pieces: the implementation's.
@@ -132,7 +132,9 @@ def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_byt
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **static):
-    """The gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias; dx is that of whole rows.
+    """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
+
+    dx is that of whole rows, dw and dbias are those of this device's columns.
 
     Args:
       pieces, x, w, bias, labels: as for `projection`.
@@ -145,7 +147,7 @@ def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **
 
 
 def _projection_with_grad(pieces: Pieces, x, w, bias, labels, weights, **static):
-    """The statistics of whole rows (of those whose weight is not 0), and the gradients."""
+    """Returns the statistics of whole rows (of those whose weight is not 0), and the gradients."""
     return _gradients(pieces, x, w, bias, labels, weights, None, **static)
 
 
@@ -163,7 +165,7 @@ def _gradients(
     with_dw: bool = True,
     mesh_axes=(),
 ):
-    """The statistics of whole rows, `known` or found, and the gradients (dx, dw, dbias)."""
+    """Returns the statistics of whole rows, `known` or found, and the gradients (dx, dw, dbias)."""
     whole_vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
     rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
@@ -176,7 +178,7 @@ def _gradients(
         return found, formulas.coefficients(found, own_weights, head, whole_vocab)
 
     def gradient(chunk: _Chunk, own_x, own_weights):
-        """The statistics of the chunk's rows if they are new, and their dz."""
+        """Returns the statistics of the chunk's rows if they are new, and their dz."""
         arrays = (own_x, w, bias, chunk.of(labels))
         if known is None:
             to = functools.partial(to_coefficients, own_weights=own_weights)
@@ -218,7 +220,7 @@ _MOST_LOGITS = 2**31 - 1
 def _way_to_dw(
     pieces: Pieces, x, w, head: Head, workspace_bytes: int, with_dw: bool
 ) -> tuple[Any, Callable | None]:
-    """The rows of a chunk; and what makes dw of all rows at once, or None if chunks are added to a float32 dw."""
+    """Returns the rows of a chunk, and what makes dw of all rows at once: None if chunks are added to a float32 dw."""
     n = x.shape[0]
     product = pieces.product if x.dtype == jnp.bfloat16 else None  # float16 has no room for x times a weight
     stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
@@ -232,7 +234,9 @@ _HEADROOM = 2.0**10
 
 
 def _scale(weights, dtype, *, exact: bool):
-    """What the weights are divided by before dz, which has them in it, is rounded; put right in float32, or in x.
+    """Returns what the weights are divided by before dz, of which they are factors, is rounded to the dtype of x.
+
+    The gradients are multiplied by it in float32; or x is, before the product for dw.
 
     The largest weight becomes 1, of which the gradient at an improbable label is not rounded. With `exact` the scale is
     a power of two, so that x times it is not rounded, and the largest weight is at least 1 and less than 2.
@@ -252,7 +256,7 @@ def _no_statistics(x, head: Head) -> Statistics:
 
 
 def _labels_on_shard(labels, x, vocab: int, mesh_axes):
-    """The labels as columns of this device; without labels, ones that are no column."""
+    """Returns the labels as columns of this device; without labels, ones that are no column."""
     if labels is None:
         return vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
     return labels - lax.axis_index(mesh_axes) * vocab if mesh_axes else labels
@@ -278,14 +282,14 @@ class _Chunk(NamedTuple):
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
 
     def new(self, part, old=0):
-        """`part`, of these rows, with `old` in those that were seen before."""
+        """Returns `part`, of these rows, with `old` in those that were seen before."""
         if self.start is None:
             return part
         index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
         return jnp.where(index < self.seen, old, part)
 
     def put(self, arrays, parts):
-        """The arrays with these rows of them replaced, but for those that were seen before."""
+        """Returns the arrays with these rows of them replaced, but for those that were seen before."""
         if self.start is None:
             return parts
 

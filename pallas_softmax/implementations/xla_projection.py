@@ -13,7 +13,7 @@ _PRODUCT_BYTES = 32 * 2**20
 
 
 def logits(x, w, bias, *, head: Head):
-    """The logits z of some rows, in the dtype of the arithmetic."""
+    """Returns the logits z of some rows, in the dtype of the arithmetic."""
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
@@ -21,17 +21,17 @@ def logits(x, w, bias, *, head: Head):
 
 
 def statistics(x, w, bias, labels, *, head: Head) -> Statistics:
-    """What `Pieces.statistics` says."""
+    """Returns what `Pieces.statistics` says."""
     return _statistics_of(logits(x, w, bias, head=head), labels, head)
 
 
 def dlogits(x, w, bias, labels, coefficients, *, head: Head):
-    """What `Pieces.dlogits` says."""
+    """Returns what `Pieces.dlogits` says."""
     return _dlogits_of(logits(x, w, bias, head=head), labels, coefficients, head).astype(x.dtype)
 
 
 def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head):
-    """What `Pieces.statistics_and_dlogits` says."""
+    """Returns what `Pieces.statistics_and_dlogits` says."""
     z = logits(x, w, bias, head=head)
     merged, coefficients = to_coefficients(_statistics_of(z, labels, head))
     return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype)
@@ -56,7 +56,7 @@ def _dlogits_of(z, labels, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """What `Pieces.add_product` says; on the CPU, where XLA adds to no total in place, some columns at a time."""
+    """Returns what `Pieces.add_product` says; on the CPU, where XLA does not add in place, some columns at a time."""
 
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
@@ -86,13 +86,13 @@ def add_product(total, x, dz, *, head: Head):
 
 
 def product(x, dz, *, head: Head):
-    """What `Pieces.product` says, on a GPU: cuBLAS sums in float32 and rounds what it writes."""
+    """Returns what `Pieces.product` says, on a GPU: cuBLAS sums in float32 and rounds what it writes."""
     a, b = (dz, x) if head.transpose_w else (x, dz)
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
-    """z in float32 or wider; and z with dz in the dtype of x."""
+    """Returns the bytes of a logit z, in float32 or wider, and those of z with dz, which has the dtype of x."""
     wide = max(4, itemsize)
     return wide, wide + itemsize
 

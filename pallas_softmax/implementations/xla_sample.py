@@ -144,7 +144,7 @@ class _Row:
 
 
 def _first_entries(key, weight, target, row: _Row):
-    """Which entries come first, by the highest key and then the lowest index, up to where their weights reach a target.
+    """Returns which entries come first, by key and then index, up to where their weights reach a target.
 
     Args:
       key: signed integers.
@@ -159,7 +159,7 @@ def _first_entries(key, weight, target, row: _Row):
 
 
 def _value_reaching(key, weight, target, row: _Row):
-    """The highest bound for which the weights of the entries with key >= bound reach the target; the least if none."""
+    """Returns the highest key for which the weights of the entries with no lower key reach the target, or the least."""
     bits = 4 if row.mesh_axes else 1
     rounds = 8 * key.dtype.itemsize // bits
     digits = jnp.arange(1, 2**bits, dtype=key.dtype)
@@ -212,7 +212,7 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
 
 
 def _position_reaching(weight, target, reached: Callable):
-    """As `_index_reaching`, by one cumulative sum; and what is left of the target before that position."""
+    """Returns the position, as `_index_reaching` by one cumulative sum, and what is left of the target before it."""
     n = weight.shape[-1]
     position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
     there = jnp.where(reached(jnp.cumsum(weight, -1), target) & (weight > 0), position, n)

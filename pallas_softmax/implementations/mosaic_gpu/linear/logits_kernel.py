@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device.blocks import WHOLE
-from pallas_softmax.implementations.mosaic_gpu.linear.plan import WARPGROUP_ROWS, Tiling
+from pallas_softmax.implementations.mosaic_gpu.linear.plan import WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
 from pallas_softmax.online import Normalizer
 from pallas_softmax.projection import Coefficients, Head
@@ -78,7 +78,7 @@ def row_sums(
     """
     rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
     tiles = -(-columns // tiling.tile_n)
-    number: Any = jax.ShapeDtypeStruct((tiles, _rounded_up(rows, tiling.cluster_rows)), jnp.float32)
+    number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
@@ -231,10 +231,6 @@ def _at_label(labels_gmem: Labels, place: Place, column, interpret):
 
 def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _of_rows(gmem, place: Place, interpret):

@@ -25,6 +25,7 @@ from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
     BLOCK_ROWS,
     TILE_N,
     plan_projection,
+    rounded_up,
 )
 from pallas_softmax.implementations.projection import Pieces, operations_of
 from pallas_softmax.online import Normalizer
@@ -32,11 +33,11 @@ from pallas_softmax.projection import Head, Statistics
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
 _LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and what they multiply
-_SLICE = 2**26  # elements that are changed at a time, by a read and a write of some 90 us on an H100
+_SLICE = 2**26  # elements of a slice that is changed at a time: a read and a write take some 90 us on an H100
 
 
 def statistics(x, w, bias, labels, *, head: Head, interpret: Any = None) -> Statistics:
-    """What `Pieces.statistics` says."""
+    """Returns what `Pieces.statistics` says."""
     sums, _ = logits_kernel.row_sums(
         x, w, bias, labels, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
@@ -44,14 +45,14 @@ def statistics(x, w, bias, labels, *, head: Head, interpret: Any = None) -> Stat
 
 
 def dlogits(x, w, bias, labels, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
-    """What `Pieces.dlogits` says."""
+    """Returns what `Pieces.dlogits` says."""
     return logits_kernel.logit_gradients(
         x, w, bias, labels, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
 
 
 def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, interpret: Any = None):
-    """What `Pieces.statistics_and_dlogits` says.
+    """Returns what `Pieces.statistics_and_dlogits` says.
 
     The gradient of the logits is of_exp * exp(z - m), but for the label, and the m and the of_exp of a row are known
     when the whole row is. So the product stores e = exp(z - r), with a guess r of m, the largest of some logits, and
@@ -82,16 +83,27 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
 
 
 def _gradients_of_rows(e, of_rows):
-    """dz of some rows, from their e."""
+    """Returns dz of some rows, given their e.
+
+    Args:
+      e: exp(z - reference) times the softcap's slope, (rows, V).
+      of_rows: the factor of each row, its gradient at the label, and its label, -1 where that is no column.
+    """
     factor, at_label, label = (a[:, None] for a in of_rows)
     is_label = lax.broadcasted_iota(jnp.int32, e.shape, 1) == label
     return jnp.where(is_label, at_label, factor * e.astype(factor.dtype)).astype(e.dtype)
 
 
 def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Array:
-    """function(array, of_rows), where both have a leading dimension of rows; a slice of them at a time.
+    """Returns function(array, of_rows), computed for a slice of the rows at a time, which is written over itself.
 
-    A slice is written over itself. Of the whole, what a `lax.while_loop` gave, XLA would make a second array.
+    If it were computed for all rows at once, XLA would make a second array: it does not write over what a
+    `lax.while_loop` returned.
+
+    Args:
+      function: (slice of array, slices of of_rows) -> what takes the place of the slice of the array.
+      array: (rows, V).
+      of_rows: arrays (rows,).
     """
     n = len(array)
     rows = -(-n // max(2, array.size // _SLICE))
@@ -105,7 +117,7 @@ def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Arra
 
 
 def _exponentials(x, w, bias, labels, head: Head, interpret) -> Any:
-    """A reference of each row, what is found of its logits z, and exp(z - reference), times the softcap's slope."""
+    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope."""
     tiling = plan_projection(len(x))
 
     def exponentials(reference) -> Any:
@@ -128,7 +140,7 @@ def _exponentials(x, w, bias, labels, head: Head, interpret) -> Any:
 
 
 def _sum_of_exponentials(sums: RowSums, rows: int) -> jax.Array:
-    """The sum of exp(z - reference) of each row."""
+    """Returns the sum of exp(z - reference) of each row."""
     return jnp.sum(sums.normalizer.d, 0)[:rows]
 
 
@@ -158,7 +170,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 
 def pieces(interpret: Any = None) -> Pieces:
-    """The pieces; `interpret` as for `pallas_call`."""
+    """Returns the pieces; `interpret` as for `pallas_call`."""
 
     def of(function):
         return functools.partial(function, interpret=interpret)
@@ -177,7 +189,7 @@ def pieces(interpret: Any = None) -> Pieces:
 
 
 def operations(interpret: Any = None) -> dict[str, Callable]:
-    """The operations of a projection; `interpret` as for `pallas_call`."""
+    """Returns the operations of a projection; `interpret` as for `pallas_call`."""
     return {
         name: functools.partial(_on_whole_blocks, operation, name)
         for name, operation in operations_of(pieces(interpret)).items()
@@ -185,16 +197,13 @@ def operations(interpret: Any = None) -> dict[str, Callable]:
 
 
 def _on_whole_blocks(operation: Callable, name: str, x, w, bias, labels, *of_rows, head: Head, **static):
-    """Runs an operation on arrays of whole blocks of smem; x, and rarely w, is copied to be one, if need be.
+    """Runs an operation on arrays of whole blocks of shared memory, to which x and w are copied if need be.
 
-    w is copied where D or V is no multiple of 64: of V, that is 50,257, and few others that are in use.
+    w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
-    rows, deep, wide = (
-        _rounded_up(n, BLOCK_ROWS),
-        _rounded_up(depth, BLOCK_COLUMNS),
-        _rounded_up(vocab, BLOCK_COLUMNS),
-    )
+    rows = rounded_up(n, BLOCK_ROWS)
+    deep, wide = rounded_up(depth, BLOCK_COLUMNS), rounded_up(vocab, BLOCK_COLUMNS)
     if (rows, deep, wide) == (n, depth, vocab):
         return operation(x, w, bias, labels, *of_rows, head=head, **static)
 
@@ -212,7 +221,3 @@ def _on_whole_blocks(operation: Callable, name: str, x, w, bias, labels, *of_row
     dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
     dbias = None if dbias is None else dbias[:vocab]
     return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -55,3 +55,8 @@ def plan_projection(rows: int) -> Tiling:
     if rows <= TILE_M:  # one row of tiles: w is read once, and as much of it as fits should be on its way
         return Tiling(cluster=1, rows_together=1, stages=4)
     return Tiling()
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """Returns the least multiple of a number that is not below another number."""
+    return -(-number // multiple) * multiple
