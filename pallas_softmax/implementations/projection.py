@@ -111,12 +111,12 @@ def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_byt
     """Returns the statistics of whole rows.
 
     Args:
-      pieces: the implementation's.
+      pieces: those of the implementation.
       x: (n, D), of a floating dtype of 16 bits or more.
       w: (D, V), or (V, D) for head.transpose_w; of the same dtype. Inside `mesh_axes`, a device's columns.
       bias: (V,) or None.
       labels: int32 (n,), columns of whole rows; or None.
-      head: what else there is to know.
+      head: what is static of the projection and its loss.
       workspace_bytes: the bound of what is stored of the logits at a time; see `gradient_rows`.
       mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
     """
@@ -140,8 +140,8 @@ def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **
       pieces, x, w, bias, labels: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever is in them.
       statistics: what `projection` returned.
-      **static: as for `projection`; and `with_dw`, whether dw is wanted: where it is not, it is computed for nothing
-        unless XLA sees that, and its memory is not there to be used otherwise.
+      **static: as for `projection`; and `with_dw`, whether dw is wanted. If it is not, it is computed all the same, but
+        XLA may see that nothing uses it. So its memory may not be there, and chunks are not made as large as it.
     """
     return _gradients(pieces, x, w, bias, labels, weights, statistics, **static)[1:]
 
@@ -226,7 +226,7 @@ def _way_to_dw(
     stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
     dw_bytes = min(4 * w.size, stored * _MOST_LOGITS) if product and with_dw else 0
     rows = gradient_rows(n, head.vocab(w), stored, workspace_bytes, dw_bytes)
-    return rows, product if rows is n or rows == n else None
+    return rows, product if _is_one_chunk(n, rows) else None
 
 
 # What dz is multiplied by in float16, so that small probabilities do not underflow; 64 times more is left for z_loss.
@@ -299,12 +299,17 @@ class _Chunk(NamedTuple):
         return jax.tree.map(put, arrays, parts)
 
 
-def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *, first_apart: bool = False):
-    """step(chunk, carry) -> carry, for each chunk of n rows; what it carries is changed in place.
+def _is_one_chunk(n: int, rows: int) -> bool:
+    """Returns whether chunks of so many rows are one chunk of n rows. (In `jax.export` both may be symbolic.)"""
+    return rows is n or rows == n
 
-    With `first_apart`, step takes the first chunk before the loop, and may change what is carried from None.
+
+def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *, first_apart: bool = False):
+    """Returns what carry = step(chunk, carry) gives in the end, called for each chunk of n rows; it changes in place.
+
+    With `first_apart`, step takes the first chunk before the loop, and may make arrays of what is None in `carry`.
     """
-    if rows is n or rows == n:
+    if _is_one_chunk(n, rows):
         return step(_Chunk(None, rows, 0), carry)
     if first_apart:
         carry = step(_Chunk(jnp.int32(0), rows, 0), carry)

@@ -29,7 +29,7 @@ from pallas_softmax.compiled import compiled
 from pallas_softmax.operations import PER_ROW
 from pallas_softmax.refusal import placeholder, refuse_unless_cuda
 from pallas_softmax.sharding import exchange
-from pallas_softmax.sharding.specs import explicit_axes, shared_axes, spec_of
+from pallas_softmax.sharding.specs import explicit_axes, explicit_mesh, shared_axes, spec_of
 
 
 def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
@@ -102,7 +102,7 @@ def divide(
     def on_shard(mesh_axes):
         return of_leaves(shard_function(mesh_axes))
 
-    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in leaves) if explicit_axes(m)), None)
+    mesh = explicit_mesh(leaves)
     if mesh is not None:
         return _over_explicit_axes(leaves, dimensions, on_shard, mesh)
     return _over_auto_axes(choice, leaves, of_leaves(whole), dimensions, on_shard)
@@ -245,7 +245,7 @@ def divisible(leaves: list[jax.Array]) -> bool:
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
     real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
     # custom_partitioning is not for arrays without a mesh among Explicit axes, nor for the older partitioner
-    typed = not explicit_axes(context) or any(explicit_axes(jax.typeof(a).sharding.mesh) for a in leaves)
+    typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return known and real and typed and shardy and not context.manual_axes
 

@@ -24,7 +24,7 @@ from pallas_softmax.call import Call, Choice, symbolic
 from pallas_softmax.choice import choose_again
 from pallas_softmax.projection import Head
 from pallas_softmax.sharding.partition import divide, divisible
-from pallas_softmax.sharding.specs import explicit_axes, shared_axes
+from pallas_softmax.sharding.specs import explicit_mesh, shared_axes
 
 
 def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call:
@@ -68,7 +68,7 @@ def lay_together(arrays: tuple, head: Head) -> tuple:
       head: the projection.
     """
     leaves, tree = jax.tree.flatten(arrays)
-    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in leaves) if explicit_axes(m)), None)
+    mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     dimensions = _DimensionsOfProjection.of("projection", arrays, head, ())

@@ -14,22 +14,33 @@ def explicit_axes(mesh) -> set[str]:
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
 
 
+def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+    """Returns the mesh of the first array whose type has Explicit mesh axes; None if there is no such array."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
+    return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
+
+
 def lay_together(x: jax.Array, *others: Any) -> list:
     """Reshards alike `x` and arrays (or None) that broadcast to it, where types say how they are sharded."""
     arrays = [a for a in (x, *others) if a is not None]
-    mesh = next((m for m in (jax.typeof(a).sharding.mesh for a in arrays) if explicit_axes(m)), None)
+    mesh = explicit_mesh(arrays)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return [x, *others]
-    full = {id(a): [n == size for n, size in zip(a.shape, x.shape)] for a in arrays}
-    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full[id(a)]) for a in arrays], mesh.shape)
+
+    def full(a) -> list[bool]:
+        return [n == size for n, size in zip(a.shape, x.shape)]
+
+    axes = shared_axes(x.shape, [(jax.typeof(a).sharding.spec, full(a)) for a in arrays], mesh.shape)
 
     def lay(a):
-        spec = spec_of(axes, full[id(a)])
-        return (
-            a if jax.typeof(a).sharding.spec == spec else jax.sharding.reshard(a, NamedSharding(mesh, spec))
-        )
+        if a is None:
+            return None
+        spec = spec_of(axes, full(a))
+        if jax.typeof(a).sharding.spec == spec:
+            return a
+        return jax.sharding.reshard(a, NamedSharding(mesh, spec))
 
-    return [None if a is None else lay(a) for a in (x, *others)]
+    return [lay(a) for a in (x, *others)]
 
 
 def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
