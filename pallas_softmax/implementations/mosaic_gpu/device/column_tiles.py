@@ -28,7 +28,7 @@ def laid_out(value, tile: Tile, *, interpret):
 
 
 def load(ref, tile: Tile, at, fill, *, interpret):
-    """Returns the tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
+    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
     _, vocab, inner = ref.shape
     if interpret:
         outer, lines, columns = _indices(tile, at)

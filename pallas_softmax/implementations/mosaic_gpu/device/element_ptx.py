@@ -24,7 +24,7 @@ class ElementText:
         return [_names(self._elements.vector(p, at, offset)) for offset in offsets]
 
     def bits(self, code: Code, words: list[str]) -> list[str]:
-        """Returns the bits of each element as a signed number of 32 bits."""
+        """The bits of each element as a signed number of 32 bits."""
         return _names(self._elements.bits(_words(Program(code), words)))
 
     def floats(self, code: Code, words: list[str], marked: bool) -> list[str]:
@@ -38,21 +38,21 @@ class ElementText:
         return str(self._elements.load_bits(p, p.value(address, "u32")))
 
     def float_of_bits(self, code: Code, bits: str) -> str:
-        """Returns the float32 of an element's bits."""
+        """The float32 of an element's bits."""
         p = Program(code)
         return str(p.var(self._elements.float_of_bits(p, p.value(bits, "s32"))))
 
     def bits_of_float(self, code: Code, x: str) -> str:
-        """Returns the bits of the element that is nearest to a float32."""
+        """The bits of the element that is nearest to a float32."""
         p = Program(code)
         return str(p.var(self._elements.bits_of_float(p, p.value(x, "f32"))))
 
     def key(self, code: Code, bits: str) -> str:
-        """Returns the sort key of an element's bits; or, since that is its own inverse, the bits of a key."""
+        """The sort key of an element's bits; or, since that is its own inverse, the bits of a key."""
         return str(self._elements.key(Program(code).value(bits, "s32")))
 
     def best(self, code: Code, words: list[str], floats: list[str] | None) -> tuple[str, str]:
-        """Returns the largest element, in float32 and as a sort key; see `elements.Elements.best`."""
+        """The largest element, in float32 and as a sort key; see `elements.Elements.best`."""
         p = Program(code)
         values = None if floats is None else [p.value(x, "f32") for x in floats]
         x, key = self._elements.best(p, _words(p, words), values)

@@ -33,7 +33,7 @@ BARRIER = f"bar.sync 1, {WARPGROUP};"  # at which all threads of the CTA meet; M
 
 
 def float_literal(value: float) -> str:
-    """Returns a float32 as PTX writes it: 0f, and the eight hexadecimal digits of its bits."""
+    """A float32 as PTX writes it: 0f, and the eight hexadecimal digits of its bits."""
     return f"0f{np.float32(value).view(np.uint32):08X}"
 
 
@@ -134,28 +134,28 @@ class Code:
         return self
 
     def new(self, kind: str, count: int = 1) -> list[str]:
-        """Returns names of fresh registers of a type of PTX, like "b32" or "pred"."""
+        """Names of fresh registers of a type of PTX, like "b32" or "pred"."""
         prefix = f"r{len(self.declarations)}_"
         self.declarations.append(f".reg .{kind} {prefix}<{count}>;")
         return [f"{prefix}{i}" for i in range(count)]
 
     def one(self, kind: str) -> str:
-        """Returns the name of a fresh register."""
+        """The name of a fresh register."""
         return self.new(kind)[0]
 
     def constant(self, kind: str, value: str | int) -> str:
-        """Returns the name of a fresh register, which the text sets to a number here."""
+        """The name of a fresh register, which the text sets to a number here."""
         register = self.one(kind)
         self += f"mov.{kind} {register}, {value};"
         return register
 
     def label(self, name: str) -> str:
-        """Returns a fresh label, which starts with this name."""
+        """A fresh label, which starts with this name."""
         self.labels += 1
         return f"{name}{self.labels}"
 
     def tree(self, op: str, kind: str, names: list[str]) -> str:
-        """Reduces registers by a binary instruction, in pairs and pairs of pairs; returns that of the result."""
+        """Reduces registers by a binary instruction, in pairs and pairs of pairs; the register with the result."""
         while len(names) > 1:
             pairs = self.new(kind, len(names) // 2)
             for out, a, b in zip(pairs, names[::2], names[1::2]):

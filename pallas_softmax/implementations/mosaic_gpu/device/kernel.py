@@ -19,7 +19,7 @@ def gpu_kernel(
     approximate: bool = False,
     interpret: Any = None,
 ) -> Callable[..., Any]:
-    """Returns the function that launches a kernel with CTAs of one warpgroup on its inputs.
+    """The function that launches a kernel with CTAs of one warpgroup on its inputs.
 
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the

@@ -21,7 +21,7 @@ def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
 
 
 def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
-    """Returns a vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
+    """A vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
 
     Args:
       pointer: to element 0.
