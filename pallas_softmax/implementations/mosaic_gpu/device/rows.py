@@ -40,12 +40,12 @@ class PartPlace(NamedTuple):
     first: Any
 
     def in_view(self, gmem):
-        """Returns the row of the view `gmem` that holds the part, from whose element `first` on it lies."""
+        """The row of the view `gmem` that holds the part, from whose element `first` on it lies."""
         return gmem if self.view_row is None else gmem.at[self.view_row]
 
 
 def part_place(cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False) -> PartPlace:
-    """Returns the place of this CTA's part; the grid has the axes "row" and, if rows have several parts, "part".
+    """The place of the part that belongs to this CTA of a grid with the axes "row" and, of several parts, "part".
 
     Args:
       cut: how each row is cut into parts.
@@ -77,7 +77,7 @@ class StagedRow:
         self.interpret = interpret
 
     def filled(self, value):
-        """Returns a float32 block whose elements are all `value`."""
+        """A float32 block whose elements are all `value`."""
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
     def copy_in(self, gmem, smem, landed, start) -> None:
@@ -114,13 +114,13 @@ class StagedRow:
         return take_step(walk.full_steps, walk.rest, state) if walk.rest else state
 
     def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
-        """Yields for each block of step i, of `size` elements, where it lies in shared memory and how many it holds."""
+        """For each block of step i of `size` elements: where it lies in shared memory, and how many it holds."""
         for start in range(0, size, self.walk.block_size):
             at = pl.ds(i * self.walk.step_size + start, self.walk.block_size)
             yield at, min(self.walk.block_size, size - start)
 
     def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
-        """Yields the blocks of step i of `size` elements, in float32, with `fill` after the last element."""
+        """The blocks of step i of `size` elements, in float32, with `fill` after the last element."""
         for at, held in self.blocks(i, size):
             x = blocks.load(smem.at[at], self.walk.vec, interpret=self.interpret).astype(jnp.float32)
             if held < self.walk.block_size:

@@ -23,7 +23,6 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow, part_place
@@ -105,7 +104,7 @@ class _Job:
         return self.parts.cluster and self.parts.count > 1
 
     def launch(self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], totals=None) -> list[jax.Array]:
-        """Launches a kernel with a CTA for each part of each row, which calls kernel(part); returns the results.
+        """The results of a launch, with a CTA for each part of each row, whose body is kernel(part).
 
         Args:
           kernel: a function of a `_Part`.
@@ -120,7 +119,7 @@ class _Job:
             "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(self.arrays),
         }
         if self.clustered:
-            reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
+            reduction_smem = plgpu.SMEM((EDGE,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
@@ -169,7 +168,7 @@ class _Refs(NamedTuple):
 
 
 def _compute(part: "_Part") -> None:
-    """Does all in one launch, in which a CTA or a cluster has the whole row."""
+    """All in one launch: a CTA, or a cluster, has the whole row."""
     total = part.reduce()
     if part.job.clustered:
         total = part.merge_over_cluster(total)
@@ -182,14 +181,14 @@ def _compute(part: "_Part") -> None:
 
 
 def _reduce_only(part: "_Part") -> None:
-    """Is the first of two launches: writes the reduction of each part."""
+    """The first of two launches: writes the reduction of each part."""
     total = part.reduce()
     for gmem, leaf in zip(part.refs.out_gmem, jax.tree.leaves(total), strict=True):
         gmem[part.place.row, part.place.index] = leaf
 
 
 def _write_only(part: "_Part") -> None:
-    """Is the second of two launches: writes the elements, given the reductions of the rows."""
+    """The second of two launches: writes the elements by the reductions of the rows, which are known."""
     total = jax.tree.map(lambda gmem: gmem[part.place.row], part.refs.totals_gmem)
     for landed in part.refs.landed:
         part.body.wait(landed)
@@ -212,7 +211,7 @@ class _Part:
     # --- Loads
 
     def _load_edges(self) -> list["_Edge"]:
-        """Returns the first and the last EDGE elements of the part, in registers."""
+        """The first and the last EDGE elements of the part, in registers."""
         parts, interpret = self.job.parts, self.job.interpret
         position, last = blocks.positions(interpret=interpret), parts.length - EDGE
         after_body = position + last >= self.body_start + parts.body
@@ -230,12 +229,12 @@ class _Part:
         return edges
 
     def _load_body(self, i, size: int):
-        """Returns the blocks of step i of the body: for each block, those of all arrays."""
+        """The blocks of step i of the body: for each block, those of all arrays."""
         fill = self.job.formula.reduction.neutral
         return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
-        """Returns the mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
+        """The mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
         walk = self.job.parts.walk
         if self.job.mask is None:
             return [None] * walk.step_blocks
@@ -243,7 +242,7 @@ class _Part:
         return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
     def _load_mask(self, at, held, vec: int):
-        """Returns a block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
@@ -257,7 +256,7 @@ class _Part:
     # --- Reduction
 
     def reduce(self):
-        """Returns the reduction of the part's elements: of the body, step by step, and of what the edges count."""
+        """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, self._load_body_mask(0)))
@@ -278,14 +277,15 @@ class _Part:
         terms = []
         for (at, _), x, keep in zip(self.body.blocks(i, size), self._load_body(i, size), keeps):
             terms.append(self._term(x, keep))
-            if keep is not None and formula.value is not None:
-                # `write` then finds masked elements neutral in shared memory, and need not read the mask.
+            if (
+                keep is not None and formula.value is not None
+            ):  # for `write`, which need not read the mask then
                 kept = jnp.where(keep, x[-1], formula.reduction.neutral)
                 x_smem[-1][at] = kept.astype(self.job.dtype)
         return formula.reduction.absorb(lanes, terms), next_mask_blocks
 
     def _term(self, x, *conditions):
-        """Returns what is reduced of the blocks x, one of each array; neutral where a condition is False."""
+        """What is reduced of the blocks x, one of each array; neutral where a condition is False."""
         term = self.job.formula.term(*x)
         for condition in conditions:
             if condition is not None:
@@ -293,7 +293,7 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """Returns the reductions of the cluster's CTAs merged, in the same order by each of them."""
+        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
         interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = blocks.filled(leaf, interpret=interpret)
@@ -310,8 +310,9 @@ class _Part:
 
         peers = [of_peer(part) for part in range(self.job.parts.count)]
         total = online.tree(self.job.formula.reduction.merge, peers)
-        # A scalar, of lanes that are all equal. When it is known, all threads have read what they need of the peers.
-        total = jax.tree.map(jnp.max, total)
+        total = jax.tree.map(
+            jnp.max, total
+        )  # a scalar, of equal lanes; all threads have read when it is known
         plgpu.barrier_arrive(met)
         return total
 

@@ -122,7 +122,7 @@ class Parts:
         return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
 
     def body_start(self, first):
-        """Returns at which element of a part its body starts; the part starts at element `first` of an aligned row."""
+        """Element of a part at which its body starts, if the part starts at element `first` of an aligned row."""
         return EDGE - first % self.vec if self.edges else 0
 
     @property
@@ -131,12 +131,12 @@ class Parts:
         return Walk(self.body, self.vec, self.step_blocks)
 
     def start(self, part):
-        """Returns the first element of a part, which owns those up to the start of the next one."""
+        """First element of a part, which owns those up to the start of the next one."""
         return self.cut.start(part)
 
 
 def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
-    """Returns how the rows of an operation lie over a GPU of this compute capability.
+    """How the rows of an operation lie over a GPU of this compute capability.
 
     Args:
       op: a name in `operations.TABLE`.
@@ -177,7 +177,7 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:
-    """Returns the number of elements of a row, in all arrays, up to which it is held in registers."""
+    """Number of elements of a row, in all arrays, up to which it is held in registers."""
     if not aligned:
         return UNALIGNED_TILE_ELEMENTS  # more loads would be needed than are fast
     if rows <= FEW_ROWS:
@@ -186,7 +186,7 @@ def _tile_elements(rows: int, aligned: bool) -> int:
 
 
 def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int:
-    """Returns the number of elements of each of `count` parts at most, unless the cluster is the largest."""
+    """Number of elements of each of `count` parts at most, unless the cluster is the largest."""
     if rows <= FEW_ROWS:  # to have many CTAs at work on each row
         return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
     if only_read and itemsize == 2:
@@ -199,7 +199,7 @@ def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int
 
 
 def approximate(dtype) -> bool:
-    """Returns whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
+    """Whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
 
     It is for 16-bit results, in whose rounding the error is lost. The exp that is exact to an ulp or two costs
     nothing in float32, where the kernel waits for memory. (Top-k has no time for it, 8% at 4000 x 25000 float32,

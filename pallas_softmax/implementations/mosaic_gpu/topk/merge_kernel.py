@@ -117,8 +117,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         normalizer = online.across(lane, scale=row_scale)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
-            slots_smem, counts_smem[0], buckets=buckets_smem, ranked=best_smem,
-            normalizer=normalizer, scale=row_scale, request=request, final=final,
+            slots_smem, counts_smem[0], buckets_smem, best_smem, normalizer, row_scale, request, final,
         )  # fmt: skip
 
     return gpu_kernel(

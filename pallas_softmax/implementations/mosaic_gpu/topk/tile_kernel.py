@@ -1,11 +1,9 @@
 """Softmax fused with top-k of short rows, in registers: several rows in a CTA, each over some lanes of a warp.
 
 The k best of a row are taken one after another: the one with the largest key, and of those that have it the one of
-lowest index. If k is a large part of V, the row is sorted instead. The other steps are those of softmax: loads with
--inf where a row ends, and the normalizer by ⊕ over the lanes of a row.
+lowest index. The other steps are those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over
+the lanes of a row.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,21 +48,29 @@ def topk_rows(
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
         index, (m, d, row_scale) = selection.take(
-            plan, vocab, k, key, (m, d, row_scale),
-            narrow=x_gmem.dtype.itemsize == 2, in_order=in_order, interpret=interpret,
-        )  # fmt: skip
-        gather = functools.partial(
-            tiles.gather,
-            tile=winners,
-            row=row,
-            column=index,
-            rows=rows,
-            blocked=in_order,
+            plan,
+            vocab,
+            k,
+            key,
+            (m, d, row_scale),
+            narrow=x_gmem.dtype.itemsize == 2,
+            in_order=in_order,
             interpret=interpret,
         )
-        key = sort_keys.key(gather(x_gmem))
+        key = sort_keys.key(
+            tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=in_order, interpret=interpret)
+        )
         if mask is not None:
-            keep = gather(mask_gmem, ref_row=mask.row)
+            keep = tiles.gather(
+                mask_gmem,
+                winners,
+                row,
+                index,
+                rows=rows,
+                ref_row=mask.row,
+                blocked=in_order,
+                interpret=interpret,
+            )
             key = jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
         value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         tiles.store(values_gmem, winners, row, value, blocked=in_order, interpret=interpret)

@@ -90,8 +90,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         n = search.find(k)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), part.row * window.count + part.index,
-            search.slots_smem, n, buckets=search.hits_smem, ranked=search.group_keys_smem,
-            normalizer=normalizer, scale=row_scale, request=request, final=final,
+            search.slots_smem, n, search.hits_smem, search.group_keys_smem, normalizer, row_scale, request, final,
         )  # fmt: skip
 
     slots = candidate_slots(k)

@@ -65,7 +65,6 @@ def write_winners(
     at,
     slots,
     n,
-    *,
     buckets,
     ranked,
     normalizer: Normalizer,
