@@ -4,13 +4,14 @@ A piece is a `layout.Tile` whose rows are lines, numbers along the middle axis, 
 memory. What reaches beyond the array is moved by inline PTX under a predicate, as in `tiles`.
 """
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_softmax.implementations.mosaic_gpu.device import blocks, predicated_ptx, tiles
+from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
@@ -23,7 +24,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 
 
 def laid_out(value, tile: Tile, *, interpret):
-    """Returns an array of a tile's shape in the layout of the tile; for the interpreter, which has none, as it is."""
+    """An array of a tile's shape in the layout of the tile; as it is for the interpreter, which has no layouts."""
     return value if interpret else plgpu.layout_cast(value, tiles.layout(tile))
 
 
@@ -67,13 +68,14 @@ def store(ref, tile: Tile, at, value, *, interpret) -> None:
 
 
 def load_smem(ref, tile: Tile, *, interpret):
-    """Returns the tile that `ref`, lines of shared memory, holds."""
+    """The tile that `ref`, lines of shared memory, holds."""
     if interpret:
         return ref[...]
 
-    # Inline, since for a load by Pallas Mosaic would choose another order of the lines in shared memory.
     @inline(arg_types=(REF,), return_type=tiles.type_of(tile, ref.dtype))
-    def load(_, ref):
+    def load(
+        _, ref
+    ):  # inline: for a load by Pallas, Mosaic would choose another order of the lines in shared memory
         return fragmented_array.FragmentedArray.load_untiled(
             ref, layout=tiles.layout(tile).to_mgpu(), optimized=False
         )
@@ -88,17 +90,17 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
         ref[...] = value
         return
 
-    # Inline, since Pallas has all threads meet before and after each store.
     @inline(arg_types=(REF, tiles.layout(tile)))
-    def store(_, ref, value):
+    def store(_, ref, value):  # inline: Pallas has all threads meet before and after each store
         value.store_untiled(ref, optimized=False)
 
     store(ref, value)
 
 
 def load_per_column(ref, tile: Tile):
-    """Returns the numbers in `ref`, shared memory, one a column, laid out as reductions of the tile along its lines."""
-    return plgpu.load(ref, *blocks.WHOLE, layout=tiles.layout(tile).reduce((0,)), optimized=False)
+    """The numbers in `ref`, shared memory, one for each column, laid out as a reduction of the tile along its lines."""
+    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
+    return plgpu.load(ref, *index, layout=tiles.layout(tile).reduce((0,)), optimized=False)
 
 
 def _indices(tile: Tile, at):
@@ -109,7 +111,7 @@ def _indices(tile: Tile, at):
 
 
 def _places(tile: Tile, vocab: int, inner: int, outer, line, column):
-    """Yields for each register of this thread the number of its first element, and whether the array has that."""
+    """For each register of this thread: the number of its first element in the array, and whether that is in it."""
     first, less = arith.muli(outer, i32(vocab)), arith.CmpIPredicate.ult
     for own_line, own_column in tiles.places(tile, line):
         own_column = arith.addi(own_column, column)
