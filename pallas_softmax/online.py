@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 # Number of elements of a chunk of a long row: XLA sums these up by a tree, which is accurate; ⊕ merges the chunks.
 _CHUNK = 2**16
@@ -71,7 +73,7 @@ def combine(a: Normalizer, b: Normalizer) -> Normalizer:
     return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
 
 
-def scan(x: jax.Array, axis: int = -1) -> Normalizer:
+def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
     """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
 
     Args:
@@ -80,12 +82,17 @@ def scan(x: jax.Array, axis: int = -1) -> Normalizer:
 
     Returns:
       Normalizers whose fields have the shape and the dtype of `x`; element i along `axis` is of the elements 0 to i.
+
+    Raises:
+      TypeError: `x` is not of a floating dtype.
+      ValueError: `axis` is out of range.
     """
-    return lax.associative_scan(combine, lift(x), axis=axis % x.ndim)
+    x, (axis,) = _row_axes("scan", x, axis)
+    return lax.associative_scan(combine, lift(x), axis=axis)
 
 
 def reduce(
-    x: jax.Array, axis: int | Sequence[int] = -1, where: jax.Array | None = None, *, chunk: int = _CHUNK
+    x: ArrayLike, axis: int | Sequence[int] = -1, where: jax.Array | None = None, *, chunk: int = _CHUNK
 ) -> Normalizer:
     """Returns the normalizer of each row of `x` along `axis`.
 
@@ -101,8 +108,12 @@ def reduce(
     Returns:
       Normalizers whose fields have the shape of `x`, with size 1 along `axis`; in float32 for floats of 8 and 16 bits,
       else in the dtype of `x`. A row without elements gives `identity`.
+
+    Raises:
+      TypeError: `x` is not of a floating dtype.
+      ValueError: an axis is out of range, or is given twice.
     """
-    axes = tuple(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    x, axes = _row_axes("reduce", x, axis)
     x = widen(x)
     if where is not None:
         x = jnp.where(where, x, -jnp.inf)
@@ -122,6 +133,14 @@ def reduce(
     if not left:
         return total
     return combine(total, _reduce_directly(lax.slice_in_dim(x, chunks * chunk, None, axis=split), axes))
+
+
+def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
+    """Returns the logits as an array, and the axes of a row as numbers that are not negative."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"online.{function}: x must be a floating array, got {x.dtype.name}")
+    return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
 
 
 def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:

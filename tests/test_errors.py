@@ -106,6 +106,18 @@ def test_implementation_is_keyword_only():
         ps.softmax(X, -1, None, "xla")
 
 
+@pytest.mark.parametrize("function", [ps.online.scan, ps.online.reduce])
+def test_online_refuses_what_is_no_axis_and_no_float(function):
+    name = f"online.{function.__name__}"
+    for axis in (2, -3):
+        with pytest.raises(
+            ValueError, match=rf"{name}: axis: axis {axis} is out of bounds for .* dimension 2"
+        ):
+            traced(function)(X, axis=axis)
+    with pytest.raises(TypeError, match=rf"{name}: x must be a floating array, got int32"):
+        traced(function)(X.astype(int))
+
+
 # --- implementation -----------------------------------------------------------------------------------
 
 CALLS = {
