@@ -175,7 +175,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
     out, _ = _run(_logsumexp, name, rows, implementation)
-    return (out if keepdims else jnp.squeeze(out, rows.axes)).astype(rows.x.dtype)
+    return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
 def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):

@@ -73,9 +73,9 @@ def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
 
 
 def logsumexp(x, where, *, axes):
-    """m + log(d), and the normalizer (m, d)."""
+    """m + log(d), in the dtype of x; and the normalizer (m, d)."""
     normalizer = online.reduce(logits_of(x, where), axes)
-    return log_of(normalizer), normalizer
+    return log_of(normalizer).astype(x.dtype), normalizer
 
 
 def log_of(normalizer: Normalizer):
@@ -98,7 +98,7 @@ def logsumexp_tangent(residuals, where, dx, *, axes, mesh_axes=()):
     """sum(exp(x - m) dx) / d, and for d without the division: the transpose of `logsumexp_grad`."""
     x, m, d = residuals
     weighted = _sum(_exponentials(x, where, m) * masked(widen(dx), where, 0), axes, mesh_axes)
-    return weighted / _finite_d(m, d), weighted
+    return (weighted / _finite_d(m, d)).astype(x.dtype), weighted
 
 
 def _exponentials(x, where, m):

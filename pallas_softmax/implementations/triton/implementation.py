@@ -47,6 +47,7 @@ def log_softmax_grad(residuals, where, dy, *, axes):
 
 def logsumexp(x, where, *, axes):
     lse, m, d = softmax_rows("logsumexp", (x,), where, axes)
+    lse = lse.astype(x.dtype)
     return lse, Normalizer(m, d)
 
 

@@ -43,11 +43,11 @@ def launch(
 
     Returns:
       One array (outer, vocab, inner) of the last array's dtype; or, of a formula that has numbers for each row,
-      float32 arrays (outer, 1, inner).
+      arrays (outer, 1, inner).
     """
     outer, _, inner = arrays[0].shape
     if formula.value is None:
-        out_type = [jax.ShapeDtypeStruct((outer, 1, inner), jnp.float32)] * formula.results_per_row
+        out_type = formula.row_results((outer, 1, inner), arrays[-1].dtype)
     else:
         out_type = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[-1].dtype)]
     settings = {"out_type": out_type, "name": name, "approximate": approximate, "interpret": interpret}

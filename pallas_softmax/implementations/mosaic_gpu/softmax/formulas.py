@@ -8,11 +8,14 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device.arithmetic import log_of_sum
 from pallas_softmax.online import Normalizer, shift
+
+F32 = jnp.float32
 
 
 class Reduction(NamedTuple):
@@ -64,7 +67,7 @@ class Formula(NamedTuple):
       value: (*elements, *constants) -> the element that is written. None if the constants themselves are
         written, one number for each row in each of as many arrays.
       masked_value: the element that is written where the mask is False.
-      results_per_row: number of constants, where they are what is written.
+      row_dtypes: of the constants, where they are what is written; None is the dtype of the elements.
     """
 
     reduction: Reduction
@@ -72,7 +75,11 @@ class Formula(NamedTuple):
     constants: Callable[[Any], tuple]
     value: Callable[..., Any] | None = None
     masked_value: float = 0.0
-    results_per_row: int = 0
+    row_dtypes: tuple = ()
+
+    def row_results(self, shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        """The constants of all rows, in arrays of this shape; `dtype` is that of the elements."""
+        return [jax.ShapeDtypeStruct(shape, own or dtype) for own in self.row_dtypes]
 
 
 def _logsumexp(total: Normalizer) -> tuple:
@@ -95,7 +102,7 @@ FORMULAS = {
         value=lambda x, m, log_d: x - m - log_d,
         masked_value=-jnp.inf,
     ),
-    "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, results_per_row=3),
+    "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, row_dtypes=(None, F32, F32)),
     "softmax_grad": Formula(
         SUM,
         term=lambda y, dy: y * dy,

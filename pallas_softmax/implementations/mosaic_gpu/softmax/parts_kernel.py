@@ -53,11 +53,11 @@ def launch(
 
     Returns:
       One array of the last array's dtype and the size of all rows; or, of a formula that has numbers for each
-      row, float32 arrays (rows,).
+      row, arrays (rows,).
     """
     job = _Job(formula, arrays, mask, parts, approximate, interpret)
     if formula.value is None:
-        results = [jax.ShapeDtypeStruct((job.rows,), jnp.float32)] * formula.results_per_row
+        results = formula.row_results((job.rows,), job.dtype)
     else:
         results = [jax.ShapeDtypeStruct(job.view, job.dtype)]
     if parts.cluster:
@@ -68,7 +68,7 @@ def launch(
     reductions = jax.tree.unflatten(structure, job.launch(_reduce_only, f"{name}_reduce", of_parts))
     totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
     if formula.value is None:
-        return list(formula.constants(totals))
+        return [a.astype(to.dtype) for a, to in zip(formula.constants(totals), results, strict=True)]
     return job.launch(_write_only, name, results, totals)
 
 
@@ -321,7 +321,7 @@ class _Part:
     def write_constants(self, total) -> None:
         """Writes the numbers of the row."""
         for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
-            gmem[self.place.row] = constant
+            gmem[self.place.row] = constant.astype(gmem.dtype)
 
     def write(self, total) -> None:
         """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.

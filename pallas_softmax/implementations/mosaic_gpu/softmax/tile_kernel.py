@@ -34,11 +34,11 @@ def launch(
 
     Returns:
       One array (rows, vocab) of the last array's dtype; or, of a formula that has numbers for each row,
-      float32 arrays (rows, 1).
+      arrays (rows, 1).
     """
     rows, vocab = arrays[0].shape
     if formula.value is None:
-        out_type = [jax.ShapeDtypeStruct((rows, 1), jnp.float32)] * formula.results_per_row
+        out_type = formula.row_results((rows, 1), arrays[-1].dtype)
     else:
         out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
     fill = formula.reduction.neutral
