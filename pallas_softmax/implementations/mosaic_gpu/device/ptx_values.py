@@ -20,8 +20,8 @@ later. So a number that changes in a loop of the GPU is a variable, made by `var
 changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
 
 A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", the same of 16 or 64
-bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a
-condition ("pred").
+bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two numbers of 16 bits ("f16x2", "bf16x2", "u16x2",
+"s16x2"), or a condition ("pred").
 """
 
 import contextlib
@@ -37,11 +37,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 
 _BITS = {
     **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
-    **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32},
+    **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32, "u16x2": 32, "s16x2": 32},
 }
 _FLOATS = {"f16", "bf16", "f32"}
 _ACCESS_BYTES = 16  # that a thread loads or stores at once
 _LAST_LANE = 31
+_SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
 
 
 class Value:
@@ -93,7 +94,9 @@ class Value:
         return self.program.shift(f"shr.{self.kind}", self, by)
 
     def sign(self) -> "Value":
-        """Returns as many bits, all ones if this is negative, else zeros."""
+        """Returns as many bits, all ones if this is negative, else zeros; of a pair each half by itself."""
+        if self.kind == "s16x2":
+            return self.program.sign_of_halves(self)
         return self >> (_BITS[self.kind] - 1)
 
     def __lt__(self, other: Any) -> "Value":
@@ -204,6 +207,12 @@ class Program(Code):
         self += f"setp.{relation}.{op}.{x.kind} {out}, {x}, {_text(y, x.kind)}, {a};"
         return out
 
+    def sign_of_halves(self, x: Value) -> Value:
+        """Returns for each half of the bits as many, all ones if it is negative, else zeros."""
+        out = self.fresh(x.kind)
+        self += f"prmt.b32 {out}, {x}, 0, {_SIGNS_OF_HALVES};"
+        return out
+
     def shift(self, op: str, x: Value, by: Any) -> Value:
         """Returns the result of a shift by a number of bits, which is unsigned."""
         out = self.fresh(x.kind)
@@ -237,6 +246,10 @@ class Program(Code):
         """Returns 1 / x, to a unit in the last place."""
         return self.op("rcp.approx.ftz", "f32", x)
 
+    def divide(self, a: Value, b: Any) -> Value:
+        """Returns a / b of floats, to two units in the last place."""
+        return self.op("div.full", "f32", a, b)
+
     def multiply_wide(self, a: Value, b: int) -> Value:
         """Returns the product of an unsigned number and a constant in 64 bits."""
         out = self.fresh("u64")
@@ -264,12 +277,23 @@ class Program(Code):
         """Returns 2^x."""
         return self.op("ex2.approx.ftz", "f32", x)
 
-    def convert(self, x: Value, kind: str) -> Value:
-        """Returns the number in another kind: the nearest float, or the float without its fraction."""
+    def log2(self, x: Value) -> Value:
+        """Returns the logarithm to base 2, to 2^-22; so near 1, where it is 0, it is not exact."""
+        return self.op("lg2.approx.ftz", "f32", x)
+
+    def absolute(self, x: Value) -> Value:
+        """Returns the number without its sign."""
+        return self.op("abs", x.kind, x)
+
+    def convert(self, x: Value, kind: str, to_integer: str = "rzi") -> Value:
+        """Returns the number in another kind: the nearest float; or of a float an integer, as `to_integer` says.
+
+        That is "rzi" (without its fraction), "rni" (the nearest) or "rpi" (the next one up).
+        """
         if kind in _FLOATS:
             rounding = "" if x.kind in _FLOATS and _BITS[x.kind] < _BITS[kind] else "rn."
         else:
-            rounding = "rzi." if x.kind in _FLOATS else ""
+            rounding = f"{to_integer}." if x.kind in _FLOATS else ""
         out = self.fresh(kind)
         self += f"cvt.{rounding}{kind}.{x.kind} {out}, {x};"
         return out
@@ -417,9 +441,10 @@ class Program(Code):
         for byte, vector, names in _vectors([_text(value, kind) for value in values], kind):
             self += f"{_if(when)}st.{space}{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
 
-    def add_to(self, address: Value, number: Any, when: Condition = None) -> None:
-        """Adds to a number in shared memory, atomically."""
-        self += f"{_if(when)}red.relaxed.cta.shared::cta.add.u32 [{address}], {_text(number, 'u32')};"
+    def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
+        """Adds to a number in shared memory, at address + offset, atomically."""
+        add = "red.relaxed.cta.shared::cta.add.u32"
+        self += f"{_if(when)}{add} [{address}+{offset}], {_text(number, 'u32')};"
 
     def take_from(
         self, address: Value, number: Any, *, offset: int = 0, when: Condition = None, default: Any = None
@@ -435,6 +460,10 @@ class Program(Code):
         """Adds to a number in shared memory, atomically, and gives a register what it was, where `when` holds."""
         add = "atom.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_text(number, 'u32')};"
+
+    def in_cta(self, address: Value, cta: Any) -> Value:
+        """Returns the address, for space="shared::cluster", of what another CTA of the cluster has at this one."""
+        return self.op("mapa.shared::cluster", "u32", address, cta)
 
     # --- Warps and CTAs
 
