@@ -1,0 +1,139 @@
+"""The entry that is drawn: the first, in the order of the row, at which the kept mass exceeds u times all of it.
+
+From the kept masses of the CTAs, of the warps of one CTA, of the chunks of one warp, of the lanes of one chunk:
+
+    kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
+    before it       0   | 0.5 | 2 | 2        it lies in the second, of which 1.3 is to be found there
+
+each time the last of them with kept mass before which there is not more than the target.
+"""
+
+from collections.abc import Callable
+
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
+from pallas_softmax.implementations.mosaic_gpu.sampling import arrival_ptx
+from pallas_softmax.implementations.mosaic_gpu.sampling.plan import CHUNK_BYTES
+from pallas_softmax.implementations.mosaic_gpu.sampling.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sampling.search_ptx import Kept
+
+_EVERYWHERE = 0x7FFFFFFF  # a position after all others
+
+
+def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
+    """Returns in which lane a target lies, and what is left of it there; lanes have a mass, and so much before it."""
+    lane = p.last_that((mass > 0.0) & (before <= target))
+    return lane, target - p.shuffle(before, "idx", lane)
+
+
+def draw_from_part(
+    p: Row, kept: Kept, cta: Value, target: Value, least: Value, filtered: Value
+) -> tuple[Value, Value]:
+    """Returns the position of the entry, and the entry as a float; in the CTA in which the target lies.
+
+    Args:
+      cta: its number.
+      target: the kept mass of the CTA up to the entry.
+      least: the least mass that is kept, by min_p.
+      filtered: whether something is left out; if not, the masses of warps are those of the arrival.
+    """
+    # Of the entries with the last key, those from the position `cut` on are left out.
+    equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
+    cut = p.var(_EVERYWHERE, "s32")
+    with p.when(equal_kept < equal):
+        p.set(cut, 0)
+        with p.when(equal_kept > 0):
+
+            def one_if_equal(x, _):
+                return p.select(p.key(x).equals(kept.key), 1.0, 0.0, "f32")
+
+            position, _ = _find(p, one_if_equal, p.convert(equal_kept, "f32"))
+            p.set(cut, position)
+            p.barrier()
+
+    def kept_weight(x, position):
+        weight, key = p.weight(x), p.key(x)
+        equal = key.equals(kept.key) & (position < cut)
+        inside = ((key > kept.key) | equal) & (weight >= least)
+        return p.select(inside, weight, 0.0)
+
+    return _find(p, kept_weight, target, filtered)
+
+
+def _find(
+    p: Row, weight: Callable[[Value, Value], Value], target: Value, filtered: Value | None = None
+) -> tuple[Value, Value]:
+    """Returns the position of the last element with mass before which there is not more than `target`, and the element.
+
+    Args:
+      weight: called as weight(element, position), writes the mass of an element.
+      target: not negative.
+      filtered: whether the masses of warps must be added up; if not, they are those of the arrival.
+    """
+
+    def go_on(mass):
+        return choose(p, mass, p.scan(mass)[0], target)
+
+    warp, target = go_on(_masses_of_warps(p, weight, filtered))
+
+    # The chunks of that warp, one for each warp of the CTA at a time.
+    span, chunks = p.span_of(warp)
+    masses = p.layout.drawn + LANES
+    chunk = p.var(p.warp)
+    with p.loop() as leave:
+        leave(chunk >= chunks.bits("u32"))
+        at = span + chunk * CHUNK_BYTES
+        of_lane = p.reduce("add", _weights(p, weight, p.vector(at), at))
+        p.store(p.word(masses, chunk), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
+        p.increase(chunk, p.warps)
+    p.barrier()
+    inside = p.lane < chunks.bits("u32")
+    chunk, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
+
+    at = span + chunk * CHUNK_BYTES
+    words = p.vector(at)
+    weights = _weights(p, weight, words, at)
+    lane, target = go_on(p.reduce("add", weights))
+    elements = p.floats(words)
+    before, number, element = p.var(0, "f32"), p.var(0, "s32"), p.var(elements[0])
+    for i, (x, mass) in enumerate(zip(elements, weights)):
+        reached = (mass > 0.0) & (before <= target)
+        p.set(number, i, reached)
+        p.set(element, x, reached)
+        p.increase(before, mass)
+    position = _position_of(p, at) + number
+    return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
+
+
+def _masses_of_warps(p: Row, weight: Callable[[Value, Value], Value], filtered: Value | None) -> Value:
+    """Returns the mass of each warp of the CTA, in the lane of its number."""
+    mass, drawn = p.var(0, "f32"), p.layout.drawn
+
+    def add_up():
+        p.sweep(lambda words, at: p.increase(mass, p.reduce("add", _weights(p, weight, words, at))))
+        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [mass]), when=p.first_lane)
+        p.barrier()
+        p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
+
+    if filtered is None:
+        add_up()
+        return mass
+    with p.when(filtered):
+        add_up()
+    with p.when(~filtered):
+        m, d = arrival_ptx.of_warp(p)
+        p.set(mass, d * p.exp2((p.max(m, LOWEST) - p.top) * p.scale))
+    return mass
+
+
+def _weights(
+    p: Row, weight: Callable[[Value, Value], Value], words: list[Value], address: Value
+) -> list[Value]:
+    """Returns the mass of each element of the words of a turn, the first of which is at an address."""
+    first, vec = _position_of(p, address), p.layout.window.vec
+    return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
+
+
+def _position_of(p: Row, address: Value) -> Value:
+    """Returns the position in the part of the element at an address."""
+    return ((address - p.x) >> (p.elements.itemsize.bit_length() - 1)).bits("s32")
