@@ -1,4 +1,4 @@
-"""The inline PTX of the search of top-k, run in Python (tests/support/ptx.py), against what it is to compute.
+"""The inline PTX of the search of top-k, run in numpy (tests/support/ptx.py), against what it is to compute.
 
 On the CPU the kernels run twins of it in JAX, and on a GPU the PTX: this is the PTX without a GPU.
 """

@@ -265,9 +265,7 @@ class Machine:
 
 
 def _parse(text):
-    text = re.sub(r"<([a-z]\w*)>", r"%\1", re.sub(r"<(\d+)>", "", text))
-    text = re.sub(r";\s*\}", ";", re.sub(r"\{\s*(?=\.reg)", "", text))
-    text = re.sub(r"\.reg[^;]*;", "", text)
+    text = re.sub(r"\.reg[^;]*;", "", re.sub(r"<([a-z]\w*)>", r"%\1", text))
     program, labels = [], {}
     for label, statement in _STATEMENT.findall(text):
         if label:

@@ -28,12 +28,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    BARRIER,
-    WHOLE_WARP,
-    Code,
-    float_literal,
-)
+import numpy as np
+
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 
 _BITS = {
     **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
@@ -41,6 +38,7 @@ _BITS = {
 }
 _FLOATS = {"f16", "bf16", "f32"}
 _ACCESS_BYTES = 16  # that a thread loads or stores at once
+_WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
 _LAST_LANE = 31
 _SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
 
@@ -123,30 +121,31 @@ class Value:
 Condition = Value | None  # of what is done always, None
 
 
-class Program(Code):
+class Program:
     """Text of PTX that is written by arithmetic; the top of this file shows how.
 
-    What is written by `+=`, as to any `Code`, stands between what is written by values. A function that writes strings
-    takes a value as the name of its register, and `value` makes a value of such a name.
-
-    Args:
-      code: text that is written on, if it is not a new one.
+    An instruction for which there is no function is written by `+=`, with values for the names of their registers.
     """
 
-    def __init__(self, code: Code | None = None):
-        super().__init__()
-        if code is not None:
-            self.lines, self.declarations = code.lines, code.declarations
+    def __init__(self):
+        self.lines: list[str] = []
+        self.declarations: list[str] = []
+        self.labels = 0
+
+    def __iadd__(self, line: str):
+        self.lines.append(line)
+        return self
+
+    def __str__(self) -> str:
+        return "\n".join(self.declarations + self.lines)
 
     # --- Registers
 
     def fresh(self, kind: str) -> Value:
         """Returns a register that has no value yet."""
-        return Value(self, self.one(_untyped(kind)), kind)
-
-    def value(self, register: str, kind: str) -> Value:
-        """Returns the value in a register that a function that writes strings has named."""
-        return Value(self, register, kind)
+        name = f"r{len(self.declarations)}"
+        self.declarations.append(f".reg .{_untyped(kind)} {name};")
+        return Value(self, name, kind)
 
     def operand(self, name: str, kind: str) -> Value:
         """Returns what <name> stands for: an operand, which must not be changed, or a result, which is to be set."""
@@ -262,8 +261,11 @@ class Program(Code):
 
     def reduce(self, op: str, values: Sequence[Value]) -> Value:
         """Reduces values by an instruction, like "max.NaN", in pairs and pairs of pairs."""
-        kind = values[0].kind
-        return Value(self, self.tree(_typed(op, kind), _untyped(kind), [str(v) for v in values]), kind)
+        values = list(values)
+        while len(values) > 1:
+            unpaired = values[len(values) // 2 * 2 :]
+            values = [self.op(op, a.kind, a, b) for a, b in zip(values[::2], values[1::2])] + unpaired
+        return values[0]
 
     def select(self, condition: Value, a: Any, b: Any, kind: str | None = None) -> Value:
         """Returns a where the condition holds, else b."""
@@ -337,6 +339,11 @@ class Program(Code):
         return out
 
     # --- Control
+
+    def label(self, name: str) -> str:
+        """Returns a label that the text does not have yet, which starts with this name."""
+        self.labels += 1
+        return f"{name}{self.labels}"
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Callable[..., None]]:
@@ -468,8 +475,8 @@ class Program(Code):
     # --- Warps and CTAs
 
     def barrier(self) -> None:
-        """All threads of the CTA meet."""
-        self += BARRIER
+        """All threads of a CTA of one warpgroup meet."""
+        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic numbers barriers from 1
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
         """Returns the value of another lane: "bfly" (number lane ^ by), "down" (lane + by) or "idx" (by)."""
@@ -477,31 +484,31 @@ class Program(Code):
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
         out = self.fresh(x.kind)
-        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {WHOLE_WARP};"
+        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {_WHOLE_WARP};"
         return out
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
         """Returns the value of lane number lane - by, and a condition: whether there is one."""
         out, inside = self.fresh(x.kind), self.fresh("pred")
-        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {WHOLE_WARP};"
+        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {_WHOLE_WARP};"
         return out, inside
 
     def over_lanes(self, op: str, x: Value) -> Value:
         """Reduces an integer over the lanes of a warp by "add", "min" or "max"; each of them gets the result."""
         out = self.fresh(x.kind)
-        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {WHOLE_WARP};"
+        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {_WHOLE_WARP};"
         return out
 
     def any(self, condition: Value) -> Value:
         """Returns a condition: whether another one holds in some lane of the warp."""
         out = self.fresh("pred")
-        self += f"vote.sync.any.pred {out}, {condition}, {WHOLE_WARP};"
+        self += f"vote.sync.any.pred {out}, {condition}, {_WHOLE_WARP};"
         return out
 
     def ballot(self, condition: Value) -> Value:
         """Returns the lanes of the warp in which the condition holds, as bits."""
         out = self.fresh("u32")
-        self += f"vote.sync.ballot.b32 {out}, {condition}, {WHOLE_WARP};"
+        self += f"vote.sync.ballot.b32 {out}, {condition}, {_WHOLE_WARP};"
         return out
 
 
@@ -536,4 +543,5 @@ def _text(value: Any, kind: str) -> str:
         if value.name.startswith("!"):
             return value.program.op("not", "pred", ~value).name
         return value.name
-    return float_literal(value) if kind == "f32" else str(int(value))
+    # a float is 0f, and the eight hexadecimal digits of its bits
+    return f"0f{np.float32(value).view(np.uint32):08X}" if kind == "f32" else str(int(value))

@@ -1,15 +1,20 @@
-"""The largest element of the row, and the mass of each CTA relative to that, once the row is in shared memory."""
+"""The largest element of the row, and the mass of each CTA relative to that, once the row is in shared memory.
+
+A thread keeps the largest of its elements and their mass relative to that, (m, d), as the normalizer of softmax does;
+those of the lanes are combined to that of the warp, and so on, with masses in powers of two here:
+
+    lanes     (3, 1.5)  (5, 1.25) ..    each relative to its own m
+    warps     (5, 1.625)  (4, 2) ..     1.5 * 2^(3 - 5) + 1.25
+    CTAs      (5, 2.625)  (6, 1) ..
+    row       6; the CTAs have masses 1.3125 and 1
+"""
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sampling.row_ptx import INF, LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, LOWEST, Row
 
 
 def arrive(p: Row) -> Value:
-    """Finds p.top, NaN if there is one; returns the mass of each CTA, in the lane of its number.
-
-    A thread keeps the largest of its elements and their mass relative to that (m, d), as the normalizer of softmax
-    does; those of the lanes are combined to that of the warp, those to that of the CTA, and those to that of the row.
-    """
+    """Finds p.top, NaN if there is one; returns the mass of each CTA, in the lane of its number."""
     layout = p.layout
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LOWEST, "f32")
 

@@ -13,10 +13,10 @@ digit by digit.
 """
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sampling import digits_ptx
-from pallas_softmax.implementations.mosaic_gpu.sampling.plan import SECTIONS, VALUE_BUCKETS
-from pallas_softmax.implementations.mosaic_gpu.sampling.row_ptx import KEEP_ALL
-from pallas_softmax.implementations.mosaic_gpu.sampling.search_ptx import Search
+from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import SECTIONS, VALUE_BUCKETS
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _NEAR_ZERO = 14  # values up to 2^-14 share a bucket
 _FIRST = (127 - _NEAR_ZERO) << 7  # the bits of 2^-14

@@ -9,7 +9,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Condition, Program, Value
-from pallas_softmax.implementations.mosaic_gpu.sampling.plan import CHUNK_BYTES, Layout
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES, Layout
 
 LOWEST = float(np.finfo(np.float32).min)
 INF = float("inf")

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sampling.plan import SECTIONS
-from pallas_softmax.implementations.mosaic_gpu.sampling.row_ptx import KEEP_ALL, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import SECTIONS
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, Row
 
 _EACH = 8  # buckets whose sum a thread makes
 

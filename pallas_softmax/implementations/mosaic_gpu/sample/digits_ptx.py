@@ -14,9 +14,9 @@ others.
 
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sampling.plan import DIGIT, MAX_V
-from pallas_softmax.implementations.mosaic_gpu.sampling.row_ptx import LOWEST, Row
-from pallas_softmax.implementations.mosaic_gpu.sampling.search_ptx import Search
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import DIGIT, MAX_V
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _LARGEST = 2.0**31  # the greatest mass as an integer
 _DIGIT_BITS = DIGIT.bit_length() - 1

@@ -1,9 +1,9 @@
 """The filters, one after another: top_k, then top_p of what that keeps, then min_p."""
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sampling import distances_ptx, values_ptx
-from pallas_softmax.implementations.mosaic_gpu.sampling.row_ptx import KEEP_ALL, Row
-from pallas_softmax.implementations.mosaic_gpu.sampling.search_ptx import Kept, Search
+from pallas_softmax.implementations.mosaic_gpu.sample import distances_ptx, values_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept, Search
 
 _LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
 
