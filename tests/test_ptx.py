@@ -1,4 +1,4 @@
-"""The inline PTX of the search of top-k, run in Python (tests/support/ptx.py), against what it is to compute.
+"""The inline PTX of the search of top-k, run in numpy (tests/support/ptx.py), against what it is to compute.
 
 On the CPU the kernels run twins of it in JAX, and on a GPU the PTX: this is the PTX without a GPU.
 """
@@ -89,10 +89,9 @@ def test_threshold(groups, k, kind):
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
     slots, counts = 4 * groups, SMEM - 512
-    registers = ptx.run(
-        kernels.threshold_ptx_of(groups, k), memory, group_keys=0, slots=slots, counts=counts, bound=0
-    )
-    (bound,) = {np.uint32(of_thread["%bound"]).view("int32").item() for of_thread in registers}
+    code = kernels.threshold_ptx_of(groups, k)
+    machine = ptx.run(code, memory, group_keys=0, slots=slots, counts=counts, bound=0)
+    (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))
     assert k <= np.sum(keys >= bound) < k + max(2, k // 16) + ties
     assert not words(memory, slots, 512).any()

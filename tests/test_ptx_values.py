@@ -83,6 +83,57 @@ def test_warp():
     np.testing.assert_array_equal(run(write), 31 + (lower << 8) + (7 << 16))
 
 
+def test_floats():
+    """Floats are divided, and become integers in three ways; the logarithm of a power of two is exact."""
+
+    def write(p, x):
+        quarters = p.divide(p.absolute(p.convert(x, "f32") - 64.0), 4.0)
+        down, nearest, up = (p.convert(quarters, "u32", how) for how in ("rzi", "rni", "rpi"))
+        power = p.var(1, "u32") << (x & 15)
+        log = p.convert(p.log2(p.convert(power, "f32")), "u32")
+        return down + (nearest << 8) + (up << 16) + (log << 24)
+
+    x = np.abs(THREADS - 64) / 4
+    down, nearest, up = (f(x).astype(int) for f in (np.floor, np.rint, np.ceil))
+    np.testing.assert_array_equal(run(write), down + (nearest << 8) + (up << 16) + ((THREADS & 15) << 24))
+
+
+def test_pairs():
+    """The halves of a word are added, compared and have signs by themselves."""
+
+    def write(p, x):
+        word = ((x - 100) & 0xFFFF) | ((50 - x) << 16)
+        signs = word.bits("s16x2").sign()
+        least = p.var(0xFFF6_000A, "s16x2")  # -10 and 10
+        return p.op("add", "u16x2", p.max(word.bits("s16x2"), least).bits("u16x2"), signs.bits("u16x2"))
+
+    low, high = THREADS - 100, 50 - THREADS
+    low, high = np.maximum(low, 10) - (low < 0), np.maximum(high, -10) - (high < 0)
+    np.testing.assert_array_equal(run(write), (low & 0xFFFF) | ((high & 0xFFFF) << 16))
+
+
+def test_cluster():
+    """A CTA reads what the next one has written, and counts in words beside each other."""
+    ctas, p = 3, kernels.Program()
+    thread, cta = p.operands("u32", "thread", "cta")
+    own = p.at(p.operand("numbers", "u32"), thread, 4)
+    p.store(own, p.load(own, "u32") + cta * 1000)
+    meet = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+    p += meet
+    following = p.select(cta.equals(ctas - 1), 0, cta + 1)
+    x = p.load(p.in_cta(own, following), "u32", space="shared::cluster")
+    p += meet
+    p.store(own, x)
+    p.add_to(p.operand("counts", "u32"), 1, thread < 5, offset=4)
+    memory = np.zeros((ctas, 520), "u1")
+    memory[:, :512] = THREADS.astype("uint32").view("u1")
+    machine = ptx.Machine(p, memory, 128, {"numbers": 0, "counts": 512, "cta": np.arange(ctas)})
+    machine.run()
+    numbers = memory.view("uint32")
+    np.testing.assert_array_equal(numbers[:, :128], np.array([[1000], [2000], [0]]) + THREADS)
+    np.testing.assert_array_equal(numbers[:, 128:], [[0, 5]] * ctas)
+
+
 def test_functions_of_three_numbers():
     """One instruction computes any function of three numbers bit by bit."""
     p = kernels.Program()

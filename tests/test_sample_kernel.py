@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of sample: in the interpreter, which runs a twin of its PTX; lowered; and its plan."""
+"""The Mosaic GPU kernel of sample: its PTX, run in numpy; interpreted, with a twin of that; lowered; and its plan."""
 
 import functools
 
@@ -7,29 +7,133 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
-from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
-from tests.support import cases, kernels
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import SMEM_BYTES
+from tests.support import cases, kernels, ptx
 from tests.support.cases import BF16, F16, F32
-from tests.support.covering import first, slow
+from tests.support.covering import first, first_values, slow
 from tests.support.draws import crossed, judged
 from tests.support.lowering import kernel_names
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+EVERY = [*cases.FINITE, *cases.SPECIAL]
+_X = 1024  # address of the part in shared memory
+_RESULTS = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}  # addresses in device memory
+
+
+# --- Its PTX
+
+
+def part_of(layout, x, i):
+    """Returns part i of a row as it lies in shared memory, and the index of what is at position 0."""
+    window = layout.window
+    start, end = int(window.cut.start(i)), int(window.cut.start(i + 1))
+    low = window.head - -start % window.vec if window.head else 0
+    part = np.full(window.size, -np.inf, x.dtype)
+    part[low : low + end - start] = x[start:end]
+    return part, start - low
+
+
+def draw(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
+    """Returns index, log probability and log of the kept share of a row x, which is -inf where it is masked."""
+    count = layout.window.count
+    parts, origins = zip(*(part_of(layout, x, i) for i in range(count)))
+    size = parts[0].nbytes
+    numbers = {"u": u, "temperature": temperature, "top_p": top_p, "min_p": min_p}
+    operands = {
+        **{name: F32.type(number) for name, number in numbers.items()},
+        **{"scale": np.asarray(kernels.sample_scale(temperature)), "top_k": np.int32(top_k)},
+        **{"row": 0, "part": np.arange(count), "origin": np.array(origins)},
+        **{"x": _X, "scratch": _X + size, **_RESULTS},
+    }
+    rubbish = np.random.default_rng(0).integers(
+        0, 256, (count, -(-(_X + size + 4 * layout.words) // 16) * 16)
+    )
+    memory = rubbish.astype("u1")
+    memory[:, _X : _X + size] = [part.view("u1") for part in parts]
+    text = kernels.sample_ptx_of(layout, x.dtype)
+    machine = ptx.Machine(text, memory, layout.threads, operands, rng)
+    machine.run()
+    assert sorted(machine.stored) == sorted(_RESULTS.values())
+    index, *logs = (np.array([machine.stored[at]], "uint32") for at in _RESULTS.values())
+    return index.view("int32"), *(bits.view("float32") for bits in logs)
+
+
+def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
+    """Draws from rows with all parameters and numbers u: from each `step`-th combination."""
+    rows = cases.rows(list(names), v, dtype)
+    where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
+    x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
+    layout = kernels.sample_layout(v, dtype, count, warpgroups)
+    for i in range(start, len(x), step):
+        kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
+        got = draw(layout, kept, u[i], *(a[i] for a in parameters), rng=rng)
+        one = slice(i, i + 1)
+        mask = None if where is None else where[one]
+        judged(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "count", "warpgroups", "masked", "step"),
+    first(
+        2,
+        [
+            (1003, F32, 2, 1, False, 311),
+            (1000, BF16, 1, 2, True, 401),
+            (129, F16, 1, 1, True, 53),
+            (1, F32, 1, 1, False, 53),
+            (2, BF16, 1, 1, False, 53),
+            (127, F16, 3, 2, True, 53),
+            (129, F32, 1, 4, True, 53),
+            (1003, BF16, 3, 2, True, 37),
+            (1000, F32, 8, 1, False, 53),
+            (4099, F32, 3, 1, True, 37),
+            (4104, F16, 2, 1, True, 37),
+            (4099, BF16, 2, 1, False, 37),
+        ],
+    ),
+    ids=str,
+)
+def test_ptx(v, dtype, count, warpgroups, masked, step):
+    """Every kind of row, with every filter, in one CTA and in clusters."""
+    assert_drawn(EVERY, v, dtype, count, warpgroups, masked, step)
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "count", "warpgroups"),
+    first(0, [(128256, F32, 10, 2), (151936, BF16, 6, 2), (50257, F16, 16, 1)]),
+    ids=str,
+)
+def test_ptx_of_long_rows(v, dtype, count, warpgroups):
+    """More keys in a zone than the lists have room for; thresholds among thousands of ties."""
+    names = ["normal", "ascending", "integers", "constant"]
+    assert_drawn(names, v, dtype, count, warpgroups, masked=False, step=13)
+
+
+@pytest.mark.parametrize("seed", first_values(1, range(5)))
+@pytest.mark.parametrize(("dtype", "warpgroups"), first(1, [(F32, 1), (BF16, 2)]), ids=str)
+def test_ptx_in_any_order(dtype, warpgroups, seed):
+    """Warps run in any order, as far as they do not wait for each other."""
+    rng = np.random.default_rng(seed)
+    names = ["integers", "neg_inf_first"]
+    assert_drawn(names, 1003, dtype, 2, warpgroups, masked=False, step=67, rng=rng, start=seed)
+
+
+# --- The kernel around it
+
 
 @pytest.mark.parametrize("masked", [False, slow(True)], ids=str)
-@pytest.mark.parametrize(("v", "dtype"), first(1, kernels.SAMPLE_PLANS), ids=str)
-def test_interpreted(v, dtype, masked):
+@pytest.mark.parametrize(("v", "dtype", "warpgroups"), first(1, kernels.SAMPLE_LAYOUTS), ids=str)
+def test_interpreted(v, dtype, warpgroups, masked):
     """Where rows lie in shared memory, what is masked there, and which row has which parameters."""
     rows = cases.rows(["normal", "nan_last", "peaked"], v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
     x, where, u, parameters, names = crossed(rows if where is None else cases.spoilt(rows, where), where)
-    some = slice(None, None, 17)  # a prime: all filters, and rows
+    some = slice(None, None, 29)  # a prime: other filters for each row
     x, u, names, parameters = x[some], u[some], names[some], [a[some] for a in parameters]
     where = None if where is None else where[some]
-    plan = sample_plan.window_of(v, dtype.itemsize, 1)
-    judged(kernels.sample_rows(x, u, parameters, where, plan), x, u, names, parameters, where)
+    layout = kernels.sample_layout(v, dtype, 1, warpgroups)
+    judged(kernels.sample_rows(x, u, parameters, where, layout), x, u, names, parameters, where)
 
 
 def lowered(rows, v, dtype, where=None, **filters):
@@ -61,16 +165,26 @@ def test_chosen():
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_plans(dtype, capability):
-    """Every part fits; a row of 262,144 does on Hopper; rows that are longer than a cluster holds are refused."""
-    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    """Every part fits, and the numbers that the program has for it; rows that no cluster holds are refused."""
+    smem = SMEM_BYTES[capability[0]]
     for rows in (1, 64, 256, 1024):
-        for v in (1, 1003, 50257, 128256, 151936, 262144):
-            plan = sample_plan.plan_sample(rows, v, dtype, capability)
-            assert (plan is not None) or capability[0] == 12
-            if plan is not None:
-                used = plan.size * dtype.itemsize + 4 * sample_plan.Scratch(plan).words
-                assert used <= smem
-                assert plan.size <= sample_plan.MAX_POSITIONS
-    assert sample_plan.plan_sample(4, 2**20, dtype, capability) is None
+        for v in (1, 1003, 50257, 128256, 151936, 262144, 524288):
+            layout = kernels.plan_sample(rows, v, dtype, capability)
+            assert layout is not None or capability[0] == 12
+            if layout is not None:
+                assert layout.smem_bytes <= smem
+                assert layout.window.size <= 2**16  # sums of numbers of 16 bits have 32
+                assert layout.window.step_blocks <= 32  # a lane has the mass of one chunk of a warp
+                # each warpgroup has one step
+                assert layout.window.full + bool(layout.window.rest) <= layout.warpgroups
+    assert kernels.plan_sample(4, 2**21, dtype, capability) is None
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("v", [50257, 128256, 151936])
+def test_three_ctas_share_a_multiprocessor(v, dtype):
+    layout = kernels.plan_sample(1024, v, dtype)
+    assert layout is not None
+    assert 3 * (layout.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024

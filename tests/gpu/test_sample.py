@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.mosaic_gpu.sample.plan import window_of
 from tests.support import bounds, cases, kernels
 from tests.support.cases import BF16, F16, F32
 from tests.support.draws import chi_square, crossed, judged
@@ -16,14 +15,15 @@ from tests.support.lowering import kernel_names
 pytestmark = pytest.mark.gpu
 
 
-def assert_drawn(names, v, dtype, count, masked=False):
+def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
     rows = cases.rows(names, v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
     x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
     interpret: Any = None  # on the GPU
+    layout = kernels.sample_layout(v, dtype, count, warpgroups)
     run = jax.jit(
         lambda x, u, parameters, where: kernels.sample_rows(
-            x, u, parameters, where, window_of(v, dtype.itemsize, count), interpret=interpret
+            x, u, parameters, where, layout, interpret=interpret
         )
     )
     per_call = 64 if v > 10_000 else len(x)
@@ -38,37 +38,38 @@ def assert_drawn(names, v, dtype, count, masked=False):
 
 
 @pytest.mark.parametrize(
-    ("v", "dtype", "count", "masked"),
+    ("v", "dtype", "count", "warpgroups", "masked"),
     [
-        (2, BF16, 1, False),
-        (129, F32, 1, True),
-        (129, F32, 8, False),
-        (127, F16, 3, True),
-        (1003, BF16, 2, True),
-        (1024, F32, 1, False),
-        (1000, F32, 8, False),
-        (4099, F32, 3, True),
-        (4104, F16, 2, False),
+        (2, BF16, 1, 1, False),
+        (129, F32, 1, 1, True),
+        (129, F32, 8, 2, False),
+        (127, F16, 3, 1, True),
+        (1003, BF16, 2, 2, True),
+        (1024, F32, 1, 4, False),
+        (1000, F32, 8, 1, False),
+        (4099, F32, 3, 2, True),
+        (4104, F16, 2, 4, False),
+        (4099, BF16, 5, 2, True),
     ],
     ids=str,
 )
-def test_every_row_with_every_filter(v, dtype, count, masked):
-    assert_drawn([*cases.FINITE, *cases.SPECIAL], v, dtype, count, masked)
+def test_every_row_with_every_filter(v, dtype, count, warpgroups, masked):
+    assert_drawn([*cases.FINITE, *cases.SPECIAL], v, dtype, count, warpgroups, masked)
 
 
 @pytest.mark.parametrize(
-    ("v", "dtype", "count"),
+    ("v", "dtype", "count", "warpgroups"),
     [
-        (cases.GPT2, F32, 16),
-        (cases.GPT2, F16, 7),
-        (cases.LARGE[0], F32, 8),
-        (cases.LARGE[0], BF16, 5),
+        (cases.GPT2, F32, 16, 4),
+        (cases.GPT2, F16, 7, 1),
+        (cases.LARGE[0], F32, 10, 2),
+        (cases.LARGE[0], BF16, 5, 2),
     ],
     ids=str,
 )
-def test_long_rows(v, dtype, count):
-    """More elements near a threshold than its list has room for; thresholds among thousands of ties."""
-    assert_drawn(["normal", "ascending", "peaked", "constant"], v, dtype, count)
+def test_long_rows(v, dtype, count, warpgroups):
+    """More keys in a zone than the lists have room for; thresholds among thousands of ties."""
+    assert_drawn(["normal", "ascending", "integers", "constant"], v, dtype, count, warpgroups)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (64, BF16), (300, F32)], ids=str)

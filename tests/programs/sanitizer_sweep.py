@@ -13,7 +13,6 @@ import numpy as np
 
 from pallas_softmax import paper
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces
-from pallas_softmax.implementations.mosaic_gpu.sample.plan import window_of
 from pallas_softmax.implementations.triton import implementation as triton
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from pallas_softmax.implementations.triton.support import missing
@@ -43,8 +42,12 @@ TOPK = [
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
 ]
 
-# (rows, V, dtype, CTAs, masked), of sample. One CTA; a cluster, off 16 bytes.
-SAMPLE = [(4, 1003, "float32", 1, True), (4, 2048, "bfloat16", 2, False), (4, 1501, "float32", 3, True)]
+# (rows, V, dtype, CTAs, warpgroups, masked), of sample. One CTA; a cluster, off 16 bytes.
+SAMPLE = [
+    (4, 1003, "float32", 1, 2, True),
+    (4, 2048, "bfloat16", 2, 2, False),
+    (4, 1501, "float32", 3, 1, True),
+]
 
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
 
@@ -94,12 +97,12 @@ def mosaic_gpu():
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
             np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
-    for rows, v, dtype, count, masked in SAMPLE:
+    for rows, v, dtype, count, warpgroups, masked in SAMPLE:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         x[0] = 1  # all tied
         where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
-        window = window_of(v, x.dtype.itemsize, count)
-        kernel = jax.jit(functools.partial(kernels.sample_rows, plan=window, interpret=None))
+        layout = kernels.sample_layout(v, dtype, count, warpgroups)
+        kernel = jax.jit(functools.partial(kernels.sample_rows, plan=layout, interpret=None))
         u = np.linspace(0, 0.9, rows, dtype="float32")
         for k, p, m in ((v, 1, 0), (9, 0.7, 0.01), (v // 2, 0.9, 0)):
             filters = np.int32([k]), np.float32([p]), np.float32([m])

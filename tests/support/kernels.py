@@ -12,6 +12,7 @@ import numpy as np
 from pallas_softmax.implementations import folding
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program  # noqa: F401
+from pallas_softmax.implementations.mosaic_gpu.sample import draw_ptx as sample_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
 from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
 from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
@@ -375,6 +376,21 @@ def plan_sample(rows, vocab, dtype, capability=HOPPER):
     return sample_plan.plan_sample(rows, vocab, dtype, capability)
 
 
+def sample_layout(vocab, dtype, count, warpgroups):
+    """Returns the layout of rows over so many CTAs, which have so many warpgroups."""
+    return sample_plan.layout_of(vocab, dtype, count, warpgroups)
+
+
+def sample_ptx_of(layout, dtype):
+    """Returns the text of the program for a part of a row."""
+    return sample_ptx.text(layout, dtype)
+
+
+def sample_scale(temperature):
+    """Returns the scale that the kernel gives to the program."""
+    return sample_kernel.scale_of(jnp.asarray(temperature, F32))
+
+
 def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
     """Returns index, log probability and log of the kept share of a draw from each row.
 
@@ -391,5 +407,12 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
     return sample_kernel.sample_rows(x, mask, request, plan, interpret=interpret)
 
 
-# One CTA: exact blocks and not, rows off 16 bytes, whole steps and a short one.
-SAMPLE_PLANS = [(1003, BF16), (1024, F32), (2, BF16), (129, F32), (4099, F32), (4104, F16)]
+# (V, dtype, warpgroups), of one CTA. Rows off 16 bytes, exact blocks; warpgroups with whole steps, short ones and none.
+SAMPLE_LAYOUTS = [
+    (1003, BF16, 2),
+    (1024, F32, 1),
+    (129, F16, 4),
+    (2, BF16, 1),
+    (4099, F32, 2),
+    (4104, F16, 2),
+]

@@ -1,53 +1,271 @@
-"""Runs the text of inline PTX in Python: one CTA of 128 threads, and shared memory, of which it knows the alignment.
+"""Runs the text of inline PTX in numpy: the threads of a cluster of CTAs, which part, meet, and read shared memory.
 
-It knows the instructions that the search of top-k is made of, and says so of any other. It knows no timing: a thread
-runs until it waits for its warp or its CTA, and so a missing barrier is likely to give a wrong result.
+Threads of a warp that are at the same instruction run it together, those behind the others first. Which warp runs next
+is left to chance, or all warps go together, which is faster; either way threads run until they part or wait, and so a
+missing barrier is likely to give a wrong result, by chance more than together.
+
+It knows the instructions that the package's programs are made of, and says so of any other. It checks the alignment and
+the bounds of accesses, and knows no timing.
 """
 
-import operator
+import functools
 import re
 
 import numpy as np
 
-THREADS, LANES = 128, 32
-_COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+LANES, WARPGROUP = 32, 128
+_DTYPES = {
+    **dict.fromkeys(("u8", "b8"), np.uint8),
+    **dict.fromkeys(("u16", "b16", "bf16"), np.uint16),
+    **dict.fromkeys(("u32", "b32", "f16x2", "bf16x2", "u16x2", "s16x2"), np.uint32),
+    **dict.fromkeys(("u64", "b64"), np.uint64),
+    **{"s16": np.int16, "s32": np.int32, "f16": np.float16, "f32": np.float32, "pred": np.bool_},
+}
+_PAIRS = {"u16x2": np.uint16, "s16x2": np.int16, "f16x2": np.float16, "bf16x2": np.uint16}
+_COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+            "ge": np.greater_equal}  # fmt: skip
+_OF_WARP = ("shfl", "redux", "vote")
+_PEER = 24  # bits of an address in shared memory; those above are the number of another CTA, plus one
+_UNSET = 0xABCDEF  # in a register that was not written yet
+
 _STATEMENT = re.compile(r"\s*(?:([A-Za-z_]\w*):(?!:)|([^;]*?);)")
 _PREDICATE = re.compile(r"^\s*(?:@(!?\S+)\s)?\s*(.*?)\s*$", re.S)
 _ARGUMENT = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)")
 
 
-def run(code, memory: np.ndarray, **operands: int) -> list[dict[str, int]]:
-    """Runs the text, in which <name> stands for an operand, on shared memory, bytes; returns their registers."""
-    text = re.sub(r"<([a-z]\w*)>", r"%\1", re.sub(r"<(\d+)>", "", str(code)))
-    text = re.sub(r";\s*\}", ";", re.sub(r"\{\s*(?=\.reg)", "", text))
-    program, labels = _parse(re.sub(r"\.reg[^;]*;", "", text))
-    named = {f"%{name}": value & 0xFFFFFFFF for name, value in operands.items()}
-    threads = [
-        _Thread(memory, named | {"%thread": t, "%lanemask_lt": (1 << t % LANES) - 1}) for t in range(THREADS)
-    ]
-    while True:
-        for thread in threads:
-            thread.run(program, labels)
-        if all(thread.at == len(program) for thread in threads):
-            return [thread.registers for thread in threads]
-        if len({thread.at for thread in threads}) == 1 and program[threads[0].at][1].startswith("bar."):
-            waiting = [threads]
+def run(code, memory, **operands):
+    """Runs the text in one CTA of a warpgroup, on its shared memory, an array of bytes; returns the machine."""
+    machine = Machine(code, memory[None], WARPGROUP, operands, np.random.default_rng(0))
+    machine.run()
+    return machine
+
+
+class Machine:
+    """A cluster that runs one text.
+
+    Args:
+      code: the text, in which <name> stands for an operand.
+      memory: (CTAs, bytes), the shared memory, which is changed.
+      threads: number of threads of a CTA.
+      operands: a number for all, or an array with one for each CTA, by name.
+      rng: that chooses which warp runs next; if None, all go together.
+
+    Attributes:
+      registers: (threads of the cluster,) uint64 by name.
+      stored: what was written to device memory, numbers of 32 bits by address.
+      steps: number of instructions run, each by many threads.
+    """
+
+    def __init__(self, code, memory, threads, operands, rng=None):
+        self.program, self.labels = _parse(str(code))
+        self.memory, self.rng = memory, rng
+        self.ctas, self.threads = len(memory), threads
+        self.cta = np.arange(self.ctas * threads) // threads
+        self.stored, self.steps = {}, 0
+        thread = np.arange(self.ctas * threads) % threads
+        self.registers = {
+            "%tid.x": thread.astype(np.uint64),
+            "%thread": (thread % WARPGROUP).astype(np.uint64),
+            "%lanemask_lt": ((1 << thread % LANES) - 1).astype(np.uint64),
+        }
+        for name, number in operands.items():
+            self.write(f"%{name}", slice(None), np.broadcast_to(number, (self.ctas,))[self.cta])
+
+    def run(self, most=10**7):
+        """Runs until all threads are at the end."""
+        end, count = len(self.program), len(self.cta)
+        self.at = np.zeros(count, np.int64)  # the instruction that a thread is to run
+        self.waiting = np.zeros(count, bool)
+        self.arrived = np.zeros(count, np.int64)  # at the cluster's barrier, how often
+        self.waited = np.zeros(count, np.int64)
+        while True:
+            ready = np.flatnonzero(~self.waiting & (self.at < end))
+            if not len(ready):
+                if not self.waiting.any():
+                    return
+                places = np.unique(self.at[self.waiting])
+                released = [self._release(place) for place in places]
+                assert any(released), f"threads wait for each other: {[self.program[at] for at in places]}"
+                continue
+            if self.rng is not None:
+                ready = ready[ready // LANES == self.rng.choice(np.unique(ready // LANES))]
+            at = self.at[ready]
+            first = int(at.min())
+            others = at[at != first]
+            self._go(ready[at == first], first, int(others.min()) if len(others) else end)
+            assert self.steps < most, f"no end after {most} steps"
+
+    def _go(self, group, at, stop):
+        """Runs threads that are at the same place until they part, wait, or reach others."""
+        while at < stop:
+            predicate, op, arguments = self.program[at]
+            self.steps += 1
+            if op[0] in (*_OF_WARP, "bar") or op[:3] == ["barrier", "cluster", "wait"]:
+                assert predicate is None
+                self.at[group], self.waiting[group] = at, True
+                self._release(at)
+                if self.waiting[group].any():
+                    return
+                at += 1
+                continue
+            some = group if predicate is None else group[self.value(predicate, group, "pred")]
+            if op[0] == "bra":
+                self.at[group] = at + 1
+                self.at[some] = self.labels[arguments[0]]
+                return
+            if len(some):
+                with np.errstate(all="ignore"):
+                    self._execute(op, arguments, some)
+            at += 1
+        self.at[group] = at
+
+    def _release(self, place) -> bool:
+        """Lets those go on who wait for each other at a place and are all there; returns whether there were any."""
+        _, op, arguments = self.program[place]
+        here = self.waiting & (self.at == place)
+        if op[0] == "barrier":  # of the cluster
+            ready = here & (self.arrived.min() > self.waited)
+            self.waited[ready] += 1
         else:
-            warps = [threads[w : w + LANES] for w in range(0, THREADS, LANES)]
-            waiting = [
-                w for w in warps if len({thread.at for thread in w}) == 1 and _of_warp(program, w[0].at)
-            ]
-        places = {t.at: program[t.at : t.at + 1] for t in threads}
-        assert waiting, f"threads wait for each other at different places: {places}"
-        for group in waiting:
-            _, op, arguments = program[group[0].at]
-            if not op.startswith("bar."):
-                _exchange(op.split("."), arguments, group)
-            for thread in group:
-                thread.at += 1
+            together = LANES if op[0] in _OF_WARP else self.threads
+            ready = np.repeat(here.reshape(-1, together).all(1), together)
+            if op[0] in _OF_WARP and ready.any():
+                self._exchange(op, arguments, np.flatnonzero(ready))
+        self.at[ready] += 1
+        self.waiting[ready] = False
+        return bool(ready.any())
+
+    # --- Registers
+
+    def value(self, name, group, kind):
+        """Returns an operand of some threads as a kind: (threads,), or one number for all."""
+        dtype = _DTYPES[kind]
+        if not re.match(r"[!%a-zA-Z_]", name):
+            return _number(name, dtype)
+        register = self.registers.get(name.lstrip("!"))
+        bits = np.full(len(group), _UNSET, np.uint64) if register is None else register[group]
+        if dtype is np.bool_:
+            return (bits != 0) != name.startswith("!")
+        return bits.astype(f"u{np.dtype(dtype).itemsize}").view(dtype)
+
+    def write(self, name, group, values):
+        """Gives a register of some threads other bits."""
+        values = np.asarray(values)
+        if name not in self.registers:
+            self.registers[name] = np.full(len(self.cta), _UNSET, np.uint64)
+        bits = values if values.dtype == bool else values.view(f"u{values.dtype.itemsize}")
+        self.registers[name][group] = bits
+
+    # --- Instructions
+
+    def _execute(self, op, arguments, group):
+        kind = op[-1]
+        match op[0]:
+            case "fence":
+                return
+            case "barrier":
+                self.arrived[group] += 1
+            case "ld" | "st" | "red" | "atom":
+                self._access(op, arguments, group)
+            case "mov" if "{" in "".join(arguments):
+                self._split_or_join(arguments, kind, group)
+            case "setp":
+                a, b = (self.value(name, group, kind) for name in arguments[1:3])
+                holds = _COMPARE[op[1]](a, b)
+                if op[2] in ("and", "or"):
+                    also = self.value(arguments[3], group, "pred")
+                    holds = holds & also if op[2] == "and" else holds | also
+                self.write(arguments[0], group, holds)
+            case "selp":
+                a, b = (self.value(name, group, kind) for name in arguments[1:3])
+                self.write(arguments[0], group, np.where(self.value(arguments[3], group, "pred"), a, b))
+            case "shl" | "shr":
+                x, by = self.value(arguments[1], group, kind), self.value(arguments[2], group, "u32")
+                self.write(arguments[0], group, _shifted(op[0], x, by))
+            case "cvt":
+                self.write(arguments[0], group, _converted(op, self.value(arguments[1], group, kind)))
+            case _:
+                operands = [self.value(name, group, kind) for name in arguments[1:]]
+                self.write(arguments[0], group, _computed(op, *operands))
+
+    def _split_or_join(self, arguments, kind, group):
+        into, out_of = (_names(argument) for argument in arguments)
+        bits = 8 * np.dtype(_DTYPES[kind]).itemsize // max(len(into), len(out_of))  # of each part
+        whole = np.zeros(len(group), np.uint64)
+        for i, name in enumerate(out_of):
+            part = self.value(name, group, kind if len(out_of) == 1 else f"b{bits}")
+            whole |= part.astype(np.uint64) << np.uint64(bits * i)
+        for i, name in enumerate(into):
+            part = whole >> np.uint64(bits * i)
+            self.write(name, group, part & np.uint64((1 << bits) - 1) if len(into) > 1 else part)
+
+    def _access(self, op, arguments, group):
+        size = int(re.sub(r"\D", "", op[-1])) // 8
+        address, data = arguments[-2:] if op[0] != "ld" else arguments[::-1]
+        names = _names(data)
+        base, _, offset = address.strip("[]").partition("+")
+        at = self.value(base.strip(), group, "u64").astype(np.int64) + int(offset or 0)
+        if op[1] == "global":
+            assert op[0] == "st" and size == 4
+            for i, name in enumerate(names):
+                written = np.broadcast_to(self.value(name, group, "b32"), group.shape)
+                self.stored.update(zip((at + 4 * i).tolist(), written.tolist()))
+            return
+        at &= 0xFFFFFFFF
+        cta, at = (at >> _PEER) - 1, at & ((1 << _PEER) - 1)
+        assert "shared_cluster" in op or (cta < 0).all(), f"an address of another CTA: {op} {arguments}"
+        cta = np.where(cta < 0, self.cta[group], cta)
+        span = size * len(names)
+        assert (at % span == 0).all(), f"misaligned: {op} {arguments}"
+        inside = (at + span <= self.memory.shape[1]) & (cta < self.ctas)
+        assert inside.all(), f"outside: {op} {arguments}"
+        memory = self.memory.view(f"u{size}")
+        for i, name in enumerate(names):
+            place = cta, at // size + i
+            if op[0] == "ld":
+                self.write(name, group, memory[place])
+                continue
+            numbers = np.broadcast_to(self.value(name, group, f"b{8 * size}"), group.shape)
+            if op[0] == "st":
+                memory[place] = numbers
+            elif op[0] == "red":
+                np.add.at(memory, place, numbers)
+            else:
+                before = []
+                for c, word, number in zip(*place, numbers):
+                    before.append(memory[c, word])
+                    memory[c, word] += number
+                self.write(arguments[0], group, np.array(before))
+
+    def _exchange(self, op, arguments, group):
+        """Runs an instruction that the lanes of a warp run together."""
+        target, _, whether = arguments[0].partition("|")
+        values = self.value(arguments[1], group, {"vote": "pred", "redux": op[-1], "shfl": "b32"}[op[0]])
+        values = np.broadcast_to(values, group.shape).reshape(-1, LANES)
+        match op[0], op[2]:
+            case "vote", "ballot":
+                bits = values.astype(np.uint64) << np.arange(LANES, dtype=np.uint64)
+                result = bits.sum(1, keepdims=True)
+            case "vote", "any":
+                result = values.any(1, keepdims=True)
+            case "redux", how:
+                of_two = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]
+                result = of_two.reduce(values, 1, values.dtype, keepdims=True)
+            case "shfl", how:
+                by = np.broadcast_to(self.value(arguments[2], group, "u32"), group.shape).reshape(-1, LANES)
+                lane, by = np.arange(LANES)[None], by.astype(int)
+                source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": by % LANES}[how]
+                inside = (source >= 0) & (source < LANES)
+                result = np.take_along_axis(values, np.where(inside, source, lane), 1)
+                if whether:
+                    self.write(whether, group, np.broadcast_to(inside, values.shape).ravel())
+            case _:
+                raise NotImplementedError(".".join(op))
+        self.write(target, group, np.broadcast_to(result, values.shape).ravel())
 
 
 def _parse(text):
+    text = re.sub(r"\.reg[^;]*;", "", re.sub(r"<([a-z]\w*)>", r"%\1", text))
     program, labels = [], {}
     for label, statement in _STATEMENT.findall(text):
         if label:
@@ -56,108 +274,73 @@ def _parse(text):
         elif statement.strip():
             predicate, rest = _PREDICATE.findall(statement)[0]
             op, _, arguments = rest.partition(" ")
+            op = op.replace("::", "_").split(".")
             program.append((predicate or None, op, [a.strip() for a in _ARGUMENT.findall(arguments)]))
     return program, labels
 
 
-def _of_warp(program, at):
-    return at < len(program) and program[at][1].startswith(("shfl.", "redux.", "vote."))
+def _names(argument):
+    """Returns the registers of an argument: several in braces, or one."""
+    return [name.strip() for name in argument.strip("{}").split(",")]
 
 
-def _signed(value, bits):
-    value &= (1 << bits) - 1
-    return value - (value >> bits - 1 << bits)
+@functools.cache
+def _number(text, dtype):
+    """Returns a number in the text."""
+    if text.startswith("0f"):
+        return np.uint32(int(text[2:], 16)).view(np.float32)
+    if dtype is np.bool_:
+        return np.bool_(int(text) != 0)
+    bits = 8 * np.dtype(dtype).itemsize
+    return np.array(int(text, 0) & (1 << bits) - 1, f"u{bits // 8}").view(dtype)[()]
 
 
-def _float(bits):
-    return np.uint32(bits & 0xFFFFFFFF).view(np.float32)
+def _shifted(op, x, by):
+    bits = 8 * np.dtype(x.dtype).itemsize
+    within = np.minimum(by, bits - 1).astype(x.dtype)
+    if op == "shl":
+        return np.where(by < bits, np.left_shift(x, within), x.dtype.type(0))
+    return x >> within if x.dtype.kind == "i" else np.where(by < bits, x >> within, x.dtype.type(0))
 
 
-def _names(operand):
-    """The registers of an operand: several in braces, or one."""
-    return [name.strip() for name in operand.strip("{}").split(",")]
+def _converted(op, x):
+    into, out_of = op[-2:]
+    if into in _DTYPES and out_of == "f32" and np.dtype(_DTYPES[into]).kind in "iu":
+        rounded = {"rzi": np.trunc, "rni": np.rint, "rpi": np.ceil}[op[1]](x.astype(np.float64))
+        limits = np.iinfo(_DTYPES[into])
+        most = float(limits.max) if limits.bits < 64 else np.nextafter(2.0**limits.bits, 0)
+        return np.clip(np.nan_to_num(rounded), limits.min, most).astype(_DTYPES[into])
+    if "bf16" in (into, out_of):
+        raise NotImplementedError(".".join(op))
+    return x.astype(_DTYPES[into])
 
 
-class _Thread:
-    def __init__(self, memory, registers):
-        self.memory, self.registers, self.at = memory, registers, 0
-
-    def value(self, name):
-        if name.startswith("0f"):
-            return int(name[2:], 16)
-        # a register that was not written yet holds anything
-        return self.registers.get(name, 0xABCDEF) if re.match(r"[%a-z]", name) else int(name, 0)
-
-    def span(self, operand, size):
-        base, _, offset = operand.strip("[]").partition("+")
-        at = self.value(base.strip()) + int(offset or 0)
-        assert at % size == 0 and 0 <= at <= len(self.memory) - size, operand
-        return slice(at, at + size)
-
-    def run(self, program, labels):
-        """Runs until the thread is at the end, or waits for others."""
-        while self.at < len(program):
-            predicate, op, arguments = program[self.at]
-            if op.startswith("bar.") or _of_warp(program, self.at):
-                return
-            self.at += 1
-            if predicate is None or bool(self.value(predicate.lstrip("!"))) != predicate.startswith("!"):
-                if op == "bra":
-                    self.at = labels[arguments[0]]
-                else:
-                    self.execute(op.split("."), arguments)
-
-    def execute(self, op, arguments):
-        bits = int(re.sub(r"\D", "", op[-1]) or 1)
-        if op[0] in ("ld", "st", "atom", "red"):
-            return self.access(op, arguments, bits // 8)
-        if op[0] == "mov" and "{" in "".join(arguments[:2]):
-            return self.split_or_join(arguments, bits)
-        values = [self.value(a) for a in arguments[1:]]
-        result = _alu(op, values, bits)
-        self.registers[arguments[0]] = result if op[0] == "setp" else result & (1 << bits) - 1
-        return None
-
-    def access(self, op, arguments, size):
-        if op[0] in ("atom", "red"):
-            span = self.span(arguments[-2], size)
-            before = int.from_bytes(self.memory[span].tobytes(), "little")
-            self.memory[span] = np.frombuffer(
-                (before + self.value(arguments[-1])).to_bytes(size, "little"), "u1"
-            )
-            if op[0] == "atom":
-                self.registers[arguments[0]] = before
-            return
-        operand, address = arguments if op[0] == "ld" else arguments[::-1]
-        names = _names(operand)
-        span = self.span(address, size * len(names))
-        if op[0] == "ld":
-            for i, name in enumerate(names):
-                part = self.memory[span][i * size : (i + 1) * size]
-                self.registers[name] = int.from_bytes(part.tobytes(), "little")
-        else:
-            parts = [(self.value(name) & (1 << 8 * size) - 1).to_bytes(size, "little") for name in names]
-            self.memory[span] = np.frombuffer(b"".join(parts), "u1")
-
-    def split_or_join(self, arguments, bits):
-        into, out_of = (_names(a) for a in arguments)
-        each = bits // max(len(into), len(out_of))
-        whole = sum((self.value(name) & (1 << each) - 1) << each * i for i, name in enumerate(out_of))
-        if len(out_of) == 1:
-            whole = self.value(out_of[0])
-        each = bits // len(into)
-        self.registers |= {name: whole >> each * i & (1 << each) - 1 for i, name in enumerate(into)}
+def _halves(kind, *words):
+    """Returns the halves of words, (threads, 2), in the dtype of a pair."""
+    words = np.broadcast_arrays(*words)
+    return [np.ascontiguousarray(word)[:, None].view(_PAIRS[kind]) for word in words]
 
 
-def _alu(op, values, bits):
+def _bits_of_largest(kind, a, b):
+    """Returns in which of two numbers of 16 bits the larger one is, or a NaN."""
+    if kind.startswith("bf16"):
+        a, b = ((x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in (a, b))
+    return (a >= b) | np.isnan(a)
+
+
+def _computed(op, a, b=None, c=None):
+    """Returns the result of an instruction whose operands are of one kind."""
     kind = op[-1]
-    a, b, c = [*values, 0, 0][:3]
-    if kind == "f32" and op[0] in ("add", "mul", "rcp"):
-        with np.errstate(all="ignore"):
-            x = {"add": _float(a) + _float(b), "mul": _float(a) * _float(b), "rcp": 1 / _float(a)}[op[0]]
-        return int(np.float32(x).view(np.uint32))
-    if kind[0] == "s" and op[0] in ("max", "min", "setp", "shr"):
-        a, b = _signed(a, bits), _signed(b, bits)
+    is_float = kind == "f32"
+    if kind in _PAIRS and op[0] in ("add", "min", "max"):
+        halves = _halves(kind, a, b)
+        if "NaN" in op:
+            out = np.where(_bits_of_largest(kind, *halves), *halves)
+        else:
+            out = {"add": np.add, "min": np.minimum, "max": np.maximum}[op[0]](*halves)
+        return np.ascontiguousarray(out).view(np.uint32)[:, 0]
+    if kind in ("bf16", "f16") and op[0] == "max":
+        return np.where(_bits_of_largest(kind, a, b), a, b)
     match op[0]:
         case "mov":
             return a
@@ -165,10 +348,20 @@ def _alu(op, values, bits):
             return a + b
         case "sub":
             return a - b
+        case "mul" if op[1] == "wide":
+            return a.astype(np.uint64) * np.uint64(b)
+        case "mul" if op[1] == "hi":
+            return (a.astype(np.uint64) * np.asarray(b).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
         case "mul":
-            return a * b >> 32 if op[1] == "hi" else a * b
+            return a * b
         case "mad":
             return a * b + c
+        case "fma":
+            return (a.astype(np.float64) * np.float64(b) + np.float64(c)).astype(np.float32)
+        case "div" if is_float:
+            return a / b
+        case "rcp":
+            return np.float32(1) / a
         case "and":
             return a & b
         case "or":
@@ -176,61 +369,42 @@ def _alu(op, values, bits):
         case "xor":
             return a ^ b
         case "not":
-            return ~int(a)
-        case "shl":
-            return a << min(b, 32)
-        case "shr":
-            return a >> min(b, 32)
-        case "max" | "min":
-            return max(a, b) if op[0] == "max" else min(a, b)
-        case "selp":
-            return a if c else b
+            return ~a
+        case "abs":
+            return np.abs(a)
+        case "prmt":  # of bytes of a, and their signs
+            bytes_ = np.ascontiguousarray(a).view(np.uint8).reshape(-1, 4)
+            picks = [int(c) >> 4 * i & 15 for i in range(4)]
+            assert all(pick & 7 < 4 for pick in picks)
+            picked = [bytes_[:, pick & 3] for pick in picks]
+            signs = [np.where(byte >= 128, 255, 0) if pick & 8 else byte for byte, pick in zip(picked, picks)]
+            return np.stack(signs, 1).astype(np.uint8).view(np.uint32)[:, 0]
+        case "min" if is_float:
+            return (np.minimum if "NaN" in op else np.fmin)(a, b)
+        case "max" if is_float:
+            return (np.maximum if "NaN" in op else np.fmax)(a, b)
+        case "min":
+            return np.minimum(a, b)
+        case "max":
+            return np.maximum(a, b)
+        case "ex2":
+            out = np.exp2(a)
+            return np.where(np.abs(out) < np.finfo(np.float32).tiny, np.float32(0), out)
+        case "lg2":
+            return np.log2(a)
         case "popc":
-            return a.bit_count()
-        case "brev":
-            return int(f"{a:032b}"[::-1], 2)
+            return np.bitwise_count(a).astype(np.uint32)
+        case "bfind":  # of 0 it has all bits
+            return _bit_length(a) - np.uint32(1)
         case "clz":
-            return 32 - a.bit_length()
-        case "bfind":
-            return a.bit_length() - 1
-        case "setp":
-            holds = _COMPARE[op[1]](a, b)
-            return {"and": holds and bool(c), "or": holds or bool(c)}.get(op[2], holds)
-        case "cvt":
-            return _converted(op[-2], kind, a)
+            return np.uint32(32) - _bit_length(a)
+        case "brev":
+            bits = np.unpackbits(np.ascontiguousarray(a)[:, None].view(np.uint8), axis=1, bitorder="little")
+            return np.packbits(bits, axis=1).view(">u4").astype(np.uint32)[:, 0]
+        case "mapa":
+            return (a & np.uint32((1 << _PEER) - 1)) | ((np.uint32(1) + b) << np.uint32(_PEER))
     raise NotImplementedError(".".join(op))
 
 
-def _converted(into, out_of, a):
-    match into, out_of:
-        case "f32", "u32":
-            return int(np.float32(a).view(np.uint32))
-        case "u32", "f32":
-            return min(0xFFFFFFFF, int(_float(a)))
-        case "s32", "s16":
-            return _signed(a, 16)
-    raise NotImplementedError(f"cvt.{into}.{out_of}")
-
-
-def _exchange(op, arguments, warp):
-    """Runs an instruction that the lanes of a warp run together."""
-    target, _, whether = arguments[0].partition("|")
-    values = [lane.value(arguments[1]) for lane in warp]
-    match op[0]:
-        case "vote":
-            results = [sum(bool(v) << i for i, v in enumerate(values))] * LANES
-        case "redux":
-            values = [_signed(v, 32) for v in values] if op[-1] == "s32" else values
-            results = [{"max": max, "min": min, "add": sum}[op[2]](values) & 0xFFFFFFFF] * LANES
-        case _:
-            sources = []
-            for i, lane in enumerate(warp):
-                by = lane.value(arguments[2])
-                sources.append({"up": i - by, "down": i + by, "bfly": i ^ by, "idx": by}[op[2]])
-            inside = [0 <= j < LANES for j in sources]
-            results = [values[j] if ok else values[i] for i, (j, ok) in enumerate(zip(sources, inside))]
-            if whether:
-                for lane, ok in zip(warp, inside):
-                    lane.registers[whether] = ok
-    for lane, result in zip(warp, results):
-        lane.registers[target] = result
+def _bit_length(x):
+    return np.frexp(x.astype(np.float64))[1].astype(np.uint32)

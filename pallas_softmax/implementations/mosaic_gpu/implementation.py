@@ -69,8 +69,8 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
 
 def sample(logits, where, u, temperature, top_k, top_p, min_p):
     *batch, vocab = logits.shape
-    window = plan_sample(logits.size // vocab, vocab, logits.dtype, target.capability())
-    assert window is not None, "unsupported"
+    layout = plan_sample(logits.size // vocab, vocab, logits.dtype, target.capability())
+    assert layout is not None, "unsupported"
 
     def per_row(numbers, default, dtype):
         numbers = jnp.asarray(default if numbers is None else numbers, dtype)
@@ -84,7 +84,7 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p):
         per_row(min_p, 0, jnp.float32),
     )
     mask = fold_mask(where, logits.shape, len(batch))
-    results = sample_kernel.sample_rows(logits.reshape(-1, vocab), mask, numbers, window)
+    results = sample_kernel.sample_rows(logits.reshape(-1, vocab), mask, numbers, layout)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 

@@ -2,8 +2,7 @@
 
 A function decorated with `inline` is called in the kernel with arrays and references. While it is traced it sees
 what one thread has of them: registers, which are MLIR vectors, and memory references. Its PTX is text, in which
-<name> stands for an operand or a result, and which declares all its other registers itself: `Code` takes it in
-strings, and `ptx_values` writes it as arithmetic.
+<name> stands for an operand or a result, and which declares all its other registers itself: `ptx_values` writes it.
 """
 
 import re
@@ -16,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 # Typed Any, since pyright does not know that the decorator adds the function's first parameter.
 inline: Any = plgpu.inline_mgpu
@@ -27,18 +27,7 @@ SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 PER_THREAD: Any = SCALAR
 
 LANES = 32  # threads of a warp
-WARPS = WARPGROUP // LANES  # of a CTA
-WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
-BARRIER = f"bar.sync 1, {WARPGROUP};"  # at which all threads of the CTA meet; Mosaic numbers barriers from 1
-
-
-def float_literal(value: float) -> str:
-    """A float32 as PTX writes it: 0f, and the eight hexadecimal digits of its bits."""
-    return f"0f{np.float32(value).view(np.uint32):08X}"
-
-
-ZERO, ONE = float_literal(0), float_literal(1)
-INF, NEG_INF, NAN = float_literal(np.inf), float_literal(-np.inf), float_literal(np.nan)
+WARPS = WARPGROUP // LANES  # of a warpgroup
 
 # How LLVM names the kind of register that holds a value of an MLIR type.
 _CONSTRAINTS = {
@@ -113,61 +102,9 @@ def as_block(element: ir.Value, signed: bool | None = None):
 # --- PTX ----------------------------------------------------------------------------------------------
 
 
-class Code:
-    """PTX text that is being written, and the registers that it has named so far.
-
-        code = Code()
-        total, term = code.new("f32", 2)
-        code += f"add.f32 {total}, {total}, {term};"
-
-    A function that writes a piece of it makes registers of its own by `new`, and takes the names of all others, so
-    that no two pieces share a register unknown to each other.
-    """
-
-    def __init__(self):
-        self.lines: list[str] = []
-        self.declarations: list[str] = []
-        self.labels = 0
-
-    def __iadd__(self, line: str):
-        self.lines.append(line)
-        return self
-
-    def new(self, kind: str, count: int = 1) -> list[str]:
-        """Names of fresh registers of a type of PTX, like "b32" or "pred"."""
-        prefix = f"r{len(self.declarations)}_"
-        self.declarations.append(f".reg .{kind} {prefix}<{count}>;")
-        return [f"{prefix}{i}" for i in range(count)]
-
-    def one(self, kind: str) -> str:
-        """The name of a fresh register."""
-        return self.new(kind)[0]
-
-    def constant(self, kind: str, value: str | int) -> str:
-        """The name of a fresh register, which the text sets to a number here."""
-        register = self.one(kind)
-        self += f"mov.{kind} {register}, {value};"
-        return register
-
-    def label(self, name: str) -> str:
-        """A fresh label, which starts with this name."""
-        self.labels += 1
-        return f"{name}{self.labels}"
-
-    def tree(self, op: str, kind: str, names: list[str]) -> str:
-        """Reduces registers by a binary instruction, in pairs and pairs of pairs; the register with the result."""
-        while len(names) > 1:
-            pairs = self.new(kind, len(names) // 2)
-            for out, a, b in zip(pairs, names[::2], names[1::2]):
-                self += f"{op} {out}, {a}, {b};"
-            names = pairs + names[len(pairs) * 2 :]
-        return names[0]
-
-    def __str__(self) -> str:
-        return "\n".join(self.declarations + self.lines)
-
-
-def emit_ptx(code: Code, operands: dict[str, ir.Value], results: dict[str, str] | None = None) -> list[Any]:
+def emit_ptx(
+    code: Program, operands: dict[str, ir.Value], results: dict[str, str] | None = None
+) -> list[Any]:
     """Puts PTX into the inline code that is being traced, in a scope of its own.
 
     Args:

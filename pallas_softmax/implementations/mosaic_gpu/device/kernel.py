@@ -16,10 +16,11 @@ def gpu_kernel(
     scratch_types: Any = (),
     name: str | None = None,
     cluster: int = 1,
+    warpgroups: int | None = None,
     approximate: bool = False,
     interpret: Any = None,
 ) -> Callable[..., Any]:
-    """The function that launches a kernel with CTAs of one warpgroup on its inputs.
+    """The function that launches a kernel on its inputs, with CTAs of one warpgroup, or of more.
 
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the
@@ -30,6 +31,8 @@ def gpu_kernel(
       scratch_types: shared memory and barriers, by name.
       name: the kernel's name in profiles, if it is not that of `body`.
       cluster: number of CTAs in a cluster. More than one must be all those of the grid's last axis.
+      warpgroups: number of warpgroups of a CTA, which run the body side by side, each with its number at the axis
+        "warpgroup". By default there is one, and no such axis.
       approximate: whether exp and log are computed by the fast instructions of the GPU; see
         `softmax.plan.approximate`.
       interpret: as for `pallas_call`.
@@ -39,6 +42,10 @@ def gpu_kernel(
         cluster_axis: dict[str, Any] = {"cluster": (cluster,), "cluster_names": (last,)}
     else:
         names, cluster_axis = [*grid], {}
+
+    threads: dict[str, Any] = {}
+    if warpgroups is not None:
+        threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
 
     def launch(*inputs):
         return plgpu.kernel(
@@ -54,6 +61,7 @@ def gpu_kernel(
             ),
             interpret=interpret,
             **cluster_axis,
+            **threads,
             **_cost(jax.tree.leaves(inputs), jax.tree.leaves(out_type)),
         )(*inputs)
 

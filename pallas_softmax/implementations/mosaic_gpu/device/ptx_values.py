@@ -20,28 +20,27 @@ later. So a number that changes in a loop of the GPU is a variable, made by `var
 changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
 
 A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", the same of 16 or 64
-bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two floats of 16 bits ("f16x2", "bf16x2"), or a
-condition ("pred").
+bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two numbers of 16 bits ("f16x2", "bf16x2", "u16x2",
+"s16x2"), or a condition ("pred").
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    BARRIER,
-    WHOLE_WARP,
-    Code,
-    float_literal,
-)
+import numpy as np
+
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 
 _BITS = {
     **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
-    **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32},
+    **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32, "u16x2": 32, "s16x2": 32},
 }
 _FLOATS = {"f16", "bf16", "f32"}
 _ACCESS_BYTES = 16  # that a thread loads or stores at once
+_WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
 _LAST_LANE = 31
+_SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
 
 
 class Value:
@@ -93,7 +92,9 @@ class Value:
         return self.program.shift(f"shr.{self.kind}", self, by)
 
     def sign(self) -> "Value":
-        """Returns as many bits, all ones if this is negative, else zeros."""
+        """Returns as many bits, all ones if this is negative, else zeros; of a pair each half by itself."""
+        if self.kind == "s16x2":
+            return self.program.sign_of_halves(self)
         return self >> (_BITS[self.kind] - 1)
 
     def __lt__(self, other: Any) -> "Value":
@@ -120,30 +121,31 @@ class Value:
 Condition = Value | None  # of what is done always, None
 
 
-class Program(Code):
+class Program:
     """Text of PTX that is written by arithmetic; the top of this file shows how.
 
-    What is written by `+=`, as to any `Code`, stands between what is written by values. A function that writes strings
-    takes a value as the name of its register, and `value` makes a value of such a name.
-
-    Args:
-      code: text that is written on, if it is not a new one.
+    An instruction for which there is no function is written by `+=`, with values for the names of their registers.
     """
 
-    def __init__(self, code: Code | None = None):
-        super().__init__()
-        if code is not None:
-            self.lines, self.declarations = code.lines, code.declarations
+    def __init__(self):
+        self.lines: list[str] = []
+        self.declarations: list[str] = []
+        self.labels = 0
+
+    def __iadd__(self, line: str):
+        self.lines.append(line)
+        return self
+
+    def __str__(self) -> str:
+        return "\n".join(self.declarations + self.lines)
 
     # --- Registers
 
     def fresh(self, kind: str) -> Value:
         """Returns a register that has no value yet."""
-        return Value(self, self.one(_untyped(kind)), kind)
-
-    def value(self, register: str, kind: str) -> Value:
-        """Returns the value in a register that a function that writes strings has named."""
-        return Value(self, register, kind)
+        name = f"r{len(self.declarations)}"
+        self.declarations.append(f".reg .{_untyped(kind)} {name};")
+        return Value(self, name, kind)
 
     def operand(self, name: str, kind: str) -> Value:
         """Returns what <name> stands for: an operand, which must not be changed, or a result, which is to be set."""
@@ -204,6 +206,12 @@ class Program(Code):
         self += f"setp.{relation}.{op}.{x.kind} {out}, {x}, {_text(y, x.kind)}, {a};"
         return out
 
+    def sign_of_halves(self, x: Value) -> Value:
+        """Returns for each half of the bits as many, all ones if it is negative, else zeros."""
+        out = self.fresh(x.kind)
+        self += f"prmt.b32 {out}, {x}, 0, {_SIGNS_OF_HALVES};"
+        return out
+
     def shift(self, op: str, x: Value, by: Any) -> Value:
         """Returns the result of a shift by a number of bits, which is unsigned."""
         out = self.fresh(x.kind)
@@ -237,6 +245,10 @@ class Program(Code):
         """Returns 1 / x, to a unit in the last place."""
         return self.op("rcp.approx.ftz", "f32", x)
 
+    def divide(self, a: Value, b: Any) -> Value:
+        """Returns a / b of floats, to two units in the last place."""
+        return self.op("div.full", "f32", a, b)
+
     def multiply_wide(self, a: Value, b: int) -> Value:
         """Returns the product of an unsigned number and a constant in 64 bits."""
         out = self.fresh("u64")
@@ -249,8 +261,11 @@ class Program(Code):
 
     def reduce(self, op: str, values: Sequence[Value]) -> Value:
         """Reduces values by an instruction, like "max.NaN", in pairs and pairs of pairs."""
-        kind = values[0].kind
-        return Value(self, self.tree(_typed(op, kind), _untyped(kind), [str(v) for v in values]), kind)
+        values = list(values)
+        while len(values) > 1:
+            unpaired = values[len(values) // 2 * 2 :]
+            values = [self.op(op, a.kind, a, b) for a, b in zip(values[::2], values[1::2])] + unpaired
+        return values[0]
 
     def select(self, condition: Value, a: Any, b: Any, kind: str | None = None) -> Value:
         """Returns a where the condition holds, else b."""
@@ -264,12 +279,23 @@ class Program(Code):
         """Returns 2^x."""
         return self.op("ex2.approx.ftz", "f32", x)
 
-    def convert(self, x: Value, kind: str) -> Value:
-        """Returns the number in another kind: the nearest float, or the float without its fraction."""
+    def log2(self, x: Value) -> Value:
+        """Returns the logarithm to base 2, to 2^-22; so near 1, where it is 0, it is not exact."""
+        return self.op("lg2.approx.ftz", "f32", x)
+
+    def absolute(self, x: Value) -> Value:
+        """Returns the number without its sign."""
+        return self.op("abs", x.kind, x)
+
+    def convert(self, x: Value, kind: str, to_integer: str = "rzi") -> Value:
+        """Returns the number in another kind: the nearest float; or of a float an integer, as `to_integer` says.
+
+        That is "rzi" (without its fraction), "rni" (the nearest) or "rpi" (the next one up).
+        """
         if kind in _FLOATS:
             rounding = "" if x.kind in _FLOATS and _BITS[x.kind] < _BITS[kind] else "rn."
         else:
-            rounding = "rzi." if x.kind in _FLOATS else ""
+            rounding = f"{to_integer}." if x.kind in _FLOATS else ""
         out = self.fresh(kind)
         self += f"cvt.{rounding}{kind}.{x.kind} {out}, {x};"
         return out
@@ -313,6 +339,11 @@ class Program(Code):
         return out
 
     # --- Control
+
+    def label(self, name: str) -> str:
+        """Returns a label that the text does not have yet, which starts with this name."""
+        self.labels += 1
+        return f"{name}{self.labels}"
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Callable[..., None]]:
@@ -417,9 +448,10 @@ class Program(Code):
         for byte, vector, names in _vectors([_text(value, kind) for value in values], kind):
             self += f"{_if(when)}st.{space}{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
 
-    def add_to(self, address: Value, number: Any, when: Condition = None) -> None:
-        """Adds to a number in shared memory, atomically."""
-        self += f"{_if(when)}red.relaxed.cta.shared::cta.add.u32 [{address}], {_text(number, 'u32')};"
+    def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
+        """Adds to a number in shared memory, at address + offset, atomically."""
+        add = "red.relaxed.cta.shared::cta.add.u32"
+        self += f"{_if(when)}{add} [{address}+{offset}], {_text(number, 'u32')};"
 
     def take_from(
         self, address: Value, number: Any, *, offset: int = 0, when: Condition = None, default: Any = None
@@ -436,11 +468,15 @@ class Program(Code):
         add = "atom.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_text(number, 'u32')};"
 
+    def in_cta(self, address: Value, cta: Any) -> Value:
+        """Returns the address, for space="shared::cluster", of what another CTA of the cluster has at this one."""
+        return self.op("mapa.shared::cluster", "u32", address, cta)
+
     # --- Warps and CTAs
 
     def barrier(self) -> None:
-        """All threads of the CTA meet."""
-        self += BARRIER
+        """All threads of a CTA of one warpgroup meet."""
+        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic numbers barriers from 1
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
         """Returns the value of another lane: "bfly" (number lane ^ by), "down" (lane + by) or "idx" (by)."""
@@ -448,31 +484,31 @@ class Program(Code):
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
         out = self.fresh(x.kind)
-        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {WHOLE_WARP};"
+        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {_WHOLE_WARP};"
         return out
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
         """Returns the value of lane number lane - by, and a condition: whether there is one."""
         out, inside = self.fresh(x.kind), self.fresh("pred")
-        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {WHOLE_WARP};"
+        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {_WHOLE_WARP};"
         return out, inside
 
     def over_lanes(self, op: str, x: Value) -> Value:
         """Reduces an integer over the lanes of a warp by "add", "min" or "max"; each of them gets the result."""
         out = self.fresh(x.kind)
-        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {WHOLE_WARP};"
+        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {_WHOLE_WARP};"
         return out
 
     def any(self, condition: Value) -> Value:
         """Returns a condition: whether another one holds in some lane of the warp."""
         out = self.fresh("pred")
-        self += f"vote.sync.any.pred {out}, {condition}, {WHOLE_WARP};"
+        self += f"vote.sync.any.pred {out}, {condition}, {_WHOLE_WARP};"
         return out
 
     def ballot(self, condition: Value) -> Value:
         """Returns the lanes of the warp in which the condition holds, as bits."""
         out = self.fresh("u32")
-        self += f"vote.sync.ballot.b32 {out}, {condition}, {WHOLE_WARP};"
+        self += f"vote.sync.ballot.b32 {out}, {condition}, {_WHOLE_WARP};"
         return out
 
 
@@ -507,4 +543,5 @@ def _text(value: Any, kind: str) -> str:
         if value.name.startswith("!"):
             return value.program.op("not", "pred", ~value).name
         return value.name
-    return float_literal(value) if kind == "f32" else str(int(value))
+    # a float is 0f, and the eight hexadecimal digits of its bits
+    return f"0f{np.float32(value).view(np.uint32):08X}" if kind == "f32" else str(int(value))

@@ -1,143 +1,139 @@
-"""The draw: the first kept entry, in the order of the row, at which the kept mass exceeds u times all of it.
+"""The entry that is drawn: the first, in the order of the row, at which the kept mass exceeds u times all of it.
 
-The way from that mass to an element goes down, in inline PTX, from what sums up more to what sums up less, and at each
-step takes off what comes before. With u = 0.7, and kept masses of 1 and 2 in two CTAs:
+From the kept masses of the CTAs, of the warps of one CTA, of the chunks of one warp, of the lanes of one chunk:
 
-    target     0.7 * 3 = 2.1
-    CTA        masses 1, 2                  before them 0, 1: CTA 1, with 2.1 - 1 = 1.1 to go
-    group      masses .5, 0, 1.5            before them 0, .5, .5: group 2, with 0.6 to go
-    thread     masses 0, .5, 0, 1, ...      before them 0, 0, .5, .5: thread 3, with 0.1 to go
-    element    masses 0, .25, .75, ...      before them 0, 0, .25: element 1
+    kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
+    before it       0   | 0.5 | 2 | 2        it lies in the second, of which 1.3 is to be found there
 
-It is the last one that has kept mass and before which there is no more than the target. So rounding, by which the sum
-of the parts of something may be less than what was summed up, never leads to an entry that is not kept.
+each time the last of them with kept mass before which there is not more than the target.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import WARPS, ZERO
-from pallas_softmax.implementations.mosaic_gpu.sample import cluster_ptx, kept_ptx
-from pallas_softmax.implementations.mosaic_gpu.sample.program import Program, word
-from pallas_softmax.implementations.mosaic_gpu.sample.search import Kept
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
+from pallas_softmax.implementations.mosaic_gpu.sample import arrival_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept
 
-
-class Vectors(NamedTuple):
-    """Registers with the neighbouring vectors of a group that a thread takes, as many as the group has blocks (b32).
-
-    Attributes:
-      position: position in the part of their first element.
-      address: its address.
-      count: number of vectors.
-    """
-
-    position: str
-    address: str
-    count: str
+_EVERYWHERE = 0x7FFFFFFF  # a position after all others
 
 
-def cta_reaching(code: Program, masses: list[str], target: str) -> tuple[str, str]:
-    """Returns the number of the CTA of the draw (b32), and the kept mass of those before it (f32).
+def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
+    """Returns in which lane a target lies, and what is left of it there; lanes have a mass, and so much before it."""
+    lane = p.last_that((mass > 0.0) & (before <= target))
+    return lane, target - p.shuffle(before, "idx", lane)
+
+
+def draw_from_part(
+    p: Row, kept: Kept, cta: Value, target: Value, least: Value, filtered: Value
+) -> tuple[Value, Value]:
+    """Returns the position of the entry, and the entry as a float; in the CTA in which the target lies.
 
     Args:
-      masses: the kept mass of each CTA.
-      target: the mass to go.
+      cta: its number.
+      target: the kept mass of the CTA up to the entry.
+      least: the least mass that is kept, by min_p.
+      filtered: whether something is left out; if not, the masses of warps are those of the arrival.
     """
-    before, chosen, before_chosen = code.constant("f32", ZERO), code.constant("b32", 0), code.one("f32")
-    code += f"mov.f32 {before_chosen}, {ZERO};"
-    for cta, mass in enumerate(masses):
-        here = _may_be_here(code, before, mass, target)
-        code += f"@{here} mov.b32 {chosen}, {cta}; @{here} mov.f32 {before_chosen}, {before};"
-        code += f"add.f32 {before}, {before}, {mass};"
-    return chosen, before_chosen
+    # Of the entries with the last key, those from the position `cut` on are left out.
+    equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
+    cut = p.var(_EVERYWHERE, "s32")
+    with p.when(equal_kept < equal):
+        p.set(cut, 0)
+        with p.when(equal_kept > 0):
+
+            def one_if_equal(x, _):
+                return p.select(p.key(x).equals(kept.key), 1.0, 0.0, "f32")
+
+            position, _ = _find(p, one_if_equal, p.convert(equal_kept, "f32"))
+            p.set(cut, position)
+            p.barrier()
+
+    def kept_weight(x, position):
+        weight, key = p.weight(x), p.key(x)
+        equal = key.equals(kept.key) & (position < cut)
+        inside = ((key > kept.key) | equal) & (weight >= least)
+        return p.select(inside, weight, 0.0)
+
+    return _find(p, kept_weight, target, filtered)
 
 
-def group_reaching(code: Program, target: str) -> str:
-    """Returns the group of the draw in this CTA (b32); takes the kept mass of those before it off the target."""
-    before, group, before_group = code.constant("f32", ZERO), code.constant("b32", 0), code.one("f32")
-    code += f"mov.f32 {before_group}, {ZERO};"
-    for i, mass in enumerate(kept_ptx.load_sums(code)):
-        here = _may_be_here(code, before, mass, target)
-        code += f"@{here} mov.b32 {group}, {i}; @{here} mov.f32 {before_group}, {before};"
-        code += f"add.f32 {before}, {before}, {mass};"
-    code += f"sub.f32 {target}, {target}, {before_group};"
-    return group
+def _find(
+    p: Row, weight: Callable[[Value, Value], Value], target: Value, filtered: Value | None = None
+) -> tuple[Value, Value]:
+    """Returns the position of the last element with mass before which there is not more than `target`, and the element.
 
-
-def vectors_of_group(code: Program, group: str) -> Vectors:
-    """Returns the vectors of a group that a thread takes for the draw.
-
-    They are neighbours in the order of the row, so that those of lower threads come before them:
-
-        of the group, in the order of the row     t0 t0 t0 t0 t1 t1 t1 t1 t2 ...     for a group of 4 blocks
+    Args:
+      weight: called as weight(element, position), writes the mass of an element.
+      target: not negative.
+      filtered: whether the masses of warps must be added up; if not, they are those of the arrival.
     """
-    position, count, address = code.new("b32", 3)
-    code += f"mul.lo.u32 {position}, {group}, {code.group_blocks};"
-    code += (
-        f"sub.u32 {count}, {code.window.blocks}, {position}; min.u32 {count}, {count}, {code.group_blocks};"
-    )
-    code += f"mul.lo.u32 {position}, {position}, {WARPGROUP};"
-    code += f"mad.lo.u32 {position}, <thread>, {count}, {position};"
-    code += f"mad.lo.u32 {address}, {position}, 16, <x>;"
-    code += f"mul.lo.u32 {position}, {position}, {code.window.vec};"
-    return Vectors(position, address, count)
+
+    def go_on(mass):
+        return choose(p, mass, p.scan(mass)[0], target)
+
+    warp, target = go_on(_masses_of_warps(p, weight, filtered))
+
+    # The chunks of that warp, one for each warp of the CTA at a time.
+    span, chunks = p.span_of(warp)
+    masses = p.layout.drawn + LANES
+    chunk = p.var(p.warp)
+    with p.loop() as leave:
+        leave(chunk >= chunks.bits("u32"))
+        at = span + chunk * CHUNK_BYTES
+        of_lane = p.reduce("add", _weights(p, weight, p.vector(at), at))
+        p.store(p.word(masses, chunk), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
+        p.increase(chunk, p.warps)
+    p.barrier()
+    inside = p.lane < chunks.bits("u32")
+    chunk, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
+
+    at = span + chunk * CHUNK_BYTES
+    words = p.vector(at)
+    weights = _weights(p, weight, words, at)
+    lane, target = go_on(p.reduce("add", weights))
+    elements = p.floats(words)
+    before, number, element = p.var(0, "f32"), p.var(0, "s32"), p.var(elements[0])
+    for i, (x, mass) in enumerate(zip(elements, weights)):
+        reached = (mass > 0.0) & (before <= target)
+        p.set(number, i, reached)
+        p.set(element, x, reached)
+        p.increase(before, mass)
+    position = _position_of(p, at) + number
+    return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
 
 
-def thread_reaching(code: Program, vectors: Vectors, kept: Kept, least_weight: str, target: str):
-    """Returns a predicate: whether the draw is in this thread; and the kept mass of lower threads (f32)."""
-    own = code.constant("f32", ZERO)
-    for mass, _, _ in _elements(code, vectors, kept, least_weight):
-        code += f"add.f32 {own}, {own}, {mass};"
-    before, _ = cluster_ptx.sum_of_lower_threads(code, own, "f32", code.scratch.scans)
-    last = code.constant("b32", -1)
-    here = _may_be_here(code, before, own, target)
-    code += f"@{here} mov.b32 {last}, <thread>;"
-    cluster_ptx.reduce_warp(code, "max.s32", "b32", last)
-    cluster_ptx.send(code, code.scratch.beside_scan, [last])
-    cluster_ptx.meet(code)
-    of_warps = code.new("b32", WARPS)
-    code += f"ld.shared.v4.b32 {{{', '.join(of_warps)}}}, [{word(code.scratch.beside_scan)}];"
-    code += f"setp.eq.s32 {here}, <thread>, {code.tree('max.s32', 'b32', of_warps)};"
-    return here, before
+def _masses_of_warps(p: Row, weight: Callable[[Value, Value], Value], filtered: Value | None) -> Value:
+    """Returns the mass of each warp of the CTA, in the lane of its number."""
+    mass, drawn = p.var(0, "f32"), p.layout.drawn
+
+    def add_up():
+        p.sweep(lambda words, at: p.increase(mass, p.reduce("add", _weights(p, weight, words, at))))
+        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [mass]), when=p.first_lane)
+        p.barrier()
+        p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
+
+    if filtered is None:
+        add_up()
+        return mass
+    with p.when(filtered):
+        add_up()
+    with p.when(~filtered):
+        m, d = arrival_ptx.of_warp(p)
+        p.set(mass, d * p.exp2((p.max(m, LOWEST) - p.top) * p.scale))
+    return mass
 
 
-def element_reaching(
-    code: Program, vectors: Vectors, kept: Kept, least_weight: str, target: str, before: str
-) -> tuple[str, str]:
-    """Returns the element's number among those of the thread's vectors (b32), and its distance (f32).
-
-    `before` is the kept mass of lower threads; it does not stay that.
-    """
-    chosen, distance_of_chosen = code.constant("b32", 0), code.constant("f32", ZERO)
-    for mass, distance, number in _elements(code, vectors, kept, least_weight):
-        here = _may_be_here(code, before, mass, target)
-        code += f"@{here} mov.b32 {chosen}, {number}; @{here} mov.f32 {distance_of_chosen}, {distance};"
-        code += f"add.f32 {before}, {before}, {mass};"
-    return chosen, distance_of_chosen
+def _weights(
+    p: Row, weight: Callable[[Value, Value], Value], words: list[Value], address: Value
+) -> list[Value]:
+    """Returns the mass of each element of the words of a turn, the first of which is at an address."""
+    first, vec = _position_of(p, address), p.layout.window.vec
+    return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 
 
-def _may_be_here(code: Program, before: str, mass: str, target: str) -> str:
-    """Returns a predicate: the draw is here or later, since there is mass and no more than the target before it."""
-    here = code.one("pred")
-    code += f"setp.le.f32 {here}, {before}, {target}; setp.gt.and.f32 {here}, {mass}, {ZERO}, {here};"
-    return here
-
-
-def _elements(
-    code: Program, vectors: Vectors, kept: Kept, least_weight: str
-) -> Iterator[tuple[str, str, str]]:
-    """Walks over the elements of vectors; see `walk_ptx`. Yields registers with kept mass, distance and number."""
-    turn, address = code.new("b32", 2)
-    again, more = code.label("vector"), code.one("pred")
-    code += f"mov.b32 {turn}, 0; mov.b32 {address}, {vectors.address}; {again}:"
-    (words,) = code.kind.vectors(code, address, [0])
-    for i, x in enumerate(code.kind.floats(code, words, False)):
-        distance, mass, number = code.distance(x), code.one("f32"), code.one("b32")
-        weight = code.weight(distance)
-        keeps = kept_ptx.is_kept(code, x, weight, kept, least_weight)
-        code += f"selp.f32 {mass}, {weight}, {ZERO}, {keeps};"
-        code += f"mad.lo.u32 {number}, {turn}, {code.window.vec}, {i};"
-        yield mass, distance, number
-    code += f"add.u32 {turn}, {turn}, 1; add.u32 {address}, {address}, 16;"
-    code += f"setp.lt.u32 {more}, {turn}, {vectors.count}; @{more} bra {again};"
+def _position_of(p: Row, address: Value) -> Value:
+    """Returns the position in the part of the element at an address."""
+    return ((address - p.x) >> (p.elements.itemsize.bit_length() - 1)).bits("s32")

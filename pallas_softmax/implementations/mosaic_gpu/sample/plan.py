@@ -1,7 +1,8 @@
 """How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
 
 A row lies in the shared memory of one CTA, or in parts in that of the CTAs of a cluster, as the `Window` drawn in
-`topk/plan.py`. Beside its part a CTA has words for the search, the `Scratch`.
+`topk/plan.py`. A CTA has several warpgroups, each with a step of the window, and beside its part some words for the
+search: the `Layout`.
 """
 
 import dataclasses
@@ -11,128 +12,141 @@ import jax.numpy as jnp
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
     MAX_CLUSTER,
-    RESERVED_SMEM_BYTES,
     SMEM_BYTES,
     WARPGROUP,
 )
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
-STEP_ELEMENTS = 32  # elements of a thread that arrive together
-GROUP_ELEMENTS = 16  # elements of a thread whose kept mass is one number; two of them are in the histogram
+CHUNK_BYTES = LANES * ACCESS_BYTES  # what a warp loads at once
+MAX_CTAS = 16  # of a cluster
+MAX_WARPS = 16  # of a CTA
+MAX_BLOCKS = LANES  # of a warpgroup: a lane knows the mass of one chunk of a warp
+MAX_PART = 2**16  # elements of a CTA, so that sums of as many numbers of 16 bits have 32
+MAX_V = MAX_CTAS * MAX_PART
 
-BUCKETS = 1024  # buckets of the histogram of distances: 64 for each power of two, from 2^-9 to 2^7
-KEY_BUCKETS = 256  # buckets of a round over the keys, two for each thread
+BUCKETS = 2048  # of the histogram by distance
+VALUE_BUCKETS = 4096  # of that of the values of bfloat16: for 31 powers of two with 128 values each, and 0
+SECTIONS = 64  # of a histogram: their sums are what the CTAs exchange first, two for each lane
+DIGIT = 128  # buckets of a round over the keys, four for each lane
 
-# What follows rests on device times of one H100 80GB HBM3 (2026-11-22, jax 0.11.2), in us: without a filter, with
-# top_k = 50, and with top_p = 0.9, of normal logits. All parts of a row wait for each other several times, so the
-# fewer they are the better.
+# Normal logits, V = 151,936: 170, 270 and 580 keys in the zone of top_p = 0.5, 0.9, 0.99, and 1,056 for top_k = 1000.
+ROW_KEYS = 2_500  # for which there is room in the lists of a row
 
-# Two CTAs share a multiprocessor, so that one works while the part of the other arrives: (1024, 151936) bfloat16 takes
-# 160, 409 and 838 in 5 parts, of which two fit, and 227, 666 and 1396 in 4.
-HALF_SMEM_BYTES = 112 * 1024  # of a CTA's shared memory, where a multiprocessor has 228 KB
-# Of few rows the parts are shorter, so that more multiprocessors work on each: (1, 128256) float32 takes 5.3, 22.8 and
-# 37.3 in 8 parts, 5.5, 28.0 and 32.6 in 16; (64, 128256) bfloat16 11.7, 30.9 and 61.9 in 6 parts, 13.3, 38.7 and 75.4
-# in 4.
-FEW_ROWS, FEW_ROWS_PART = 16, 16_384  # rows at most, elements of a part
-SOME_ROWS, SOME_ROWS_PART = 128, 22_000
-
-MAX_POSITIONS = 256 * WARPGROUP  # of a part: the elements of a thread are listed by numbers of 8 bits
+# What follows is not measured yet.
+TURN_ELEMENTS = 16  # elements that a thread has in registers at once
+# Of few rows the parts are shorter and the warpgroups more, so that more warps work on each.
+FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
+# Of many rows three CTAs share a multiprocessor, so that one works while the parts of others arrive: of 256 threads,
+# whose 80 registers fit three times, and of a third of its shared memory, of which it takes 1 KB for each itself.
+RESIDENT, WARPGROUPS, KEPT_BYTES = 3, 2, 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Which words of 32 bits, of a CTA's shared memory beside the row, hold what:
+class Layout:
+    """Rows of `sample` in the shared memory of clusters of CTAs, and the words of 32 bits that a CTA has beside them.
 
-        word 0      mail         72         1096      1352     2888    ...
-        |           |            |          |         |        |
-        | mail, scans of sums    | histogram | columns | rounds | best | masses | sums | list |
+    A part lies in a CTA as a `Window` has it. A warpgroup has a step, window.step_blocks neighbouring blocks (the last
+    warpgroups fewer), and each of its four warps a quarter of those, its span of chunks of 512 bytes. A chunk has 16
+    bytes for each lane. So CTAs, spans, chunks, lanes and a lane's elements follow each other as elements do in a row:
 
-        mail        what the warps of the cluster tell each other; and numbers of the CTA's own warps
-        histogram   numbers of elements by their distance from the maximum, BUCKETS
-        columns     sums of these numbers, and of their masses, over the buckets of each thread
-        rounds      two sets of numbers and masses by key, of which rounds use one after the other
-        best        the largest element of each thread in each group
-        masses      the mass of each thread in each group, at last of what is kept
-        sums        the kept mass of each group
-        list        the elements near the threshold, a byte for each, a column for each thread
+        block        |  0  |  1  |  2  |  3  |  4  |  5  |  6  |       of 2 KB, step_blocks = 4
+        warpgroup    |           0           |        1        |
+        warp         |  0  |  1  |  2  |  3  | 4  | 5 | 6 |  7 |       of 4 and of 3 chunks
+
+    The words, by the number of the first:
+
+        total        the largest element of the CTA, and its mass relative to that
+        zone         sums over the CTA above the zone and in it, and the least and the greatest key in it
+        kept, least  what the CTA keeps of the row, by a key, or by a least mass
+        picked       what one warp has found for all
+        listed       how many keys are in the list, or would be if there were room
+        warps        eight numbers of each warp
+        drawn        the mass of each warp, and of each chunk of one
+        sections     two sums over each section of the histogram
+        counters     four numbers for each CTA
+        histogram    numbers of elements; later two sets of sums of the rounds over keys
+        keys         the list of keys in the zone
 
     Attributes:
       window: how the part lies in shared memory.
+      warpgroups: number of them in a CTA.
+      by_value: whether the histogram has a bucket for each value, and no list is needed.
+      turn_elements: number of elements that a thread has in registers at once.
     """
 
     window: Window
+    warpgroups: int
+    by_value: bool
+    turn_elements: int = TURN_ELEMENTS
 
-    # Mail: four words, one for each warp, for each number that is told.
-    max_mail = 0  # the largest element
-    zone_mail = (4, 16)  # three numbers each: in a search by number, and in one by mass
-    kept_mail = 28  # the kept mass, a word of the CTA
-    total_mail = 32  # the mass
-    chosen = 36  # of a round, the bucket that holds the threshold, in the eight words of `buckets_ptx`
-    scans = 44  # 24 words, for one sum over threads after another
-    beside_scan = zone_ends = scans + 8  # four of them, which a sum of 32 bits leaves free
-    second_scan = scans + 12  # eight of them, where a sum of 64 bits has taken the first eight
-
-    histogram = 72
-    columns = (histogram + BUCKETS, histogram + BUCKETS + WARPGROUP)  # of numbers, and of masses
-    rounds = histogram + BUCKETS + 2 * WARPGROUP
-    round_words = (
-        3 * KEY_BUCKETS
-    )  # words of one of the two sets: a number, and a mass of two words, for each bucket
-    best = rounds + 2 * round_words
+    total, zone, kept, least, picked, listed, warps = 0, 4, 12, 14, 16, 20, 24
+    warp_words = 8
+    drawn = warps + MAX_WARPS * warp_words
+    sections = drawn + 2 * LANES
+    counters = sections + 2 * SECTIONS
+    histogram = counters + 4 * MAX_CTAS
 
     @property
-    def groups(self) -> int:
-        """Number of groups that a thread has."""
-        return -(-self.window.blocks // (GROUP_ELEMENTS // self.window.vec))
+    def buckets(self) -> int:
+        """Number of buckets of the histogram."""
+        return VALUE_BUCKETS if self.by_value else BUCKETS
 
     @property
-    def masses(self) -> int:
-        """The first word of the masses."""
-        return self.best + self.groups * WARPGROUP
+    def keys(self) -> int:
+        """The first word of the list of keys."""
+        return self.histogram + self.buckets
 
     @property
-    def sums(self) -> int:
-        """The first word of the kept masses of groups."""
-        return self.masses + self.groups * WARPGROUP
+    def threads(self) -> int:
+        """Number of threads of a CTA."""
+        return self.warpgroups * WARPGROUP
 
     @property
-    def listed(self) -> int:
-        """The first word of the list, at a multiple of 16 bytes."""
-        return self.sums + -(-self.groups // 4) * 4
-
-    @property
-    def list_rows(self) -> int:
-        """Number of elements for which a thread's list has room: three for each group, and one whole group."""
-        return 3 * self.groups + GROUP_ELEMENTS
+    def list_size(self) -> int:
+        """Number of keys for which a CTA has room, as many for each thread."""
+        return 0 if self.by_value else -(-ROW_KEYS // (self.window.count * self.threads)) * self.threads
 
     @property
     def words(self) -> int:
         """Number of all words."""
-        return self.listed + self.list_rows * WARPGROUP // 4
+        return self.keys + self.list_size
+
+    @property
+    def turn(self) -> int:
+        """Number of chunks of a warp that its lanes have in registers at once."""
+        return self.turn_elements // self.window.vec
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of a CTA: Mosaic lets arrays start at multiples of 1 KB, and barriers come last."""
+        scratch = -(-4 * self.words // 1024) * 1024
+        return scratch + self.window.size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
 
 
-def window_of(vocab: int, itemsize: int, count: int) -> Window:
-    """Returns the window of a row in `count` parts."""
-    vec = ACCESS_BYTES // itemsize
-    blocks = STEP_ELEMENTS // vec
-    return Window(vocab, vec, blocks, blocks, count)
+def layout_of(vocab: int, dtype, count: int, warpgroups: int) -> Layout:
+    """Returns the layout of rows in `count` parts, in CTAs of so many warpgroups."""
+    vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
+    blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)
+    return Layout(Window(vocab, vec, blocks, blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
 
 
-def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Window | None:
+def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Layout | None:
     """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster holds a row."""
-    itemsize = jnp.dtype(dtype).itemsize
-    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
-    most = MAX_CLUSTER[capability[0]]
+    smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
+
+    def layout(count):
+        return layout_of(vocab, dtype, count, FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS)
 
     def fits(count, room):
-        window = window_of(vocab, itemsize, count)
-        return window.size <= MAX_POSITIONS and window.size * itemsize + 4 * Scratch(window).words <= room
+        window = layout(count).window
+        small = window.size <= MAX_PART and window.step_blocks <= MAX_BLOCKS
+        return small and layout(count).smem_bytes <= room
 
-    count = 1
     if rows <= FEW_ROWS:
-        count = min(-(-vocab // FEW_ROWS_PART), most)
-    elif rows <= SOME_ROWS:
-        count = min(-(-vocab // SOME_ROWS_PART), most)
-    while count < most and not fits(count, min(smem, HALF_SMEM_BYTES)):
+        count, room = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES)), smem
+    else:
+        count, room = 1, (smem + KEPT_BYTES) // RESIDENT - KEPT_BYTES
+    while count < most and not fits(count, room):
         count += 1
-    return window_of(vocab, itemsize, count) if fits(count, smem) else None
+    return layout(count) if fits(count, smem) else None

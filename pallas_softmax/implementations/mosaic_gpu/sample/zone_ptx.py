@@ -1,120 +1,175 @@
-"""The zone: the distances between which a threshold is expected, read from the histogram, in inline PTX.
+"""The last entry that a filter keeps, where it is expected between two elements: in the zone from one to the other.
 
-What is wanted is a number of entries, or a mass; the histogram, an estimate, says at which distance the elements from
-the largest on reach it. The zone is as wide as the estimate may be wrong: from where wanted - margin is reached to
-where wanted + margin is. With columns of two buckets, wanted = 9 and margin = 4:
+    elements    5.1  5.0 | 3.2  3.1  3.1  3.0 | 2.9 ..       the zone is from 3 to 4
+    sweep       the mass of 5.1 and 5.0; the keys of 3.2, 3.1, 3.1, 3.0 in lists, one for each CTA
+    digits      the second 3.1 is the last entry, by the lists of all CTAs
 
-    bucket       0   1 | 2   3 | 4   5 | 6   7 |      the largest elements are in bucket 0
-    count        1   1 | 2   3 | 2   4 | 3   9 |
-    reached      1   2 | 4   7 | 9  13 | 16 25 |      5 is reached in bucket 3, and 13 in bucket 5
-    zone                     '----------'
-                  upper, the edge before bucket 3      lower, the edge after bucket 5
-
-Elements with a larger distance than `upper` are above the zone; those of it have a larger distance than `lower`, and at
-most `upper`. If wanted - margin is not positive, nothing is above the zone; if wanted + margin is reached nowhere, it
-has all the others.
+Every CTA reads the lists of all, and decides by itself. If the goal is not reached in the zone after all, or if the
+lists have no room, the digits are those of the elements of the row.
 """
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import INF, NEG_INF, ONE, ZERO, float_literal
-from pallas_softmax.implementations.mosaic_gpu.sample import cluster_ptx, histogram_ptx
-from pallas_softmax.implementations.mosaic_gpu.sample.histogram_ptx import COLUMN
-from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
-from pallas_softmax.implementations.mosaic_gpu.sample.program import Program, word
-from pallas_softmax.implementations.mosaic_gpu.sample.search import Search, Target, Zone
+import dataclasses
 
-# A sample of n entries has about sqrt(n) more or fewer than are expected. These are several times that, so that a
-# threshold outside of the zone, which costs a second search, is rare.
-_COUNT_MARGIN, _COUNT_MARGIN_OF_ROOT = 20.0, 8.0  # entries; and entries by the root of those wanted
-# Of a mass, by the root of (1 - share) / vocab: the error is less towards the end, where what remains is small.
-_MASS_MARGIN_OF_ROOT = 16.0  # total masses
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
+from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
+
+_HIGHEST = 2**31 - 1  # a key above all others
+MAX_LISTED = 4096  # keys in the lists of all CTAs
 
 
-def expect(code: Program, search: Search, target: Target) -> None:
-    """Writes the distances between which the target is expected to be reached."""
-    own = _amount_of_column(code, target.by_mass)
-    first_thread = cluster_ptx.is_first_thread(code)
-    # Where nothing is reached: nothing above the zone, and nothing below it.
-    code += f"@{first_thread} st.shared.v2.b32 [{word(code.scratch.zone_ends)}], {{0, {BUCKETS}}};"
-    before, total = cluster_ptx.sum_of_lower_threads(code, own, "f32", code.scratch.scans)
-    for i, wanted in enumerate(_wanted(code, search, target, total)):
-        _write_bucket(code, target.by_mass, wanted, before, own, code.scratch.zone_ends + i)
-    cluster_ptx.meet(code)
-    _read_ends(code, search.zone)
+@dataclasses.dataclass(frozen=True)
+class _Zone:
+    """Neighbouring keys, of which some may be that of the last entry.
 
-
-def _amount_of_column(code: Program, by_mass: bool) -> str:
-    """Returns what the thread's column holds in all CTAs, a number of elements or a mass (f32)."""
-    own = code.constant("f32", ZERO)
-    sums = cluster_ptx.address_of_word(code, code.scratch.columns[by_mass])
-    address = code.one("b32")
-    code += f"mad.lo.u32 {address}, <thread>, 4, {sums};"
-    for cta in range(code.ctas):
-        (bits,) = cluster_ptx.load_from(code, cta, address, 1)
-        amount = code.one("f32")
-        code += f"mov.b32 {amount}, {bits}; add.f32 {own}, {own}, {amount};"
-    return own
-
-
-def _wanted(code: Program, search: Search, target: Target, total: str) -> tuple[str, str]:
-    """Returns the amounts that are reached where the zone starts and where it ends (f32).
-
-    `total` is the mass of the histogram; where the kept mass is known, it becomes that.
+    Attributes:
+      found: a condition: whether the goal is reached among them.
+      least, greatest: the first and the last of them.
+      number: how many elements have such a key, in all CTAs.
+      number_of_cta: the same of each CTA, in the lane of its number.
+      most: the greatest of those.
+      above, mass_above_of_cta: the measure of what is above them in all CTAs, and the mass of it in each.
     """
-    wanted, margin, start, end = code.new("f32", 4)
-    if target.by_mass:
-        of_root = float_literal(_MASS_MARGIN_OF_ROOT / code.window.vocab**0.5)
-        code += f"@{search.kept.known} mov.f32 {total}, {search.kept.mass};"
-        code += f"mul.f32 {wanted}, {total}, {target.amount};"
-        code += f"sub.f32 {margin}, {ONE}, {target.amount}; sqrt.approx.f32 {margin}, {margin};"
-        code += f"mul.f32 {margin}, {margin}, {of_root}; mul.f32 {margin}, {margin}, {total};"
-    else:
-        of_root, least = float_literal(_COUNT_MARGIN_OF_ROOT), float_literal(_COUNT_MARGIN)
-        code += f"cvt.rn.f32.u32 {wanted}, {target.amount}; sqrt.approx.f32 {margin}, {wanted};"
-        code += f"fma.rn.f32 {margin}, {margin}, {of_root}, {least};"
-    code += f"sub.f32 {start}, {wanted}, {margin}; add.f32 {end}, {wanted}, {margin};"
-    return start, end
+
+    found: Value
+    least: Value
+    greatest: Value
+    number: Value
+    number_of_cta: Value
+    most: Value
+    above: Value
+    mass_above_of_cta: Value
 
 
-def _write_bucket(code: Program, by_mass: bool, wanted: str, before: str, own: str, at: int) -> None:
-    """Writes to word `at` the number of the bucket in which an amount is reached, in the thread whose column has it.
+def search(f: Search, low: Value, high: Value, few: Value) -> None:
+    """Keeps what the filter keeps.
 
     Args:
-      by_mass: whether amounts are masses.
-      wanted: the amount.
-      before: what the columns of lower threads hold.
-      own: what the thread's column holds.
-      at: number of the word.
+      f: the search.
+      low, high: the least and the greatest element of the zone, which need not be in the row.
+      few: whether nothing is above the zone, and little in it.
     """
-    here, not_yet = code.new("pred", 2)
-    end = code.label("bucket_written")
-    reached, bucket = code.one("f32"), code.one("b32")
-    code += f"add.f32 {reached}, {before}, {own}; setp.lt.f32 {here}, {before}, {wanted};"
-    code += f"setp.ge.and.f32 {here}, {reached}, {wanted}, {here};"
-    code.skip_unless(here, end)
-    counts = histogram_ptx.load_column(code)
-    code += f"mov.f32 {reached}, {before}; mul.lo.u32 {bucket}, <thread>, {COLUMN};"
-    for i, amount in enumerate(histogram_ptx.amounts(code, counts, by_mass)[:-1]):
-        code += f"add.f32 {reached}, {reached}, {amount}; setp.lt.f32 {not_yet}, {reached}, {wanted};"
-        code += f"@{not_yet} mad.lo.u32 {bucket}, <thread>, {COLUMN}, {i + 1};"
-    code += f"st.shared.b32 [{word(at)}], {bucket}; {end}:"
+    p = f.p
+    zone = _sweep(f, low, high, few)
+    nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
+    with p.when(nothing):
+        f.kept.down_to_the_last(zone.mass_above_of_cta)
+    with p.when(~nothing):
+        _threshold(f, zone)
 
 
-def _read_ends(code: Program, zone: Zone) -> None:
-    """Writes the zone's distances: the edges before the first of its buckets, and after the last one."""
-    first, end = code.new("b32", 2)
-    beyond = code.one("pred")
-    code += f"ld.shared.b32 {first}, [{word(code.scratch.zone_ends)}];"
-    code += f"ld.shared.b32 {end}, [{word(code.scratch.zone_ends + 1)}];"
-    code += f"add.u32 {end}, {end}, 1;"
-    _write_edge(code, first, zone.upper)
-    code += f"setp.eq.u32 {beyond}, {first}, 0; @{beyond} mov.f32 {zone.upper}, {INF};"
-    _write_edge(code, end, zone.lower)
-    code += f"setp.ge.u32 {beyond}, {end}, {BUCKETS}; @{beyond} mov.f32 {zone.lower}, {NEG_INF};"
+def _sweep(f: Search, low: Value, high: Value, few: Value) -> _Zone:
+    """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
+    p, layout = f.p, f.p.layout
+    mass_above, above, mass, number = (p.var(0, "f32") for _ in range(4))
+    least, greatest = p.var(_HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
+
+    def list_element(address):
+        x = p.elements.float_of_bits(p, p.elements.load_bits(p, address))
+        key = p.key(x)
+        p.increase(mass, p.weight(x))
+        p.increase(number, 1)
+        p.update(least, "min", key)
+        p.update(greatest, "max", key)
+        return key
+
+    def take(words, address):
+        some = p.var(1, "u32")
+        with p.when(few):  # most have nothing there
+            p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
+        with p.when(some.equals(1)):
+            inside = p.var(0, "u32")  # a bit for each element
+            for i, x in enumerate(p.floats(words)):
+                is_above = x > high
+                p.increase(mass_above, p.weight(x), is_above)
+                p.increase(above, 1, is_above)
+                p.update(inside, "or", 1 << i, ~is_above & (x >= low))
+            with p.when(p.any(inside > 0)):
+                has_room = p.load(p.word(layout.listed), "u32") < layout.list_size
+                with p.loop() as leave:
+                    leave(inside.equals(0))
+                    key = list_element(_address_of(p, address, p.lowest_bit(inside)))
+                    p.set(inside, inside & (inside - 1))
+                    slot = p.take_from(p.word(layout.listed), 1, when=has_room)
+                    p.store(p.word(layout.keys, slot), key, when=has_room & (slot < layout.list_size))
+
+    p.sweep(take)
+    p.over_cta(
+        ["add"] * 4 + ["min", "max"],
+        [mass_above, mass, p.convert(above, "u32"), p.convert(number, "u32"), least, greatest],
+        [0.0, 0.0, 0, 0, _HIGHEST, KEEP_ALL],
+        layout.zone,
+    )
+    p.meet()
+    mass_above, mass = p.of_ctas(layout.zone, "f32", 2)
+    above, number_of_cta = p.of_ctas(layout.zone + 2, "u32", 2)
+    (least,) = p.of_ctas(layout.zone + 4, "s32", default=_HIGHEST)
+    (greatest,) = p.of_ctas(layout.zone + 5, "s32", default=KEEP_ALL)
+    least, greatest, most, all_above, mass, above, number = p.over_warp(
+        ["min", "max", "max", "add", "add", "add", "add"],
+        [least, greatest, number_of_cta, mass_above, mass, above, number_of_cta],
+    )
+    before = f.measure(all_above, p.convert(above, "f32"))
+    reached = f.measure(mass, p.convert(number, "f32")) + before >= f.goal
+    found = (reached | (low <= LOWEST)) & (before < f.goal)
+    return _Zone(found, least, greatest, number, number_of_cta, most, before, mass_above)
 
 
-def _write_edge(code: Program, bucket: str, distance: str) -> None:
-    """Writes the largest distance of a bucket, which is where it starts."""
-    bits = code.one("b32")
-    code += f"add.u32 {bits}, {bucket}, {histogram_ptx.FIRST_BUCKET};"
-    code += f"shl.b32 {bits}, {bits}, {histogram_ptx.BUCKET_SHIFT};"
-    code += f"or.b32 {bits}, {bits}, {histogram_ptx.NEGATIVE}; mov.b32 {distance}, {bits};"
+def _address_of(p: Row, address: Value, number: Value) -> Value:
+    """Returns the address of an element of a turn, by its number among those of the thread."""
+    vec, itemsize = p.layout.window.vec, p.elements.itemsize
+    chunk, element = number >> (vec.bit_length() - 1), number & (vec - 1)
+    return address + chunk * CHUNK_BYTES + element * itemsize
+
+
+def _threshold(f: Search, zone: _Zone) -> None:
+    """Finds the last key in the zone, or in the row if it is not in the zone, and keeps what is down to it."""
+    p, layout = f.p, f.p.layout
+    fits = (zone.number <= MAX_LISTED) & (zone.most <= layout.list_size)
+    listed = p.var(fits & zone.found)
+    high = p.var(p.select(zone.found, zone.greatest, p.key(p.top)))
+    low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
+    above = p.select(zone.found, zone.above, 0.0)
+
+    keys = []
+    for cta in range(p.ctas):
+        number = p.select(listed, p.shuffle(zone.number_of_cta, "idx", cta), 0)
+        for first in range(0, layout.list_size, layout.threads):
+            slot = p.thread + first
+            at = p.word(layout.keys, slot)
+            (key,) = p.of_cta(at, cta, "s32", when=slot < number, default=KEEP_ALL)
+            keys.append((cta, key))
+
+    lists = digits_ptx.Lists(keys, listed)
+    number, masses = digits_ptx.last_key(f, high, low, above, lists)
+    mass, equal = p.var(zone.mass_above_of_cta), p.var(0, "u32")
+    with p.when(listed):
+        more, of_lists = _kept_of_lists(p, high, lists, masses)
+        p.increase(mass, more)
+        p.set(equal, of_lists)
+    with p.when(~listed):
+        for register, value in zip((mass, equal), digits_ptx.of_row(p, high)):
+            p.set(register, value)
+    f.kept.down_to(high, number, mass, equal)
+
+
+def _kept_of_lists(
+    p: Row, key: Value, lists: digits_ptx.Lists, masses: digits_ptx.Masses
+) -> tuple[Value, Value]:
+    """Returns the mass that the list of each CTA has above a key, and how many of its keys are equal to it."""
+    counters = p.layout.counters
+    p.store(p.word(counters, p.thread), 0, when=p.thread < 4 * p.ctas)
+    p.barrier()
+    for cta, each in lists.keys:
+        amount = p.select(each > key, masses.of(each), 0)
+        same = p.select(each.equals(key), 1, 0, "u32")
+        for i, of_warp in enumerate(p.over_warp(["add"] * 3, [amount & 0xFFFF, amount >> 16, same])):
+            p.add_to(p.word(counters, cta, 4), of_warp, offset=4 * i, when=p.first_lane)
+    p.barrier()
+    of_cta = [p.var(0, "u32") for _ in range(4)]
+    p.load_vector_into(of_cta, p.word(counters, p.lane, 4), when=p.lane < p.ctas)
+    low, high, number, _ = of_cta
+    mass = p.multiply_add(p.convert(high, "f32"), 2.0**16, p.convert(low, "f32"))
+    return mass * masses.unit, number

@@ -6,7 +6,6 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     PER_THREAD,
     REF,
     SCALAR,
-    Code,
     as_block,
     emit_ptx,
     inline,
@@ -15,12 +14,13 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     scalar,
     thread,
 )
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 _DTYPES = {"i32": "int32", "f32": "float32"}
 
 
 def insert(
-    code: Code,
+    code: Program,
     refs: dict[str, Any],
     scalars: dict[str, Any] | None = None,
     blocks: dict[str, Any] | None = None,

@@ -27,7 +27,6 @@ from pallas_softmax.implementations.mosaic_gpu.device import tiles
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     LANES,
-    Code,
     array,
     elements,
     emit_ptx,
@@ -55,7 +54,7 @@ def rows_of_thread(tile: Tile) -> int:
     return tile.rows // (WARPGROUP // tile.lanes)
 
 
-def insert_in_tile(code: Code, tile: Tile, out: Tile, key, per_row):
+def insert_in_tile(code: Program, tile: Tile, out: Tile, key, per_row):
     """Puts PTX into the kernel, of which it returns the columns, a tile `out`, and per_row over such a tile.
 
     Args:

@@ -1,0 +1,178 @@
+"""The last key that is kept, digit by digit of the key, from the elements of a row or from lists of their keys.
+
+A round splits a range of keys into 128 buckets, adds up the measure in each, and goes on with the bucket in which the
+goal is reached, until that has a single key:
+
+    round 1    |    0.31    |    0.12    |    ..    |       the goal is 0.40: in the second bucket, 0.09 are left
+                             ||||||||||||
+    round 2                  .02 .03 .05                    in its third key
+
+Masses are added as integers, in units so small that the largest has 2^31 of them: atomic additions come in any order,
+and the sums are the same bits again. A sum has two words, one for the lower 16 bits of what is added, and one for the
+others.
+"""
+
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import DIGIT, MAX_V
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
+
+_LARGEST = 2.0**31  # the greatest mass as an integer
+_DIGIT_BITS = DIGIT.bit_length() - 1
+_EACH = DIGIT // LANES  # buckets of a lane
+
+
+class Masses:
+    """Masses as integers, relative to that of the element of a key, which none exceeds.
+
+    Attributes:
+      unit: the mass of 1.
+    """
+
+    def __init__(self, p: Row, key: Value):
+        self._p, self._largest = p, p.of_key(key)
+        self.unit = p.weight(self._largest) * (1 / _LARGEST)
+
+    def of(self, key: Value) -> Value:
+        """Returns the mass of an element."""
+        p = self._p
+        distance = (p.of_key(key) - self._largest) * p.scale
+        return p.convert(p.exp2(distance) * _LARGEST, "u32", "rni")
+
+
+class Lists:
+    """Lists of keys that the CTAs of the cluster have made.
+
+    Attributes:
+      keys: the number of a CTA, and a key from its list, or one below all others; for each key of this thread.
+      used: a condition: whether the last key is in the lists, and all keys of its range are.
+    """
+
+    def __init__(self, keys: list[tuple[int, Value]], used: Value):
+        self.keys, self.used = keys, used
+
+
+def search_row(f: Search) -> None:
+    """Keeps what the filter keeps of the elements of the row."""
+    p = f.p
+    last = p.var(p.key(p.top))
+    number, _ = last_key(f, last, p.key(p.var(LOWEST, "f32")), p.var(0, "f32"))
+    f.kept.down_to(last, number, *of_row(p, last))
+
+
+def last_key(
+    f: Search, high: Value, low: Value, above: Value, lists: Lists | None = None
+) -> tuple[Value, Masses]:
+    """Finds the last key of the range from `low` to `high`, and makes `high` that.
+
+    Args:
+      f: the search.
+      high, low: the range.
+      above: the measure of what is above it.
+      lists: where the keys are, if not only in the row.
+
+    Returns:
+      How many entries with that key are kept, and the masses that were added.
+    """
+    p, layout = f.p, f.p.layout
+    masses = Masses(p, high)
+    sums = p.var(p.word(layout.histogram))
+    other_sums = p.var(sums + 4 * 2 * DIGIT)
+    extent = p.var(high.bits("u32") - low.bits("u32"))
+    rest = f.goal - above  # of the goal, for what is in the range
+    rest = p.var(p.max(f.measure(p.divide(rest, masses.unit), rest), 1.0))
+
+    def add(key):
+        distance = high.bits("u32") - key.bits("u32")
+        with p.when((key <= high) & (distance <= extent)):
+            at = sums + (distance >> shift) * 4
+            amount = f.measure(masses.of(key), 1)
+            p.add_to(at, amount & 0xFFFF)
+            p.add_to(at, amount >> 16, offset=4 * DIGIT)
+
+    def add_row():
+        p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
+        p.meet()
+
+    with p.loop() as leave:
+        leave(extent.equals(0))
+        shift = p.max(p.highest_bit(extent).bits("s32") - (_DIGIT_BITS - 1), 0).bits("u32")
+        zero = p.var(0, "u32")
+        for first in range(0, 2 * DIGIT, layout.threads):
+            p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
+        p.barrier()
+        if lists is None:
+            add_row()
+        else:
+            with p.when(lists.used):
+                for _, key in lists.keys:
+                    add(key)
+                p.barrier()
+            with p.when(~lists.used):
+                add_row()
+        with p.when(p.warp.equals(0)):
+            bucket, left = _bucket_that_reaches(p, sums, rest, lists)
+            p.store(p.word(layout.picked), bucket, left.bits("u32"), when=p.first_lane)
+        p.barrier()
+        bucket, left = p.load_vector(p.word(layout.picked), "u32", 2)
+        p.set(rest, left.bits("f32"))
+        skipped = bucket << shift
+        p.set(high, (high.bits("u32") - skipped).bits("s32"))
+        p.set(extent, p.min(extent - skipped, (p.var(1, "u32") << shift) - 1))
+        # Other CTAs may still read these sums; when they are written again, all have met since.
+        last_sums = p.var(sums)
+        p.set(sums, other_sums)
+        p.set(other_sums, last_sums)
+    each = p.convert(p.max(masses.of(high), 1), "f32")
+    return number_of(p, f.measure(p.divide(rest, each), rest)), masses
+
+
+def number_of(p: Row, rest: Value) -> Value:
+    """Returns a number of entries, at least 1, as an integer that is not less."""
+    return p.convert(p.min(p.max(rest, 1.0), float(MAX_V)), "u32", "rpi")
+
+
+def _bucket_that_reaches(p: Row, sums: Value, rest: Value, lists: Lists | None) -> tuple[Value, Value]:
+    """Returns the bucket with which the sums reach `rest`, or all of them if that is less; and what is left for it."""
+    amounts = [p.var(0, "f32") for _ in range(_EACH)]
+
+    def add_cta(cta):
+        at = sums + p.lane * (4 * _EACH)
+        low, high = (p.of_cta(at + 4 * first, cta, "u32", _EACH) for first in (0, DIGIT))
+        for amount, *words in zip(amounts, low, high):
+            lower_bits, others = (p.convert(word, "f32") for word in words)
+            p.increase(amount, p.multiply_add(others, 2.0**16, lower_bits))
+
+    for cta in range(p.ctas):
+        if lists is None:
+            add_cta(cta)
+        else:  # of lists every CTA has added up all
+            with p.when(~lists.used | p.cta.equals(cta)):
+                add_cta(cta)
+    run, total = p.before(p.reduce("add", amounts))
+    goal = p.min(rest, total)
+    found, left = p.var(0, "u32"), p.var(0, "f32")
+    for i, amount in enumerate(amounts):
+        reaches = (run < goal) & (amount > 0.0)  # the last one that starts before the goal
+        p.set(found, p.lane * _EACH + i, reaches)
+        p.set(left, goal - run, reaches)
+        run = run + amount
+    lane = p.last_that(left > 0.0)
+    return p.shuffle(found, "idx", lane), p.shuffle(left, "idx", lane)
+
+
+def of_row(p: Row, key: Value) -> tuple[Value, Value]:
+    """Returns for each CTA the mass above a key, and how many elements have that key, by a sweep."""
+    above, number = p.var(0, "f32"), p.var(0, "u32")
+
+    def take(words, _):
+        for x in p.floats(words):
+            its = p.key(x)
+            p.increase(above, p.weight(x), its > key)
+            p.increase(number, 1, its.equals(key))
+
+    p.sweep(take)
+    p.over_cta(["add", "add"], [above, number], [0.0, 0], p.layout.kept)
+    p.meet()
+    return p.of_ctas(p.layout.kept, "f32")[0], p.of_ctas(p.layout.kept + 1, "u32")[0]

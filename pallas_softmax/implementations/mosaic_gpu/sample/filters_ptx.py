@@ -1,0 +1,54 @@
+"""The filters, one after another: top_k, then top_p of what that keeps, then min_p."""
+
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
+from pallas_softmax.implementations.mosaic_gpu.sample import distances_ptx, values_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept, Search
+
+_LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
+
+
+def search(
+    p: Row, kept: Kept, total: Value, top_k: Value, by_number: Value, top_p: Value, by_mass: Value
+) -> None:
+    """Keeps what top_k keeps, where `by_number` holds, and of that what top_p keeps, where `by_mass` does.
+
+    The text of a search is there once, in a loop that runs for each of both.
+    """
+    layout = p.layout
+    widths = None if layout.by_value else distances_ptx.Widths(p, total)
+    is_mass, left = p.var(~by_number), p.var(by_number | by_mass)
+    with p.loop() as leave:
+        leave(~left)
+        _, all_kept = p.before(kept.mass)
+        goal = p.select(is_mass, p.max(top_p * all_kept, _LEAST_GOAL), p.convert(top_k, "f32"))
+        f = Search(p, kept, goal, is_mass)
+        if widths is None:
+            values_ptx.search(f)
+        else:
+            turns = layout.window.vocab // layout.turn_elements
+            few = ~is_mass & (top_k <= min(distances_ptx.FEW, turns // 2))
+            distances_ptx.search(f, widths, few)
+        p.set(left, by_mass & ~is_mass)
+        p.set(is_mass, left)  # if it runs again
+
+
+def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> Value:
+    """Returns the least mass that min_p keeps; where it is stricter than the others, `kept` becomes what it keeps."""
+    least = p.var(0, "f32")
+    is_kept = p.weight(p.of_key(kept.key)) >= min_p
+    enough = is_kept & kept.key.differs(KEEP_ALL)
+    with p.when(by_weight & ~enough):
+        p.set(least, min_p)
+        sums = [p.var(0, "f32") for _ in range(4)]
+
+        def add(words, _):
+            for i, x in enumerate(p.floats(words)):
+                weight = p.weight(x)
+                p.increase(sums[i % 4], weight, weight >= least)
+
+        p.sweep(add)
+        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.layout.least)
+        p.meet()
+        kept.down_to_the_last(p.of_ctas(p.layout.least, "f32")[0])
+    return least
