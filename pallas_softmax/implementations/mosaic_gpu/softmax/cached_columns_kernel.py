@@ -25,7 +25,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import CachedStrips
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 
-MERGED_BLOCKS = 8  # blocks of parts' reductions that a thread loads at a time, of each number of a reduction
+# Blocks that are reduced at a time, one after the other: more would take more registers, so that fewer CTAs have room.
+ABSORBED_BLOCKS = 4
+MERGED_BLOCKS = 4  # the same of the parts' reductions, where they are merged
 
 
 def launch(formula: Formula, arrays: list[jax.Array], plan: CachedStrips, settings: dict[str, Any]) -> list:
@@ -129,7 +131,10 @@ class _Task:
         """Reduces the part; the last part of a strip to be reduced is followed by the merge of all."""
         reduction = self.formula.reduction
         terms = [self.formula.term(*x) for x in self._load(read_again=True)]
-        total = reduction.across(reduction.absorb(self._filled(reduction.empty), terms), 0, self._broadcast)
+        lanes = self._filled(reduction.empty)
+        for i in range(0, len(terms), ABSORBED_BLOCKS):
+            lanes = reduction.absorb(lanes, terms[i : i + ABSORBED_BLOCKS])
+        total = reduction.across(lanes, 0, self._broadcast)
         self._store(self.refs.parts_gmem, self.part, total)
         before = self._tell(in_order=self.part)
         pl.when(before == self.plan.parts - 1)(self._merge)
