@@ -2,8 +2,14 @@
 
 A CTA takes a ticket, which says what it does with which part of a strip:
 
-    reduce:  load -> reduce -> write the part's reduction -> (the last one of its strip: merge those of all parts)
+    reduce:  load -> reduce -> write the part's reduction -> merge those of all parts, if it is the last one
     write:   load -> wait for the strip's merged reduction -> write
+
+Parts are merged in groups, each by the CTA that has reduced the last part of the group; and groups likewise:
+
+    parts    0   1   2   3 │ 4   5   6   7 │ 8   9        level 0
+    groups          0      │       1       │   2          level 1
+    strip                          0                      its constants
 
 Tickets are taken in order, whatever the order in which CTAs start; and what a CTA waits for are lower tickets, whose
 CTAs wait for none but even lower ones. So all of them end, however few CTAs the GPU runs at a time.
@@ -25,9 +31,8 @@ from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import CachedStrips
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 
-# Blocks that are reduced at a time, one after the other: more would take more registers, so that fewer CTAs have room.
-ABSORBED_BLOCKS = 4
-MERGED_BLOCKS = 4  # the same of the parts' reductions, where they are merged
+# Blocks that a thread reduces at a time: more take more registers, 167 in place of 120 of a part of 16 blocks.
+BLOCKS_AT_A_TIME = 4
 
 
 def launch(formula: Formula, arrays: list[jax.Array], plan: CachedStrips, settings: dict[str, Any]) -> list:
@@ -41,17 +46,21 @@ def launch(formula: Formula, arrays: list[jax.Array], plan: CachedStrips, settin
     across = -(-inner // plan.width)  # strips side by side
     strips = outer * across
     per_column = jax.ShapeDtypeStruct((outer, 1, inner), jnp.float32)
-    per_part = jax.ShapeDtypeStruct((outer, plan.parts, inner), jnp.float32)
     constants = jax.eval_shape(formula.constants, formula.reduction.empty)
     out_type = {
         "out_gmem": [] if formula.value is None else results,
         "constants_gmem": [per_column] * len(constants),
-        "parts_gmem": jax.tree.map(lambda _: per_part, formula.reduction.empty),
+        "levels_gmem": [
+            jax.tree.map(
+                lambda _: jax.ShapeDtypeStruct((outer, count, inner), jnp.float32), formula.reduction.empty
+            )
+            for count in plan.levels
+        ],
     }
     flat_types, structure = jax.tree.flatten(out_type)
 
     def body(x_gmem, *out_gmem, mail_smem):
-        counts = counters.counters(1 + strips, interpret=settings["interpret"])
+        counts = counters.counters(1 + strips * plan.counters, interpret=settings["interpret"])
         refs = _Refs(x_gmem, **jax.tree.unflatten(structure, out_gmem), counts=counts, mail_smem=mail_smem)
         ticket = counters.take(
             counts, 0, mail_smem, in_order=lax.axis_index("ticket"), interpret=settings["interpret"]
@@ -90,16 +99,15 @@ class _Refs(NamedTuple):
       x_gmem: the arrays (outer, vocab, inner).
       out_gmem: the result, if one of that shape is written.
       constants_gmem: the constants of each column, (outer, 1, inner).
-      parts_gmem: the reduction of each part of each column, (outer, parts, inner).
-      counts: the counter of tickets; then one for each strip, of parts that are reduced, and 1 more once they are
-        merged.
+      levels_gmem: for each level, the reductions of each column, (outer, parts or groups, inner).
+      counts: the counter of tickets; then for each strip those of `CachedStrips`.
       mail_smem: an int32, for `counters`.
     """
 
     x_gmem: list
     out_gmem: list
     constants_gmem: list
-    parts_gmem: Any
+    levels_gmem: list
     counts: Any
     mail_smem: Any
 
@@ -128,43 +136,53 @@ class _Task:
     interpret: Any
 
     def reduce(self) -> None:
-        """Reduces the part; the last part of a strip to be reduced is followed by the merge of all."""
+        """Reduces the part, and merges what is complete with it."""
         reduction = self.formula.reduction
-        terms = [self.formula.term(*x) for x in self._load(read_again=True)]
+        x = self._load(read_again=True)
         lanes = self._filled(reduction.empty)
-        for i in range(0, len(terms), ABSORBED_BLOCKS):
-            lanes = reduction.absorb(lanes, terms[i : i + ABSORBED_BLOCKS])
-        total = reduction.across(lanes, 0, self._broadcast)
-        self._store(self.refs.parts_gmem, self.part, total)
-        before = self._tell(in_order=self.part)
-        pl.when(before == self.plan.parts - 1)(self._merge)
+        for i in range(0, len(x), BLOCKS_AT_A_TIME):
+            blocks = [_float32(of_block) for of_block in x[i : i + BLOCKS_AT_A_TIME]]
+            lanes = reduction.absorb(lanes, [self.formula.term(*of_block) for of_block in blocks])
+        self._pass_on(0, self.part, lanes)
 
-    def _merge(self) -> None:
-        """Merges the reductions of all parts, in an order that is always the same, and writes the constants."""
+    def _pass_on(self, level: int, number, lanes) -> None:
+        """Writes the reduction of a part or a group, of which each lane has some; the last of a group merges these."""
+        total = self.formula.reduction.across(lanes, 0, self._broadcast)
+        if level == len(self.plan.levels):
+            self._store(self.refs.constants_gmem, 0, [*self.formula.constants(total)])
+            self._tell(self.plan.first_counter(level), in_order=0)
+            return
+        self._store(self.refs.levels_gmem[level], number, total)
+        group, place = lax.div(number, self.plan.group), lax.rem(number, self.plan.group)
+        size = jnp.minimum(self.plan.group, self.plan.levels[level] - group * self.plan.group)
+        before = self._tell(self.plan.first_counter(level) + group, in_order=place)
+        pl.when(before == size - 1)(lambda: self._merge(level, group))
+
+    def _merge(self, level: int, group) -> None:
+        """Merges the reductions of a group, in an order that is always the same."""
         reduction, block = self.formula.reduction, self.plan.block
-        lines = MERGED_BLOCKS * block.rows
-
-        def absorb(step, lanes):
-            states = [self._load_parts(step * lines + i * block.rows) for i in range(MERGED_BLOCKS)]
-            return reduction.merge(lanes, online.tree(reduction.merge, states))
-
-        lanes = lax.fori_loop(0, -(-self.plan.parts // lines), absorb, self._filled(reduction.empty))
-        total = reduction.across(lanes, 0, self._broadcast)
-        self._store(self.refs.constants_gmem, 0, [*self.formula.constants(total)])
-        self._tell(in_order=self.plan.parts)
+        first = group * self.plan.group
+        states = [
+            self._load_states(level, first + i * block.rows) for i in range(self.plan.group // block.rows)
+        ]
+        lanes = self._filled(reduction.empty)
+        for i in range(0, len(states), BLOCKS_AT_A_TIME):
+            lanes = reduction.merge(lanes, online.tree(reduction.merge, states[i : i + BLOCKS_AT_A_TIME]))
+        self._pass_on(level + 1, group, lanes)
 
     def write(self) -> None:
         """Writes the part by the constants of its columns, which must have been written."""
         value: Any = self.formula.value
         (out_gmem,) = self.refs.out_gmem
         x = self._load(read_again=False)
-        counters.wait(self.refs.counts, 1 + self.strip, self.plan.parts + 1, interpret=self.interpret)
+        merged = self._counter(self.plan.first_counter(len(self.plan.levels)))
+        counters.wait(self.refs.counts, merged, 1, interpret=self.interpret)
         constants = [
             column_tiles.load_line(gmem, self.plan.block, (self.outer, 0, self.column), interpret=self.interpret)
             for gmem in self.refs.constants_gmem
         ]
         for at, of_block in zip(self._places(), x, strict=True):
-            y = value(*of_block, *constants)
+            y = value(*_float32(of_block), *constants)
             column_tiles.store(out_gmem, self.plan.block, at, y, streamed=True, interpret=self.interpret)
 
     # --- Memory
@@ -177,7 +195,7 @@ class _Task:
         ]
 
     def _load(self, *, read_again: bool) -> list[list]:
-        """For each block of the part: that of each array, in float32."""
+        """For each block of the part: that of each array."""
         load = functools.partial(
             column_tiles.load,
             tile=self.plan.block,
@@ -185,16 +203,15 @@ class _Task:
             streamed=not read_again,
             interpret=self.interpret,
         )
-        x = [[load(gmem, at=at) for gmem in self.refs.x_gmem] for at in self._places()]
-        return [[a.astype(jnp.float32) for a in of_block] for of_block in x]
+        return [[load(gmem, at=at) for gmem in self.refs.x_gmem] for at in self._places()]
 
-    def _load_parts(self, first):
-        """The reductions of parts from number `first` on, a block of them; that of nothing beyond the last."""
+    def _load_states(self, level: int, first):
+        """The reductions of parts or groups from number `first` on, a block of them; that of nothing beyond the last."""
         return jax.tree.map(
             lambda gmem, empty: column_tiles.load(
                 gmem, self.plan.block, (self.outer, first, self.column), empty, interpret=self.interpret
             ),
-            self.refs.parts_gmem,
+            self.refs.levels_gmem[level],
             self.formula.reduction.empty,
         )
 
@@ -204,11 +221,15 @@ class _Task:
             at = self.outer, line, self.column
             column_tiles.store_line(gmem, self.plan.block, at, self._broadcast(leaf), interpret=self.interpret)
 
-    def _tell(self, *, in_order):
-        """Counts in the strip's counter what this CTA has written; returns what it was."""
+    def _counter(self, number):
+        """The number of a counter of this strip."""
+        return 1 + self.strip * self.plan.counters + number
+
+    def _tell(self, number, *, in_order):
+        """Counts in a counter of the strip what this CTA has written; returns what it was."""
         return counters.tell(
             self.refs.counts,
-            1 + self.strip,
+            self._counter(number),
             self.refs.mail_smem,
             in_order=in_order,
             interpret=self.interpret,
@@ -228,3 +249,7 @@ class _Task:
             ),
             tree,
         )
+
+
+def _float32(of_block: list) -> list:
+    return [a.astype(jnp.float32) for a in of_block]

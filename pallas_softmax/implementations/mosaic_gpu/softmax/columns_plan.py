@@ -50,15 +50,18 @@ READ_SLOTS = 3
 
 # Bytes of a line that a strip takes at least. (64, 128, 4096) float32 reaches 99% by so long pieces, in tiles.
 CACHED_LINE_BYTES = 256
-CACHED_LANES = (2, 4, 8, 16, 32, WARPGROUP)  # threads along a line
-# Float32 elements of a thread in a part, of all arrays: so few that four CTAs or more have room on a multiprocessor.
-CACHED_REGISTERS = 64
+CACHED_LANES = (2, 4, 8, 16, 32)  # threads along a line: those of a warp at most
+# Bytes of a thread in a part, of all arrays, so that a part has 32 KB and three or four CTAs have room on a
+# multiprocessor; and loads at most, of lines that are not aligned.
+CACHED_THREAD_BYTES = 256
+CACHED_LOADS = 64
+MERGED_BLOCKS = 8  # vectors of each number of a reduction that a thread merges at a time
 # Bytes of a strip, in all arrays, at most: a strip is in the cache as a whole. An H100 has 50 MB, which a strip shares
 # with DELAY_BYTES of the next ones and with what is written meanwhile.
 CACHED_BYTES = 16 * 2**20
-# Bytes that are read, in all arrays, between the last part of a strip and the time when the strip is written: some 5 us
+# Bytes that are read, in all arrays, between the last part of a strip and the time when the strip is written: some 8 us
 # of reading, for a part to come, to be reduced, and all parts of the strip to be merged.
-DELAY_BYTES = 8 * 2**20
+DELAY_BYTES = 12 * 2**20
 FEWEST_PARTS = 264  # two for each multiprocessor
 
 INT32_LIMIT = 2**31  # lines are numbered in int32
@@ -165,6 +168,29 @@ class CachedStrips:
         """Number of parts of a strip."""
         return -(-self.vocab // self.part_rows)
 
+    @property
+    def group(self) -> int:
+        """Number of parts whose reductions a CTA merges at a time, and of groups of parts."""
+        return MERGED_BLOCKS * self.block.rows
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Number of parts of a strip, then that of groups of parts, of groups of these, as long as there are several."""
+        levels, count = [], self.parts
+        while count > 1:
+            levels.append(count)
+            count = -(-count // self.group)
+        return tuple(levels)
+
+    def first_counter(self, level: int) -> int:
+        """Number of the counter, of those of a strip, of the first group of a level; beyond them, of the whole strip."""
+        return sum(-(-count // self.group) for count in self.levels[:level])
+
+    @property
+    def counters(self) -> int:
+        """Number of counters of a strip: of what is complete of each group, and of the whole strip."""
+        return self.first_counter(len(self.levels)) + 1
+
     def tickets(self, strips: int) -> int:
         """Number of tickets for so many strips, until the last part is written."""
         return 2 * (strips * self.parts + self.lag)
@@ -191,17 +217,25 @@ def plan_columns(
         return None  # most threads of a tile would have nothing
     if tile := _tile(outer, vocab, inner, arrays):
         return tile
-    strips = _held(op, outer, vocab, inner, itemsize, arrays, capability)
-    return strips or _cached(outer, vocab, inner, itemsize, arrays)
+    only_read = operations.TABLE[op].results == operations.PER_ROW
+    held = _held(outer, vocab, inner, itemsize, arrays, only_read, capability)
+    if held and (only_read or held.width * itemsize > SHORT_LINE_BYTES):
+        return held
+    return _cached(outer, vocab, inner, itemsize, arrays) or held
 
 
 def _held(
-    op: str, outer: int, vocab: int, inner: int, itemsize: int, arrays: int, capability: tuple[int, int]
+    outer: int,
+    vocab: int,
+    inner: int,
+    itemsize: int,
+    arrays: int,
+    only_read: bool,
+    capability: tuple[int, int],
 ) -> Strips | None:
     """The strips that shared memory holds; None if it does not."""
     if inner * itemsize % ACCESS_BYTES:
         return None  # bulk copies need lines that start on 16 bytes
-    only_read = operations.TABLE[op].results == operations.PER_ROW
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     for line, most in (
         (LINE_BYTES, min(smem, HALF_SMEM_BYTES)),  # two CTAs on a multiprocessor, or more
@@ -228,7 +262,7 @@ def _cached(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> C
     plan = None
     for lanes in CACHED_LANES:
         line = lanes * vec * itemsize
-        blocks = max(1, min(CACHED_REGISTERS // (vec * arrays), -(-vocab * lanes // WARPGROUP)))
+        blocks = min(CACHED_THREAD_BYTES // (vec * element_bytes), CACHED_LOADS // arrays)
         wider = CachedStrips(vocab, lanes, vec, blocks, lag=0)
         if vocab * wider.width * element_bytes > CACHED_BYTES or wider.width >= 2 * inner:
             break
