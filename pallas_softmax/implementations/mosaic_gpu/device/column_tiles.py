@@ -88,7 +88,9 @@ def load_line(ref, tile: Tile, at, *, interpret):
         offset, inside, _ = _own_place(tile, lines, inner, scalar(outer), scalar(line), scalar(column))
         element = ir.MemRefType(ref.type).element_type
         register = predicated_ptx.load_vector(utils.memref_ptr(ref), element, tile.vec, offset, inside)
-        return array(tiles.layout(tile).to_mgpu(), tile.shape, [register] * (tile.rows * tile.lanes // WARPGROUP))
+        return array(
+            tiles.layout(tile).to_mgpu(), tile.shape, [register] * (tile.rows * tile.lanes // WARPGROUP)
+        )
 
     return load_line(ref, *at)
 

@@ -47,15 +47,11 @@ def launch(formula: Formula, arrays: list[jax.Array], plan: CachedStrips, settin
     strips = outer * across
     per_column = jax.ShapeDtypeStruct((outer, 1, inner), jnp.float32)
     constants = jax.eval_shape(formula.constants, formula.reduction.empty)
+    per_group = [jax.ShapeDtypeStruct((outer, count, inner), jnp.float32) for count in plan.levels]
     out_type = {
         "out_gmem": [] if formula.value is None else results,
         "constants_gmem": [per_column] * len(constants),
-        "levels_gmem": [
-            jax.tree.map(
-                lambda _: jax.ShapeDtypeStruct((outer, count, inner), jnp.float32), formula.reduction.empty
-            )
-            for count in plan.levels
-        ],
+        "levels_gmem": [jax.tree.map(lambda _, a=a: a, formula.reduction.empty) for a in per_group],
     }
     flat_types, structure = jax.tree.flatten(out_type)
 
@@ -137,8 +133,16 @@ class _Task:
 
     def reduce(self) -> None:
         """Reduces the part, and merges what is complete with it."""
+        self._reduce(self._load(read_again=True))
+
+    def write(self) -> None:
+        """Writes the part by the constants of its columns, once they are written; its loads are under way meanwhile."""
+        self._write(self._load(read_again=False))
+
+    # --- Reduction
+
+    def _reduce(self, x: list[list]) -> None:
         reduction = self.formula.reduction
-        x = self._load(read_again=True)
         lanes = self._filled(reduction.empty)
         for i in range(0, len(x), BLOCKS_AT_A_TIME):
             blocks = [_float32(of_block) for of_block in x[i : i + BLOCKS_AT_A_TIME]]
@@ -170,15 +174,17 @@ class _Task:
             lanes = reduction.merge(lanes, online.tree(reduction.merge, states[i : i + BLOCKS_AT_A_TIME]))
         self._pass_on(level + 1, group, lanes)
 
-    def write(self) -> None:
-        """Writes the part by the constants of its columns, which must have been written."""
+    # --- Results
+
+    def _write(self, x: list[list]) -> None:
         value: Any = self.formula.value
         (out_gmem,) = self.refs.out_gmem
-        x = self._load(read_again=False)
         merged = self._counter(self.plan.first_counter(len(self.plan.levels)))
         counters.wait(self.refs.counts, merged, 1, interpret=self.interpret)
         constants = [
-            column_tiles.load_line(gmem, self.plan.block, (self.outer, 0, self.column), interpret=self.interpret)
+            column_tiles.load_line(
+                gmem, self.plan.block, (self.outer, 0, self.column), interpret=self.interpret
+            )
             for gmem in self.refs.constants_gmem
         ]
         for at, of_block in zip(self._places(), x, strict=True):
@@ -190,9 +196,7 @@ class _Task:
     def _places(self) -> list[tuple]:
         """Where the blocks of the part are in the arrays."""
         first = self.part * self.plan.part_rows
-        return [
-            (self.outer, first + i * self.plan.block.rows, self.column) for i in range(self.plan.blocks)
-        ]
+        return [(self.outer, first + i * self.plan.block.rows, self.column) for i in range(self.plan.blocks)]
 
     def _load(self, *, read_again: bool) -> list[list]:
         """For each block of the part: that of each array."""
@@ -206,7 +210,7 @@ class _Task:
         return [[load(gmem, at=at) for gmem in self.refs.x_gmem] for at in self._places()]
 
     def _load_states(self, level: int, first):
-        """The reductions of parts or groups from number `first` on, a block of them; that of nothing beyond the last."""
+        """A block of the reductions of parts or groups, from number `first` on; that of nothing beyond the last."""
         return jax.tree.map(
             lambda gmem, empty: column_tiles.load(
                 gmem, self.plan.block, (self.outer, first, self.column), empty, interpret=self.interpret
@@ -219,7 +223,9 @@ class _Task:
         """Writes numbers of the columns to a line of each array."""
         for gmem, leaf in zip(jax.tree.leaves(tree_gmem), jax.tree.leaves(tree), strict=True):
             at = self.outer, line, self.column
-            column_tiles.store_line(gmem, self.plan.block, at, self._broadcast(leaf), interpret=self.interpret)
+            column_tiles.store_line(
+                gmem, self.plan.block, at, self._broadcast(leaf), interpret=self.interpret
+            )
 
     def _counter(self, number):
         """The number of a counter of this strip."""

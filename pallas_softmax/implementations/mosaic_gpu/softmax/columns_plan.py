@@ -175,7 +175,7 @@ class CachedStrips:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Number of parts of a strip, then that of groups of parts, of groups of these, as long as there are several."""
+        """Number of parts of a strip, of groups of parts, of groups of these, and so on, down to the last above 1."""
         levels, count = [], self.parts
         while count > 1:
             levels.append(count)
@@ -183,7 +183,7 @@ class CachedStrips:
         return tuple(levels)
 
     def first_counter(self, level: int) -> int:
-        """Number of the counter, of those of a strip, of the first group of a level; beyond them, of the whole strip."""
+        """Number of the counter, of those of a strip, of a level's first group; beyond the last level, of the strip."""
         return sum(-(-count // self.group) for count in self.levels[:level])
 
     @property
