@@ -32,6 +32,7 @@ import jax.numpy as jnp
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
+    MULTIPROCESSORS,
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
     WARPGROUP,
@@ -89,6 +90,11 @@ FEW_ROWS_PART = 8_192  # elements of a part, about
 FEW_ROWS_MERGED = 512  # winners that are merged at most, as long as there are more than MIN_PARTS
 MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
 
+# Where one CTA has a multiprocessor, nothing is read while it searches, unless it takes several rows: then the next one
+# arrives while the winners of this one are put in order and written. A CTA takes at most so many, since the last CTAs
+# leave the fewer multiprocessors without work, and for the less time, the fewer rows they take. Not measured yet.
+MAX_ROWS_PER_CTA = 8  # rows
+
 # Merging more winners takes longer than parts save. Also, their lists (25 to 50 KB) leave room for one CTA only
 # beside 100 KB of the row.
 MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
@@ -111,6 +117,7 @@ class Window:
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.
+      rows_per_cta: number of rows that a CTA takes one after another; 1 if there are several parts.
     """
 
     vocab: int
@@ -118,6 +125,7 @@ class Window:
     step_blocks: int
     group_blocks: int
     count: int = 1
+    rows_per_cta: int = 1
 
     @property
     def block(self) -> int:
@@ -205,7 +213,17 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
-    return _window(vocab, k, itemsize, count)
+    window = _window(vocab, k, itemsize, count)
+    if count > 1 or _fits(window, k, itemsize, smem // 2):
+        return window
+    return dataclasses.replace(window, rows_per_cta=_rows_per_cta(rows, capability))
+
+
+def _rows_per_cta(rows: int, capability: tuple[int, int]) -> int:
+    """Returns how many rows a CTA takes that has a multiprocessor, so that all CTAs have about as many."""
+    of_multiprocessor = -(-rows // MULTIPROCESSORS[capability[0]])
+    turns = -(-of_multiprocessor // MAX_ROWS_PER_CTA)
+    return -(-of_multiprocessor // turns)
 
 
 def _tile(vocab: int, itemsize: int, most: int) -> Tile:
