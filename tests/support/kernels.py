@@ -23,6 +23,7 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     merge_kernel,
+    merging_ptx,
     ranking_ptx,
     selection_ptx,
     threshold_ptx,
@@ -187,6 +188,11 @@ def ptx_of(monkeypatch, step, *args, **kwargs):
 def threshold_ptx_of(groups, k):
     """Returns the text of the search for a threshold, in which <bound> gets it."""
     return threshold_ptx.text(groups, k)
+
+
+def merging_ptx_of(tile, vocab, k):
+    """Returns the text of merges in a tile, and the tile of the packed keys <word0_0>, ..., a lane's one by one."""
+    return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 
 def merge_so_many_lists(monkeypatch, lists):

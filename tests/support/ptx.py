@@ -16,15 +16,19 @@ _PREDICATE = re.compile(r"^\s*(?:@(!?\S+)\s)?\s*(.*?)\s*$", re.S)
 _ARGUMENT = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)")
 
 
-def run(code, memory: np.ndarray, **operands: int) -> list[dict[str, int]]:
-    """Runs the text, in which <name> stands for an operand, on shared memory, bytes; returns their registers."""
+def run(code, memory: np.ndarray, **operands) -> list[dict[str, int]]:
+    """Runs the text, in which <name> stands for an operand, on shared memory, bytes; returns their registers.
+
+    An operand is a number, or an array with one for each thread.
+    """
     text = re.sub(r"<([a-z]\w*)>", r"%\1", re.sub(r"<(\d+)>", "", str(code)))
     text = re.sub(r";\s*\}", ";", re.sub(r"\{\s*(?=\.reg)", "", text))
     program, labels = _parse(re.sub(r"\.reg[^;]*;", "", text))
-    named = {f"%{name}": value & 0xFFFFFFFF for name, value in operands.items()}
-    threads = [
-        _Thread(memory, named | {"%thread": t, "%lanemask_lt": (1 << t % LANES) - 1}) for t in range(THREADS)
-    ]
+    operands = {f"%{name}": np.broadcast_to(value, THREADS).tolist() for name, value in operands.items()}
+    threads = []
+    for t in range(THREADS):
+        own = {name: values[t] & 0xFFFFFFFF for name, values in operands.items()}
+        threads.append(_Thread(memory, own | {"%thread": t, "%lanemask_lt": (1 << t % LANES) - 1}))
     while True:
         for thread in threads:
             thread.run(program, labels)
@@ -187,6 +191,14 @@ def _alu(op, values, bits):
             return a if c else b
         case "popc":
             return a.bit_count()
+        case "prmt":
+            held = (a | b << 32).to_bytes(8, "little")
+            chosen = [(held[digit & 7], digit & 8) for digit in (c >> 4 * i & 15 for i in range(4))]
+            return int.from_bytes((0xFF * (x >> 7) if sign else x for x, sign in chosen), "little")
+        case "lop3":
+            return sum(
+                (values[3] >> (a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1) & 1) << i for i in range(32)
+            )
         case "brev":
             return int(f"{a:032b}"[::-1], 2)
         case "clz":
@@ -226,7 +238,7 @@ def _exchange(op, arguments, warp):
             sources = []
             for i, lane in enumerate(warp):
                 by = lane.value(arguments[2])
-                sources.append({"up": i - by, "down": i + by, "bfly": i ^ by, "idx": by}[op[2]])
+                sources.append({"up": i - by, "down": i + by, "bfly": i ^ by, "idx": by % LANES}[op[2]])
             inside = [0 <= j < LANES for j in sources]
             results = [values[j] if ok else values[i] for i, (j, ok) in enumerate(zip(sources, inside))]
             if whether:

@@ -282,6 +282,19 @@ def sorted_tile(tile: Tile) -> Tile:
     return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
 
 
+def merges(tile: Tile, vocab: int, k: int, itemsize: int) -> bool:
+    """Returns whether the winners of a row of 16 bits in a tile are found by merges of the lanes' best.
+
+    A lane then has elements for a whole list of winners. Of 32 bits a packed key would not have the whole key.
+    """
+    return itemsize == 2 and not sorts(vocab, k) and power_of_two(k, 1) <= tile.steps * tile.vec
+
+
+def merged_tile(tile: Tile, k: int) -> Tile:
+    """Returns the tile that holds the merged winners of each row of a tile: neighbours in each lane."""
+    return Tile(tile.rows, tile.lanes, 1, max(1, power_of_two(k, 1) // tile.lanes))
+
+
 def power_of_two(least: int, start: int) -> int:
     """Returns the first of start, 2 start, 4 start, ... that is not below `least`."""
     while start < least:
