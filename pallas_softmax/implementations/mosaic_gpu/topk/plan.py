@@ -57,6 +57,10 @@ LANE_ELEMENTS = {
 }  # elements of a row in a lane at most as long as lanes are free, by bytes of an element
 MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp are taken
 
+# The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
+# lanes still load 64 bytes of a row together where it has 64 elements. Not measured yet.
+GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
+
 # The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
 # or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
 # 16777 x 1000 bfloat16: k = 32 (32,768) takes 46 us, a window 62 us.
@@ -270,6 +274,12 @@ def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
     """Returns whether the window, and what the search takes beside it, fit into `room` bytes."""
     return window.size * itemsize + selection_bytes(window, k) <= room
+
+
+def plan_topk_grad(vocab: int, dtype) -> Tile | None:
+    """Returns the tile for the backward of rows of `vocab` elements, or None where they are too long for a warp."""
+    tile = _tile(vocab, jnp.dtype(dtype).itemsize, GRAD_LANE_ELEMENTS)
+    return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
 
 
 def winners_tile(tile: Tile, k: int) -> Tile:
