@@ -22,6 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strip
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
+    grad_kernel,
     merge_kernel,
     merging_ptx,
     ranking_ptx,
@@ -218,6 +219,14 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     kernel = topk_tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
     return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
+
+
+def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
+    """Returns the cotangents of the logits and of each row's temperature, by a tile of few rows."""
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    assert plan is not None
+    arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
+    return grad_kernel.topk_grad_rows(*arrays, fewer_rows(plan), log=log, interpret=interpret)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
