@@ -79,7 +79,10 @@ MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # where all lanes of a warp are taken
 ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 
-# Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
+# Of many winners the search takes longer than parts save, if a CTA holds the whole row and a multiprocessor: k = 128 of
+# 4000 x 50257 float32 takes 277 us so, though nothing is read while it searches, and 294 us in 2 parts.
+#
+# Where only a part fits, the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
 # 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
 # in 2 and in 4. (Between 65 and 127 winners this was not measured.)
 MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
@@ -213,14 +216,15 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     if not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK[itemsize]:
         return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    if k >= MANY_WINNERS and rows > FEW_ROWS:
+        window = _window(vocab, k, itemsize, 1)
+        if _fits(window, k, itemsize, smem) and not _fits(window, k, itemsize, smem // 2):
+            return dataclasses.replace(window, rows_per_cta=_rows_per_cta(rows, capability))
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
-    window = _window(vocab, k, itemsize, count)
-    if count > 1 or _fits(window, k, itemsize, smem // 2):
-        return window
-    return dataclasses.replace(window, rows_per_cta=_rows_per_cta(rows, capability))
+    return _window(vocab, k, itemsize, count)
 
 
 def _rows_per_cta(rows: int, capability: tuple[int, int]) -> int:
