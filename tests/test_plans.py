@@ -270,8 +270,9 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
         check_tile(plan, vocab)
         winners = topk_plan.winners_tile(plan, k)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
-        if topk_plan.merges(plan, vocab, k, jnp.dtype(dtype).itemsize):
+        if topk_plan.merges(vocab, k, jnp.dtype(dtype).itemsize):
             assert k <= topk_plan.merged_tile(plan, k).shape[1]
+            assert topk_plan.list_length(plan, k) * plan.lanes >= min(k, vocab)
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024

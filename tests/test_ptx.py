@@ -153,18 +153,26 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
         (Tile(32, 4, 8, 2), 57, 8),  # what a lane holds halves with each merge
         pytest.param(Tile(32, 4, 8, 4), 128, 5, marks=pytest.mark.slow),
         pytest.param(Tile(8, 16, 1, 3), 47, 2, marks=pytest.mark.slow),  # more lanes than winners; single elements
-        pytest.param(Tile(4, 32, 8, 1), 256, 8, marks=pytest.mark.slow),
+        (Tile(4, 32, 8, 1), 256, 8),  # short lists
         pytest.param(Tile(8, 16, 4, 5), 319, 16, marks=pytest.mark.slow),
-        pytest.param(Tile(64, 2, 8, 4), 64, 32, marks=pytest.mark.slow),
+        pytest.param(Tile(64, 2, 8, 4), 64, 15, marks=pytest.mark.slow),
+        pytest.param(Tile(4, 32, 8, 8), 2048, 5, marks=pytest.mark.slow),
+        pytest.param(Tile(4, 32, 8, 8), 2041, 128, marks=pytest.mark.slow),
+        pytest.param(Tile(4, 32, 8, 2), 512, 39, marks=pytest.mark.slow),
+        pytest.param(Tile(8, 16, 8, 3), 384, 8, marks=pytest.mark.slow),
         (Tile(256, 2, 2, 1), 3, 1),  # several rows of a thread
     ],
     ids=str,
 )
 def test_merges(tile, vocab, k):
-    """The k best of 16-bit rows, lower columns first among ties, and none that a thread has beyond the row."""
+    """The k best of 16-bit rows, lower columns first among ties, and none that a thread has beyond the row.
+
+    Also where a lane has more of them than its list has places for.
+    """
     rng = np.random.default_rng(k)
     of_row = tile.shape[1] // tile.lanes
     bits = rng.integers(0, 2**16, tile.shape).astype("u2")
+    bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
     bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
     code, winners = kernels.merging_ptx_of(tile, vocab, k)
     # as a thread has them: its rows, each of steps of vectors

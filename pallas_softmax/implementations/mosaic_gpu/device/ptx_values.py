@@ -306,12 +306,6 @@ class Program(Code):
         self += f"bfind.u32 {out}, {x};"
         return out
 
-    def reverse_bits(self, x: Value) -> Value:
-        """Returns the 32 bits in the opposite order."""
-        out = self.fresh("u32")
-        self += f"brev.b32 {out}, {x};"
-        return out
-
     def permute(self, low: Value, high: Value, bytes_: int) -> Value:
         """Returns four bytes of two numbers, whose bytes are 0 to 3 and 4 to 7: each digit of `bytes_` names one.
 

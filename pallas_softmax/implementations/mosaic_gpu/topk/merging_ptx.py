@@ -1,15 +1,20 @@
-"""The k best of rows of 16-bit floats in registers, in inline PTX, by merges that keep k of 2 k: `selection.take_words`.
+"""The k best of rows of 16-bit floats in registers, in inline PTX, by merges of short lists: `selection.take_words`.
 
-A row lies over the `lanes` lanes of a tile. Each lane sorts its elements and keeps the best `size`, which is k rounded
-up to a power of two. Then runs of lanes are merged in pairs, and of two sorted runs only the better half is kept, over
-both of them: element i of one run meets element size - 1 - i of the other, and the larger one stays. With a size of 4:
+A row lies over the `lanes` lanes of a tile. Each lane finds the best few of its elements, its list, and runs of lanes
+are merged in pairs: element i of one run meets element -1 - i of the other. As long as two runs have no more than
+`size` elements, k rounded up to a power of two, the larger ones go to the first run and the smaller ones to the second;
+then only the larger ones are kept, over both runs, which halves what a lane holds, until that is one element; from
+there on both runs of a pair keep the same. With lists of 2 and a size of 4:
 
-    lanes          7 3 2 1 | 9 5 4 1 | 8 8 6 0 | 6 2 1 0     each lane from its largest on
-    runs of 2      9 7     | 5 4     | 6 6     | 8 8         lanes 2 and 3 in the opposite order: see below
-    runs of 4      9       | 8       | 8       | 7           the best of the row, after a last shuffle
+    lists          7 3 | 9 5 | 8 6 | 8 2       the best two of each lane
+    runs of 2      9 7 | 5 3 | 6 2 | 8 8       lanes 2 and 3 in the opposite order, for the next merge
+    runs of 4      9   | 8   | 8   | 7         the best of the row, after a last shuffle
 
-Each merge halves what a lane holds, until that is one element; from there on both runs of a pair keep the same.
-What is kept is bitonic, and sorted by exchanges between lanes and then within them.
+What comes out of a merge is bitonic, and sorted by exchanges between lanes and then within them.
+
+A lane may have had more winners than its list: all lists were too short, if the last of one is among the winners.
+Lists are so long that this is rare in rows in any order (`plan.list_length`). Then the lanes make lists of what comes
+after those, which are merged in, and so on.
 
 An element is one word, its packed key (see `rounds_ptx`): of 16 bits it has the whole key, so no two words are equal,
 and the winners' keys need not be read again. Words are made from two elements at a time, which share a register:
@@ -20,17 +25,27 @@ and the winners' keys need not be read again. Words are made from two elements a
     two words         k1 ~c1 | k0 ~c0
 """
 
+from collections.abc import Sequence
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_softmax.implementations.mosaic_gpu.device import tiles
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import array, elements, emit_ptx, inline, pack, thread
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
+    LANES,
+    array,
+    elements,
+    emit_ptx,
+    inline,
+    pack,
+    thread,
+)
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx, sorting_ptx
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import merged_tile, power_of_two
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length, merged_tile, power_of_two
 from pallas_softmax.implementations.mosaic_gpu.topk.rounds_ptx import LOWEST
 
 _HALF_ONES = 0xFFFF
@@ -85,14 +100,38 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     p = Program()
     lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
     complements = _complements(p, tile, first_column)
-    size = power_of_two(k, 1)
+    size, length = power_of_two(k, 1), list_length(tile, k)
     for row in range(rounds_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
-        words = _best(p, words, size)
-        words += [p.var(LOWEST, "s32") for _ in range(size - len(words))]
-        for i, word in enumerate(_merged(p, words, lane, tile.lanes)):
-            p.set(p.operand(f"word{row}_{i}", "s32"), word)
+        listed = _best(p, words, length)
+        best = [p.operand(f"word{row}_{i}", "s32") for i in range(max(1, size // tile.lanes))]
+        _set_all(p, best, _merged(p, listed, lane, tile.lanes, size))
+        if length >= min(size, len(words)):
+            continue  # no list can be too short
+        last = p.var(listed[-1])
+        with p.loop() as leave:
+            of_lane, place = divmod(k - 1, len(best))
+            worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - lane + of_lane)
+            leave(~p.any(last >= worst))
+            again = first_column + _zero(p)
+            words = _packed_keys(p, tile, vocab, row, again, _complements(p, tile, again))
+            for word in words:
+                p.set(word, LOWEST, when=word >= last)
+            listed = _best(p, words, length)
+            p.set(last, listed[-1])
+            more = _merged(p, listed, lane, tile.lanes, size)
+            _set_all(p, best, _better_half(p, best, more, lane, min(size, tile.lanes)))
     return p
+
+
+def _zero(p: Program) -> Value:
+    """Returns 0, which the compiler does not know: what depends on it is made again, and not kept in registers."""
+    return p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
+
+
+def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
+    for register, value in zip(registers, values, strict=True):
+        p.set(register, value)
 
 
 # ---- packed keys
@@ -126,7 +165,10 @@ def _packed_keys(
 
 
 def _best(p: Program, words: list[Value], count: int) -> list[Value]:
-    """Returns the largest words, the largest first, by comparisons of which a half is left out where nothing needs it."""
+    """Returns the largest words, the largest first, and the lowest word where there are not so many.
+
+    Of a comparison, a half is left out that nothing needs.
+    """
     comparisons, best = network(len(words), count)
     out, needed, steps = list(words), set(best), []
     for i, j in reversed(comparisons):
@@ -139,7 +181,7 @@ def _best(p: Program, words: list[Value], count: int) -> list[Value]:
             out[j] = p.min(a, b)
         if upper:
             out[i] = p.max(a, b)
-    return [out[i] for i in best]
+    return [out[i] for i in best] + [p.var(LOWEST, "s32") for _ in range(count - len(best))]
 
 
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -176,39 +218,71 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
 # ---- merges
 
 
-def _merged(p: Program, words: list[Value], lane: Value, lanes: int) -> list[Value]:
-    """Merges the sorted words of all lanes of a row; returns the best, in the order of the lanes.
+def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) -> list[Value]:
+    """Merges the lists of all lanes of a row, a power of two each; returns the best `size`, in the order of the lanes.
 
-    for run = 1, 2, ... lanes / 2:                  two runs of so many lanes, the second in the opposite order
-        exchange with lane ^ run: of what two lanes hold, each keeps the larger ones of its first half,
-            which have met the second half of the other
-        for flip of the lanes that hold the new run: exchange with lane ^ flip, one keeps the larger ones
+    for run = 1, 2, ... lanes / 2:            two runs of so many lanes, the second in the opposite order
+        exchange with lane ^ run, word for word from the other end: each lane keeps all its words,
+            the larger or the smaller ones; or, of those in its first half, the larger ones
+        for flip of the lanes that hold a half: exchange with lane ^ flip, one keeps the larger ones
         sort the words of each lane, which are bitonic now
 
-    A block is what one lane holds. After runs of 1, 2, 4 lanes the number of a lane's block in its run has the lane's
-    bits in the opposite order, since each merge splits blocks in two. So the last step is a shuffle.
+    A block is what one lane holds. `flips` are the bits of a lane that are the bits of its block's number in the run,
+    the highest first; they end in another order than those of the lane's number, and so there is a last shuffle.
     """
-    flips: list[int] = []  # the bits of a lane that are the bits of the number of its block, the highest first
+    flips: list[int] = []
     run = 1
     while run < lanes:
+        turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None  # the new run is the second of a pair
         half = len(words) // 2
-        if half:
-            flips.append(run)
+        if len(words) * run < size:
+            words = _exchanged(p, words, lane, run, turned, mirrored=True)
+            flips, bitonic = [run, *flips], flips
+        elif half:
             others = [p.shuffle(word, "bfly", run) for word in words[: half - 1 : -1]]
+            words = [p.max(word, other) for word, other in zip(words, others)]
+            flips = bitonic = [*flips, run]
         else:
-            others = [p.shuffle(words[0], "bfly", run)]
-        words = [p.max(word, other) for word, other in zip(words, others)]
-        turned = lane & 2 * run if 2 * run < lanes else None  # whether the new run is the second of a pair
-        for flip in flips:
-            # The lane of the second run has its words in the opposite order so far.
-            mirrored = bool(half) and flip == run
-            others = [p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
-            lower = (lane & flip).equals(0)
-            if turned is not None:
-                lower = lower ^ turned.differs(0)
-            words = [p.select(lower, p.max(a, b), p.min(a, b)) for a, b in zip(words, others)]
+            words = [p.max(words[0], p.shuffle(words[0], "bfly", run))]
+            bitonic = flips
+        for flip in bitonic:
+            # Where half of the words were kept, a lane of the second run has its words in the opposite order so far.
+            words = _exchanged(p, words, lane, flip, turned, mirrored=flip == run)
         words = sorting_ptx.exchanged_in_lane(p, words, sorting_ptx.bitonic(len(words)))
         run *= 2
-    block = p.reverse_bits(lane) >> (32 - len(flips)) if flips else lane & 0
-    source = p.operand("thread", "u32") - lane + block
+    if flips == sorted(flips, reverse=True):
+        return words
+    source = p.operand("thread", "u32") - lane
+    for i, flip in enumerate(reversed(flips)):
+        moved = flip.bit_length() - 1 - i
+        bit = lane & 1 << i
+        source = source + (bit << moved if moved >= 0 else bit >> -moved)
     return [p.shuffle(word, "idx", source) for word in words]
+
+
+def _exchanged(
+    p: Program, words: list[Value], lane: Value, flip: int, turned: Value | None, *, mirrored: bool
+) -> list[Value]:
+    """Exchanges words with lane ^ flip; lanes without the bit `flip`, or if `turned` those with it, keep the larger.
+
+    Args:
+      mirrored: whether word i meets word -1 - i of the other lane, or word i.
+    """
+    others = [p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
+    larger = (lane & flip).equals(0)
+    if turned is not None:
+        larger = larger ^ turned
+    return [p.select(larger, p.max(a, b), p.min(a, b)) for a, b in zip(words, others)]
+
+
+def _better_half(
+    p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int
+) -> list[Value]:
+    """Merges two lists that lie in order over the lanes of a row, `lanes` of them, and keeps as many as one has."""
+    opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
+    words = [p.max(word, other) for word, other in zip(a, opposite)]
+    flip = lanes // 2
+    while flip:
+        words = _exchanged(p, words, lane, flip, None, mirrored=False)
+        flip //= 2
+    return sorting_ptx.exchanged_in_lane(p, words, sorting_ptx.bitonic(len(words)))

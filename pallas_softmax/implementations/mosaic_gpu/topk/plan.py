@@ -61,6 +61,12 @@ MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp are taken
 # lanes still load 64 bytes of a row together where it has 64 elements. Not measured yet.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
+# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, takes 29.3 us by rounds, where
+# 20 instructions an element run at half rate, and merges take 13. Not measured yet.
+MAX_MERGED_K = 128  # winners
+MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
+TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
+
 # The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
 # or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
 # 16777 x 1000 bfloat16: k = 32 (32,768) takes 46 us, a window 62 us.
@@ -213,6 +219,8 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
             return tile
     tile = _tile(vocab, itemsize, LANE_ELEMENTS[itemsize])
     held = tile.steps * tile.vec
+    if merges(vocab, k, itemsize) and held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
+        return tile
     if not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK[itemsize]:
         return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
@@ -296,12 +304,27 @@ def sorted_tile(tile: Tile) -> Tile:
     return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
 
 
-def merges(tile: Tile, vocab: int, k: int, itemsize: int) -> bool:
-    """Returns whether the winners of a row of 16 bits in a tile are found by merges of the lanes' best.
+def merges(vocab: int, k: int, itemsize: int) -> bool:
+    """Returns whether the winners of a row of 16 bits in a tile are found by merges of the lanes' lists.
 
-    A lane then has elements for a whole list of winners. Of 32 bits a packed key would not have the whole key.
+    Of 32 bits a packed key would not have the whole key.
     """
-    return itemsize == 2 and not sorts(vocab, k) and power_of_two(k, 1) <= tile.steps * tile.vec
+    return itemsize == 2 and k <= MAX_MERGED_K and not sorts(vocab, k)
+
+
+def list_length(tile: Tile, k: int) -> int:
+    """Returns how many of its best elements a lane lists, a power of two, which merges need.
+
+    Of a row in any order the number of winners in one lane is binomial. A warp has to make more lists if as many as a
+    list holds are in one of its 32 lanes.
+    """
+    share, length = 1 / tile.lanes, 1
+    while length < min(k, tile.steps * tile.vec):
+        fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
+        if 32 * (1 - fewer) < TOO_SHORT:
+            break
+        length *= 2
+    return length
 
 
 def merged_tile(tile: Tile, k: int) -> Tile:

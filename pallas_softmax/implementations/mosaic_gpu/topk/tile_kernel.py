@@ -34,7 +34,7 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature
-    merging, in_order = merges(plan, vocab, k, x.dtype.itemsize), sorts(vocab, k)
+    merging, in_order = merges(vocab, k, x.dtype.itemsize), sorts(vocab, k)
     winners = merged_tile(plan, k) if merging else sorted_tile(plan) if in_order else winners_tile(plan, k)
     blocked = merging or in_order
 
