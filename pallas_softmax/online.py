@@ -132,9 +132,7 @@ def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> N
     return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
-def across(
-    lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None, m=None
-) -> Normalizer:
+def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None, m=None) -> Normalizer:
     """Merges the normalizers of all lanes, or of those along an axis.
 
     Args:

@@ -163,7 +163,16 @@ def test_topk_of_short_rows(v, dtype, k, names):
 
 @pytest.mark.parametrize(
     ("v", "dtype", "k", "log"),
-    first(1, [(7, F32, 5, True), (100, F32, 5, False), (127, BF16, 40, False), (2, F16, 2, True), (512, F32, 16, False)]),
+    first(
+        1,
+        [
+            (7, F32, 5, True),
+            (100, F32, 5, False),
+            (127, BF16, 40, False),
+            (2, F16, 2, True),
+            (512, F32, 16, False),
+        ],
+    ),
 )
 def test_gradient_of_topk_of_short_rows(v, dtype, k, log):
     """Of the values and, for second derivatives, of d; p is formed again from x, m and d."""
@@ -180,7 +189,10 @@ def test_gradient_of_topk_of_short_rows(v, dtype, k, log):
     slope = -np.sum(of_d * (z - z.max(-1, keepdims=True)), -1)
     if dtype == F32:
         flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]
-        assert bounds.error_units(dx, want_dx + of_d, unit_dx + np.abs(of_d), slack_times=flushed) <= 4 * bounds.UNITS
+        assert (
+            bounds.error_units(dx, want_dx + of_d, unit_dx + np.abs(of_d), slack_times=flushed)
+            <= 4 * bounds.UNITS
+        )
     else:
         np.testing.assert_allclose(np.asarray(dx, F32), want_dx + of_d, rtol=0.01, atol=1e-5)
     assert bounds.error_units(dt[:, 0], want_dt + slope, unit_dt + np.abs(slope)) <= 4 * bounds.UNITS

@@ -152,7 +152,9 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
     [
         (Tile(32, 4, 8, 2), 57, 8),  # what a lane holds halves with each merge
         pytest.param(Tile(32, 4, 8, 4), 128, 5, marks=pytest.mark.slow),
-        pytest.param(Tile(8, 16, 1, 3), 47, 2, marks=pytest.mark.slow),  # more lanes than winners; single elements
+        pytest.param(
+            Tile(8, 16, 1, 3), 47, 2, marks=pytest.mark.slow
+        ),  # more lanes than winners; single elements
         (Tile(4, 32, 8, 1), 256, 8),  # short lists
         pytest.param(Tile(8, 16, 4, 5), 319, 16, marks=pytest.mark.slow),
         pytest.param(Tile(64, 2, 8, 4), 64, 15, marks=pytest.mark.slow),

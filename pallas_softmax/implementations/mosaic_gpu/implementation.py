@@ -20,7 +20,12 @@ from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
-from pallas_softmax.implementations.mosaic_gpu.topk import grad_kernel, merge_kernel, tile_kernel, window_kernel
+from pallas_softmax.implementations.mosaic_gpu.topk import (
+    grad_kernel,
+    merge_kernel,
+    tile_kernel,
+    window_kernel,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk, plan_topk_grad
 from pallas_softmax.online import Normalizer
 

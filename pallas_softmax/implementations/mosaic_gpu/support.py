@@ -104,7 +104,7 @@ def _topk_grad_unsupported(call: Call) -> str | None:
     if call.masked:
         return "no kernel for topk_grad with where"
     if plan_topk_grad(call.vocab, call.dtype) is None:
-        return f"no kernel for topk_grad of V={call.vocab} {call.dtype}: a row does not fit into the registers of a warp"
+        return f"no kernel for topk_grad of V={call.vocab} {call.dtype}: a row is too long for a warp"
     return None
 
 

@@ -50,13 +50,13 @@ from pallas_softmax.implementations.mosaic_gpu.topk.rounds_ptx import LOWEST
 
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
-# Bytes that `permute` takes: 0 to 3 are those of its first argument, 4 to 7 of its second, and 8 more is a byte of signs.
+# Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second; 8 more is a byte full of the sign.
 _SIGNS = 0xBB99
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
 def take(tile: Tile, vocab: int, k: int, bits, per_row):
-    """Returns the packed keys of the k best of each row of a tile; the arguments are those of `selection.take_words`."""
+    """Returns packed keys of the k best of each row of a tile; the arguments are those of `selection.take_words`."""
     out = merged_tile(tile, k)
     code = text(tile, vocab, k)
     layout, out_layout = tiles.layout(tile), tiles.layout(out)
@@ -81,7 +81,7 @@ def take(tile: Tile, vocab: int, k: int, bits, per_row):
 
 
 def _words(registers) -> list[ir.Value]:
-    """Returns the elements of registers of 16-bit integers two by two, in numbers of 32 bits; a last one alone twice."""
+    """Returns 16-bit integers of registers two by two, in numbers of 32 bits; one that is left over is there twice."""
     i32 = ir.IntegerType.get_signless(32)
     if ir.VectorType(registers[0].type).shape[0] > 1:
         words = [vector.bitcast(ir.VectorType.get((len(elements(r)) // 2,), i32), r) for r in registers]
@@ -152,7 +152,9 @@ def _packed_keys(
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"pair{row}_{i}", "u32")
-        keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, p.permute(pair, pair, _SIGNS), _MAGNITUDES)
+        keys = p.bitwise3(
+            lambda pair, signs, m: pair ^ signs & m, pair, p.permute(pair, pair, _SIGNS), _MAGNITUDES
+        )
         words += [p.permute(keys, complement, which).bits("s32") for which in (_LOWER_WORD, _UPPER_WORD)]
     columns = rounds_ptx.columns_of_thread(tile)
     for word, column in zip(words, columns):
@@ -233,7 +235,9 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
     flips: list[int] = []
     run = 1
     while run < lanes:
-        turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None  # the new run is the second of a pair
+        turned = (
+            (lane & 2 * run).differs(0) if 2 * run < lanes else None
+        )  # the new run is the second of a pair
         half = len(words) // 2
         if len(words) * run < size:
             words = _exchanged(p, words, lane, run, turned, mirrored=True)
@@ -275,9 +279,7 @@ def _exchanged(
     return [p.select(larger, p.max(a, b), p.min(a, b)) for a, b in zip(words, others)]
 
 
-def _better_half(
-    p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int
-) -> list[Value]:
+def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int) -> list[Value]:
     """Merges two lists that lie in order over the lanes of a row, `lanes` of them, and keeps as many as one has."""
     opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
     words = [p.max(word, other) for word, other in zip(a, opposite)]

@@ -61,8 +61,8 @@ MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp are taken
 # lanes still load 64 bytes of a row together where it has 64 elements. Not measured yet.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, takes 29.3 us by rounds, where
-# 20 instructions an element run at half rate, and merges take 13. Not measured yet.
+# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, takes 29.3 us by rounds, of
+# which 20 instructions an element run at half rate, and of merges 13. Not measured yet.
 MAX_MERGED_K = 128  # winners
 MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
@@ -85,13 +85,13 @@ MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # where all lanes of a warp are taken
 ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 
-# Of many winners the search takes longer than parts save, if a CTA holds the whole row and a multiprocessor: k = 128 of
-# 4000 x 50257 float32 takes 277 us so, though nothing is read while it searches, and 294 us in 2 parts.
-#
-# Where only a part fits, the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
+# Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
 # 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
-# in 2 and in 4. (Between 65 and 127 winners this was not measured.)
-MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
+# in 2 and in 4. And 4000 x 50257 float32 takes 277 us whole, in a CTA that fills a multiprocessor and takes one row, so
+# that nothing is read while it searches. (Between 65 and 127 winners this was not measured.)
+MANY_WINNERS = (
+    65  # winners from which on rows are whole if they fit, and else MANY_WINNERS_BYTES says how they are cut
+)
 MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The

@@ -1,8 +1,8 @@
 """Softmax fused with top-k of short rows, in registers: several rows in a CTA, each over some lanes of a warp.
 
-The k best of a row are taken one after another: the one with the largest key, and of those that have it the one of
-lowest index. The other steps are those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over
-the lanes of a row.
+The k best of a row are found in one of three ways, of which `plan.py` chooses: one after another (`rounds_ptx`), by a
+sort of the row (`sorting_ptx`), or, of 16 bits, by merges of the lanes' lists (`merging_ptx`). The other steps are
+those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over the lanes of a row.
 """
 
 import functools
