@@ -130,6 +130,7 @@ def _zero(p: Program) -> Value:
 
 
 def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
+    """Gives each register its value."""
     for register, value in zip(registers, values, strict=True):
         p.set(register, value)
 
@@ -235,9 +236,8 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
     flips: list[int] = []
     run = 1
     while run < lanes:
-        turned = (
-            (lane & 2 * run).differs(0) if 2 * run < lanes else None
-        )  # the new run is the second of a pair
+        # Whether the new run is the second of a pair, and so is to have the opposite order.
+        turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None
         half = len(words) // 2
         if len(words) * run < size:
             words = _exchanged(p, words, lane, run, turned, mirrored=True)

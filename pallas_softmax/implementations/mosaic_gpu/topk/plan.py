@@ -89,9 +89,7 @@ PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 # 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
 # in 2 and in 4. And 4000 x 50257 float32 takes 277 us whole, in a CTA that fills a multiprocessor and takes one row, so
 # that nothing is read while it searches. (Between 65 and 127 winners this was not measured.)
-MANY_WINNERS = (
-    65  # winners from which on rows are whole if they fit, and else MANY_WINNERS_BYTES says how they are cut
-)
+MANY_WINNERS = 65  # winners from which on rows are whole if they fit, and else cut by MANY_WINNERS_BYTES
 MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
