@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_softmax import execution, operations
 from pallas_softmax.call import Call, Choice
-from pallas_softmax.choice import choose, choose_plain
+from pallas_softmax.choice import choose, choose_if_able, choose_plain
 from pallas_softmax.compiled import compiled
 from pallas_softmax.implementations import xla
 from pallas_softmax.operations import PER_ROW
@@ -64,7 +64,12 @@ def choose_all(
     assert operation.gradient is not None and operation.tangent is not None
     forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
     chosen = choose(forward, implementation)
-    backward = choose(gradient, implementation) if operation.gradient_has_kernels else choose_plain(gradient)
+    if operation.gradient_has_kernels:
+        backward = choose(gradient, implementation)
+    elif operation.gradient_has_some_kernels:
+        backward = choose_if_able(gradient, implementation)
+    else:
+        backward = choose_plain(gradient)
     symmetric = operation.tangent == operation.gradient
     return Static(
         chosen,

@@ -170,7 +170,7 @@ def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> N
     return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
-def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None) -> Normalizer:
+def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None, m=None) -> Normalizer:
     """Merges the normalizers of all lanes, or of those along an axis.
 
     Args:
@@ -178,8 +178,9 @@ def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale
       axis: the axis to merge along; None merges all lanes to scalars.
       broadcast: with an axis, the function that gives a number of each row the shape of `lane` again.
       scale: as for `absorb`.
+      m: the largest m of the lanes, if it is known.
     """
-    m = jnp.max(lane.m, axis)
+    m = jnp.max(lane.m, axis) if m is None else m
     s = shift(m) if broadcast is None else broadcast(shift(m))
     # The absolute value changes nothing, but has each product rounded before it is added. A multiply-add in place of
     # both would round a lane's own product later than those of other lanes, and the lanes would not agree on the sum.

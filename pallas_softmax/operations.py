@@ -36,6 +36,7 @@ class Operation:
         if the plain JAX form is computed there, with sums over the mesh.
       is_gradient: whether it is the backward of another operation.
       gradient_has_kernels: whether its gradient is chosen among all implementations, and not always plain JAX.
+      gradient_has_some_kernels: the same, but plain JAX takes what a named implementation has no kernel for.
       divided_by_xla: whether XLA by itself divides the plain JAX form over a mesh as well as `sharding` does.
     """
 
@@ -46,6 +47,7 @@ class Operation:
     on_shard: str | None = None
     is_gradient: bool = False
     gradient_has_kernels: bool = False
+    gradient_has_some_kernels: bool = False
     divided_by_xla: bool = True
 
     @property
@@ -85,6 +87,7 @@ TABLE = {
         gradient="topk_grad",
         tangent="topk_tangent",
         on_shard="topk",
+        gradient_has_some_kernels=True,
         divided_by_xla=False,
     ),
     "topk_grad": Operation(

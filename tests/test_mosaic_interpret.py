@@ -161,6 +161,55 @@ def test_topk_of_short_rows(v, dtype, k, names):
     kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
 
 
+@pytest.mark.parametrize(
+    ("v", "dtype", "k", "log"),
+    first(
+        1,
+        [
+            (7, F32, 5, True),
+            (100, F32, 5, False),
+            (127, BF16, 40, False),
+            (2, F16, 2, True),
+            (512, F32, 16, False),
+        ],
+    ),
+)
+def test_gradient_of_topk_of_short_rows(v, dtype, k, log):
+    """Of the values and, for second derivatives, of d; p is formed again from x, m and d."""
+    names = ["normal", "peaked", "integers", "one_winner"]
+    x = cases.rows(names, v, dtype)
+    t, g, g_d = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, k)), np.array([0, 0, 1, -1], F32)
+    z = oracle.tempered(x, t)
+    m, d = oracle.normalizer(x)[0][:, 0], np.sum(np.exp(z - z.max(-1, keepdims=True)), -1)
+    indices = oracle.topk_indices(x, k)
+    dx, dt = kernels.topk_grad_rows(x, t, indices, m.astype(F32), d.astype(F32), g, g_d, log=log)
+    want_dx, want_dt = oracle.fused_topk_vjp(x, g, k, None, t, log)
+    unit_dx, unit_dt = bounds.fused_topk_vjp_unit(x, g, k, None, t, log)
+    of_d = g_d[:, None] * np.exp(z - z.max(-1, keepdims=True)) / t[:, None]
+    slope = -np.sum(of_d * (z - z.max(-1, keepdims=True)), -1)
+    if dtype == F32:
+        flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]
+        assert (
+            bounds.error_units(dx, want_dx + of_d, unit_dx + np.abs(of_d), slack_times=flushed)
+            <= 4 * bounds.UNITS
+        )
+    else:
+        np.testing.assert_allclose(np.asarray(dx, F32), want_dx + of_d, rtol=0.01, atol=1e-5)
+    assert bounds.error_units(dt[:, 0], want_dt + slope, unit_dt + np.abs(slope)) <= 4 * bounds.UNITS
+
+
+@pytest.mark.slow
+def test_gradient_of_topk_stays_in_its_row():
+    """Rows with NaN, inf or nothing but -inf have NaN everywhere, as in plain JAX; -inf in a row has 0."""
+    x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
+    x[1, 3] = -np.inf
+    (winners, (m, d)), g = kernels.topk_rows(x, 3, short(4, 9, 3, F32)), cases.cotangent((4, 3))
+    dx, dt = kernels.topk_grad_rows(x, ONE, winners.indices, m[:, 0], d[:, 0], g, np.zeros(4, F32), log=False)
+    np.testing.assert_allclose(dx[1], oracle.fused_topk_vjp(x[1:2], g[1:2], 3)[0][0], rtol=1e-5, atol=1e-7)
+    assert dx[1, 3] == 0 and np.isfinite(dt[1, 0])
+    assert np.isnan(np.asarray(dx)[[0, 2, 3]]).all()
+
+
 @pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=described)
 def test_topk_of_long_rows(plan, dtype, k, names):
     kernels.assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)

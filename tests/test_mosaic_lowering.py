@@ -478,3 +478,25 @@ def test_a_named_kernel_is_not_exported_for_a_cpu():
         NotImplementedError, match="needs an NVIDIA GPU, but this computation is lowered for cpu"
     ):
         exported(lambda x: ps.softmax(x, implementation="mosaic_gpu"), X, ("cpu", "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "masked", "own"),
+    first(
+        2,
+        [
+            (128, "bfloat16", False, True),
+            (1028, "float32", False, False),
+            (1000, "float16", False, True),
+            (128, "float32", True, False),
+            (7, "float32", False, True),
+        ],
+    ),
+)
+def test_the_backward_of_topk(v, dtype, masked, own):
+    """Rows in the registers of a warp have a kernel; longer and masked ones are plain JAX."""
+    where = jnp.ones((ROWS, v), bool) if masked else None
+    names = kernel_names(
+        lowered(jax.grad(square_sum(lambda x: topk(x, where=where).values)), array(ROWS, v, dtype=dtype))
+    )
+    assert ("topk_grad" in names) == own and len(names) == 1 + own

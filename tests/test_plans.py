@@ -191,14 +191,16 @@ TOPK_PLANS = {
     (4096, 512, 40, "float32"): 1,  # too many winners to take one by one
     (4096, 1024, 19, "float32"): "tile",
     (4096, 1024, 20, "float32"): 1,
-    (4096, 1024, 39, "bfloat16"): "tile",
-    (4096, 1024, 40, "bfloat16"): 1,
+    (4096, 1024, 127, "bfloat16"): "tile",
+    (4096, 2048, 128, "bfloat16"): "tile",
+    (4096, 2048, 129, "bfloat16"): 1,
     (4096, 512, 64, "float32"): "tile",  # but not too many to sort the row
     (4096, 1024, 128, "float32"): 1,
     (4096, 1024, 128, "bfloat16"): "tile",
     (4096, 1024, 1024, "bfloat16"): "tile",
     (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
-    (10, 2048, 1, "bfloat16"): 1,
+    (10, 2056, 1, "bfloat16"): 1,
+    (10, 1025, 1, "bfloat16"): 1,  # whose lanes load one element at a time
     (10, 2052, 1, "float32"): 1,
     (4096, 8000, 1, "float32"): 1,
     (4000, 25000, 5, "float32"): 1,
@@ -211,8 +213,20 @@ TOPK_PLANS = {
     (4096, 50257, 64, "bfloat16"): 2,
     (4096, 50257, 64, "float32"): 3,
     (4096, 128256, 64, "float32"): 6,
-    (4096, 50257, 128, "float32"): 2,  # of many winners longer parts, since each part is searched
+    (4096, 50257, 128, "float32"): 1,  # of many winners no parts, since each part is searched
+    (4096, 60000, 128, "float32"): 3,  # which a multiprocessor does not hold, and longer parts
     (2048, 49152, 128, "bfloat16"): 1,
+}
+
+# (rows, V, k, dtype): rows that a CTA takes. Only where it has a multiprocessor.
+ROWS_PER_CTA = {
+    (4000, 25000, 256, "float32"): 1,
+    (4000, 25000, 1024, "float32"): 8,
+    (4000, 50257, 128, "float32"): 8,
+    (4000, 50257, 64, "float32"): 1,
+    (777, 100003, 128, "bfloat16"): 6,  # all CTAs at once
+    (129, 25000, 2048, "float32"): 1,
+    (64, 25000, 2048, "float32"): 1,
 }
 
 
@@ -221,6 +235,21 @@ def test_topk_plan(shape):
     """Few rows are split, and rows of which two would not lie in a multiprocessor."""
     plan = topk_plan.plan_topk(*shape, HOPPER)
     assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
+
+
+@pytest.mark.parametrize("shape", ROWS_PER_CTA, ids=str)
+def test_rows_of_a_cta(shape):
+    assert topk_plan.plan_topk(*shape, HOPPER).rows_per_cta == ROWS_PER_CTA[shape]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 64, 127, 128, 512, 1000, 1024])
+def test_plans_of_the_backward_of_topk(vocab, dtype):
+    """A row lies over lanes of one warp; rows that do not fit there have no plan."""
+    plan = topk_plan.plan_topk_grad(vocab, dtype)
+    assert plan is not None and plan.lanes <= 32 and plan.shape[1] >= vocab
+    check_tile(plan, vocab)
+    assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
 @settings(FREE, max_examples=150)
@@ -243,6 +272,9 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
         check_tile(plan, vocab)
         winners = topk_plan.winners_tile(plan, k)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
+        if topk_plan.merges(vocab, k, jnp.dtype(dtype).itemsize):
+            assert k <= topk_plan.merged_tile(plan, k).shape[1]
+            assert topk_plan.list_length(plan, k) * plan.lanes >= k
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import kernels, oracle, ptx
 from tests.support.cases import BF16, F32
-from tests.support.kernels import Extent, Window
+from tests.support.kernels import Extent, Tile, Window
 
 SMEM = 200 * 1024
 
@@ -144,3 +144,57 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
     else:
         slots = words(memory, starts["slots"], n, "uint64")
         np.testing.assert_array_equal(np.sort(slots), np.sort(slots_of(keys[reach], reach + 7)))
+
+
+@pytest.mark.parametrize(
+    ("tile", "vocab", "k"),
+    [
+        (Tile(32, 4, 8, 2), 57, 8),  # what a lane holds halves with each merge
+        pytest.param(Tile(32, 4, 8, 4), 128, 5, marks=pytest.mark.slow),
+        pytest.param(
+            Tile(8, 16, 1, 3), 47, 2, marks=pytest.mark.slow
+        ),  # more lanes than winners; single elements
+        (Tile(4, 32, 8, 1), 256, 8),  # short lists
+        pytest.param(Tile(8, 16, 4, 5), 319, 16, marks=pytest.mark.slow),
+        pytest.param(Tile(64, 2, 8, 4), 64, 15, marks=pytest.mark.slow),
+        pytest.param(Tile(4, 32, 8, 8), 2048, 5, marks=pytest.mark.slow),
+        pytest.param(Tile(4, 32, 8, 8), 2041, 128, marks=pytest.mark.slow),
+        pytest.param(Tile(4, 32, 8, 2), 512, 39, marks=pytest.mark.slow),
+        pytest.param(Tile(8, 16, 8, 3), 384, 8, marks=pytest.mark.slow),
+        (Tile(256, 2, 2, 1), 3, 1),  # several rows of a thread
+    ],
+    ids=str,
+)
+def test_merges(tile, vocab, k):
+    """The k best of 16-bit rows, lower columns first among ties, and none that a thread has beyond the row.
+
+    Also where a lane has more of them than its list has places for.
+    """
+    rng = np.random.default_rng(k)
+    of_row = tile.shape[1] // tile.lanes
+    bits = rng.integers(0, 2**16, tile.shape).astype("u2")
+    bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
+    bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
+    code, winners = kernels.merging_ptx_of(tile, vocab, k)
+    # as a thread has them: its rows, each of steps of vectors
+    held = bits.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
+    held = held.reshape(128, -1, of_row)
+    if of_row % 2:
+        held = np.concatenate([held, held[..., -1:]], -1)
+    pairs = np.ascontiguousarray(held).view("u4")
+    operands = {
+        f"pair{row}_{i}": pairs[:, row, i].astype("int64")
+        for row in range(pairs.shape[1])
+        for i in range(pairs.shape[2])
+    }
+    machine = ptx.run(code, np.zeros(16, "u1"), **operands)
+    rows = range(pairs.shape[1])
+    words = [[machine.registers[f"%word{row}_{i}"] for i in range(winners.steps)] for row in rows]
+    words = np.moveaxis(np.array(words), -1, 0).astype("u4")
+    words = words.reshape(128 // tile.lanes, tile.lanes, -1, winners.steps).transpose(2, 0, 1, 3)
+    words = words.reshape(winners.shape).astype("int64")[:, :k]
+    keys = bits[:, :vocab].astype("int16").astype("int64")
+    keys = np.where(keys < 0, keys ^ 0x7FFF, keys)
+    best = np.lexsort((np.broadcast_to(np.arange(vocab), keys.shape), -keys), -1)[:, :k]
+    np.testing.assert_array_equal(0xFFFF - (words & 0xFFFF), best)
+    np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))

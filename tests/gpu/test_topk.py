@@ -1,5 +1,7 @@
 """Softmax and top-k on a GPU: shapes, dtypes, special rows, masks, plans."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,8 @@ TOPK = [
     (512, F32, 5),
     (1000, F32, 128),
     (1000, F32, 1000),
+    (2048, BF16, 5),
+    (2048, BF16, 100),
     (4096 + 8, F16, 64),
     (10000, BF16, 5),
     (25000, F32, 1),
@@ -201,6 +205,47 @@ def test_topk_grad(implementation, v, masked, log):
     assert bounds.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
     if masked:
         assert not np.asarray(dx)[~where].any()
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "k"),
+    [(25000, F32, 1024), (50257, F32, 128), (100003, BF16, 128), (2048, F32, 64)],
+    ids=str,
+)
+@side_by_side
+def test_ctas_of_several_rows(v, dtype, k):
+    """The bits of CTAs that take a row each; the last of 72 CTAs has fewer rows than the others."""
+    x = jnp.asarray(np.random.default_rng(v).standard_normal((500, v)).astype(dtype))
+    plan = dataclasses.replace(kernels.plan_topk(4000, v, k, dtype), rows_per_cta=7)
+    several, one = (
+        kernels.topk_rows(x, k, p, interpret=None) for p in (plan, dataclasses.replace(plan, rows_per_cta=1))
+    )
+    for a, b in zip(jax.tree.leaves(several), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(several[0].indices, oracle.topk_indices(np.asarray(x), k))
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    ("v", "dtype", "k"), [(64, F32, 6), (128, BF16, 8), (127, F16, 40), (1000, F32, 16)], ids=str
+)
+@side_by_side
+def test_topk_grad_of_routers(v, dtype, k, log):
+    """Rows of many CTAs, in which the winners' elements are written twice, and come out the same again."""
+    names = ["normal", "peaked", "integers", "one_winner"]
+    x, g = np.tile(cases.rows(names, v, dtype), (301, 1)), cases.cotangent((1204, k), dtype)
+
+    @jax.jit
+    def grad(x, g):
+        return jax.vjp(lambda x: topk("mosaic_gpu", x, k, log=log).values, x)[1](g)[0]
+
+    assert "topk_grad" in grad.lower(x, g).as_text()
+    got = np.asarray(grad(x, g))
+    want, unit = oracle.fused_topk_vjp(x, g, k, log=log)[0], bounds.fused_topk_vjp_unit(x, g, k, log=log)[0]
+    flushed = 1 + np.sum(np.abs(oracle.wide(g)), -1, keepdims=True)
+    limit = 4 * UNITS if dtype == F32 else 2
+    assert bounds.error_units(got, want, unit, slack_times=flushed) <= limit
+    np.testing.assert_array_equal(got.view("u1"), np.asarray(grad(x, g)).view("u1"))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -23,7 +23,9 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Cache
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
+    grad_kernel,
     merge_kernel,
+    merging_ptx,
     ranking_ptx,
     selection_ptx,
     threshold_ptx,
@@ -201,6 +203,11 @@ def threshold_ptx_of(groups, k):
     return threshold_ptx.text(groups, k)
 
 
+def merging_ptx_of(tile, vocab, k):
+    """Returns the text of merges in a tile, and the tile of the packed keys <word0_0>, ..., a lane's one by one."""
+    return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
+
+
 def merge_so_many_lists(monkeypatch, lists):
     """Has a launch merge so many lists of winners into one."""
     monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
@@ -224,6 +231,14 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     kernel = topk_tile_kernel if isinstance(plan, Tile) else window_kernel
     x, t = jnp.asarray(x.reshape(-1, v)), jnp.asarray(temperature)
     return kernel.topk_rows(x, mask, t, k, plan, log=log, dtype=dtype, interpret=interpret)
+
+
+def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
+    """Returns the cotangents of the logits and of each row's temperature, by a tile of few rows."""
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    assert plan is not None
+    arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
+    return grad_kernel.topk_grad_rows(*arrays, fewer_rows(plan), log=log, interpret=interpret)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
@@ -322,6 +337,8 @@ WINDOWS = [
     (Window(2007, 4, 1, 1), F32, 5, FEW),
     (Window(1021, 4, 2, 1), F32, 128, ALL),
     (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
+    (Window(1004, 4, 2, 2, 1, 4), F32, 300, FEW),  # several rows of a CTA, the last CTA fewer
+    (Window(1003, 8, 4, 2, 1, 3), BF16, 40, FEW),
     (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
     (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
 ]

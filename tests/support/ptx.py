@@ -47,7 +47,7 @@ class Machine:
       code: the text, in which <name> stands for an operand.
       memory: (CTAs, bytes), the shared memory, which is changed.
       threads: number of threads of a CTA.
-      operands: a number for all, or an array with one for each CTA, by name.
+      operands: a number for all, or an array with one for each CTA or for each thread, by name.
       rng: that chooses which warp runs next; if None, all go together.
 
     Attributes:
@@ -69,7 +69,8 @@ class Machine:
             "%lanemask_lt": ((1 << thread % LANES) - 1).astype(np.uint64),
         }
         for name, number in operands.items():
-            self.write(f"%{name}", slice(None), np.broadcast_to(number, (self.ctas,))[self.cta])
+            per_thread = number if np.size(number) == len(self.cta) else np.broadcast_to(number, self.ctas)[self.cta]
+            self.write(f"%{name}", slice(None), per_thread)
 
     def run(self, most=10**7):
         """Runs until all threads are at the end."""
@@ -328,7 +329,7 @@ def _bits_of_largest(kind, a, b):
     return (a >= b) | np.isnan(a)
 
 
-def _computed(op, a, b=None, c=None):
+def _computed(op, a, b=None, c=None, d=None):
     """Returns the result of an instruction whose operands are of one kind."""
     kind = op[-1]
     is_float = kind == "f32"
@@ -372,11 +373,10 @@ def _computed(op, a, b=None, c=None):
             return ~a
         case "abs":
             return np.abs(a)
-        case "prmt":  # of bytes of a, and their signs
-            bytes_ = np.ascontiguousarray(a).view(np.uint8).reshape(-1, 4)
+        case "prmt":  # of bytes of a and b, and their signs
+            bytes_ = np.stack(np.broadcast_arrays(a, b), -1).astype(np.uint32).view(np.uint8).reshape(-1, 8)
             picks = [int(c) >> 4 * i & 15 for i in range(4)]
-            assert all(pick & 7 < 4 for pick in picks)
-            picked = [bytes_[:, pick & 3] for pick in picks]
+            picked = [bytes_[:, pick & 7] for pick in picks]
             signs = [np.where(byte >= 128, 255, 0) if pick & 8 else byte for byte, pick in zip(picked, picks)]
             return np.stack(signs, 1).astype(np.uint8).view(np.uint32)[:, 0]
         case "min" if is_float:
@@ -387,6 +387,10 @@ def _computed(op, a, b=None, c=None):
             return np.minimum(a, b)
         case "max":
             return np.maximum(a, b)
+        case "lop3":  # bit i of d is the result where a, b and c have the bits of i
+            held = [(d >> np.uint32(i) & 1) * ~np.uint32(0) for i in range(8)]
+            of = [np.where(i & 4, a, ~a) & np.where(i & 2, b, ~b) & np.where(i & 1, c, ~c) for i in range(8)]
+            return functools.reduce(np.bitwise_or, [x & y for x, y in zip(held, of)])
         case "ex2":
             out = np.exp2(a)
             return np.where(np.abs(out) < np.finfo(np.float32).tiny, np.float32(0), out)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_softmax import target
 from pallas_softmax.call import Implementation
 from pallas_softmax.implementations.folding import fold_mask, fold_topk
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import DTYPES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces as projection
 from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
@@ -19,8 +20,13 @@ from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import softmax_rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
-from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, tile_kernel, window_kernel
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk
+from pallas_softmax.implementations.mosaic_gpu.topk import (
+    grad_kernel,
+    merge_kernel,
+    tile_kernel,
+    window_kernel,
+)
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk, plan_topk_grad
 from pallas_softmax.online import Normalizer
 
 
@@ -56,6 +62,20 @@ def topk(logits, where, temperature, *, k, log, dtype):
     kernel: Any = tile_kernel if isinstance(plan, Tile) else window_kernel
     winners_and_normalizer = kernel.topk_rows(x, mask, temperature, k, plan, log=log, dtype=dtype)
     return jax.tree.map(unfold, winners_and_normalizer)
+
+
+def topk_grad(residuals, where, g, g_d, *, log):
+    assert where is None, "unsupported"
+    logits, temperature, *per_row, indices = residuals
+    x, _, temperature, unfold = fold_topk(logits, None, temperature)
+    plan = plan_topk_grad(x.shape[1], x.dtype)
+    assert plan is not None, "unsupported"
+    m, d, g_d = (a.astype(jnp.float32).reshape(-1) for a in (*per_row, g_d))
+    g = g.reshape(len(x), -1) if g.dtype.name in DTYPES else g.astype(jnp.float32).reshape(len(x), -1)
+    dx, dt = grad_kernel.topk_grad_rows(
+        x, temperature, m, d, indices.reshape(len(x), -1), g, g_d, plan, log=log
+    )
+    return dx.reshape(logits.shape), unfold(dt)
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
@@ -96,6 +116,7 @@ IMPLEMENTATION = Implementation(
         "log_softmax_grad": log_softmax_grad,
         "logsumexp": logsumexp,
         "topk": topk,
+        "topk_grad": topk_grad,
         "merge": merge,
         **projection.operations(),
         "sample": sample,

@@ -10,7 +10,11 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_N
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_columns
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    MAX_K,
+    lists_per_merge,
+    plan_topk_grad,
+)
 
 # The calls on a single row that XLA runs faster, measured on an H100. benchmarks/results/launch has the float32
 # softmax_grad of (1, 128256), 5.0 us to XLA's 4.3, and of (1, 50257), 4.2 us for both.
@@ -60,10 +64,12 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return _projection_unsupported(call, capability)
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
-    if call.op in ("topk", "merge", "sample") and call.inner != 1:
+    if call.op in ("topk", "topk_grad", "merge", "sample") and call.inner != 1:
         return "the row is not contiguous: its axes are not the last ones"
     if call.op == "sample" and plan_sample(call.rows, call.vocab, call.dtype, capability) is None:
         return f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster"
+    if call.op == "topk_grad":
+        return _topk_grad_unsupported(call)
     if call.op in ("topk", "merge"):
         return _topk_unsupported(call) or _too_large(call)
     return _too_large(call)
@@ -90,6 +96,15 @@ def _topk_unsupported(call: Call) -> str | None:
         return f"k={call.k} is not from 1 to {MAX_K}"
     if call.op == "merge" and call.vocab > lists_per_merge(call.k) * call.k:
         return f"{call.vocab // call.k} lists of {call.k} are more than the {lists_per_merge(call.k)} that a CTA merges"
+    return None
+
+
+def _topk_grad_unsupported(call: Call) -> str | None:
+    """Why the kernels cannot run the backward of top-k; None if they can."""
+    if call.masked:
+        return "no kernel for topk_grad with where"
+    if plan_topk_grad(call.vocab, call.dtype) is None:
+        return f"no kernel for topk_grad of V={call.vocab} {call.dtype}: a row is too long for a warp"
     return None
 
 

@@ -38,7 +38,7 @@ _BITS = {
 }
 _FLOATS = {"f16", "bf16", "f32"}
 _ACCESS_BYTES = 16  # that a thread loads or stores at once
-_WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
+WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
 _LAST_LANE = 31
 _SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
 
@@ -332,6 +332,15 @@ class Program:
         self += f"bfind.u32 {out}, {x};"
         return out
 
+    def permute(self, low: Value, high: Value, bytes_: int) -> Value:
+        """Returns four bytes of two numbers, whose bytes are 0 to 3 and 4 to 7: each digit of `bytes_` names one.
+
+        8 more than the number of a byte is a byte full of its sign.
+        """
+        out = self.fresh("u32")
+        self += f"prmt.b32 {out}, {low}, {high}, {bytes_};"
+        return out
+
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; of 0 it is 32."""
         reverse, out = self.fresh("u32"), self.fresh("u32")
@@ -484,31 +493,31 @@ class Program:
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
         out = self.fresh(x.kind)
-        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {_WHOLE_WARP};"
+        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {WHOLE_WARP};"
         return out
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
         """Returns the value of lane number lane - by, and a condition: whether there is one."""
         out, inside = self.fresh(x.kind), self.fresh("pred")
-        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {_WHOLE_WARP};"
+        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {WHOLE_WARP};"
         return out, inside
 
     def over_lanes(self, op: str, x: Value) -> Value:
         """Reduces an integer over the lanes of a warp by "add", "min" or "max"; each of them gets the result."""
         out = self.fresh(x.kind)
-        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {_WHOLE_WARP};"
+        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {WHOLE_WARP};"
         return out
 
     def any(self, condition: Value) -> Value:
         """Returns a condition: whether another one holds in some lane of the warp."""
         out = self.fresh("pred")
-        self += f"vote.sync.any.pred {out}, {condition}, {_WHOLE_WARP};"
+        self += f"vote.sync.any.pred {out}, {condition}, {WHOLE_WARP};"
         return out
 
     def ballot(self, condition: Value) -> Value:
         """Returns the lanes of the warp in which the condition holds, as bits."""
         out = self.fresh("u32")
-        self += f"vote.sync.ballot.b32 {out}, {condition}, {_WHOLE_WARP};"
+        self += f"vote.sync.ballot.b32 {out}, {condition}, {WHOLE_WARP};"
         return out
 
 

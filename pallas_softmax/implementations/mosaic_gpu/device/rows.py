@@ -44,7 +44,9 @@ class PartPlace(NamedTuple):
         return gmem if self.view_row is None else gmem.at[self.view_row]
 
 
-def part_place(cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False) -> PartPlace:
+def part_place(
+    cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False, row: Any = None
+) -> PartPlace:
     """The place of the part that belongs to this CTA of a grid with the axes "row" and, of several parts, "part".
 
     Args:
@@ -52,8 +54,9 @@ def part_place(cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = 
       view: the shape of the arrays in device memory, from `aligned_view`.
       rows: number of rows.
       backwards: whether the CTAs take the rows and their parts from the last one on.
+      row: number of the row, where a CTA takes several; by default, what the CTA has on the axis "row".
     """
-    row = lax.axis_index("row")
+    row = lax.axis_index("row") if row is None else row
     index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
     if backwards:
         row, index = rows - 1 - row, cut.count - 1 - index

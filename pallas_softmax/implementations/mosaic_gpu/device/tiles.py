@@ -24,6 +24,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     SCALAR,
     array,
     elements,
+    emit_ptx,
     i32,
     inline,
     pack,
@@ -31,6 +32,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     thread,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import WHOLE_WARP, Program
 
 
 def layout(tile: Tile) -> Any:
@@ -186,6 +188,59 @@ def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
             predicated_ptx.store_vector(pointer, register, vec, offset, _inside(at, rows, column, vocab))
 
     store(ref, row, value)
+
+
+def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
+    """Writes to an array (rows, vocab) what a tile of `vec` 1 has for each row, when its warp has written all before.
+
+    Args:
+      row: number of the tile's first row.
+      column: tile of column numbers; those of a row all differ.
+      value: tile of what is written there.
+      held: number of the first columns of the tile that are written.
+    """
+    rows, vocab = ref.shape
+    value = value.astype(ref.dtype)
+    if interpret:
+        for i in range(tile.rows):
+
+            @pl.when(row + i < rows)
+            def _(i=i):
+                ref[row + i] = ref[row + i].at[column[i, :held]].set(value[i, :held])
+
+        return
+
+    @inline(arg_types=(REF, SCALAR, layout(tile), layout(tile)))
+    def scatter(_, ref, row, column, value):
+        pointer = utils.memref_ptr(ref)
+        emit_ptx(_meet_in_warp(), {})
+        registers = zip(column.registers.flat, value.registers.flat, strict=True)
+        for (at, place), (of_column, register) in zip(places(tile, scalar(row)), registers, strict=True):
+            offset = predicated_ptx.offset_of(at, vocab, elements(of_column)[0])
+            predicated_ptx.store_vector(pointer, register, 1, offset, _inside(at, rows, place, held))
+
+    scatter(ref, row, column, value)
+
+
+def _meet_in_warp() -> Program:
+    """All lanes of the warp meet; what any of them wrote before, comes before what any writes afterwards."""
+    p = Program()
+    p += f"bar.warp.sync {WHOLE_WARP};"
+    return p
+
+
+def spread(of_row, tile: Tile, out: Tile, *, interpret):
+    """A tile `out` of the numbers that a tile, whose rows lie in the same lanes, has one of for a whole row."""
+    if interpret:
+        return jnp.broadcast_to(of_row[:, :1], out.shape)
+
+    @inline(arg_types=(layout(tile),), return_type=type_of(out, of_row.dtype))
+    def spread(_, of_row):
+        numbers = [elements(register)[0] for register in of_row.registers.flatten()[:: tile.steps]]
+        registers = [pack([number] * out.vec) for number in numbers for _ in range(out.steps)]
+        return array(layout(out).to_mgpu(), out.shape, registers)
+
+    return spread(of_row)
 
 
 def _indices(tile: Tile, row):

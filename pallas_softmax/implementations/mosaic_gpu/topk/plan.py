@@ -32,6 +32,7 @@ import jax.numpy as jnp
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
+    MULTIPROCESSORS,
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
     WARPGROUP,
@@ -53,6 +54,16 @@ MAX_K = 2_048  # winners
 LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row that a lane holds at most, by bytes of an element
 MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp hold the row
 
+# The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
+# lanes still load 64 bytes of a row together where it has 64 elements. Not measured yet.
+GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
+
+# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, takes 29.3 us by rounds, of
+# which 20 instructions an element run at half rate, and of merges 13. Not measured yet.
+MAX_MERGED_K = 128  # winners
+MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
+TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
+
 # The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
 # or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
 # 16777 x 1000 bfloat16: k = 32 (32,768) takes 46 us, a window 62 us.
@@ -73,8 +84,9 @@ PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 
 # Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
 # 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
-# in 2 and in 4. (Between 65 and 127 winners this was not measured.)
-MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
+# in 2 and in 4. And 4000 x 50257 float32 takes 277 us whole, in a CTA that fills a multiprocessor and takes one row, so
+# that nothing is read while it searches. (Between 65 and 127 winners this was not measured.)
+MANY_WINNERS = 65  # winners from which on rows are whole if they fit, and else cut by MANY_WINNERS_BYTES
 MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
@@ -85,6 +97,11 @@ FEW_ROWS_MIN_VOCAB = 24_000  # elements of a row beyond which it is cut
 FEW_ROWS_PART = 8_192  # elements of a part, about
 FEW_ROWS_MERGED = 512  # winners that are merged at most, as long as there are more than MIN_PARTS
 MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
+
+# Where one CTA has a multiprocessor, nothing is read while it searches, unless it takes several rows: then the next one
+# arrives while the winners of this one are put in order and written. A CTA takes at most so many, since the last CTAs
+# leave the fewer multiprocessors without work, and for the less time, the fewer rows they take. Not measured yet.
+MAX_ROWS_PER_CTA = 8  # rows
 
 # Merging more winners takes longer than parts save. Also, their lists (25 to 50 KB) leave room for one CTA only
 # beside 100 KB of the row.
@@ -108,6 +125,7 @@ class Window:
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.
+      rows_per_cta: number of rows that a CTA takes one after another; 1 if there are several parts.
     """
 
     vocab: int
@@ -115,6 +133,7 @@ class Window:
     step_blocks: int
     group_blocks: int
     count: int = 1
+    rows_per_cta: int = 1
 
     @property
     def block(self) -> int:
@@ -195,14 +214,27 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
             return tile
     tile = _tile(vocab, itemsize, LANE_ELEMENTS[itemsize])
     held = tile.steps * tile.vec
+    if merges(vocab, k, itemsize) and held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
+        return tile
     if not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK[itemsize]:
         return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    if k >= MANY_WINNERS and rows > FEW_ROWS:
+        window = _window(vocab, k, itemsize, 1)
+        if _fits(window, k, itemsize, smem) and not _fits(window, k, itemsize, smem // 2):
+            return dataclasses.replace(window, rows_per_cta=_rows_per_cta(rows, capability))
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
     return _window(vocab, k, itemsize, count)
+
+
+def _rows_per_cta(rows: int, capability: tuple[int, int]) -> int:
+    """Returns how many rows a CTA takes that has a multiprocessor, so that all CTAs have about as many."""
+    of_multiprocessor = -(-rows // MULTIPROCESSORS[capability[0]])
+    turns = -(-of_multiprocessor // MAX_ROWS_PER_CTA)
+    return -(-of_multiprocessor // turns)
 
 
 def _tile(vocab: int, itemsize: int, most: int) -> Tile:
@@ -251,6 +283,12 @@ def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
     return window.size * itemsize + selection_bytes(window, k) <= room
 
 
+def plan_topk_grad(vocab: int, dtype) -> Tile | None:
+    """Returns the tile for the backward of rows of `vocab` elements, or None where they are too long for a warp."""
+    tile = _tile(vocab, jnp.dtype(dtype).itemsize, GRAD_LANE_ELEMENTS)
+    return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
+
+
 def winners_tile(tile: Tile, k: int) -> Tile:
     """Returns the tile that holds the k best of each row of a tile, in the registers of the same lanes."""
     return Tile(tile.rows, tile.lanes, 1, -(-k // tile.lanes))
@@ -259,6 +297,34 @@ def winners_tile(tile: Tile, k: int) -> Tile:
 def sorted_tile(tile: Tile) -> Tile:
     """Returns the tile that holds the sorted rows of a tile: a power of two of neighbours in each lane."""
     return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
+
+
+def merges(vocab: int, k: int, itemsize: int) -> bool:
+    """Returns whether the winners of a row of 16 bits in a tile are found by merges of the lanes' lists.
+
+    Of 32 bits a packed key would not have the whole key.
+    """
+    return itemsize == 2 and k <= MAX_MERGED_K and not sorts(vocab, k)
+
+
+def list_length(tile: Tile, k: int) -> int:
+    """Returns how many of its best elements a lane lists, a power of two, which merges need.
+
+    Of a row in any order the number of winners in one lane is binomial. A warp has to make more lists if as many as a
+    list holds are in one of its 32 lanes.
+    """
+    share, length = 1 / tile.lanes, 1
+    while length < min(k, tile.steps * tile.vec):
+        fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
+        if 32 * (1 - fewer) < TOO_SHORT:
+            break
+        length *= 2
+    return length
+
+
+def merged_tile(tile: Tile, k: int) -> Tile:
+    """Returns the tile that holds the merged winners of each row of a tile: neighbours in each lane."""
+    return Tile(tile.rows, tile.lanes, 1, max(1, power_of_two(k, 1) // tile.lanes))
 
 
 def power_of_two(least: int, start: int) -> int:

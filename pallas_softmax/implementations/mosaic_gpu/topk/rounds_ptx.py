@@ -114,7 +114,7 @@ def column_result(p: Program, row: int, i: int) -> Value:
     return p.operand(f"column{row}_{i}", "s32")
 
 
-def _columns(tile: Tile) -> list[int]:
+def columns_of_thread(tile: Tile) -> list[int]:
     """The columns of a thread's elements, but for the first column of its lane."""
     return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
 
@@ -138,7 +138,7 @@ def packed_keys(
     """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
     ones = (1 << bits) - 1
     packed = []
-    for key, column in zip(_keys(p, tile, row), _columns(tile)):
+    for key, column in zip(_keys(p, tile, row), columns_of_thread(tile)):
         complement = ones - column - first_column
         if narrow:
             packed.append(key << _HALF_BITS | complement)
@@ -280,7 +280,7 @@ def load_keys(
 ) -> tuple[list[Value], list[Value]]:
     """Returns registers with the keys of a row of the thread, and with their columns."""
     keys, columns = [], []
-    for of_element, start in zip(_keys(p, tile, row), _columns(tile)):
+    for of_element, start in zip(_keys(p, tile, row), columns_of_thread(tile)):
         key, column = p.var(of_element), first_column + start
         keys.append(key)
         columns.append(column.bits("s32"))

@@ -11,6 +11,7 @@ the same steps in JAX, which are here. They come in the order of their files:
     buckets_ptx.py                                                  or buckets
     rounds_ptx.py      take                                         the k best of rows in registers
     sorting_ptx.py     take                                         the same, where k is large
+    merging_ptx.py     take_words                                   the same, of 16 bits
 
 `plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
 shared memory is in references to
@@ -34,6 +35,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     arrival_ptx,
+    merging_ptx,
     ranking_ptx,
     rounds_ptx,
     selection_ptx,
@@ -42,6 +44,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     Window,
+    merged_tile,
     padded_winners,
     sorted_tile,
     winners_tile,
@@ -274,3 +277,23 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
     return best, [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+
+
+def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
+    """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
+
+    Args:
+      bits: tile of the bits of the row's elements, of 16 bits each; all ones where an element is masked.
+      vocab, per_row: as in `take`.
+    """
+    if not interpret:
+        word, per_row = merging_ptx.take(tile, vocab, k, bits, per_row)
+    else:
+        negative = bits >> 15
+        key = (bits ^ (negative & 0x7FFF)).astype(jnp.int32)[:, :vocab]
+        words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+        out = merged_tile(tile, k)
+        best = ~lax.sort(~words)[:, :k]
+        word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
+        per_row = [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+    return word >> 16, ~word & 0xFFFF, per_row

@@ -81,7 +81,7 @@ def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list
             exchange with lane ^ stride: the lower lane keeps the larger ones
         the same within the lane
     """
-    words = _exchanged_in_lane(p, words, rounds_ptx.network(len(words)))
+    words = exchanged_in_lane(p, words, rounds_ptx.network(len(words)))
     run = 2
     while run <= lanes:
         _exchange(p, words, lane, run - 1, run // 2, mirrored=True)
@@ -89,18 +89,18 @@ def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list
         while stride:
             _exchange(p, words, lane, stride, stride, mirrored=False)
             stride //= 2
-        words = _exchanged_in_lane(p, words, _bitonic(len(words)))
+        words = exchanged_in_lane(p, words, bitonic(len(words)))
         run *= 2
     return words
 
 
-def _bitonic(n: int) -> list[tuple[int, int]]:
+def bitonic(n: int) -> list[tuple[int, int]]:
     """The comparisons that sort n elements that are bitonic."""
     strides = [n >> level for level in range(1, n.bit_length())]
     return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
 
 
-def _exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
+def exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
     """Returns the words after comparisons, each of which puts the larger one of two words first."""
     out = list(words)
     for i, j in comparisons:

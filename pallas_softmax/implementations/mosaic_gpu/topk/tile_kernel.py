@@ -1,9 +1,11 @@
 """Softmax fused with top-k of short rows, in registers: several rows in a CTA, each over some lanes of a warp.
 
-The k best of a row are taken one after another: the one with the largest key, and of those that have it the one of
-lowest index. The other steps are those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over
-the lanes of a row.
+The k best of a row are found in one of three ways, of which `plan.py` chooses: one after another (`rounds_ptx`), by a
+sort of the row (`sorting_ptx`), or, of 16 bits, by merges of the lanes' lists (`merging_ptx`). The other steps are
+those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over the lanes of a row.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,13 @@ from pallas_softmax.implementations.mosaic_gpu.device import sort_keys, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile, sorts, winners_tile
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    merged_tile,
+    merges,
+    sorted_tile,
+    sorts,
+    winners_tile,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import weight
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -26,55 +34,71 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature
-    in_order = sorts(vocab, k)
-    winners = sorted_tile(plan) if in_order else winners_tile(plan, k)
+    merging, in_order = merges(vocab, k, x.dtype.itemsize), sorts(vocab, k)
+    winners = merged_tile(plan, k) if merging else sorted_tile(plan) if in_order else winners_tile(plan, k)
+    blocked = merging or in_order
 
     def broadcast(per_row):
         return lax.broadcast_in_dim(per_row, plan.shape, (0,))
 
+    def key_at(x_gmem, mask_gmem, row, index):
+        """Reads the winners again, from the cache; returns their keys."""
+        gather = functools.partial(
+            tiles.gather,
+            tile=winners,
+            row=row,
+            column=index,
+            rows=rows,
+            blocked=blocked,
+            interpret=interpret,
+        )
+        key = sort_keys.key(gather(x_gmem))
+        if mask is None:
+            return key
+        keep = gather(mask_gmem, ref_row=mask.row)
+        return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
+
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        key, x = sort_keys.key(x), x.astype(jnp.float32)
+        if merging:
+            held = lax.bitcast_convert_type(x, jnp.int16)
+            lowest = -1
+        else:
+            held = sort_keys.key(x)
+            lowest = sort_keys.lowest_key(x_gmem.dtype)
         if mask is not None:
             keep = tiles.load_mask(mask_gmem, plan, row, (rows, vocab), mask.row, interpret=interpret)
-            key = jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
-            x = jnp.where(keep, x, -jnp.inf)
+            held = jnp.where(keep, held, jnp.full_like(held, lowest))
+            x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
+        m = jnp.max(x, 1).astype(jnp.float32)  # of 16 bits, two elements by one instruction
+        x = x.astype(jnp.float32)
         if len(scale) > 1:
             row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
         else:
             row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
-        m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale))
+        m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
-        index, (m, d, row_scale) = selection.take(
-            plan,
-            vocab,
-            k,
-            key,
-            (m, d, row_scale),
-            narrow=x_gmem.dtype.itemsize == 2,
-            in_order=in_order,
-            interpret=interpret,
-        )
-        key = sort_keys.key(
-            tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=in_order, interpret=interpret)
-        )
-        if mask is not None:
-            keep = tiles.gather(
-                mask_gmem,
-                winners,
-                row,
-                index,
-                rows=rows,
-                ref_row=mask.row,
-                blocked=in_order,
+        if merging:
+            key, index, (m, d, row_scale) = selection.take_words(
+                plan, vocab, k, held, (m, d, row_scale), interpret=interpret
+            )
+        else:
+            index, (m, d, row_scale) = selection.take(
+                plan,
+                vocab,
+                k,
+                held,
+                (m, d, row_scale),
+                narrow=x_gmem.dtype.itemsize == 2,
+                in_order=in_order,
                 interpret=interpret,
             )
-            key = jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
+            key = key_at(x_gmem, mask_gmem, row, index)
         value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value, blocked=in_order, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, blocked=in_order, interpret=interpret)
+        tiles.store(values_gmem, winners, row, value, blocked=blocked, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, blocked=blocked, interpret=interpret)
 
     values, indices, m, d = gpu_kernel(
         softmax_topk,

@@ -1,0 +1,290 @@
+"""The k best of rows of 16-bit floats in registers, in inline PTX, by merges of short lists: `selection.take_words`.
+
+A row lies over the `lanes` lanes of a tile. Each lane finds the best few of its elements, its list, and runs of lanes
+are merged in pairs: element i of one run meets element -1 - i of the other. As long as two runs have no more than
+`size` elements, k rounded up to a power of two, the larger ones go to the first run and the smaller ones to the second;
+then only the larger ones are kept, over both runs, which halves what a lane holds, until that is one element; from
+there on both runs of a pair keep the same. With lists of 2 and a size of 4:
+
+    lists          7 3 | 9 5 | 8 6 | 8 2       the best two of each lane
+    runs of 2      9 7 | 5 3 | 6 2 | 8 8       lanes 2 and 3 in the opposite order, for the next merge
+    runs of 4      9   | 8   | 8   | 7         the best of the row, after a last shuffle
+
+What comes out of a merge is bitonic, and sorted by exchanges between lanes and then within them.
+
+A lane may have had more winners than its list: all lists were too short, if the last of one is among the winners.
+Lists are so long that this is rare in rows in any order (`plan.list_length`). Then the lanes make lists of what comes
+after those, which are merged in, and so on.
+
+An element is one word, its packed key (see `rounds_ptx`): of 16 bits it has the whole key, so no two words are equal,
+and the winners' keys need not be read again. Words are made from two elements at a time, which share a register:
+
+    two elements      x1 x0                       the upper half is that of the higher column
+    two keys          k1 k0                       x ^ (0x7fff where x is negative)
+    two complements   ~c1 ~c0                     of the columns
+    two words         k1 ~c1 | k0 ~c0
+"""
+
+from collections.abc import Sequence
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_softmax.implementations.mosaic_gpu.device import tiles
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
+    LANES,
+    array,
+    elements,
+    emit_ptx,
+    inline,
+    pack,
+    thread,
+)
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
+from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx, sorting_ptx
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length, merged_tile, power_of_two
+from pallas_softmax.implementations.mosaic_gpu.topk.rounds_ptx import LOWEST
+
+_HALF_ONES = 0xFFFF
+_MAGNITUDES = 0x7FFF7FFF
+# Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second; 8 more is a byte full of the sign.
+_SIGNS = 0xBB99
+_LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
+
+
+def take(tile: Tile, vocab: int, k: int, bits, per_row):
+    """Returns packed keys of the k best of each row of a tile; the arguments are those of `selection.take_words`."""
+    out = merged_tile(tile, k)
+    code = text(tile, vocab, k)
+    layout, out_layout = tiles.layout(tile), tiles.layout(out)
+    dtypes = ["int32"] + ["float32"] * len(per_row)
+    result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
+    rows = rounds_ptx.rows_of_thread(tile)
+
+    @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
+    def emit(_, bits, per_row):
+        operands = {"thread": thread()}
+        for row, registers in enumerate(np.split(bits.registers.flatten(), rows)):
+            operands |= {f"pair{row}_{i}": word for i, word in enumerate(_words(registers))}
+        winners = {f"word{row}_{i}": "i32" for row in range(rows) for i in range(out.steps)}
+        outputs = [[pack([x]) for x in emit_ptx(code, operands, winners)]]
+        for a in per_row:
+            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
+            outputs.append([pack([x]) for x in of_rows for _ in range(out.steps)])
+        return tuple(array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
+
+    word, *per_row = emit(bits, list(per_row))
+    return word, per_row
+
+
+def _words(registers) -> list[ir.Value]:
+    """Returns 16-bit integers of registers two by two, in numbers of 32 bits; one that is left over is there twice."""
+    i32 = ir.IntegerType.get_signless(32)
+    if ir.VectorType(registers[0].type).shape[0] > 1:
+        words = [vector.bitcast(ir.VectorType.get((len(elements(r)) // 2,), i32), r) for r in registers]
+        return [word for of_register in words for word in elements(of_register)]
+    held = [elements(register)[0] for register in registers]
+    pairs = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
+    return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
+
+
+def text(tile: Tile, vocab: int, k: int) -> Program:
+    """Returns the text of `take`.
+
+    <pair{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread; <word{row}_{i}> gets the packed key of winner
+    lane * held + i, of which a lane gets `held`.
+    """
+    p = Program()
+    lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
+    complements = _complements(p, tile, first_column)
+    size, length = power_of_two(k, 1), list_length(tile, k)
+    for row in range(rounds_ptx.rows_of_thread(tile)):
+        words = _packed_keys(p, tile, vocab, row, first_column, complements)
+        listed = _best(p, words, length)
+        best = [p.operand(f"word{row}_{i}", "s32") for i in range(max(1, size // tile.lanes))]
+        _set_all(p, best, _merged(p, listed, lane, tile.lanes, size))
+        if length >= min(size, len(words)):
+            continue  # no list can be too short
+        last = p.var(listed[-1])
+        with p.loop() as leave:
+            of_lane, place = divmod(k - 1, len(best))
+            worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - lane + of_lane)
+            leave(~p.any(last >= worst))
+            again = first_column + _zero(p)
+            words = _packed_keys(p, tile, vocab, row, again, _complements(p, tile, again))
+            for word in words:
+                p.set(word, LOWEST, when=word >= last)
+            listed = _best(p, words, length)
+            p.set(last, listed[-1])
+            more = _merged(p, listed, lane, tile.lanes, size)
+            _set_all(p, best, _better_half(p, best, more, lane, min(size, tile.lanes)))
+    return p
+
+
+def _zero(p: Program) -> Value:
+    """Returns 0, which the compiler does not know: what depends on it is made again, and not kept in registers."""
+    return p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
+
+
+def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
+    """Gives each register its value."""
+    for register, value in zip(registers, values, strict=True):
+        p.set(register, value)
+
+
+# ---- packed keys
+
+
+def _complements(p: Program, tile: Tile, first_column: Value) -> list[Value]:
+    """Returns the complements of the columns of each two elements of the thread."""
+    columns = rounds_ptx.columns_of_thread(tile)
+    first = first_column * (1 << 16 | 1)
+    pairs = zip(columns[::2], [*columns[1::2], columns[-1]])
+    return [((_HALF_ONES - upper) << 16 | _HALF_ONES - lower) - first for lower, upper in pairs]
+
+
+def _packed_keys(
+    p: Program, tile: Tile, vocab: int, row: int, first_column: Value, complements: list[Value]
+) -> list[Value]:
+    """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
+    words: list[Value] = []
+    for i, complement in enumerate(complements):
+        pair = p.operand(f"pair{row}_{i}", "u32")
+        keys = p.bitwise3(
+            lambda pair, signs, m: pair ^ signs & m, pair, p.permute(pair, pair, _SIGNS), _MAGNITUDES
+        )
+        words += [p.permute(keys, complement, which).bits("s32") for which in (_LOWER_WORD, _UPPER_WORD)]
+    columns = rounds_ptx.columns_of_thread(tile)
+    for word, column in zip(words, columns):
+        if column + tile.vec * tile.lanes > vocab:
+            p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
+    return words[: len(columns)]
+
+
+# ---- the best of a lane
+
+
+def _best(p: Program, words: list[Value], count: int) -> list[Value]:
+    """Returns the largest words, the largest first, and the lowest word where there are not so many.
+
+    Of a comparison, a half is left out that nothing needs.
+    """
+    comparisons, best = network(len(words), count)
+    out, needed, steps = list(words), set(best), []
+    for i, j in reversed(comparisons):
+        if {i, j} & needed:
+            steps.append((i, j, i in needed, j in needed))
+            needed |= {i, j}
+    for i, j, upper, lower in reversed(steps):
+        a, b = out[i], out[j]
+        if lower:
+            out[j] = p.min(a, b)
+        if upper:
+            out[i] = p.max(a, b)
+    return [out[i] for i in best] + [p.var(LOWEST, "s32") for _ in range(count - len(best))]
+
+
+def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """The comparisons that find the best `count` of n elements, and the places where these are afterwards, in order.
+
+    A comparison (i, j) leaves the larger element in place i. It is Batcher's odd-even merge sort (Knuth, volume 3,
+    5.3.4), of which each list keeps `count` elements: of 32 elements the best 8 take 248 minima and maxima, which a
+    whole sort that leaves out what is not needed takes 280 for.
+    """
+    comparisons: list[tuple[int, int]] = []
+
+    def merged(a: list[int], b: list[int]) -> list[int]:
+        """Merges two lists of places whose elements are in order."""
+        if not (a and b):
+            return a + b
+        if len(a) == len(b) == 1:
+            comparisons.append((a[0], b[0]))
+            return a + b
+        even, odd = merged(a[::2], b[::2]), merged(a[1::2], b[1::2])
+        out = even[:1]
+        for i, j in zip(odd, even[1:]):
+            comparisons.append((i, j))
+            out += [i, j]
+        pairs = min(len(odd), len(even) - 1)
+        return out + odd[pairs:] + even[1 + pairs :]
+
+    def best(places: list[int]) -> list[int]:
+        half = (len(places) + 1) // 2
+        return merged(best(places[:half]), best(places[half:]))[:count] if half < len(places) else places
+
+    return comparisons, best(list(range(n)))
+
+
+# ---- merges
+
+
+def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) -> list[Value]:
+    """Merges the lists of all lanes of a row, a power of two each; returns the best `size`, in the order of the lanes.
+
+    for run = 1, 2, ... lanes / 2:            two runs of so many lanes, the second in the opposite order
+        exchange with lane ^ run, word for word from the other end: each lane keeps all its words,
+            the larger or the smaller ones; or, of those in its first half, the larger ones
+        for flip of the lanes that hold a half: exchange with lane ^ flip, one keeps the larger ones
+        sort the words of each lane, which are bitonic now
+
+    A block is what one lane holds. `flips` are the bits of a lane that are the bits of its block's number in the run,
+    the highest first; they end in another order than those of the lane's number, and so there is a last shuffle.
+    """
+    flips: list[int] = []
+    run = 1
+    while run < lanes:
+        # Whether the new run is the second of a pair, and so is to have the opposite order.
+        turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None
+        half = len(words) // 2
+        if len(words) * run < size:
+            words = _exchanged(p, words, lane, run, turned, mirrored=True)
+            flips, bitonic = [run, *flips], flips
+        elif half:
+            others = [p.shuffle(word, "bfly", run) for word in words[: half - 1 : -1]]
+            words = [p.max(word, other) for word, other in zip(words, others)]
+            flips = bitonic = [*flips, run]
+        else:
+            words = [p.max(words[0], p.shuffle(words[0], "bfly", run))]
+            bitonic = flips
+        for flip in bitonic:
+            # Where half of the words were kept, a lane of the second run has its words in the opposite order so far.
+            words = _exchanged(p, words, lane, flip, turned, mirrored=flip == run)
+        words = sorting_ptx.exchanged_in_lane(p, words, sorting_ptx.bitonic(len(words)))
+        run *= 2
+    if flips == sorted(flips, reverse=True):
+        return words
+    source = p.operand("thread", "u32") - lane
+    for i, flip in enumerate(reversed(flips)):
+        moved = flip.bit_length() - 1 - i
+        bit = lane & 1 << i
+        source = source + (bit << moved if moved >= 0 else bit >> -moved)
+    return [p.shuffle(word, "idx", source) for word in words]
+
+
+def _exchanged(
+    p: Program, words: list[Value], lane: Value, flip: int, turned: Value | None, *, mirrored: bool
+) -> list[Value]:
+    """Exchanges words with lane ^ flip; lanes without the bit `flip`, or if `turned` those with it, keep the larger.
+
+    Args:
+      mirrored: whether word i meets word -1 - i of the other lane, or word i.
+    """
+    others = [p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
+    larger = (lane & flip).equals(0)
+    if turned is not None:
+        larger = larger ^ turned
+    return [p.select(larger, p.max(a, b), p.min(a, b)) for a, b in zip(words, others)]
+
+
+def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int) -> list[Value]:
+    """Merges two lists that lie in order over the lanes of a row, `lanes` of them, and keeps as many as one has."""
+    opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
+    words = [p.max(word, other) for word, other in zip(a, opposite)]
+    flip = lanes // 2
+    while flip:
+        words = _exchanged(p, words, lane, flip, None, mirrored=False)
+        flip //= 2
+    return sorting_ptx.exchanged_in_lane(p, words, sorting_ptx.bitonic(len(words)))
