@@ -64,6 +64,23 @@ def store(ref, block, *, interpret):
         ref[...] = block
 
 
+def store_in_place(ref, block, vec: int = 1, *, interpret):
+    """Writes a block to `ref`, a one-dimensional reference to shared memory of the block's size.
+
+    Each thread writes its own elements, and no thread waits for another: where Pallas stores, all threads meet
+    before and after, which is needed only if some of them read what others write.
+    """
+    if interpret:
+        ref[...] = block
+        return
+
+    @inline(arg_types=(REF, layout(vec, interpret=interpret)))
+    def store_in_place(_, ref, block):
+        block.store_untiled(ref, optimized=False)
+
+    store_in_place(ref, block)
+
+
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
     """A block of 128 elements of a row of `ref` (rows, vocab): its element i is at start + stride * i.
 

@@ -127,12 +127,17 @@ class StagedRow:
                 x = jnp.where(blocks.positions(self.walk.vec, interpret=self.interpret) < held, x, fill)
             yield x
 
+    def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
+        """Writes blocks to step i of `size` elements in shared memory, where each thread has its own elements."""
+        values = [block.astype(smem.dtype) for block in values]
+        for (at, _), block in zip(self.blocks(i, size), values, strict=True):
+            blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
+
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
         """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`."""
 
         def write_step(i, size, carry):
-            for (at, _), block in zip(self.blocks(i, size), values(i, size), strict=True):
-                smem[at] = block.astype(smem.dtype)
+            self.store(smem, i, size, values(i, size))
             plgpu.commit_smem()
             at = i * self.walk.step_size
             plgpu.copy_smem_to_gmem(smem.at[pl.ds(at, size)], gmem.at[pl.ds(start + at, size)])

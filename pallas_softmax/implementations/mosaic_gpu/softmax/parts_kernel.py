@@ -274,14 +274,11 @@ class _Part:
         keeps, next_mask_blocks = _as_conditions(mask_blocks), self._load_body_mask(i + 1)
         for landed in self.refs.landed:
             plgpu.barrier_wait(landed.at[i])
-        terms = []
-        for (at, _), x, keep in zip(self.body.blocks(i, size), self._load_body(i, size), keeps):
-            terms.append(self._term(x, keep))
-            if (
-                keep is not None and formula.value is not None
-            ):  # for `write`, which need not read the mask then
-                kept = jnp.where(keep, x[-1], formula.reduction.neutral)
-                x_smem[-1][at] = kept.astype(self.job.dtype)
+        xs = list(zip(self._load_body(i, size), keeps))
+        if self.job.mask is not None and formula.value is not None:  # for `write`, which need not read it then
+            kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
+            self.body.store(x_smem[-1], i, size, kept)
+        terms = [self._term(x, keep) for x, keep in xs]
         return formula.reduction.absorb(lanes, terms), next_mask_blocks
 
     def _term(self, x, *conditions):
