@@ -22,11 +22,15 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     array,
+    as_block,
+    emit_ptx,
     i32,
     inline,
+    per_thread_type,
     scalar,
     thread,
 )
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 
 def layout(vec: int, *, interpret) -> Any:
@@ -79,6 +83,30 @@ def store_in_place(ref, block, vec: int = 1, *, interpret):
         block.store_untiled(ref, optimized=False)
 
     store_in_place(ref, block)
+
+
+def load_from_ctas(ref, count: int, empty: float):
+    """A block whose element i is element i of `ref` in CTA number i of the cluster, and `empty` from `count` on.
+
+    Args:
+      ref: a one-dimensional reference to shared memory, 128 float32, that all CTAs have.
+      count: number of CTAs of the cluster, up to 32.
+      empty: 0 or -inf.
+    """
+
+    @inline(arg_types=(REF,), return_type=per_thread_type("float32"))
+    def load_from_ctas(_, ref):
+        p = Program()
+        cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
+        inside = cta < count
+        p.set(out, empty)
+        there = p.fresh("u32")
+        p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
+        p.load_into(out, there, when=inside, space="shared::cluster")
+        (element,) = emit_ptx(p, {"ref": ref, "thread": thread()}, {"out": "f32"})
+        return as_block(element)
+
+    return load_from_ctas(ref)
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):

@@ -20,7 +20,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
@@ -290,27 +289,22 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
+        """The reductions of the cluster's CTAs merged: thread i takes that of CTA i, and the threads of each CTA
+        merge them in the same order.
+        """
         interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
+        reduction, count = self.job.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
-            smem[...] = blocks.filled(leaf, interpret=interpret)
+            blocks.store_in_place(smem, blocks.filled(leaf, interpret=interpret), interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
 
-        def of_peer(part: int):
-            def load(smem):
-                peer_smem = plgpu.cluster_ref(smem, {"part": jnp.int32(part)})
-                return blocks.load(peer_smem, interpret=interpret)
+        def of_peers(smem, empty):
+            return blocks.load_from_ctas(smem, count, empty)
 
-            return jax.tree.map(load, sent_smem)
-
-        peers = [of_peer(part) for part in range(self.job.parts.count)]
-        total = online.tree(self.job.formula.reduction.merge, peers)
-        total = jax.tree.map(
-            jnp.max, total
-        )  # a scalar, of equal lanes; all threads have read when it is known
-        plgpu.barrier_arrive(met)
+        total = reduction.across(jax.tree.map(of_peers, sent_smem, reduction.empty))
+        plgpu.barrier_arrive(met)  # all threads have read, since the result is that of all
         return total
 
     # --- Results
