@@ -4,10 +4,10 @@ A row of one CTA, or of a cluster, is read from device memory once, and written 
 
     load -> reduce -> (of a cluster: merge with the other CTAs) -> write
 
-A row of more CTAs is read by two launches, between which XLA merges the reductions of its parts:
+A row of more CTAs is read by two launches, of which the second one merges the reductions of the parts in each CTA:
 
     load -> reduce -> write the part's reduction
-    load -> write
+    load -> merge -> write
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
@@ -65,10 +66,10 @@ def launch(
     structure = jax.tree.structure(formula.reduction.empty)
     of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
     reductions = jax.tree.unflatten(structure, job.launch(_reduce_only, f"{name}_reduce", of_parts))
-    totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
     if formula.value is None:
+        totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
         return list(formula.constants(totals))
-    return job.launch(_write_only, name, results, totals)
+    return job.launch(_write_only, name, results, reductions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +103,16 @@ class _Job:
         """Whether a row is over several CTAs that merge their reductions in the kernel."""
         return self.parts.cluster and self.parts.count > 1
 
-    def launch(self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], totals=None) -> list[jax.Array]:
+    def launch(
+        self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
+    ) -> list[jax.Array]:
         """The results of a launch, with a CTA for each part of each row, whose body is kernel(part).
 
         Args:
           kernel: a function of a `_Part`.
           name: the kernel's name in profiles.
           out_type: shapes and dtypes of the results.
-          totals: the reductions of the rows, arrays (rows,), if they are known. Then the CTAs take the rows from
+          reductions: those of the parts, arrays (rows, parts), if they are known. Then the CTAs take the rows from
             the last one on, since the L2 cache holds what the launch before read last.
         """
         walk, count = self.parts.walk, self.parts.count
@@ -122,9 +125,9 @@ class _Job:
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-        def body(x_gmem, mask_gmem, totals_gmem, *out_gmem, **scratch):
-            refs = _Refs(x_gmem, mask_gmem, totals_gmem, out_gmem, **scratch)
-            kernel(_Part(self, refs, backwards=totals is not None))
+        def body(x_gmem, mask_gmem, reductions_gmem, *out_gmem, **scratch):
+            refs = _Refs(x_gmem, mask_gmem, reductions_gmem, out_gmem, **scratch)
+            kernel(_Part(self, refs, backwards=reductions is not None))
 
         inputs = [a.reshape(self.view) for a in self.arrays]
         return gpu_kernel(
@@ -136,7 +139,7 @@ class _Job:
             name=name,
             approximate=self.approximate,
             interpret=self.interpret,
-        )(inputs, None if self.mask is None else self.mask.array, totals)
+        )(inputs, None if self.mask is None else self.mask.array, reductions)
 
 
 class _Refs(NamedTuple):
@@ -145,7 +148,7 @@ class _Refs(NamedTuple):
     Attributes:
       x_gmem: the arrays, in the shape of the view.
       mask_gmem: the mask, (mask rows, vocab or 1), or None.
-      totals_gmem: the rows' reductions, with references (rows,) for arrays, or None.
+      reductions_gmem: the reductions of the parts, with references (rows, parts) for arrays, or None.
       out_gmem: the results.
       x_smem: for each array, the body of the CTA's part; the last one also holds what is to be written.
       landed: for each array, a barrier for each step of the body, which completes when the step has arrived.
@@ -155,7 +158,7 @@ class _Refs(NamedTuple):
 
     x_gmem: list
     mask_gmem: Any
-    totals_gmem: Any
+    reductions_gmem: Any
     out_gmem: tuple
     x_smem: list
     landed: list
@@ -187,8 +190,8 @@ def _reduce_only(part: "_Part") -> None:
 
 
 def _write_only(part: "_Part") -> None:
-    """The second of two launches: writes the elements by the reductions of the rows, which are known."""
-    total = jax.tree.map(lambda gmem: gmem[part.place.row], part.refs.totals_gmem)
+    """The second of two launches: writes the elements, when it has merged the reductions of the row's parts."""
+    total = part.merge_from_device_memory()
     for landed in part.refs.landed:
         part.body.wait(landed)
     part.write_elements(total, read_mask=part.job.mask is not None)
@@ -258,7 +261,8 @@ class _Part:
         """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
-        lanes, _ = self.body.sweep(self._absorb_step, (lanes, self._load_body_mask(0)))
+        masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
+        lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         total = reduction.across(lanes)
         if not self.edges:
             return total
@@ -267,10 +271,11 @@ class _Part:
         return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
 
     def _absorb_step(self, i, size: int, state):
-        """Adds step i of the body to the reduction of each lane. Its mask was loaded in the step before."""
-        lanes, mask_blocks = state
+        """Adds step i of the body to the reduction of each lane. Its mask was loaded some steps before."""
+        lanes, (mask_blocks, *next_masks) = state
         formula, x_smem = self.job.formula, self.refs.x_smem
-        keeps, next_mask_blocks = _as_conditions(mask_blocks), self._load_body_mask(i + 1)
+        next_masks.append(self._load_body_mask(i + len(next_masks) + 1))
+        keeps = _as_conditions(mask_blocks)
         for landed in self.refs.landed:
             plgpu.barrier_wait(landed.at[i])
         xs = list(zip(self._load_body(i, size), keeps))
@@ -278,7 +283,7 @@ class _Part:
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
-        return formula.reduction.absorb(lanes, terms), next_mask_blocks
+        return formula.reduction.absorb(lanes, terms), next_masks
 
     def _term(self, x, *conditions):
         """What is reduced of the blocks x, one of each array; neutral where a condition is False."""
@@ -306,6 +311,21 @@ class _Part:
         total = reduction.across(jax.tree.map(of_peers, sent_smem, reduction.empty))
         plgpu.barrier_arrive(met)  # all threads have read, since the result is that of all
         return total
+
+    def merge_from_device_memory(self):
+        """The reductions of the row's parts, which the launch before has written, merged."""
+        reduction, count = self.job.formula.reduction, self.job.parts.count
+
+        def of_parts(first: int):
+            def load(gmem, empty):
+                return blocks.load_from_row(
+                    gmem, self.place.row, start=first, held=count - first, fill=empty, interpret=self.job.interpret
+                )
+
+            return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
+
+        lanes = [of_parts(first) for first in range(0, count, EDGE)]
+        return reduction.across(online.tree(reduction.merge, lanes))
 
     # --- Results
 

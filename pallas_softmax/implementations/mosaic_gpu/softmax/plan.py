@@ -57,6 +57,14 @@ STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for 
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
+# The same for 16-bit rows with a mask: with steps of 4 blocks a thread of (1024, 50257) needs 140 registers, so that 3
+# CTAs are on a multiprocessor, with steps of 2 it needs 104.
+HALF_MASKED_STEP_BLOCKS = 2
+
+# Registers of each thread for the mask of the next steps, four elements in each. A step is reduced in about 0.3 us, and
+# a load takes 1 to 2 us when device memory is busy: with one step ahead, each step of a part waits for its mask.
+MASK_REGISTERS = 16
+
 EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
 
 
@@ -130,17 +138,25 @@ class Parts:
         """How the CTA goes over the body."""
         return Walk(self.body, self.vec, self.step_blocks)
 
+    @property
+    def mask_steps_ahead(self) -> int:
+        """Number of steps for which the mask is loaded ahead of the step that is reduced."""
+        return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
+
     def start(self, part):
         """First element of a part, which owns those up to the start of the next one."""
         return self.cut.start(part)
 
 
-def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
+def plan_softmax(
+    op: str, rows: int, vocab: int, dtype, capability: tuple[int, int], *, masked: bool = False
+) -> Tile | Parts:
     """How the rows of an operation lie over a GPU of this compute capability.
 
     Args:
       op: a name in `operations.TABLE`.
       rows, vocab, dtype: shape and dtype of the arrays whose rows it reads.
+      masked: whether there is a mask.
     """
     itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
     vec = ACCESS_BYTES // itemsize
@@ -149,7 +165,8 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
 
     def parts(count: int, cluster: bool) -> Parts:
         long = rows > FEW_ROWS and (only_read or vocab > count * LONG_PART_ELEMENTS)
-        return Parts(vocab, vec, LONG_STEP_BLOCKS if long else STEP_BLOCKS, count, cluster)
+        steps = HALF_MASKED_STEP_BLOCKS if masked and itemsize == 2 else STEP_BLOCKS
+        return Parts(vocab, vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
 
     def fits(parts: Parts) -> bool:
         return parts.walk.padded_length * itemsize * arrays <= smem
