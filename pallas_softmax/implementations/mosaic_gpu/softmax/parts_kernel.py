@@ -12,6 +12,7 @@ A row of more CTAs is read by two launches, of which the second one merges the r
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,13 @@ from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
-from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow, part_place
+from pallas_softmax.implementations.mosaic_gpu.device.rows import (
+    PartPlace,
+    StagedRow,
+    part_index,
+    part_place,
+    place_of,
+)
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, Parts
 
@@ -61,7 +68,7 @@ def launch(
     else:
         results = [jax.ShapeDtypeStruct(job.view, job.dtype)]
     if parts.cluster:
-        return job.launch(_compute, name, results)
+        return job.launch(_compute if parts.turns == 1 else _compute_in_turns, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
     of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
@@ -103,22 +110,27 @@ class _Job:
         """Whether a row is over several CTAs that merge their reductions in the kernel."""
         return self.parts.cluster and self.parts.count > 1
 
+    @property
+    def teams(self) -> int:
+        """Number of CTAs, or of groups of CTAs with a row's parts, each of which takes `turns` rows."""
+        return -(-self.rows // self.parts.turns)
+
     def launch(
         self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
     ) -> list[jax.Array]:
-        """The results of a launch, with a CTA for each part of each row, whose body is kernel(part).
+        """The results of a launch, with a CTA for each part of each row, or of every so many rows in turns.
 
         Args:
-          kernel: a function of a `_Part`.
+          kernel: what a CTA does, a function of the job and its `_Refs`.
           name: the kernel's name in profiles.
           out_type: shapes and dtypes of the results.
           reductions: those of the parts, arrays (rows, parts), if they are known. Then the CTAs take the rows from
             the last one on, since the L2 cache holds what the launch before read last.
         """
-        walk, count = self.parts.walk, self.parts.count
+        parts, count = self.parts, self.parts.count
         scratch: dict[str, Any] = {
-            "x_smem": [plgpu.SMEM((walk.padded_length,), a.dtype) for a in self.arrays],
-            "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(self.arrays),
+            "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in self.arrays],
+            "landed": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
         if self.clustered:
             reduction_smem = plgpu.SMEM((EDGE,), jnp.float32)
@@ -126,13 +138,12 @@ class _Job:
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
         def body(x_gmem, mask_gmem, reductions_gmem, *out_gmem, **scratch):
-            refs = _Refs(x_gmem, mask_gmem, reductions_gmem, out_gmem, **scratch)
-            kernel(_Part(self, refs, backwards=reductions is not None))
+            kernel(self, _Refs(x_gmem, mask_gmem, reductions_gmem, out_gmem, **scratch))
 
         inputs = [a.reshape(self.view) for a in self.arrays]
         return gpu_kernel(
             body,
-            grid={"row": self.rows, "part": count} if count > 1 else {"row": self.rows},
+            grid={"row": self.teams, "part": count} if count > 1 else {"row": self.teams},
             cluster=count if self.clustered else 1,
             out_type=out_type,
             scratch_types=scratch,
@@ -169,66 +180,146 @@ class _Refs(NamedTuple):
 # --- What a CTA does ----------------------------------------------------------------------------------
 
 
-def _compute(part: "_Part") -> None:
+def _compute(job: _Job, refs: _Refs) -> None:
     """All in one launch: a CTA, or a cluster, has the whole row."""
-    total = part.reduce()
+    part = _start(job, refs)
+    _finish(part, part.reduce())
+
+
+def _compute_in_turns(job: _Job, refs: _Refs) -> None:
+    """The same for several rows, one after the other: the next row's steps arrive as this one's leave.
+
+    With slots for one row and a half, time goes to the right:
+
+        row 0    load, reduce | merge | write |
+        row 1    load ------------------- load, reduce | merge | write |
+        row 2                                    load ---- load, reduce | ...
+                  half of it ^          ^ the rest, as slots become free
+    """
+    parts, steps = job.parts, job.parts.walk.steps
+    slots: Any = parts.slots
+    team = lax.axis_index("row")
+    turns = (job.rows - team + job.teams - 1) // job.teams
+
+    def place(turn):
+        return place_of(parts.cut, job.view, team + turn * job.teams, part_index(parts.cut))
+
+    def start_step(number) -> None:
+        """Starts the copies of a step, whose number counts those of all rows, into the slot that is free for it."""
+
+        @pl.when(number < turns * steps)
+        def start():
+            turn = number // steps
+            _Part(job, refs, place(turn), turn * steps).copy_step_in(number % steps)
+
+    def take_turn(turn, edges):
+        part = _Part(job, refs, place(turn), turn * steps, edges)
+        total = part.reduce()
+        next_edges = part.load_edges(place(jnp.minimum(turn + 1, turns - 1)))
+        _finish(part, total, freed=lambda i: start_step(turn * steps + i + slots))
+        return next_edges
+
+    first = place(0)
+    lax.fori_loop(0, slots, lambda number, _: start_step(number), None)
+    lax.fori_loop(0, turns, take_turn, _Part(job, refs, first).load_edges(first))
+
+
+def _finish(part: "_Part", total, freed: Callable | None = None) -> None:
+    """Merges the part's reduction with those of the cluster, and writes the results; `freed` as for `StagedRow`."""
     if part.job.clustered:
         total = part.merge_over_cluster(total)
     if part.job.formula.value is None:
         part.write_constants(total)
     else:
-        part.write(total)
+        part.write(total, freed)
     if part.job.clustered:
-        plgpu.barrier_wait(part.refs.met)  # no CTA leaves while another one may read its shared memory
+        plgpu.barrier_wait(
+            part.refs.met
+        )  # no CTA leaves, or sends again, while another one may read what it sent
 
 
-def _reduce_only(part: "_Part") -> None:
+def _reduce_only(job: _Job, refs: _Refs) -> None:
     """The first of two launches: writes the reduction of each part."""
+    part = _start(job, refs)
     total = part.reduce()
-    for gmem, leaf in zip(part.refs.out_gmem, jax.tree.leaves(total), strict=True):
+    for gmem, leaf in zip(refs.out_gmem, jax.tree.leaves(total), strict=True):
         gmem[part.place.row, part.place.index] = leaf
 
 
-def _write_only(part: "_Part") -> None:
+def _write_only(job: _Job, refs: _Refs) -> None:
     """The second of two launches: writes the elements, when it has merged the reductions of the row's parts."""
+    part = _start(job, refs, backwards=True)
     total = part.merge_from_device_memory()
-    for landed in part.refs.landed:
+    for landed in refs.landed:
         part.body.wait(landed)
-    part.write_elements(total, read_mask=part.job.mask is not None)
+    part.write_elements(total, read_mask=job.mask is not None)
+
+
+def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
+    """The only part that this CTA takes: starts the copies of its body, and loads its edges."""
+    place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
+    part = _Part(job, refs, place)
+    part.copy_in()
+    part.edges = part.load_edges(place)
+    return part
 
 
 class _Part:
-    """The part of a row that this CTA holds: its body in shared memory, its edges in registers; see `Parts`."""
+    """A part of a row that this CTA holds: its body in shared memory, its edges in registers; see `Parts`.
 
-    def __init__(self, job: _Job, refs: _Refs, *, backwards: bool):
-        """Starts the copies of the body, and loads the edges."""
-        self.job, self.refs = job, refs
-        self.place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
-        self.body_start = job.parts.body_start(self.place.first)  # element of the part
-        self.body = StagedRow(job.parts.walk, job.interpret)
-        for x_gmem, x_smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
-            self.body.copy_in(self.place.in_view(x_gmem), x_smem, landed, self.place.first + self.body_start)
-        self.edges = self._load_edges() if job.parts.edges else []
+    Attributes:
+      place: which part of which row it is.
+      body_start: the element of the part at which its body starts.
+      edges: the first and the last EDGE elements of the part, if it has edges.
+    """
+
+    def __init__(self, job: _Job, refs: _Refs, place: PartPlace, steps_before: Any = 0, edges: Any = ()):
+        self.job, self.refs, self.place, self.edges = job, refs, place, edges
+        self.body_start = job.parts.body_start(place.first)
+        self.body = StagedRow(job.parts.walk, job.interpret, job.parts.slots, steps_before)
 
     # --- Loads
 
-    def _load_edges(self) -> list["_Edge"]:
-        """The first and the last EDGE elements of the part, in registers."""
-        parts, interpret = self.job.parts, self.job.interpret
-        position, last = blocks.positions(interpret=interpret), parts.length - EDGE
-        after_body = position + last >= self.body_start + parts.body
-        owned_after_body = after_body & (position + last < self.place.owned)
-        before_body = position < self.body_start
+    def copy_in(self) -> None:
+        """Starts the copies of the body."""
+        for source in self._sources():
+            self.body.copy_in(*source)
+
+    def copy_step_in(self, i) -> None:
+        """Starts the copies of step i of the body, a traced number."""
+        for source in self._sources():
+            self.body.copy_step_in(*source, i)
+
+    def _sources(self):
+        """The arguments of the copies of each array: device memory, shared memory, barriers, and where it starts."""
+        at = self.place.first + self.body_start
+        for x_gmem, x_smem, landed in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.landed, strict=True):
+            yield self.place.in_view(x_gmem), x_smem, landed, at
+
+    def load_edges(self, place: PartPlace) -> list["_Edge"]:
+        """The first and the last EDGE elements of the part at a place, in registers; none, of parts without edges."""
+        if not self.job.parts.edges:
+            return []
         edges = []
-        for at, counted in ((0, before_body), (last, owned_after_body)):
-            where = pl.ds(self.place.first + at, EDGE)
+        for at in self._edge_starts():
+            where = pl.ds(place.first + at, EDGE)
             x = [
-                blocks.load(self.place.in_view(x_gmem).at[where], interpret=interpret)
+                blocks.load(place.in_view(x_gmem).at[where], interpret=self.job.interpret).astype(jnp.float32)
                 for x_gmem in self.refs.x_gmem
             ]
-            keep = None if self.job.mask is None else self._load_mask(at, EDGE, 1) != 0
-            edges.append(_Edge(at, [block.astype(jnp.float32) for block in x], keep, counted))
+            mask = None if self.job.mask is None else self._load_mask(place, at, EDGE, 1)
+            edges.append(_Edge(x, mask))
         return edges
+
+    def _edge_starts(self) -> tuple[int, int]:
+        """The element of the part with which each edge starts."""
+        return 0, self.job.parts.length - EDGE
+
+    def _counted(self) -> tuple[Any, Any]:
+        """Which elements of each edge the reduction takes from there, and not from the body or the next part."""
+        position, (_, last) = blocks.positions(interpret=self.job.interpret), self._edge_starts()
+        after_body = position + last >= self.body_start + self.job.parts.body
+        return position < self.body_start, after_body & (position + last < self.place.owned)
 
     def _load_body(self, i, size: int):
         """The blocks of step i of the body: for each block, those of all arrays."""
@@ -241,15 +332,17 @@ class _Part:
         if self.job.mask is None:
             return [None] * walk.step_blocks
         starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
-        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
+        return [
+            self._load_mask(self.place, self.body_start + at, walk.length - at, walk.vec) for at in starts
+        ]
 
-    def _load_mask(self, at, held, vec: int):
-        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+    def _load_mask(self, place: PartPlace, at, held, vec: int):
+        """A block of the mask, from element `at` of a part on, of which the first `held` are in the row."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
-            mask.row(self.place.row),
-            self.place.start + at,
+            mask.row(place.row),
+            place.start + at,
             held,
             vec,
             interpret=self.job.interpret,
@@ -267,7 +360,7 @@ class _Part:
         if not self.edges:
             return total
         lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
-        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
+        terms = [self._term(edge.x, edge.keep, counted) for edge, counted in zip(self.edges, self._counted())]
         return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
 
     def _absorb_step(self, i, size: int, state):
@@ -277,9 +370,11 @@ class _Part:
         next_masks.append(self._load_body_mask(i + len(next_masks) + 1))
         keeps = _as_conditions(mask_blocks)
         for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[i])
+            plgpu.barrier_wait(landed.at[self.body.slot(i)])
         xs = list(zip(self._load_body(i, size), keeps))
-        if self.job.mask is not None and formula.value is not None:  # for `write`, which need not read it then
+        if (
+            self.job.mask is not None and formula.value is not None
+        ):  # for `write`, which need not read it then
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
@@ -319,7 +414,12 @@ class _Part:
         def of_parts(first: int):
             def load(gmem, empty):
                 return blocks.load_from_row(
-                    gmem, self.place.row, start=first, held=count - first, fill=empty, interpret=self.job.interpret
+                    gmem,
+                    self.place.row,
+                    start=first,
+                    held=count - first,
+                    fill=empty,
+                    interpret=self.job.interpret,
                 )
 
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
@@ -334,29 +434,30 @@ class _Part:
         for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
             gmem[self.place.row] = constant
 
-    def write(self, total) -> None:
+    def write(self, total, freed: Callable | None = None) -> None:
         """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.
 
         From neutral elements the formula gives the value that masked ones get, so the mask need not be read again,
         unless they meet a NaN or an infinity in the row's reduction.
         """
         if self.job.mask is None:
-            self.write_elements(total, read_mask=False)
+            self.write_elements(total, read_mask=False, freed=freed)
             return
         leaves = jax.tree.leaves(total)
         finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
         lax.cond(
             finite,
-            lambda: self.write_elements(total, read_mask=False),
-            lambda: self.write_elements(total, read_mask=True),
+            lambda: self.write_elements(total, read_mask=False, freed=freed),
+            lambda: self.write_elements(total, read_mask=True, freed=freed),
         )
 
-    def write_elements(self, total, *, read_mask: bool) -> None:
+    def write_elements(self, total, *, read_mask: bool, freed: Callable | None = None) -> None:
         """Writes the elements of the part: the edges from registers, and the body through shared memory.
 
         Args:
           total: the reduction of the row.
           read_mask: whether the mask must be read for the body.
+          freed: as for `StagedRow.write`.
         """
         formula, refs, place = self.job.formula, self.refs, self.place
         constants = formula.constants(total)
@@ -371,27 +472,29 @@ class _Part:
             return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
 
         (out_gmem,) = refs.out_gmem
-        for edge in self.edges:
+        for edge, at in zip(self.edges, self._edge_starts()):
             block = value(edge.x, edge.keep).astype(self.job.dtype)
-            where = pl.ds(place.first + edge.start, EDGE)
+            where = pl.ds(place.first + at, EDGE)
             blocks.store(place.in_view(out_gmem).at[where], block, interpret=self.job.interpret)
-        self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
+        out = place.in_view(out_gmem)
+        self.body.write(body_values, refs.x_smem[-1], out, place.first + self.body_start, freed)
 
 
 class _Edge(NamedTuple):
     """The first or the last EDGE elements of a part, in registers, one for each thread.
 
     Attributes:
-      start: the first of them, an element of the part.
       x: a float32 block of each array.
-      keep: the mask, a boolean block, or None.
-      counted: which of them the reduction takes from here, and not from the body or the next part.
+      mask: a block of the mask, as int8, or None.
     """
 
-    start: int
     x: list[jax.Array]
-    keep: jax.Array | None
-    counted: jax.Array
+    mask: jax.Array | None
+
+    @property
+    def keep(self):
+        """The mask, a boolean block, or None."""
+        return None if self.mask is None else self.mask != 0
 
 
 def _as_conditions(mask_blocks: list) -> list:

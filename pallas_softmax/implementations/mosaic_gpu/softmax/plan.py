@@ -94,6 +94,9 @@ class Parts:
       step_blocks: number of blocks of a step; see `Walk`.
       count: number of parts of a row.
       cluster: whether the parts of a row are one cluster of CTAs (one part is, too).
+      turns: number of rows that a CTA, or a cluster, takes one after the other.
+      slots: of several turns, the number of steps that shared memory holds: those of a part, and of the next row's
+        as many as fit; see `StagedRow`. None where there is one turn.
     """
 
     vocab: int
@@ -101,6 +104,8 @@ class Parts:
     step_blocks: int
     count: int
     cluster: bool
+    turns: int = 1
+    slots: int | None = None
 
     @property
     def cut(self) -> Cut:
@@ -139,6 +144,16 @@ class Parts:
         return Walk(self.body, self.vec, self.step_blocks)
 
     @property
+    def smem_elements(self) -> int:
+        """Number of elements of shared memory that hold an array's part."""
+        return self.walk.padded_length if self.slots is None else self.slots * self.walk.step_size
+
+    @property
+    def barriers(self) -> int:
+        """Number of barriers at which steps of an array arrive."""
+        return self.walk.steps if self.slots is None else self.slots
+
+    @property
     def mask_steps_ahead(self) -> int:
         """Number of steps for which the mask is loaded ahead of the step that is reduced."""
         return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
@@ -169,7 +184,7 @@ def plan_softmax(
         return Parts(vocab, vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
 
     def fits(parts: Parts) -> bool:
-        return parts.walk.padded_length * itemsize * arrays <= smem
+        return parts.smem_elements * itemsize * arrays <= smem
 
     # In registers: no shared memory, no barriers, and several rows a CTA.
     if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):
