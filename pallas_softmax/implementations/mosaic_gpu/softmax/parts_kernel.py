@@ -162,7 +162,7 @@ class _Refs(NamedTuple):
       reductions_gmem: the reductions of the parts, with references (rows, parts) for arrays, or None.
       out_gmem: the results.
       x_smem: for each array, the body of the CTA's part; the last one also holds what is to be written.
-      landed: for each array, a barrier for each step of the body, which completes when the step has arrived.
+      landed: for each array, a barrier for each step, or slot, which completes when the step has arrived.
       sent_smem: in a cluster, the reduction of the CTA's part, for the others to read, a copy for each thread.
       met: in a cluster, the barrier at which its CTAs meet.
     """
@@ -232,10 +232,9 @@ def _finish(part: "_Part", total, freed: Callable | None = None) -> None:
         part.write_constants(total)
     else:
         part.write(total, freed)
+    # No CTA leaves, or sends again, while another one may read what it sent.
     if part.job.clustered:
-        plgpu.barrier_wait(
-            part.refs.met
-        )  # no CTA leaves, or sends again, while another one may read what it sent
+        plgpu.barrier_wait(part.refs.met)
 
 
 def _reduce_only(job: _Job, refs: _Refs) -> None:

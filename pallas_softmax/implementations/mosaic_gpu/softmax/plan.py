@@ -207,7 +207,9 @@ def plan_softmax(
     idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
     if fits(clustered) and not idle:
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
-        if alone and arrays == 1 and not only_read:  # a backward has little arithmetic: 94 to 101% without turns
+        if (
+            alone and arrays == 1 and not only_read
+        ):  # a backward has little arithmetic: 94 to 101% without turns
             return _in_turns(clustered, rows, smem // itemsize)
         return clustered
 
