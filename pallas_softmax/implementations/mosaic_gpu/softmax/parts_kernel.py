@@ -228,10 +228,12 @@ def _finish(part: "_Part", total, freed: Callable | None = None) -> None:
     """Merges the part's reduction with those of the cluster, and writes the results; `freed` as for `StagedRow`."""
     if part.job.clustered:
         total = part.merge_over_cluster(total)
-    if part.job.formula.value is None:
-        part.write_constants(total)
-    else:
+    if part.job.formula.value is not None:
         part.write(total, freed)
+    else:
+        part.write_constants(total)
+        if freed is not None:
+            lax.fori_loop(0, part.job.parts.walk.steps, lambda i, _: freed(i), None)
     # No CTA leaves, or sends again, while another one may read what it sent.
     if part.job.clustered:
         plgpu.barrier_wait(part.refs.met)
