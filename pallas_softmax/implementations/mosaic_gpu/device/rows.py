@@ -176,22 +176,21 @@ class StagedRow:
           freed: called as freed(i) as soon as the slot of step i may be filled again.
         """
 
+        def leave(i, in_flight: int) -> None:
+            """Waits until step i has left its slot; so many steps after it may be on their way."""
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+            if freed is not None:
+                freed(i)
+
         def write_step(i, size, carry):
             self.store(smem, i, size, values(i, size))
             plgpu.commit_smem()
             source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
             plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + i * self.walk.step_size, size)])
             if freed is not None:
-
-                @pl.when(jnp.int32(i) > 0)
-                def free_step_before():
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    freed(i - 1)
-
+                pl.when(jnp.int32(i) > 0)(functools.partial(leave, i - 1, 1))
             return carry
 
         self.sweep(write_step, ())
         # The CTA may go as soon as shared memory has been read; that all is written, the kernel's end sees to.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if freed is not None:
-            freed(self.walk.steps - 1)
+        leave(self.walk.steps - 1, 0)
