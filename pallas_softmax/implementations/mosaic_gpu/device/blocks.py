@@ -154,10 +154,11 @@ def store_to_row(ref, row, *, start, held, block, interpret):
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 
 
-def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, interpret):
+def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False, interpret):
     """A block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
 
     Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.
+    `aligned` says that element `start` is a multiple of vec bytes from the start of the mask, whatever `vocab` is.
     """
     columns, size = ref.shape[1], WARPGROUP * vec
     if interpret:
@@ -177,7 +178,9 @@ def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, interpret):
         inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
         column = arith.addi(scalar(start), position)
         pointer = utils.memref_ptr(ref)
-        register = predicated_ptx.load_mask(pointer, vec, scalar(row), column, columns, inside)
+        register = predicated_ptx.load_mask(
+            pointer, vec, scalar(row), column, columns, inside, aligned=aligned
+        )
         return array(block_layout.to_mgpu(), (size,), [register])
 
     return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

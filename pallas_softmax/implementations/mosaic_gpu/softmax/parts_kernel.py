@@ -106,6 +106,15 @@ class _Job:
         return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
 
     @property
+    def mask_is_whole(self) -> bool:
+        """Whether the mask has the shape of the arrays, so that its bodies start at multiples of vec bytes, too.
+
+        Then a vector of the mask is one load, whose result nothing touches until its step is reduced. Of other masks
+        two words are loaded and shifted at once, which waits for them.
+        """
+        return self.mask is not None and self.mask.array.shape == self.arrays[0].shape
+
+    @property
     def clustered(self) -> bool:
         """Whether a row is over several CTAs that merge their reductions in the kernel."""
         return self.parts.cluster and self.parts.count > 1
@@ -346,6 +355,7 @@ class _Part:
             place.start + at,
             held,
             vec,
+            aligned=vec == 1 or self.job.mask_is_whole,
             interpret=self.job.interpret,
         )
 
@@ -355,7 +365,7 @@ class _Part:
         """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
-        masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
+        masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         total = reduction.across(lanes)
         if not self.edges:
@@ -364,15 +374,20 @@ class _Part:
         terms = [self._term(edge.x, edge.keep, counted) for edge, counted in zip(self.edges, self._counted())]
         return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
 
+    @property
+    def _mask_steps_ahead(self) -> int:
+        return min(self.job.parts.mask_steps_ahead, self.job.parts.walk.steps)
+
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body to the reduction of each lane. Its mask was loaded some steps before."""
         lanes, (mask_blocks, *next_masks) = state
         formula, x_smem = self.job.formula, self.refs.x_smem
-        next_masks.append(self._load_body_mask(i + len(next_masks) + 1))
-        keeps = _as_conditions(mask_blocks)
+        ahead = self._mask_steps_ahead
+        all_loaded = ahead == self.job.parts.walk.steps
+        next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
         for landed in self.refs.landed:
             plgpu.barrier_wait(landed.at[self.body.slot(i)])
-        xs = list(zip(self._load_body(i, size), keeps))
+        xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
         if (
             self.job.mask is not None and formula.value is not None
         ):  # for `write`, which need not read it then

@@ -61,9 +61,11 @@ LONG_PART_ELEMENTS = 31_000
 # CTAs are on a multiprocessor, with steps of 2 it needs 104.
 HALF_MASKED_STEP_BLOCKS = 2
 
-# Registers of each thread for the mask of the next steps, four elements in each. A step is reduced in about 0.3 us, and
-# a load takes 1 to 2 us when device memory is busy: with one step ahead, each step of a part waits for its mask.
-MASK_REGISTERS = 16
+# Registers of each thread for the mask of the next steps, four elements in each: those of all steps of a part of
+# (1024, 50257), and of (1024, 128256). A step is reduced in about 0.3 us, and a load takes 1 to 2 us when device memory
+# is busy. In a longer part the mask of a later step is moved to other registers one step after it was loaded, which
+# waits for it.
+MASK_REGISTERS = 32
 
 # Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
 # and written. The device holds TEAMS of the largest clusters; TURNS is less than all rows by far, so that a device
