@@ -114,6 +114,14 @@ def test_long_rows(op, kind, shape):
     assert kernel_names(lowered_rows(op, rows, v, dtype, plan)) == names_of(op, plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "mask"), [("softmax", None), ("log_softmax_grad", None), ("softmax", "full")])
+def test_rows_in_turns(op, mask):
+    plan = Parts(50257, 4, 4, 4, True, turns=2, slots=9)
+    text = lowered_rows(op, 5, 50257, "float32", plan, mask and MASKS[mask](50257))
+    assert kernel_names(text) == names_of(op, plan)
+
+
 @pytest.mark.parametrize(
     ("op", "kind", "mask"),
     first(

@@ -74,6 +74,27 @@ def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest()
     assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4, 4]
 
 
+def test_rows_are_taken_in_turns_where_one_part_fills_a_multiprocessor():
+    shapes = {
+        ("softmax", 512, 500009, "float32"): (16, 13),
+        ("log_softmax", 40, 1000000, "bfloat16"): (5, 13),
+        ("softmax", 15, 500009, "float32"): (1, None),
+        ("softmax", 1024, 262144, "float32"): (1, None),
+        ("softmax_grad", 1024, 262144, "float32"): (1, None),
+        ("logsumexp", 512, 500009, "float32"): (1, None),
+    }
+    plans = {shape: softmax_plan.plan_softmax(*shape, HOPPER) for shape in shapes}
+    assert {shape: (plan.turns, plan.slots) for shape, plan in plans.items()} == shapes
+
+
+def test_the_mask_of_a_whole_part_is_loaded_ahead_in_few_registers():
+    for vocab in (50257, 128256):
+        for dtype in ("float32", "bfloat16"):
+            plan = softmax_plan.plan_softmax("softmax", 1024, vocab, dtype, HOPPER, masked=True)
+            assert plan.mask_steps_ahead >= plan.walk.steps
+            assert plan.mask_steps_ahead * plan.step_blocks * plan.vec <= 4 * softmax_plan.MASK_REGISTERS
+
+
 @settings(FREE, max_examples=150)
 @given(
     st.sampled_from(oracle.OPERATIONS),
@@ -85,6 +106,7 @@ def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest()
 @example("softmax", 16, 5121, "bfloat16", HOPPER)  # the shortest parts
 @example("log_softmax_grad", 1, 2561, "float32", HOPPER)
 @example("softmax_grad", 3, 262143, "float32", (12, 0))
+@example("softmax", 33, 500009, "float32", HOPPER)  # in turns
 def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
     plan = softmax_plan.plan_softmax(op, rows, vocab, dtype, capability)
     if isinstance(plan, Tile):
@@ -94,7 +116,7 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
         arrays = 2 if op in oracle.BACKWARD else 1
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
         assert (
-            arrays * plan.walk.padded_length * jnp.dtype(dtype).itemsize + 2048 <= smem
+            arrays * plan.smem_elements * jnp.dtype(dtype).itemsize + 2048 <= smem
         )  # barriers, and what is sent
 
 
@@ -117,7 +139,8 @@ def check_parts(plan, rows, vocab, itemsize):
     assert (starts[:-1] + plan.length <= vocab).all()
     assert plan.count <= 16 or not plan.cluster
     assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
-    assert plan.walk.steps <= 32  # unrolled
+    assert plan.walk.steps <= plan.barriers <= 32
+    assert plan.smem_elements >= plan.walk.padded_length and 1 <= plan.turns <= rows
     together = layout.aligned_view(rows, vocab, plan.vec)[-1] // vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * vocab, starts[:-1])
     if not plan.edges:

@@ -75,9 +75,15 @@ CLUSTERS = [
     (Parts(2003, 8, 4, 4, True), BF16, [*ALL, "normal"]),
     (Parts(2048, 4, 1, 8, True), F32, FEW),
     (Parts(16 * 400, 8, 1, 16, True), F16, FEW),
+    # rows in turns
+    (Parts(1003, 4, 1, 2, True, turns=3, slots=3), F32, ALL),
+    (Parts(2048, 4, 1, 8, True, turns=31, slots=1), F32, ALL),
+    (Parts(16 * 400, 8, 1, 16, True, turns=2, slots=5), F16, FEW),
 ]
 
-PLANS = [(*plan, False) for plan in PARTS + CLUSTERS] + [(*plan, True) for plan in CLUSTERS[:2]]
+PLANS = [(*plan, False) for plan in PARTS + CLUSTERS] + [
+    (*plan, True) for plan in [*CLUSTERS[:2], CLUSTERS[4]]
+]
 
 
 @pytest.mark.parametrize(("plan", "dtype", "names", "masked"), PLANS, ids=str)

@@ -170,6 +170,10 @@ PARTS = [
     (Parts(5000, 8, 2, 1, True), BF16, FEW),
     (Parts(1003, 4, 2, 1, True), F32, ALL),
     (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
+    # rows in turns: slots for a row, for more than one, and for all
+    (Parts(1003, 4, 1, 1, True, turns=3, slots=2), F32, FEW),
+    (Parts(1024, 8, 1, 1, True, turns=2, slots=3), BF16, FEW),
+    (Parts(1000, 4, 2, 1, True, turns=7, slots=9), F32, FEW),
 ]
 
 

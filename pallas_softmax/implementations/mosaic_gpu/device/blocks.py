@@ -22,11 +22,15 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     array,
+    as_block,
+    emit_ptx,
     i32,
     inline,
+    per_thread_type,
     scalar,
     thread,
 )
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 # The index of all of a reference, as `plgpu.load` takes it: jax 0.10 needs it, later versions have no such argument.
 WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
@@ -64,6 +68,47 @@ def store(ref, block, *, interpret):
         plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         ref[...] = block
+
+
+def store_in_place(ref, block, vec: int = 1, *, interpret):
+    """Writes a block to `ref`, a one-dimensional reference to shared memory of the block's size.
+
+    Each thread writes its own elements, and no thread waits for another: where Pallas stores, all threads meet
+    before and after, which is needed only if some of them read what others write.
+    """
+    if interpret:
+        ref[...] = block
+        return
+
+    @inline(arg_types=(REF, layout(vec, interpret=interpret)))
+    def store_in_place(_, ref, block):
+        block.store_untiled(ref, optimized=False)
+
+    store_in_place(ref, block)
+
+
+def load_from_ctas(ref, count: int, empty: float):
+    """A block whose element i is element i of `ref` in CTA number i of the cluster, and `empty` from `count` on.
+
+    Args:
+      ref: a one-dimensional reference to shared memory, 128 float32, that all CTAs have.
+      count: number of CTAs of the cluster, up to 32.
+      empty: 0 or -inf.
+    """
+
+    @inline(arg_types=(REF,), return_type=per_thread_type("float32"))
+    def load_from_ctas(_, ref):
+        p = Program()
+        cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
+        inside = cta < count
+        p.set(out, empty)
+        there = p.fresh("u32")
+        p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
+        p.load_into(out, there, when=inside, space="shared::cluster")
+        (element,) = emit_ptx(p, {"ref": ref, "thread": thread()}, {"out": "f32"})
+        return as_block(element)
+
+    return load_from_ctas(ref)
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
@@ -111,10 +156,11 @@ def store_to_row(ref, row, *, start, held, block, interpret):
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 
 
-def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, interpret):
-    """Returns a block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
+def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False, interpret):
+    """A block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
 
     Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.
+    `aligned` says that element `start` is a multiple of vec bytes from the start of the mask, whatever `vocab` is.
     """
     columns, size = ref.shape[1], WARPGROUP * vec
     if interpret:
@@ -134,7 +180,9 @@ def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, interpret):
         inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
         column = arith.addi(scalar(start), position)
         pointer = utils.memref_ptr(ref)
-        register = predicated_ptx.load_mask(pointer, vec, scalar(row), column, columns, inside)
+        register = predicated_ptx.load_mask(
+            pointer, vec, scalar(row), column, columns, inside, aligned=aligned
+        )
         return array(block_layout.to_mgpu(), (size,), [register])
 
     return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

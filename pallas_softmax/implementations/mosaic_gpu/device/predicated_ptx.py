@@ -73,17 +73,17 @@ def store_vector(pointer, register: ir.Value, vec: int, offset, inside, *, strea
     )
 
 
-def load_mask(pointer, vec: int, row, column, columns: int, inside) -> ir.Value:
-    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
+def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
+    """A vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
 
-    Of a mask of one column all bytes are that of the row.
+    Of a mask of one column all bytes are that of the row. `aligned` says that they start at a multiple of `vec`.
     """
     i8 = ir.IntegerType.get_signless(8)
     if columns == 1:
         (byte,) = elements(load_vector(pointer, i8, 1, offset_of(row, 1, i32(0)), inside))
         return pack([byte] * vec)
     first = offset_of(row, columns, column)
-    if columns % vec == 0:  # all vectors start at a multiple of their size
+    if aligned or columns % vec == 0:  # all vectors start at a multiple of their size
         return load_vector(pointer, i8, vec, first, inside)
     return _load_unaligned_bytes(pointer, vec, first, inside)
 

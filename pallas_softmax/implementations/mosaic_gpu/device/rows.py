@@ -1,5 +1,6 @@
 """Long rows: which part of a row a CTA works on, and how the CTA goes over it in shared memory."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -57,9 +58,19 @@ def part_place(
       row: number of the row, where a CTA takes several; by default, what the CTA has on the axis "row".
     """
     row = lax.axis_index("row") if row is None else row
-    index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
+    index = part_index(cut)
     if backwards:
         row, index = rows - 1 - row, cut.count - 1 - index
+    return place_of(cut, view, row, index)
+
+
+def part_index(cut: Cut):
+    """The number of this CTA's part in its row."""
+    return lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
+
+
+def place_of(cut: Cut, view: tuple[int, ...], row, index) -> PartPlace:
+    """The place of part number `index` of a row; arguments as for `part_place`."""
     start = cut.start(index)
     owned = cut.start(index + 1) - start
     rows_together = view[-1] // cut.vocab
@@ -70,14 +81,28 @@ def part_place(
 class StagedRow:
     """Elements of a row on their way through shared memory, as a `Walk` takes them.
 
+    Each step has a slot of shared memory and a barrier of the same number. They are those of its own number; or, of
+    CTAs that take several rows in turn, the slots are used again and again in a circle:
+
+        slots = 5, rows of 3 steps:   | row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1 |
+                                      | row 1, step 2 | row 2, step 0 | ...
+
     Attributes:
       walk: how the CTA goes over the elements.
       interpret: as for `pallas_call`.
+      slots: number of slots, if they are used in a circle, or None.
+      steps_before: number of steps that the CTA has taken before this row's first one.
     """
 
-    def __init__(self, walk: Walk, interpret: Any):
+    def __init__(self, walk: Walk, interpret: Any, slots: int | None = None, steps_before: Any = 0):
         self.walk = walk
         self.interpret = interpret
+        self.slots = slots
+        self.steps_before = steps_before
+
+    def slot(self, i):
+        """The number of the slot, and of the barrier, of step i."""
+        return i if self.slots is None else lax.rem(self.steps_before + jnp.int32(i), jnp.int32(self.slots))
 
     def filled(self, value):
         """A float32 block whose elements are all `value`."""
@@ -89,18 +114,27 @@ class StagedRow:
         Args:
           gmem: a one-dimensional reference to device memory.
           smem: a reference to shared memory for the elements.
-          landed: barriers, of which number i completes when step i has arrived.
+          landed: barriers, of which one completes when its step has arrived.
           start: the first element in `gmem`, on 16 bytes.
         """
         for i in range(self.walk.steps):
-            at = i * self.walk.step_size
-            size = self.walk.step_size if i < self.walk.full_steps else self.walk.rest
-            plgpu.copy_gmem_to_smem(
-                gmem.at[pl.ds(start + at, size)],
-                smem.at[pl.ds(at, size)],
-                landed.at[i],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
+            self._copy_step(gmem, smem, landed, start, i, self.walk.size(i))
+
+    def copy_step_in(self, gmem, smem, landed, start, i) -> None:
+        """Starts the copy of step i, a traced number; the rest as for `copy_in`."""
+        walk = self.walk
+        for its, size in ((i < walk.full_steps, walk.step_size), (i == walk.full_steps, walk.rest)):
+            if size:
+                pl.when(its)(functools.partial(self._copy_step, gmem, smem, landed, start, i, size))
+
+    def _copy_step(self, gmem, smem, landed, start, i, size: int) -> None:
+        slot = self.slot(i)
+        plgpu.copy_gmem_to_smem(
+            gmem.at[pl.ds(start + i * self.walk.step_size, size)],
+            smem.at[pl.ds(slot * self.walk.step_size, size)],
+            landed.at[slot],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
 
     def wait(self, landed) -> None:
         """Waits until all steps have arrived."""
@@ -119,7 +153,7 @@ class StagedRow:
     def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
         """For each block of step i of `size` elements: where it lies in shared memory, and how many it holds."""
         for start in range(0, size, self.walk.block_size):
-            at = pl.ds(i * self.walk.step_size + start, self.walk.block_size)
+            at = pl.ds(self.slot(i) * self.walk.step_size + start, self.walk.block_size)
             yield at, min(self.walk.block_size, size - start)
 
     def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
@@ -130,17 +164,36 @@ class StagedRow:
                 x = jnp.where(blocks.positions(self.walk.vec, interpret=self.interpret) < held, x, fill)
             yield x
 
-    def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
-        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`."""
+    def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
+        """Writes blocks to step i of `size` elements in shared memory, where each thread has its own elements."""
+        values = [block.astype(smem.dtype) for block in values]
+        for (at, _), block in zip(self.blocks(i, size), values, strict=True):
+            blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
+
+    def write(
+        self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start, freed: Callable | None = None
+    ) -> None:
+        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`.
+
+        Args:
+          freed: called as freed(i) as soon as the slot of step i may be filled again.
+        """
+
+        def leave(i, in_flight: int) -> None:
+            """Waits until step i has left its slot; so many steps after it may be on their way."""
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+            if freed is not None:
+                freed(i)
 
         def write_step(i, size, carry):
-            for (at, _), block in zip(self.blocks(i, size), values(i, size), strict=True):
-                smem[at] = block.astype(smem.dtype)
+            self.store(smem, i, size, values(i, size))
             plgpu.commit_smem()
-            at = i * self.walk.step_size
-            plgpu.copy_smem_to_gmem(smem.at[pl.ds(at, size)], gmem.at[pl.ds(start + at, size)])
+            source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
+            plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + i * self.walk.step_size, size)])
+            if freed is not None:
+                pl.when(jnp.int32(i) > 0)(functools.partial(leave, i - 1, 1))
             return carry
 
         self.sweep(write_step, ())
         # The CTA may go as soon as shared memory has been read; that all is written, the kernel's end sees to.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        leave(self.walk.steps - 1, 0)

@@ -4,14 +4,15 @@ A row of one CTA, or of a cluster, is read from device memory once, and written 
 
     load -> reduce -> (of a cluster: merge with the other CTAs) -> write
 
-A row of more CTAs is read by two launches, between which XLA merges the reductions of its parts:
+A row of more CTAs is read by two launches, of which the second one merges the reductions of the parts in each CTA:
 
     load -> reduce -> write the part's reduction
-    load -> write
+    load -> merge -> write
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,13 @@ from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
-from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow, part_place
+from pallas_softmax.implementations.mosaic_gpu.device.rows import (
+    PartPlace,
+    StagedRow,
+    part_index,
+    part_place,
+    place_of,
+)
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, Parts
 
@@ -61,15 +68,15 @@ def launch(
     else:
         results = [jax.ShapeDtypeStruct(job.view, job.dtype)]
     if parts.cluster:
-        return job.launch(_compute, name, results)
+        return job.launch(_compute if parts.turns == 1 else _compute_in_turns, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
     of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
     reductions = jax.tree.unflatten(structure, job.launch(_reduce_only, f"{name}_reduce", of_parts))
-    totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
     if formula.value is None:
+        totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
         return [a.astype(to.dtype) for a, to in zip(formula.constants(totals), results, strict=True)]
-    return job.launch(_write_only, name, results, totals)
+    return job.launch(_write_only, name, results, reductions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,45 +106,60 @@ class _Job:
         return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
 
     @property
+    def mask_is_whole(self) -> bool:
+        """Whether the mask has the shape of the arrays, so that its bodies start at multiples of vec bytes, too.
+
+        Then a vector of the mask is one load, whose result nothing touches until its step is reduced. Of other masks
+        two words are loaded and shifted at once, which waits for them.
+        """
+        return self.mask is not None and self.mask.array.shape == self.arrays[0].shape
+
+    @property
     def clustered(self) -> bool:
         """Whether a row is over several CTAs that merge their reductions in the kernel."""
         return self.parts.cluster and self.parts.count > 1
 
-    def launch(self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], totals=None) -> list[jax.Array]:
-        """The results of a launch, with a CTA for each part of each row, whose body is kernel(part).
+    @property
+    def teams(self) -> int:
+        """Number of CTAs, or of groups of CTAs with a row's parts, each of which takes `turns` rows."""
+        return -(-self.rows // self.parts.turns)
+
+    def launch(
+        self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
+    ) -> list[jax.Array]:
+        """The results of a launch, with a CTA for each part of each row, or of every so many rows in turns.
 
         Args:
-          kernel: a function of a `_Part`.
+          kernel: what a CTA does, a function of the job and its `_Refs`.
           name: the kernel's name in profiles.
           out_type: shapes and dtypes of the results.
-          totals: the reductions of the rows, arrays (rows,), if they are known. Then the CTAs take the rows from
+          reductions: those of the parts, arrays (rows, parts), if they are known. Then the CTAs take the rows from
             the last one on, since the L2 cache holds what the launch before read last.
         """
-        walk, count = self.parts.walk, self.parts.count
+        parts, count = self.parts, self.parts.count
         scratch: dict[str, Any] = {
-            "x_smem": [plgpu.SMEM((walk.padded_length,), a.dtype) for a in self.arrays],
-            "landed": [plgpu.Barrier(num_barriers=walk.steps)] * len(self.arrays),
+            "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in self.arrays],
+            "landed": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
         if self.clustered:
             reduction_smem = plgpu.SMEM((EDGE,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-        def body(x_gmem, mask_gmem, totals_gmem, *out_gmem, **scratch):
-            refs = _Refs(x_gmem, mask_gmem, totals_gmem, out_gmem, **scratch)
-            kernel(_Part(self, refs, backwards=totals is not None))
+        def body(x_gmem, mask_gmem, reductions_gmem, *out_gmem, **scratch):
+            kernel(self, _Refs(x_gmem, mask_gmem, reductions_gmem, out_gmem, **scratch))
 
         inputs = [a.reshape(self.view) for a in self.arrays]
         return gpu_kernel(
             body,
-            grid={"row": self.rows, "part": count} if count > 1 else {"row": self.rows},
+            grid={"row": self.teams, "part": count} if count > 1 else {"row": self.teams},
             cluster=count if self.clustered else 1,
             out_type=out_type,
             scratch_types=scratch,
             name=name,
             approximate=self.approximate,
             interpret=self.interpret,
-        )(inputs, None if self.mask is None else self.mask.array, totals)
+        )(inputs, None if self.mask is None else self.mask.array, reductions)
 
 
 class _Refs(NamedTuple):
@@ -146,17 +168,17 @@ class _Refs(NamedTuple):
     Attributes:
       x_gmem: the arrays, in the shape of the view.
       mask_gmem: the mask, (mask rows, vocab or 1), or None.
-      totals_gmem: the rows' reductions, with references (rows,) for arrays, or None.
+      reductions_gmem: the reductions of the parts, with references (rows, parts) for arrays, or None.
       out_gmem: the results.
       x_smem: for each array, the body of the CTA's part; the last one also holds what is to be written.
-      landed: for each array, a barrier for each step of the body, which completes when the step has arrived.
+      landed: for each array, a barrier for each step, or slot, which completes when the step has arrived.
       sent_smem: in a cluster, the reduction of the CTA's part, for the others to read, a copy for each thread.
       met: in a cluster, the barrier at which its CTAs meet.
     """
 
     x_gmem: list
     mask_gmem: Any
-    totals_gmem: Any
+    reductions_gmem: Any
     out_gmem: tuple
     x_smem: list
     landed: list
@@ -167,66 +189,147 @@ class _Refs(NamedTuple):
 # --- What a CTA does ----------------------------------------------------------------------------------
 
 
-def _compute(part: "_Part") -> None:
+def _compute(job: _Job, refs: _Refs) -> None:
     """All in one launch: a CTA, or a cluster, has the whole row."""
-    total = part.reduce()
+    part = _start(job, refs)
+    _finish(part, part.reduce())
+
+
+def _compute_in_turns(job: _Job, refs: _Refs) -> None:
+    """The same for several rows, one after the other: the next row's steps arrive as this one's leave.
+
+    With slots for one row and a half, time goes to the right:
+
+        row 0    load, reduce | merge | write |
+        row 1    load ------------------- load, reduce | merge | write |
+        row 2                                    load ---- load, reduce | ...
+                  half of it ^          ^ the rest, as slots become free
+    """
+    parts, steps = job.parts, job.parts.walk.steps
+    slots: Any = parts.slots
+    team = lax.axis_index("row")
+    turns = (job.rows - team + job.teams - 1) // job.teams
+
+    def place(turn):
+        return place_of(parts.cut, job.view, team + turn * job.teams, part_index(parts.cut))
+
+    def start_step(number) -> None:
+        """Starts the copies of a step, whose number counts those of all rows, into the slot that is free for it."""
+
+        @pl.when(number < turns * steps)
+        def start():
+            turn = number // steps
+            _Part(job, refs, place(turn), turn * steps).copy_step_in(number % steps)
+
+    def take_turn(turn, edges):
+        part = _Part(job, refs, place(turn), turn * steps, edges)
+        total = part.reduce()
+        next_edges = part.load_edges(place(jnp.minimum(turn + 1, turns - 1)))
+        _finish(part, total, freed=lambda i: start_step(turn * steps + i + slots))
+        return next_edges
+
+    first = place(0)
+    lax.fori_loop(0, slots, lambda number, _: start_step(number), None)
+    lax.fori_loop(0, turns, take_turn, _Part(job, refs, first).load_edges(first))
+
+
+def _finish(part: "_Part", total, freed: Callable | None = None) -> None:
+    """Merges the part's reduction with those of the cluster, and writes the results; `freed` as for `StagedRow`."""
     if part.job.clustered:
         total = part.merge_over_cluster(total)
-    if part.job.formula.value is None:
-        part.write_constants(total)
+    if part.job.formula.value is not None:
+        part.write(total, freed)
     else:
-        part.write(total)
+        part.write_constants(total)
+        if freed is not None:
+            lax.fori_loop(0, part.job.parts.walk.steps, lambda i, _: freed(i), None)
+    # No CTA leaves, or sends again, while another one may read what it sent.
     if part.job.clustered:
-        plgpu.barrier_wait(part.refs.met)  # no CTA leaves while another one may read its shared memory
+        plgpu.barrier_wait(part.refs.met)
 
 
-def _reduce_only(part: "_Part") -> None:
+def _reduce_only(job: _Job, refs: _Refs) -> None:
     """The first of two launches: writes the reduction of each part."""
+    part = _start(job, refs)
     total = part.reduce()
-    for gmem, leaf in zip(part.refs.out_gmem, jax.tree.leaves(total), strict=True):
+    for gmem, leaf in zip(refs.out_gmem, jax.tree.leaves(total), strict=True):
         gmem[part.place.row, part.place.index] = leaf
 
 
-def _write_only(part: "_Part") -> None:
-    """The second of two launches: writes the elements by the reductions of the rows, which are known."""
-    total = jax.tree.map(lambda gmem: gmem[part.place.row], part.refs.totals_gmem)
-    for landed in part.refs.landed:
+def _write_only(job: _Job, refs: _Refs) -> None:
+    """The second of two launches: writes the elements, when it has merged the reductions of the row's parts."""
+    part = _start(job, refs, backwards=True)
+    total = part.merge_from_device_memory()
+    for landed in refs.landed:
         part.body.wait(landed)
-    part.write_elements(total, read_mask=part.job.mask is not None)
+    part.write_elements(total, read_mask=job.mask is not None)
+
+
+def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
+    """The only part that this CTA takes: starts the copies of its body, and loads its edges."""
+    place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
+    part = _Part(job, refs, place)
+    part.copy_in()
+    part.edges = part.load_edges(place)
+    return part
 
 
 class _Part:
-    """The part of a row that this CTA holds: its body in shared memory, its edges in registers; see `Parts`."""
+    """A part of a row that this CTA holds: its body in shared memory, its edges in registers; see `Parts`.
 
-    def __init__(self, job: _Job, refs: _Refs, *, backwards: bool):
-        """Starts the copies of the body, and loads the edges."""
-        self.job, self.refs = job, refs
-        self.place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
-        self.body_start = job.parts.body_start(self.place.first)  # element of the part
-        self.body = StagedRow(job.parts.walk, job.interpret)
-        for x_gmem, x_smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
-            self.body.copy_in(self.place.in_view(x_gmem), x_smem, landed, self.place.first + self.body_start)
-        self.edges = self._load_edges() if job.parts.edges else []
+    Attributes:
+      place: which part of which row it is.
+      body_start: the element of the part at which its body starts.
+      edges: the first and the last EDGE elements of the part, if it has edges.
+    """
+
+    def __init__(self, job: _Job, refs: _Refs, place: PartPlace, steps_before: Any = 0, edges: Any = ()):
+        self.job, self.refs, self.place, self.edges = job, refs, place, edges
+        self.body_start = job.parts.body_start(place.first)
+        self.body = StagedRow(job.parts.walk, job.interpret, job.parts.slots, steps_before)
 
     # --- Loads
 
-    def _load_edges(self) -> list["_Edge"]:
-        """The first and the last EDGE elements of the part, in registers."""
-        parts, interpret = self.job.parts, self.job.interpret
-        position, last = blocks.positions(interpret=interpret), parts.length - EDGE
-        after_body = position + last >= self.body_start + parts.body
-        owned_after_body = after_body & (position + last < self.place.owned)
-        before_body = position < self.body_start
+    def copy_in(self) -> None:
+        """Starts the copies of the body."""
+        for source in self._sources():
+            self.body.copy_in(*source)
+
+    def copy_step_in(self, i) -> None:
+        """Starts the copies of step i of the body, a traced number."""
+        for source in self._sources():
+            self.body.copy_step_in(*source, i)
+
+    def _sources(self):
+        """The arguments of the copies of each array: device memory, shared memory, barriers, and where it starts."""
+        at = self.place.first + self.body_start
+        for x_gmem, x_smem, landed in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.landed, strict=True):
+            yield self.place.in_view(x_gmem), x_smem, landed, at
+
+    def load_edges(self, place: PartPlace) -> list["_Edge"]:
+        """The first and the last EDGE elements of the part at a place, in registers; none, of parts without edges."""
+        if not self.job.parts.edges:
+            return []
         edges = []
-        for at, counted in ((0, before_body), (last, owned_after_body)):
-            where = pl.ds(self.place.first + at, EDGE)
+        for at in self._edge_starts():
+            where = pl.ds(place.first + at, EDGE)
             x = [
-                blocks.load(self.place.in_view(x_gmem).at[where], interpret=interpret)
+                blocks.load(place.in_view(x_gmem).at[where], interpret=self.job.interpret).astype(jnp.float32)
                 for x_gmem in self.refs.x_gmem
             ]
-            keep = None if self.job.mask is None else self._load_mask(at, EDGE, 1) != 0
-            edges.append(_Edge(at, [block.astype(jnp.float32) for block in x], keep, counted))
+            mask = None if self.job.mask is None else self._load_mask(place, at, EDGE, 1)
+            edges.append(_Edge(x, mask))
         return edges
+
+    def _edge_starts(self) -> tuple[int, int]:
+        """The element of the part with which each edge starts."""
+        return 0, self.job.parts.length - EDGE
+
+    def _counted(self) -> tuple[Any, Any]:
+        """Which elements of each edge the reduction takes from there, and not from the body or the next part."""
+        position, (_, last) = blocks.positions(interpret=self.job.interpret), self._edge_starts()
+        after_body = position + last >= self.body_start + self.job.parts.body
+        return position < self.body_start, after_body & (position + last < self.place.owned)
 
     def _load_body(self, i, size: int):
         """The blocks of step i of the body: for each block, those of all arrays."""
@@ -239,17 +342,20 @@ class _Part:
         if self.job.mask is None:
             return [None] * walk.step_blocks
         starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
-        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
+        return [
+            self._load_mask(self.place, self.body_start + at, walk.length - at, walk.vec) for at in starts
+        ]
 
-    def _load_mask(self, at, held, vec: int):
-        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+    def _load_mask(self, place: PartPlace, at, held, vec: int):
+        """A block of the mask, from element `at` of a part on, of which the first `held` are in the row."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
-            mask.row(self.place.row),
-            self.place.start + at,
+            mask.row(place.row),
+            place.start + at,
             held,
             vec,
+            aligned=vec == 1 or self.job.mask_is_whole,
             interpret=self.job.interpret,
         )
 
@@ -259,30 +365,36 @@ class _Part:
         """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
-        lanes, _ = self.body.sweep(self._absorb_step, (lanes, self._load_body_mask(0)))
+        masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
+        lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         total = reduction.across(lanes)
         if not self.edges:
             return total
         lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
-        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
+        terms = [self._term(edge.x, edge.keep, counted) for edge, counted in zip(self.edges, self._counted())]
         return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
 
+    @property
+    def _mask_steps_ahead(self) -> int:
+        return min(self.job.parts.mask_steps_ahead, self.job.parts.walk.steps)
+
     def _absorb_step(self, i, size: int, state):
-        """Adds step i of the body to the reduction of each lane. Its mask was loaded in the step before."""
-        lanes, mask_blocks = state
+        """Adds step i of the body to the reduction of each lane. Its mask was loaded some steps before."""
+        lanes, (mask_blocks, *next_masks) = state
         formula, x_smem = self.job.formula, self.refs.x_smem
-        keeps, next_mask_blocks = _as_conditions(mask_blocks), self._load_body_mask(i + 1)
+        ahead = self._mask_steps_ahead
+        all_loaded = ahead == self.job.parts.walk.steps
+        next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
         for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[i])
-        terms = []
-        for (at, _), x, keep in zip(self.body.blocks(i, size), self._load_body(i, size), keeps):
-            terms.append(self._term(x, keep))
-            if (
-                keep is not None and formula.value is not None
-            ):  # for `write`, which need not read the mask then
-                kept = jnp.where(keep, x[-1], formula.reduction.neutral)
-                x_smem[-1][at] = kept.astype(self.job.dtype)
-        return formula.reduction.absorb(lanes, terms), next_mask_blocks
+            plgpu.barrier_wait(landed.at[self.body.slot(i)])
+        xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
+        if (
+            self.job.mask is not None and formula.value is not None
+        ):  # for `write`, which need not read it then
+            kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
+            self.body.store(x_smem[-1], i, size, kept)
+        terms = [self._term(x, keep) for x, keep in xs]
+        return formula.reduction.absorb(lanes, terms), next_masks
 
     def _term(self, x, *conditions):
         """What is reduced of the blocks x, one of each array; neutral where a condition is False."""
@@ -293,28 +405,43 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
+        """The reductions of the cluster's CTAs merged: thread i takes that of CTA i, and the threads of each CTA
+        merge them in the same order.
+        """
         interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
+        reduction, count = self.job.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
-            smem[...] = blocks.filled(leaf, interpret=interpret)
+            blocks.store_in_place(smem, blocks.filled(leaf, interpret=interpret), interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
 
-        def of_peer(part: int):
-            def load(smem):
-                peer_smem = plgpu.cluster_ref(smem, {"part": jnp.int32(part)})
-                return blocks.load(peer_smem, interpret=interpret)
+        def of_peers(smem, empty):
+            return blocks.load_from_ctas(smem, count, empty)
 
-            return jax.tree.map(load, sent_smem)
-
-        peers = [of_peer(part) for part in range(self.job.parts.count)]
-        total = online.tree(self.job.formula.reduction.merge, peers)
-        total = jax.tree.map(
-            jnp.max, total
-        )  # a scalar, of equal lanes; all threads have read when it is known
-        plgpu.barrier_arrive(met)
+        total = reduction.across(jax.tree.map(of_peers, sent_smem, reduction.empty))
+        plgpu.barrier_arrive(met)  # all threads have read, since the result is that of all
         return total
+
+    def merge_from_device_memory(self):
+        """The reductions of the row's parts, which the launch before has written, merged."""
+        reduction, count = self.job.formula.reduction, self.job.parts.count
+
+        def of_parts(first: int):
+            def load(gmem, empty):
+                return blocks.load_from_row(
+                    gmem,
+                    self.place.row,
+                    start=first,
+                    held=count - first,
+                    fill=empty,
+                    interpret=self.job.interpret,
+                )
+
+            return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
+
+        lanes = [of_parts(first) for first in range(0, count, EDGE)]
+        return reduction.across(online.tree(reduction.merge, lanes))
 
     # --- Results
 
@@ -323,29 +450,30 @@ class _Part:
         for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
             gmem[self.place.row] = constant.astype(gmem.dtype)
 
-    def write(self, total) -> None:
+    def write(self, total, freed: Callable | None = None) -> None:
         """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.
 
         From neutral elements the formula gives the value that masked ones get, so the mask need not be read again,
         unless they meet a NaN or an infinity in the row's reduction.
         """
         if self.job.mask is None:
-            self.write_elements(total, read_mask=False)
+            self.write_elements(total, read_mask=False, freed=freed)
             return
         leaves = jax.tree.leaves(total)
         finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
         lax.cond(
             finite,
-            lambda: self.write_elements(total, read_mask=False),
-            lambda: self.write_elements(total, read_mask=True),
+            lambda: self.write_elements(total, read_mask=False, freed=freed),
+            lambda: self.write_elements(total, read_mask=True, freed=freed),
         )
 
-    def write_elements(self, total, *, read_mask: bool) -> None:
+    def write_elements(self, total, *, read_mask: bool, freed: Callable | None = None) -> None:
         """Writes the elements of the part: the edges from registers, and the body through shared memory.
 
         Args:
           total: the reduction of the row.
           read_mask: whether the mask must be read for the body.
+          freed: as for `StagedRow.write`.
         """
         formula, refs, place = self.job.formula, self.refs, self.place
         constants = formula.constants(total)
@@ -360,27 +488,29 @@ class _Part:
             return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
 
         (out_gmem,) = refs.out_gmem
-        for edge in self.edges:
+        for edge, at in zip(self.edges, self._edge_starts()):
             block = value(edge.x, edge.keep).astype(self.job.dtype)
-            where = pl.ds(place.first + edge.start, EDGE)
+            where = pl.ds(place.first + at, EDGE)
             blocks.store(place.in_view(out_gmem).at[where], block, interpret=self.job.interpret)
-        self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
+        out = place.in_view(out_gmem)
+        self.body.write(body_values, refs.x_smem[-1], out, place.first + self.body_start, freed)
 
 
 class _Edge(NamedTuple):
     """The first or the last EDGE elements of a part, in registers, one for each thread.
 
     Attributes:
-      start: the first of them, an element of the part.
       x: a float32 block of each array.
-      keep: the mask, a boolean block, or None.
-      counted: which of them the reduction takes from here, and not from the body or the next part.
+      mask: a block of the mask, as int8, or None.
     """
 
-    start: int
     x: list[jax.Array]
-    keep: jax.Array | None
-    counted: jax.Array
+    mask: jax.Array | None
+
+    @property
+    def keep(self):
+        """The mask, a boolean block, or None."""
+        return None if self.mask is None else self.mask != 0
 
 
 def _as_conditions(mask_blocks: list) -> list:

@@ -57,6 +57,23 @@ STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for 
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
+# The same for 16-bit rows with a mask: with steps of 4 blocks a thread of (1024, 50257) needs 140 registers, so that 3
+# CTAs are on a multiprocessor, with steps of 2 it needs 104.
+HALF_MASKED_STEP_BLOCKS = 2
+
+# Registers of each thread for the mask of the next steps, four elements in each: those of all steps of a part of
+# (1024, 50257), and of (1024, 128256). A step is reduced in about 0.3 us, and a load takes 1 to 2 us when device memory
+# is busy. In a longer part the mask of a later step is moved to other registers one step after it was loaded, which
+# waits for it.
+MASK_REGISTERS = 32
+
+# Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
+# and written. The device holds TEAMS of the largest clusters; TURNS is less than all rows by far, so that a device
+# that holds fewer does not wait for the last of them. Not measured yet: (512, 500009) takes 0.99 ms without turns.
+TEAMS = 8
+TURNS = 16
+MAX_SLOTS = 32  # of shared memory: Mosaic has at most 32 barriers in an array
+
 EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
 
 
@@ -86,6 +103,9 @@ class Parts:
       step_blocks: number of blocks of a step; see `Walk`.
       count: number of parts of a row.
       cluster: whether the parts of a row are one cluster of CTAs (one part is, too).
+      turns: number of rows that a CTA, or a cluster, takes one after the other.
+      slots: of several turns, the number of steps that shared memory holds: those of a part, and of the next row's
+        as many as fit; see `StagedRow`. None where there is one turn.
     """
 
     vocab: int
@@ -93,6 +113,8 @@ class Parts:
     step_blocks: int
     count: int
     cluster: bool
+    turns: int = 1
+    slots: int | None = None
 
     @property
     def cut(self) -> Cut:
@@ -130,17 +152,35 @@ class Parts:
         """How the CTA goes over the body."""
         return Walk(self.body, self.vec, self.step_blocks)
 
+    @property
+    def smem_elements(self) -> int:
+        """Number of elements of shared memory that hold an array's part."""
+        return self.walk.padded_length if self.slots is None else self.slots * self.walk.step_size
+
+    @property
+    def barriers(self) -> int:
+        """Number of barriers at which steps of an array arrive."""
+        return self.walk.steps if self.slots is None else self.slots
+
+    @property
+    def mask_steps_ahead(self) -> int:
+        """Number of steps for which the mask is loaded ahead of the step that is reduced."""
+        return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
+
     def start(self, part):
         """First element of a part, which owns those up to the start of the next one."""
         return self.cut.start(part)
 
 
-def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Tile | Parts:
+def plan_softmax(
+    op: str, rows: int, vocab: int, dtype, capability: tuple[int, int], *, masked: bool = False
+) -> Tile | Parts:
     """How the rows of an operation lie over a GPU of this compute capability.
 
     Args:
       op: a name in `operations.TABLE`.
       rows, vocab, dtype: shape and dtype of the arrays whose rows it reads.
+      masked: whether there is a mask.
     """
     itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
     vec = ACCESS_BYTES // itemsize
@@ -149,10 +189,11 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
 
     def parts(count: int, cluster: bool) -> Parts:
         long = rows > FEW_ROWS and (only_read or vocab > count * LONG_PART_ELEMENTS)
-        return Parts(vocab, vec, LONG_STEP_BLOCKS if long else STEP_BLOCKS, count, cluster)
+        steps = HALF_MASKED_STEP_BLOCKS if masked and itemsize == 2 else STEP_BLOCKS
+        return Parts(vocab, vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
 
     def fits(parts: Parts) -> bool:
-        return parts.walk.padded_length * itemsize * arrays <= smem
+        return parts.smem_elements * itemsize * arrays <= smem
 
     # In registers: no shared memory, no barriers, and several rows a CTA.
     if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):
@@ -167,6 +208,11 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
     clustered = parts(count, cluster=True)
     idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
     if fits(clustered) and not idle:
+        alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
+        if (
+            alone and arrays == 1 and not only_read
+        ):  # a backward has little arithmetic: 94 to 101% without turns
+            return _in_turns(clustered, rows, smem // itemsize)
         return clustered
 
     # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
@@ -174,6 +220,15 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, capability: tuple[int, i
     while not fits(parts(count, cluster=False)):
         count += SPLIT
     return parts(count, cluster=False)
+
+
+def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
+    """The same parts, of several rows in turns if there are enough rows, and slots for a part."""
+    slots = min(smem_elements // parts.walk.step_size, MAX_SLOTS)
+    turns = min(TURNS, rows // TEAMS)
+    if turns == 1 or slots < parts.walk.steps:
+        return parts
+    return dataclasses.replace(parts, turns=turns, slots=slots)
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:

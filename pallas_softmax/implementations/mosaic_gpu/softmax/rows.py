@@ -57,7 +57,7 @@ def softmax_rows(
 
     folded, mask, unfold = fold(arrays, where, axes)
     (count, vocab) = folded[0].shape
-    plan = plan or plan_softmax(op, count, vocab, dtype, target.capability())
+    plan = plan or plan_softmax(op, count, vocab, dtype, target.capability(), masked=mask is not None)
     kernel: Any = tile_kernel if isinstance(plan, Tile) else parts_kernel
     return [unfold(result) for result in kernel.launch(FORMULAS[op], folded, mask, plan, **keywords)]
 
