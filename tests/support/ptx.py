@@ -69,7 +69,9 @@ class Machine:
             "%lanemask_lt": ((1 << thread % LANES) - 1).astype(np.uint64),
         }
         for name, number in operands.items():
-            per_thread = number if np.size(number) == len(self.cta) else np.broadcast_to(number, self.ctas)[self.cta]
+            per_thread = (
+                number if np.size(number) == len(self.cta) else np.broadcast_to(number, self.ctas)[self.cta]
+            )
             self.write(f"%{name}", slice(None), per_thread)
 
     def run(self, most=10**7):
