@@ -134,7 +134,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
         register = predicated_ptx.load_vector(pointer, element, 1, offset, inside, fill)
         return array(layout(1, interpret=interpret).to_mgpu(), (WARPGROUP,), [register])
 
-    return load_from_row(ref, row, start, held)
+    return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
 
 
 def store_to_row(ref, row, *, start, held, block, interpret):
