@@ -309,7 +309,7 @@ def test_public_functions(op, call, v):
     ("call", "v"), first(3, pairs([name for name in CALLS if not name.startswith("ax")], [100, 20011, 30000]))
 )
 def test_public_topk(call, v):
-    """One kernel, after which the parts of a long row are merged; the backward has one for short rows without a mask."""
+    """One kernel, and one that merges the parts of a long row; the backward of short rows without a mask has one."""
 
     def f(x, where=None):
         return topk(x, where=where, implementation="mosaic_gpu").values
