@@ -70,11 +70,13 @@ def topk_grad(residuals, where, g, g_d, *, log):
     x, _, temperature, unfold = fold_topk(logits, None, temperature)
     plan = plan_topk_grad(x.shape[1], x.dtype)
     assert plan is not None, "unsupported"
-    m, d, g_d = (a.astype(jnp.float32).reshape(-1) for a in (*per_row, g_d))
-    g = g.reshape(len(x), -1) if g.dtype.name in DTYPES else g.astype(jnp.float32).reshape(len(x), -1)
-    dx, dt = grad_kernel.topk_grad_rows(
-        x, temperature, m, d, indices.reshape(len(x), -1), g, g_d, plan, log=log
-    )
+
+    def folded(a):  # of a vmap, what all slices share has size 1 there
+        return jnp.broadcast_to(a, (*logits.shape[:-1], a.shape[-1])).reshape(len(x), -1)
+
+    m, d, g_d = (folded(a.astype(jnp.float32))[:, 0] for a in (*per_row, g_d))
+    g = folded(g if g.dtype.name in DTYPES else g.astype(jnp.float32))
+    dx, dt = grad_kernel.topk_grad_rows(x, temperature, m, d, folded(indices), g, g_d, plan, log=log)
     return dx.reshape(logits.shape), unfold(dt)
 
 
