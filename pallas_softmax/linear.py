@@ -46,7 +46,8 @@ def linear_logsumexp(
       w: (D, V), of the dtype of `x`.
       bias: (V,), of a floating dtype.
       softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
-      transpose_w: whether `w` is (V, D), as that of an embedding layer is which shares it. It is not copied.
+      transpose_w: whether `w` is (V, D), as an embedding table is that the model uses here, too. No transposed copy is
+        made of it.
       workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of some rows, a chunk.
         Gradients by kernels may take more. A chunk may be as large as dw, which is written when the chunk is gone; and
         all rows are one chunk if their logits take no more memory than the float32 sum for dw that chunks need.
@@ -137,9 +138,10 @@ def linear_log_probs(
     axis_name: AxisName = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns log softmax(z / temperature)[label] of each token, whose logits z = x @ w + bias are not in memory.
+    """Returns log softmax(z / temperature)[label] of each token, without the logits in memory as a whole.
 
-    The source is that of `linear_logsumexp`.
+    They are z = x @ w + bias, with the softcap if there is one. The source is that of `linear_logsumexp`.
+
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
 

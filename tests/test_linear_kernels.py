@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces, plan, product
@@ -73,6 +75,25 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
     per_token = functools.partial(loss, reduction=None)
     want = ["linear_statistics"] + ["linear_logit_gradients"] * chunks
     assert kernel_names(lowered(jax.grad(per_token, (0, 1)), *args)) == want
+
+
+@pytest.mark.parametrize("axis_name", ["v", pytest.param(None, marks=pytest.mark.slow)])
+def test_lowered_in_shard_map(axis_name):
+    """The types of the numbers of rows vary over the mesh, that of the exponentials, by a kernel, does not."""
+    x, w, labels = (
+        array(256, 64, dtype="bfloat16"),
+        array(64, 512, dtype="bfloat16"),
+        array(256, dtype="int32"),
+    )
+    mean = functools.partial(ps.linear_cross_entropy, axis_name=axis_name, implementation="mosaic_gpu")
+    specs = (P(), P(None, "v"), P()) if axis_name else (P("b"), P(), P("b"))
+    gradients = jax.shard_map(
+        lambda *args: jax.tree.map(lambda a: a[None, None], jax.grad(mean, (0, 1))(*args)),
+        mesh=jax.make_mesh((1, 1), ("b", "v"), axis_types=(AxisType.Auto,) * 2),
+        in_specs=specs,
+        out_specs=P("b", "v"),
+    )
+    assert kernel_names(lowered(gradients, x, w, labels)) == ["linear_exponentials"] * 2
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
 from pallas_softmax.implementations.projection import Pieces, operations_of
 from pallas_softmax.online import Normalizer
 from pallas_softmax.projection import Head, Statistics
+from pallas_softmax.varying import vary_together
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
 _LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and what they multiply
@@ -105,6 +106,7 @@ def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Arra
       array: (rows, V).
       of_rows: arrays (rows,).
     """
+    array, *of_rows = vary_together(array, *of_rows)  # a loop carries one type
     n = len(array)
     rows = -(-n // max(2, array.size // _SLICE))
 
