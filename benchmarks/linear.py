@@ -8,10 +8,13 @@ jax_float32   plain JAX, float32 logits in memory
 jax_inexact   plain JAX, logits of the dtype of x in memory; in 16 bits their rounding is in the loss
 torch         F.cross_entropy(x @ w, labels)
 torch_compile the same under torch.compile
+liger         LigerFusedLinearCrossEntropyFunction of liger-kernel, dw summed in float32
+cce           linear_cross_entropy of cut-cross-entropy, which leaves out small gradients
 
 Loss and gradients of x and w are held against those of jax_scan before anything is timed. `products` is the time over
 that of matmul: a forward makes 1 product, a mean with its gradients 3, and one loss per token with them 4, if the
-logits are not kept. `MiB` is what XLA plans beside arguments and results: a float32 dw is in it, where there is one.
+logits are not kept. `MiB` is what XLA plans beside arguments and results, or what torch has allocated at its peak
+beside them: a float32 dw is in it, where there is one. liger and cce take w as (V, D); its copy is not in their time.
 
 With --training_steps, a small language model, whose embedding is its head, is trained on the text beside this file, by
 the plain loss and by ours, and the two curves are compared.
@@ -21,6 +24,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +35,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import beam_search
-from benchmarks.support import flags, report, timing
+from benchmarks.support import flags, plot, report, timing
 from benchmarks.support.contenders import Call, fetch_jax, jax_call
 from benchmarks.support.driver import note, progress, require_extra, require_ran
 
@@ -43,14 +47,15 @@ HEADS = {
     "gemma2": (2304, 256000),
     "qwen3": (4096, 151936),
 }
-PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", "torch", "torch_compile")
+TORCH = ("torch", "torch_compile", "liger", "cce")
+PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", *TORCH)
 REFERENCE = "jax_scan"
 _SCANNED = 2048  # tokens of a step of jax_scan
 # The largest relative error (norm of the difference over norm) against jax_scan: a few eps of the dtype that dz is
 # rounded to; in float32 jax_scan's products may be in TF32, whose eps is 2^-10.
 TOLERANCE = {"float32": 4 * 2**-10, "bfloat16": 4 * 2**-8, "float16": 4 * 2**-10}
 # What rounds the logits to 16 bits is off by that times |z|: it is shown, and nothing is asked of it.
-INEXACT = ("jax_inexact", "torch", "torch_compile")
+INEXACT = ("jax_inexact", *TORCH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Row:
     value: float | None = None  # the mean loss
     # The largest of loss and gradients, against jax_scan, in the measure of TOLERANCE.
     error: float | None = None
-    memory_mib: float | None = None  # temporaries, by XLA's plan
+    memory_mib: float | None = None  # temporaries, by XLA's plan, or at torch's peak
     samples: int = 0
     p20_us: float | None = None
     p50_us: float | None = None
@@ -157,37 +162,65 @@ def _jax_call(row: Row, arrays: tuple) -> Call:
     return call
 
 
+def _torch_losses(contender: str, reduction: str) -> Callable:
+    """Returns the function (x, w, labels) of a torch contender; w is (V, D)."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    match contender:
+        case "liger":
+            from liger_kernel.ops import (  # pyright: ignore[reportMissingImports]
+                LigerFusedLinearCrossEntropyFunction,
+            )
+
+            options = (None, None, -100, 0.0, 0.0, reduction, None, False, torch.float32)
+            return lambda x, w, labels: LigerFusedLinearCrossEntropyFunction.apply(x, w, labels, *options)[0]
+        case "cce":
+            from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+            return functools.partial(linear_cross_entropy, reduction=reduction)
+
+    def losses(x: Any, w: Any, labels: Any) -> Any:
+        return torch.nn.functional.cross_entropy(x @ w.T, labels, reduction=reduction)
+
+    return torch.compile(losses) if contender == "torch_compile" else losses
+
+
 def _torch_call(row: Row, arrays: tuple) -> Call:
-    """Returns the call of torch on the memory of the JAX arrays, which DLPack shares."""
+    """Returns the call of torch on the memory of the JAX arrays, and writes into its row the memory at its peak."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if timing.on_gpu() and not torch.cuda.is_available():
         raise NotImplementedError("this torch has no CUDA device")
     x, w, labels = map(torch.from_dlpack, arrays)
-    labels = labels.long()
-    reduction = row.loss.reduction
-
-    def losses(x: Any, w: Any) -> Any:
-        return torch.nn.functional.cross_entropy(x @ w, labels, reduction=reduction)
-
-    function = torch.compile(losses) if row.contender == "torch_compile" else losses
+    labels, w = labels.long(), w.T  # (V, D), as a view
+    if row.contender in ("liger", "cce"):
+        w = w.contiguous()
+    function = _torch_losses(row.contender, row.loss.reduction)
 
     def forward() -> dict[str, Any]:
         with torch.no_grad():
-            return {"y": function(x, w)}
+            return {"y": function(x, w, labels)}
 
     leaves = [a.detach().requires_grad_() for a in (x, w)]
 
     def both() -> dict[str, Any]:
-        y = function(*leaves)
+        y = function(*leaves, labels)
         dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / y.numel()))
-        return {"y": y.detach(), "dx": dx, "dw": dw}
+        return {"y": y.detach(), "dx": dx, "dw": dw.T}
 
     def wait(_: Any) -> None:
         if timing.on_gpu():
             torch.cuda.synchronize()
 
     run = forward if row.loss.direction == "forward" else both
+    if timing.on_gpu():
+        run()  # compiles, and takes what stays, such as cuBLAS's workspace
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = run()
+        torch.cuda.synchronize()
+        kept = sum(a.numel() * a.element_size() for a in result.values())
+        row.memory_mib = (torch.cuda.max_memory_allocated() - before - kept) / 2**20
     return Call(run=run, wait=wait, fetch=fetch_jax, ran="torch")
 
 
@@ -236,7 +269,7 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
         return list(rows.values())
     for name, row in rows.items():
         try:
-            call = (_torch_call if name.startswith("torch") else _jax_call)(row, arrays)
+            call = (_torch_call if name in TORCH else _jax_call)(row, arrays)
             row.ran, row.first_result_s = call.ran, call.first_result_s
             require_ran(row)
             result = call.run()
@@ -283,9 +316,38 @@ def table(rows: list[Row]) -> str:
         "error": f"the largest difference of the loss and of a gradient from {REFERENCE}'s, relative to its norm",
         "p50 us": "the median time of a call",
         "products": "that over the time of matmul, the projection alone",
-        "MiB": "temporaries by XLA's plan, a float32 dw among them",
+        "MiB": "temporaries by XLA's plan, or at torch's peak, a float32 dw among them",
     }
     return report.grouped(head, rows, lambda row: row.loss.label, cells, texts)
+
+
+def draw(path: Path, rows: list[Row], where: dict[str, str]) -> None:
+    """Writes the PNG: for each loss the times of its contenders, and beside them their memory."""
+    plt = plot.pyplot()
+    losses = list(dict.fromkeys(row.loss for row in rows))
+    most = max(sum(row.loss == loss for row in rows) for loss in losses)
+    size = (9.5, 1 + len(losses) * (0.6 + 0.2 * most))
+    figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=size)
+    for (times, memory), loss in zip(axes, losses):
+        own = [row for row in reversed(rows) if row.loss == loss and row.p50_us]
+        names = [plot.label(row.contender, row.ours) for row in own]
+        colors = [plot.color(row.contender) for row in own]
+        for axis, values, unit in (
+            (times, [row.p50_us / 1e3 for row in own if row.p50_us], "ms"),
+            (memory, [(row.memory_mib or 0) / 1024 for row in own], "GiB of temporaries"),
+        ):
+            bars = axis.barh(names, values, color=colors)
+            axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+            axis.margins(x=0.12)
+            axis.set_xlabel(unit, fontsize=8)
+            axis.tick_params(labelsize=7)
+        times.set_title(loss.label, fontsize=9, loc="left")
+        memory.tick_params(axis="y", labelleft=False)
+    figure.suptitle(
+        f"the cross entropy of a projection on {where['device']}, jax {where['jax']}", fontsize=10
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 # --- A language model -----------------------------------------------------------------------------------
@@ -424,6 +486,7 @@ def main(argv: list[str]) -> int:
     rows = [row for loss in progress(make_losses(chosen), "losses") for row in run_loss(loss, chosen)]
     where = report.environment(chosen.commit)
     report.write("linear", rows, chosen, where)
+    draw(Path(chosen.output_dir) / "linear.png", rows, where)
     kind = "device time" if timing.on_gpu() else "wall time"
     print(f"\nlinear on {where['device']}, jax {where['jax']}; {kind} of one call")
     print(table(rows))
@@ -431,7 +494,7 @@ def main(argv: list[str]) -> int:
         report.write("linear_training", trained, chosen, where)
         print(f"\ntraining, {chosen.training_steps} steps of {chosen.tokens} tokens; wall time of a step")
         print(training_table(trained))
-    print(f"files: {chosen.output_dir}/linear*.csv, .json")
+    print(f"files: {chosen.output_dir}/linear*.csv, .json, .png")
     return report.exit_code("linear", sum(row.fails for row in rows), rows)
 
 

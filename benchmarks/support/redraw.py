@@ -7,7 +7,7 @@ from pathlib import Path
 
 from absl import app
 
-from benchmarks import paper, sharded
+from benchmarks import linear, paper, sharded
 from benchmarks.support import plot, report
 
 
@@ -21,6 +21,9 @@ def redraw(directory: Path) -> None:
     }.items():
         if (file := directory / f"{name}.json").is_file():
             draw(directory / f"{name}.png", *report.read(file, report.Row))
+    if (file := directory / "linear.json").is_file():
+        rows, _, where = report.read(file, linear.Row)
+        linear.draw(directory / "linear.png", rows, where)
     if (file := directory / "sharded.json").is_file():
         rows, _, where = report.read(file, sharded.Row)
         sharded.picture(directory / "sharded.png", rows, where)

@@ -13,8 +13,10 @@ import numpy as np
 
 from benchmarks.support.contenders import Call
 
-# How often a contender is called in one turn on a GPU, so that the GPU's clock rate does not fall in between.
+# How often a contender is called in one turn on a GPU, so that the GPU's clock rate does not fall in between; slow
+# calls less often, so that no contender heats the GPU for the next one: it would lower its clock rate, by up to 20%.
 _CALLS_PER_TURN = 10
+_SECONDS_PER_TURN = 0.02
 _LEAST_SAMPLES = 3
 
 Name = TypeVar("Name")
@@ -43,19 +45,20 @@ def _device_times(call: Call) -> list[float]:
     from jax._src.lib import mosaic_gpu
 
     cupti = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
-    result = call.run()
-    call.wait(result)
+    (seconds,) = wall_times(call)
+    calls = int(np.clip(_SECONDS_PER_TURN / seconds, 1, _CALLS_PER_TURN))
+    result = None
     cupti._cupti_init()
     try:
-        for _ in range(_CALLS_PER_TURN):
+        for _ in range(calls):
             result = call.run()  # the earlier result's memory is free to be used again
         call.wait(result)
     finally:
         kernels = cupti._cupti_get_timings(True)  # (name, milliseconds), in order
-    if not kernels or len(kernels) % _CALLS_PER_TURN:
-        raise RuntimeError(f"CUPTI saw {len(kernels)} kernels in {_CALLS_PER_TURN} calls")
+    if not kernels or len(kernels) % calls:
+        raise RuntimeError(f"CUPTI saw {len(kernels)} kernels in {calls} calls")
     milliseconds = np.array([duration for _, duration in kernels])
-    return list(milliseconds.reshape(_CALLS_PER_TURN, -1).sum(axis=1) / 1e3)
+    return list(milliseconds.reshape(calls, -1).sum(axis=1) / 1e3)
 
 
 def interleave(

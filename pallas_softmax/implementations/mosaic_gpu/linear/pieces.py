@@ -115,7 +115,9 @@ def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Arra
         return lax.dynamic_update_slice_in_dim(array, function(part, parts), start, 0)
 
     array = lax.fori_loop(0, n // rows, lambda i, array: step(i * rows, rows, array), array)
-    return step(n - n % rows, n % rows, array) if n % rows else array
+    rest = n % rows
+    # The barrier hides where the rest starts: XLA changes no slice in place whose start is a constant.
+    return step(lax.optimization_barrier(jnp.int32(n - rest)), rest, array) if rest else array
 
 
 def _exponentials(x, w, bias, labels, head: Head, interpret) -> Any:
