@@ -68,11 +68,14 @@ HALF_MASKED_STEP_BLOCKS = 2
 MASK_REGISTERS = 32
 
 # Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
-# and written. The device holds TEAMS of the largest clusters; TURNS is less than all rows by far, so that a device
-# that holds fewer does not wait for the last of them. Not measured yet: (512, 500009) takes 0.99 ms without turns.
-TEAMS = 8
-TURNS = 16
-MAX_SLOTS = 32  # of shared memory: Mosaic has at most 32 barriers in an array
+# and written: (2000, 516096) takes 2.81 ms, 97%, in turns of 4 rows, 2.80 of 8, 2.82 of 16, and 3.01 without. More
+# turns leave more multiprocessors idle at the end: (512, 500009) takes 866 us with 4, 883 with 8, 893 with 16.
+TURNS = 4  # rows at most
+CLUSTERS = 7  # of 16 CTAs, one on a multiprocessor, are on an H100 at once (cudaOccupancyMaxActiveClusters)
+
+# Bulk copies are in lines of device memory. Without this, bodies started on 16 bytes, and (512, 500009) took 12 us for
+# each row of a cluster, (2000, 516096), whose parts all start on lines, 10.5 us, by the same instructions.
+LINE_BYTES = 128
 
 EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
 
@@ -84,8 +87,8 @@ class Parts:
     The CTAs of a row are a cluster, or, where `cluster` is False, independent ones, of two launches.
 
     A CTA copies the `body` of its part to shared memory in bulk: that must start and end on 16 bytes of device
-    memory. Where parts do not, the first and the last EDGE elements are held in registers as well, which covers
-    what the body leaves out on either side:
+    memory, and is faster from LINE_BYTES. Where parts do not, the first and the last EDGE elements are held in
+    registers as well, which covers what the body leaves out on either side:
 
         part     |<-------------------------- length -------------------------->|
         edges    |<- EDGE ->|                                        |<- EDGE ->|
@@ -143,9 +146,13 @@ class Parts:
             return self.length
         return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
 
-    def body_start(self, first):
-        """Element of a part at which its body starts, if the part starts at element `first` of an aligned row."""
-        return EDGE - first % self.vec if self.edges else 0
+    def body_start(self, row, start):
+        """Element of a part at which its body starts, if the part starts at element `start` of a row.
+
+        The body starts on LINE_BYTES of device memory.
+        """
+        line = LINE_BYTES // ACCESS_BYTES * self.vec
+        return EDGE - (row * (self.vocab % line) + start) % line if self.edges else 0
 
     @property
     def walk(self) -> Walk:
@@ -209,9 +216,7 @@ def plan_softmax(
     idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
     if fits(clustered) and not idle:
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
-        if (
-            alone and arrays == 1 and not only_read
-        ):  # a backward has little arithmetic: 94 to 101% without turns
+        if alone and arrays == 1 and not only_read:  # a backward has little arithmetic: 94% without turns
             return _in_turns(clustered, rows, smem // itemsize)
         return clustered
 
@@ -223,12 +228,15 @@ def plan_softmax(
 
 
 def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
-    """The same parts, of several rows in turns if there are enough rows, and slots for a part."""
-    slots = min(smem_elements // parts.walk.step_size, MAX_SLOTS)
-    turns = min(TURNS, rows // TEAMS)
-    if turns == 1 or slots < parts.walk.steps:
+    """The same parts, of several rows in turns, if there are slots for one row.
+
+    All clusters take about as many, and as many clusters are launched as are on the device at once, or a multiple.
+    """
+    slots = smem_elements // parts.walk.step_size
+    if slots < parts.walk.steps:
         return parts
-    return dataclasses.replace(parts, turns=turns, slots=slots)
+    launched = CLUSTERS * -(-rows // (CLUSTERS * TURNS))  # so many times all that are on the device at once
+    return dataclasses.replace(parts, turns=-(-rows // launched), slots=slots)
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:
