@@ -37,9 +37,9 @@ PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 91%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
 # The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
-# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 6.7 us in 8, 7.1 us in 16; (1, 128256) 5.5 us in 16.
+# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.9 us in 16, 6.2 us in 8; (1, 128256) 4.3 us in 16.
 FEW_ROWS_PART_ELEMENTS = 3_100
-FEW_ROWS_PART_ELEMENTS_OF_8 = 12_500
+FEW_ROWS_PART_ELEMENTS_OF_8 = 12_000
 
 # The same for rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
