@@ -1,8 +1,9 @@
 """How the rows of a softmax lie over the GPU: a pure function of the operation, shape, dtype and GPU.
 
 The constants were chosen on an H100 by timing shapes around each of them; benchmarks/results/launch, made by
-configs/launch.flags, holds what the choice reaches, from which the figures beside them are: time, and share of
-the bandwidth of a copy, of the float32 softmax of (rows, vocab).
+configs/launch.flags, holds what the choice reaches. The figures beside them are time, and share of the bandwidth of a
+copy, of the float32 softmax of (rows, vocab). Those of Parts are device times by CUPTI (NVIDIA H100 80GB HBM3, driver
+580.159.04, jax 0.11.2, 2026-11-22).
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, W
 # Elements of a row, of all arrays that the operation reads, up to which it is held in registers: 12,288 are 96
 # float32 registers of the 255 of a thread. (4000, 8192) reaches 98%, (4000, 10000) 97%.
 TILE_ELEMENTS = 12_288
-# The same where there are few rows: (1, 4096) takes 1.8 us in registers, (1, 16384) 3.6 us in a cluster.
+# The same where there are few rows: (1, 4096) takes 1.8 us in registers, (1, 16384) 2.4 us in a cluster.
 FEW_ROWS_TILE_ELEMENTS = 10_240
 # The same for rows that do not all start on 16 bytes: they are loaded an element or two at a time.
 # (4000, 4097) reaches 94%, where (4000, 4096) reaches 97%.
@@ -33,7 +34,7 @@ MANY_ROWS = 2_000  # rows from which the time when the last of them leave multip
 # Elements of a part at most, unless the cluster is the largest. Smaller parts let more CTAs run on each
 # multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
 HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
-PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 91%; (1024, 128256) in 16: 90%
+PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
 # The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
@@ -48,23 +49,23 @@ HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several
 
 # Elements of a part above which few rows are split over more CTAs than a cluster has, in two launches.
-FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 8.6 us, XLA 8.9
+FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 6.2 us, XLA 8.9
 SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
 
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
 # The same for rows that are only read, and for the longest parts: logsumexp of (64, 128256) bfloat16 in 4 parts takes
-# 7.8 us, with steps of 4 blocks 8.4 us; softmax of (2000, 516096) takes 3.69 ms, with steps of 4 blocks 3.87 ms.
+# 7.8 us, with steps of 4 blocks 8.4 us; softmax of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
 # The same for 16-bit rows with a mask: with steps of 4 blocks a thread of (1024, 50257) needs 140 registers, so that 3
-# CTAs are on a multiprocessor, with steps of 2 it needs 104.
+# CTAs are on a multiprocessor, with steps of 2 it needs 104. It takes 91.6 us in bfloat16, 93%, with 4 or 1 93.9 us.
 HALF_MASKED_STEP_BLOCKS = 2
 
 # Registers of each thread for the mask of the next steps, four elements in each: those of all steps of a part of
 # (1024, 50257), and of (1024, 128256). A step is reduced in about 0.3 us, and a load takes 1 to 2 us when device memory
-# is busy. In a longer part the mask of a later step is moved to other registers one step after it was loaded, which
-# waits for it.
+# is busy: with 8 registers the two take 184 and 399 us, with 32 166 and 393 us, 92% and 99%. In a longer part the mask
+# of a later step is moved to other registers one step after it was loaded, which waits for it.
 MASK_REGISTERS = 32
 
 # Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
