@@ -108,33 +108,31 @@ class StagedRow:
         """A float32 block whose elements are all `value`."""
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
-    def copy_in(self, gmem, smem, landed, start) -> None:
-        """Starts the copies of the elements from `start` on of `gmem`, one for each step.
+    def copy_in(self, gmem, smem, landed, start, i) -> None:
+        """Starts the copy of step i of the elements from `start` on of `gmem`.
 
         Args:
           gmem: a one-dimensional reference to device memory.
           smem: a reference to shared memory for the elements.
-          landed: barriers, of which one completes when its step has arrived.
+          landed: barriers, of which one completes when the step has arrived.
           start: the first element in `gmem`, on 16 bytes.
+          i: an int or traced.
         """
-        for i in range(self.walk.steps):
-            self._copy_step(gmem, smem, landed, start, i, self.walk.size(i))
-
-    def copy_step_in(self, gmem, smem, landed, start, i) -> None:
-        """Starts the copy of step i, a traced number; the rest as for `copy_in`."""
         walk = self.walk
-        for its, size in ((i < walk.full_steps, walk.step_size), (i == walk.full_steps, walk.rest)):
-            if size:
-                pl.when(its)(functools.partial(self._copy_step, gmem, smem, landed, start, i, size))
 
-    def _copy_step(self, gmem, smem, landed, start, i, size: int) -> None:
-        slot = self.slot(i)
-        plgpu.copy_gmem_to_smem(
-            gmem.at[pl.ds(start + i * self.walk.step_size, size)],
-            smem.at[pl.ds(slot * self.walk.step_size, size)],
-            landed.at[slot],
-            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-        )
+        def copy(size: int) -> None:
+            slot = self.slot(i)
+            plgpu.copy_gmem_to_smem(
+                gmem.at[pl.ds(start + i * walk.step_size, size)],
+                smem.at[pl.ds(slot * walk.step_size, size)],
+                landed.at[slot],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        if walk.full_steps:
+            pl.when(i < walk.full_steps)(lambda: copy(walk.step_size))
+        if walk.rest:
+            pl.when(i == walk.full_steps)(lambda: copy(walk.rest))
 
     def wait(self, landed) -> None:
         """Waits until all steps have arrived."""

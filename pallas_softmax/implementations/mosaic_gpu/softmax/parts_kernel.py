@@ -210,7 +210,7 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
     def start_step(number) -> None:
         """Starts the copies of a step, whose number counts those of all rows, into the slot that is free for it."""
         turn, i = number // walk.steps, number % walk.steps
-        pl.when(number < steps)(lambda: part_of(turn).copy_step_in(i))
+        pl.when(number < steps)(lambda: part_of(turn).copy_in(i))
 
     def take_turn(turn, _) -> None:
         part = part_of(turn)
@@ -242,7 +242,8 @@ def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
     """The only part that this CTA takes: starts the copies of its body, and loads its edges."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
     part = _Part(job, refs, place, StagedRow(job.parts.walk, job.interpret))
-    part.copy_in()
+    for i in range(job.parts.walk.steps):
+        part.copy_in(i)
     part.load_edges()
     return part
 
@@ -264,21 +265,11 @@ class _Part:
 
     # --- Loads
 
-    def copy_in(self) -> None:
-        """Starts the copies of the body."""
-        for source in self._sources():
-            self.body.copy_in(*source)
-
-    def copy_step_in(self, i) -> None:
-        """Starts the copies of step i of the body, a traced number."""
-        for source in self._sources():
-            self.body.copy_step_in(*source, i)
-
-    def _sources(self):
-        """The arguments of the copies of each array: device memory, shared memory, barriers, and where it starts."""
-        at = self.place.first + self.body_start
+    def copy_in(self, i) -> None:
+        """Starts the copies of step i of the body, an int or traced."""
+        start = self.place.first + self.body_start
         for x_gmem, x_smem, landed in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.landed, strict=True):
-            yield self.place.in_view(x_gmem), x_smem, landed, at
+            self.body.copy_in(self.place.in_view(x_gmem), x_smem, landed, start, i)
 
     def load_edges(self) -> None:
         """Loads the first and the last EDGE elements of the part, if it has edges."""
@@ -351,9 +342,7 @@ class _Part:
         for landed in self.refs.landed:
             plgpu.barrier_wait(landed.at[self.body.slot(i)])
         xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
-        if (
-            self.job.mask is not None and formula.value is not None
-        ):  # for `write`, which need not read it then
+        if self.job.mask is not None and formula.value is not None:  # `write` need not read it then
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]

@@ -218,7 +218,7 @@ def plan_softmax(
     if fits(clustered) and not idle:
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
         if alone and arrays == 1 and not only_read:  # a backward has little arithmetic: 94% without turns
-            return _in_turns(clustered, rows, smem // itemsize)
+            return _in_turns(clustered, rows, smem // (itemsize * arrays))
         return clustered
 
     # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
