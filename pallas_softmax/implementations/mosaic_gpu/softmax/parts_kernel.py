@@ -27,7 +27,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import PartPlace, StagedRow, part_place
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, Parts
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, FEW_ROWS, Parts
 
 
 def launch(
@@ -316,17 +316,31 @@ class _Part:
     # --- Reduction
 
     def reduce(self):
-        """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
+        """The reduction of the part's elements, each counted once."""
+        if not self.edges:
+            return self._reduce_body()
+        if (
+            self.job.rows <= FEW_ROWS and self.job.mask is None
+        ):  # while the body is on its way; takes more registers
+            of_edges, of_body = self._reduce_edges(), self._reduce_body()
+        else:
+            of_body, of_edges = self._reduce_body(), self._reduce_edges()
+        return self.job.formula.reduction.merge(of_body, of_edges)
+
+    def _reduce_edges(self):
+        """The reduction of the elements of the edges that count there."""
+        reduction = self.job.formula.reduction
+        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
+        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
+        return reduction.across(reduction.absorb(lanes, terms))
+
+    def _reduce_body(self):
+        """The reduction of the body, step by step as they arrive."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
-        total = reduction.across(lanes)
-        if not self.edges:
-            return total
-        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
-        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
-        return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
+        return reduction.across(lanes)
 
     @property
     def _mask_steps_ahead(self) -> int:
