@@ -319,9 +319,8 @@ class _Part:
         """The reduction of the part's elements, each counted once."""
         if not self.edges:
             return self._reduce_body()
-        if (
-            self.job.rows <= FEW_ROWS and self.job.mask is None
-        ):  # while the body is on its way; takes more registers
+        # Few rows do not miss the registers that this takes: the edges are reduced while the body is on its way.
+        if self.job.rows <= FEW_ROWS and self.job.mask is None:
             of_edges, of_body = self._reduce_edges(), self._reduce_body()
         else:
             of_body, of_edges = self._reduce_body(), self._reduce_edges()
