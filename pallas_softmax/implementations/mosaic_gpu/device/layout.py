@@ -105,10 +105,6 @@ class Walk:
         """Number of steps, that of the rest included."""
         return self.full_steps + (self.rest > 0)
 
-    def size(self, step: int) -> int:
-        """Number of elements of a step."""
-        return self.step_size if step < self.full_steps else self.rest
-
     @property
     def padded_length(self) -> int:
         """Number of elements of shared memory, in which the last block is whole."""

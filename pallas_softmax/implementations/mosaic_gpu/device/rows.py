@@ -58,19 +58,9 @@ def part_place(
       row: number of the row, where a CTA takes several; by default, what the CTA has on the axis "row".
     """
     row = lax.axis_index("row") if row is None else row
-    index = part_index(cut)
+    index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
     if backwards:
         row, index = rows - 1 - row, cut.count - 1 - index
-    return place_of(cut, view, row, index)
-
-
-def part_index(cut: Cut):
-    """The number of this CTA's part in its row."""
-    return lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
-
-
-def place_of(cut: Cut, view: tuple[int, ...], row, index) -> PartPlace:
-    """The place of part number `index` of a row; arguments as for `part_place`."""
     start = cut.start(index)
     owned = cut.start(index + 1) - start
     rows_together = view[-1] // cut.vocab
@@ -81,24 +71,34 @@ def place_of(cut: Cut, view: tuple[int, ...], row, index) -> PartPlace:
 class StagedRow:
     """Elements of a row on their way through shared memory, as a `Walk` takes them.
 
-    Each step has a slot of shared memory and a barrier of the same number. They are those of its own number; or, of
-    CTAs that take several rows in turn, the slots are used again and again in a circle:
+    Each step has a slot of shared memory, and the barrier of the slot's number. They are those of its own number; or,
+    where a CTA takes several rows in turns, the steps of all of them go through the slots in a circle. With 5 slots
+    and 3 steps:
 
-        slots = 5, rows of 3 steps:   | row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1 |
-                                      | row 1, step 2 | row 2, step 0 | ...
+        row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
+        row 1, step 2 | row 2, step 0 | ...
 
     Attributes:
       walk: how the CTA goes over the elements.
       interpret: as for `pallas_call`.
-      slots: number of slots, if they are used in a circle, or None.
-      steps_before: number of steps that the CTA has taken before this row's first one.
+      slots: number of slots, if they are a circle, or None.
+      steps_before: of a circle, number of steps that the CTA takes before this row's first one.
+      freed: of a circle, called as freed(i) as soon as the slot of step i may be filled again.
     """
 
-    def __init__(self, walk: Walk, interpret: Any, slots: int | None = None, steps_before: Any = 0):
+    def __init__(
+        self,
+        walk: Walk,
+        interpret: Any,
+        slots: int | None = None,
+        steps_before: Any = 0,
+        freed: Callable[[Any], None] = lambda i: None,
+    ):
         self.walk = walk
         self.interpret = interpret
         self.slots = slots
         self.steps_before = steps_before
+        self.freed = freed
 
     def slot(self, i):
         """The number of the slot, and of the barrier, of step i."""
@@ -108,33 +108,31 @@ class StagedRow:
         """A float32 block whose elements are all `value`."""
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
-    def copy_in(self, gmem, smem, landed, start) -> None:
-        """Starts the copies of the elements from `start` on of `gmem`, one for each step.
+    def copy_in(self, gmem, smem, landed, start, i) -> None:
+        """Starts the copy of step i of the elements from `start` on of `gmem`.
 
         Args:
           gmem: a one-dimensional reference to device memory.
           smem: a reference to shared memory for the elements.
-          landed: barriers, of which one completes when its step has arrived.
+          landed: barriers, of which one completes when the step has arrived.
           start: the first element in `gmem`, on 16 bytes.
+          i: an int or traced.
         """
-        for i in range(self.walk.steps):
-            self._copy_step(gmem, smem, landed, start, i, self.walk.size(i))
-
-    def copy_step_in(self, gmem, smem, landed, start, i) -> None:
-        """Starts the copy of step i, a traced number; the rest as for `copy_in`."""
         walk = self.walk
-        for its, size in ((i < walk.full_steps, walk.step_size), (i == walk.full_steps, walk.rest)):
-            if size:
-                pl.when(its)(functools.partial(self._copy_step, gmem, smem, landed, start, i, size))
 
-    def _copy_step(self, gmem, smem, landed, start, i, size: int) -> None:
-        slot = self.slot(i)
-        plgpu.copy_gmem_to_smem(
-            gmem.at[pl.ds(start + i * self.walk.step_size, size)],
-            smem.at[pl.ds(slot * self.walk.step_size, size)],
-            landed.at[slot],
-            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-        )
+        def copy(size: int) -> None:
+            slot = self.slot(i)
+            plgpu.copy_gmem_to_smem(
+                gmem.at[pl.ds(start + i * walk.step_size, size)],
+                smem.at[pl.ds(slot * walk.step_size, size)],
+                landed.at[slot],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        if walk.full_steps:
+            pl.when(i < walk.full_steps)(lambda: copy(walk.step_size))
+        if walk.rest:
+            pl.when(i == walk.full_steps)(lambda: copy(walk.rest))
 
     def wait(self, landed) -> None:
         """Waits until all steps have arrived."""
@@ -170,27 +168,20 @@ class StagedRow:
         for (at, _), block in zip(self.blocks(i, size), values, strict=True):
             blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
 
-    def write(
-        self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start, freed: Callable | None = None
-    ) -> None:
-        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`.
-
-        Args:
-          freed: called as freed(i) as soon as the slot of step i may be filled again.
-        """
+    def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
+        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`."""
 
         def leave(i, in_flight: int) -> None:
             """Waits until step i has left its slot; so many steps after it may be on their way."""
             plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-            if freed is not None:
-                freed(i)
+            self.freed(i)
 
         def write_step(i, size, carry):
             self.store(smem, i, size, values(i, size))
             plgpu.commit_smem()
             source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
             plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + i * self.walk.step_size, size)])
-            if freed is not None:
+            if self.slots is not None:
                 pl.when(jnp.int32(i) > 0)(functools.partial(leave, i - 1, 1))
             return carry
 

@@ -12,7 +12,6 @@ A row of more CTAs is read by two launches, of which the second one merges the r
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,15 +25,9 @@ from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
-from pallas_softmax.implementations.mosaic_gpu.device.rows import (
-    PartPlace,
-    StagedRow,
-    part_index,
-    part_place,
-    place_of,
-)
+from pallas_softmax.implementations.mosaic_gpu.device.rows import PartPlace, StagedRow, part_place
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, Parts
+from pallas_softmax.implementations.mosaic_gpu.softmax.plan import EDGE, FEW_ROWS, Parts
 
 
 def launch(
@@ -191,8 +184,7 @@ class _Refs(NamedTuple):
 
 def _compute(job: _Job, refs: _Refs) -> None:
     """All in one launch: a CTA, or a cluster, has the whole row."""
-    part = _start(job, refs)
-    _finish(part, part.reduce())
+    _start(job, refs).finish()
 
 
 def _compute_in_turns(job: _Job, refs: _Refs) -> None:
@@ -205,47 +197,28 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
         row 2                                    load ---- load, reduce | ...
                   half of it ^          ^ the rest, as slots become free
     """
-    parts, steps = job.parts, job.parts.walk.steps
-    slots: Any = parts.slots
-    team = lax.axis_index("row")
+    walk, slots, team = job.parts.walk, job.parts.slots or 0, lax.axis_index("row")
     turns = (job.rows - team + job.teams - 1) // job.teams
+    steps = turns * walk.steps
 
-    def place(turn):
-        return place_of(parts.cut, job.view, team + turn * job.teams, part_index(parts.cut))
+    def part_of(turn) -> _Part:
+        place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
+        before = turn * walk.steps
+        body = StagedRow(walk, job.interpret, slots, before, lambda i: start_step(before + i + slots))
+        return _Part(job, refs, place, body)
 
     def start_step(number) -> None:
         """Starts the copies of a step, whose number counts those of all rows, into the slot that is free for it."""
+        turn, i = number // walk.steps, number % walk.steps
+        pl.when(number < steps)(lambda: part_of(turn).copy_in(i))
 
-        @pl.when(number < turns * steps)
-        def start():
-            turn = number // steps
-            _Part(job, refs, place(turn), turn * steps).copy_step_in(number % steps)
+    def take_turn(turn, _) -> None:
+        part = part_of(turn)
+        part.load_edges()
+        part.finish()
 
-    def take_turn(turn, edges):
-        part = _Part(job, refs, place(turn), turn * steps, edges)
-        total = part.reduce()
-        next_edges = part.load_edges(place(jnp.minimum(turn + 1, turns - 1)))
-        _finish(part, total, freed=lambda i: start_step(turn * steps + i + slots))
-        return next_edges
-
-    first = place(0)
     lax.fori_loop(0, slots, lambda number, _: start_step(number), None)
-    lax.fori_loop(0, turns, take_turn, _Part(job, refs, first).load_edges(first))
-
-
-def _finish(part: "_Part", total, freed: Callable | None = None) -> None:
-    """Merges the part's reduction with those of the cluster, and writes the results; `freed` as for `StagedRow`."""
-    if part.job.clustered:
-        total = part.merge_over_cluster(total)
-    if part.job.formula.value is not None:
-        part.write(total, freed)
-    else:
-        part.write_constants(total)
-        if freed is not None:
-            lax.fori_loop(0, part.job.parts.walk.steps, lambda i, _: freed(i), None)
-    # No CTA leaves, or sends again, while another one may read what it sent.
-    if part.job.clustered:
-        plgpu.barrier_wait(part.refs.met)
+    lax.fori_loop(0, turns, take_turn, None)
 
 
 def _reduce_only(job: _Job, refs: _Refs) -> None:
@@ -268,9 +241,10 @@ def _write_only(job: _Job, refs: _Refs) -> None:
 def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
     """The only part that this CTA takes: starts the copies of its body, and loads its edges."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
-    part = _Part(job, refs, place)
-    part.copy_in()
-    part.edges = part.load_edges(place)
+    part = _Part(job, refs, place, StagedRow(job.parts.walk, job.interpret))
+    for i in range(job.parts.walk.steps):
+        part.copy_in(i)
+    part.load_edges()
     return part
 
 
@@ -280,56 +254,38 @@ class _Part:
     Attributes:
       place: which part of which row it is.
       body_start: the element of the part at which its body starts.
-      edges: the first and the last EDGE elements of the part, if it has edges.
+      body: the body on its way through shared memory.
+      edges: when `load_edges` was called, the first and the last EDGE elements of the part, if it has edges.
     """
 
-    def __init__(self, job: _Job, refs: _Refs, place: PartPlace, steps_before: Any = 0, edges: Any = ()):
-        self.job, self.refs, self.place, self.edges = job, refs, place, edges
-        self.body_start = job.parts.body_start(place.first)
-        self.body = StagedRow(job.parts.walk, job.interpret, job.parts.slots, steps_before)
+    def __init__(self, job: _Job, refs: _Refs, place: PartPlace, body: StagedRow):
+        self.job, self.refs, self.place, self.body = job, refs, place, body
+        self.body_start = job.parts.body_start(place.row, place.start)
+        self.edges: list[_Edge] = []
 
     # --- Loads
 
-    def copy_in(self) -> None:
-        """Starts the copies of the body."""
-        for source in self._sources():
-            self.body.copy_in(*source)
-
-    def copy_step_in(self, i) -> None:
-        """Starts the copies of step i of the body, a traced number."""
-        for source in self._sources():
-            self.body.copy_step_in(*source, i)
-
-    def _sources(self):
-        """The arguments of the copies of each array: device memory, shared memory, barriers, and where it starts."""
-        at = self.place.first + self.body_start
+    def copy_in(self, i) -> None:
+        """Starts the copies of step i of the body, an int or traced."""
+        start = self.place.first + self.body_start
         for x_gmem, x_smem, landed in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.landed, strict=True):
-            yield self.place.in_view(x_gmem), x_smem, landed, at
+            self.body.copy_in(self.place.in_view(x_gmem), x_smem, landed, start, i)
 
-    def load_edges(self, place: PartPlace) -> list["_Edge"]:
-        """The first and the last EDGE elements of the part at a place, in registers; none, of parts without edges."""
+    def load_edges(self) -> None:
+        """Loads the first and the last EDGE elements of the part, if it has edges."""
         if not self.job.parts.edges:
-            return []
-        edges = []
-        for at in self._edge_starts():
-            where = pl.ds(place.first + at, EDGE)
-            x = [
-                blocks.load(place.in_view(x_gmem).at[where], interpret=self.job.interpret).astype(jnp.float32)
-                for x_gmem in self.refs.x_gmem
-            ]
-            mask = None if self.job.mask is None else self._load_mask(place, at, EDGE, 1)
-            edges.append(_Edge(x, mask))
-        return edges
-
-    def _edge_starts(self) -> tuple[int, int]:
-        """The element of the part with which each edge starts."""
-        return 0, self.job.parts.length - EDGE
-
-    def _counted(self) -> tuple[Any, Any]:
-        """Which elements of each edge the reduction takes from there, and not from the body or the next part."""
-        position, (_, last) = blocks.positions(interpret=self.job.interpret), self._edge_starts()
+            return
+        interpret, place, last = self.job.interpret, self.place, self.job.parts.length - EDGE
+        position = blocks.positions(interpret=interpret)
         after_body = position + last >= self.body_start + self.job.parts.body
-        return position < self.body_start, after_body & (position + last < self.place.owned)
+        for at, counted in (
+            (0, position < self.body_start),
+            (last, after_body & (position + last < place.owned)),
+        ):
+            where = pl.ds(place.first + at, EDGE)
+            arrays = [blocks.load(place.in_view(x).at[where], interpret=interpret) for x in self.refs.x_gmem]
+            mask = None if self.job.mask is None else self._load_mask(at, EDGE, 1)
+            self.edges.append(_Edge(at, arrays, mask, counted))
 
     def _load_body(self, i, size: int):
         """The blocks of step i of the body: for each block, those of all arrays."""
@@ -342,17 +298,15 @@ class _Part:
         if self.job.mask is None:
             return [None] * walk.step_blocks
         starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
-        return [
-            self._load_mask(self.place, self.body_start + at, walk.length - at, walk.vec) for at in starts
-        ]
+        return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
-    def _load_mask(self, place: PartPlace, at, held, vec: int):
-        """A block of the mask, from element `at` of a part on, of which the first `held` are in the row."""
+    def _load_mask(self, at, held, vec: int):
+        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
-            mask.row(place.row),
-            place.start + at,
+            mask.row(self.place.row),
+            self.place.start + at,
             held,
             vec,
             aligned=vec == 1 or self.job.mask_is_whole,
@@ -362,17 +316,30 @@ class _Part:
     # --- Reduction
 
     def reduce(self):
-        """The reduction of the part's elements, each counted once: that of the body, step by step, and the edges."""
+        """The reduction of the part's elements, each counted once."""
+        if not self.edges:
+            return self._reduce_body()
+        # Few rows do not miss the registers that this takes: the edges are reduced while the body is on its way.
+        if self.job.rows <= FEW_ROWS and self.job.mask is None:
+            of_edges, of_body = self._reduce_edges(), self._reduce_body()
+        else:
+            of_body, of_edges = self._reduce_body(), self._reduce_edges()
+        return self.job.formula.reduction.merge(of_body, of_edges)
+
+    def _reduce_edges(self):
+        """The reduction of the elements of the edges that count there."""
+        reduction = self.job.formula.reduction
+        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
+        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
+        return reduction.across(reduction.absorb(lanes, terms))
+
+    def _reduce_body(self):
+        """The reduction of the body, step by step as they arrive."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
-        total = reduction.across(lanes)
-        if not self.edges:
-            return total
-        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
-        terms = [self._term(edge.x, edge.keep, counted) for edge, counted in zip(self.edges, self._counted())]
-        return reduction.merge(total, reduction.across(reduction.absorb(lanes, terms)))
+        return reduction.across(lanes)
 
     @property
     def _mask_steps_ahead(self) -> int:
@@ -388,9 +355,7 @@ class _Part:
         for landed in self.refs.landed:
             plgpu.barrier_wait(landed.at[self.body.slot(i)])
         xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
-        if (
-            self.job.mask is not None and formula.value is not None
-        ):  # for `write`, which need not read it then
+        if self.job.mask is not None and formula.value is not None:  # `write` need not read it then
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
@@ -445,35 +410,49 @@ class _Part:
 
     # --- Results
 
+    def finish(self) -> None:
+        """Reduces the part, merges its reduction with those of the cluster, and writes the results."""
+        total = self.reduce()
+        if self.job.clustered:
+            total = self.merge_over_cluster(total)
+        if self.job.formula.value is not None:
+            self.write(total)
+        else:
+            self.write_constants(total)
+            if self.job.parts.turns > 1:
+                lax.fori_loop(0, self.job.parts.walk.steps, lambda i, _: self.body.freed(i), None)
+        # No CTA leaves, or sends again, while another one may read what it sent.
+        if self.job.clustered:
+            plgpu.barrier_wait(self.refs.met)
+
     def write_constants(self, total) -> None:
         """Writes the numbers of the row."""
         for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
             gmem[self.place.row] = constant.astype(gmem.dtype)
 
-    def write(self, total, freed: Callable | None = None) -> None:
+    def write(self, total) -> None:
         """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.
 
         From neutral elements the formula gives the value that masked ones get, so the mask need not be read again,
         unless they meet a NaN or an infinity in the row's reduction.
         """
         if self.job.mask is None:
-            self.write_elements(total, read_mask=False, freed=freed)
+            self.write_elements(total, read_mask=False)
             return
         leaves = jax.tree.leaves(total)
         finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
         lax.cond(
             finite,
-            lambda: self.write_elements(total, read_mask=False, freed=freed),
-            lambda: self.write_elements(total, read_mask=True, freed=freed),
+            lambda: self.write_elements(total, read_mask=False),
+            lambda: self.write_elements(total, read_mask=True),
         )
 
-    def write_elements(self, total, *, read_mask: bool, freed: Callable | None = None) -> None:
+    def write_elements(self, total, *, read_mask: bool) -> None:
         """Writes the elements of the part: the edges from registers, and the body through shared memory.
 
         Args:
           total: the reduction of the row.
           read_mask: whether the mask must be read for the body.
-          freed: as for `StagedRow.write`.
         """
         formula, refs, place = self.job.formula, self.refs, self.place
         constants = formula.constants(total)
@@ -488,24 +467,32 @@ class _Part:
             return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
 
         (out_gmem,) = refs.out_gmem
-        for edge, at in zip(self.edges, self._edge_starts()):
+        for edge in self.edges:
             block = value(edge.x, edge.keep).astype(self.job.dtype)
-            where = pl.ds(place.first + at, EDGE)
+            where = pl.ds(place.first + edge.start, EDGE)
             blocks.store(place.in_view(out_gmem).at[where], block, interpret=self.job.interpret)
-        out = place.in_view(out_gmem)
-        self.body.write(body_values, refs.x_smem[-1], out, place.first + self.body_start, freed)
+        self.body.write(body_values, refs.x_smem[-1], place.in_view(out_gmem), place.first + self.body_start)
 
 
 class _Edge(NamedTuple):
     """The first or the last EDGE elements of a part, in registers, one for each thread.
 
     Attributes:
-      x: a float32 block of each array.
+      start: the first of them, an element of the part.
+      arrays: a block of each array, which nothing touches before it is used: that would wait for its load.
       mask: a block of the mask, as int8, or None.
+      counted: which of them the reduction takes from here, and not from the body or the next part.
     """
 
-    x: list[jax.Array]
+    start: int
+    arrays: list[jax.Array]
     mask: jax.Array | None
+    counted: jax.Array
+
+    @property
+    def x(self) -> list[jax.Array]:
+        """A float32 block of each array."""
+        return [block.astype(jnp.float32) for block in self.arrays]
 
     @property
     def keep(self):

@@ -1,8 +1,9 @@
 """How the rows of a softmax lie over the GPU: a pure function of the operation, shape, dtype and GPU.
 
 The constants were chosen on an H100 by timing shapes around each of them; benchmarks/results/launch, made by
-configs/launch.flags, holds what the choice reaches, from which the figures beside them are: time, and share of
-the bandwidth of a copy, of the float32 softmax of (rows, vocab).
+configs/launch.flags, holds what the choice reaches. The figures beside them are time, and share of the bandwidth of a
+copy, of the float32 softmax of (rows, vocab). Those of Parts are device times by CUPTI (NVIDIA H100 80GB HBM3, driver
+580.159.04, jax 0.11.2, 2026-11-22).
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, W
 # Elements of a row, of all arrays that the operation reads, up to which it is held in registers: 12,288 are 96
 # float32 registers of the 255 of a thread. (4000, 8192) reaches 98%, (4000, 10000) 97%.
 TILE_ELEMENTS = 12_288
-# The same where there are few rows: (1, 4096) takes 1.8 us in registers, (1, 16384) 3.6 us in a cluster.
+# The same where there are few rows: (1, 4096) takes 1.8 us in registers, (1, 16384) 2.4 us in a cluster.
 FEW_ROWS_TILE_ELEMENTS = 10_240
 # The same for rows that do not all start on 16 bytes: they are loaded an element or two at a time.
 # (4000, 4097) reaches 94%, where (4000, 4096) reaches 97%.
@@ -33,13 +34,13 @@ MANY_ROWS = 2_000  # rows from which the time when the last of them leave multip
 # Elements of a part at most, unless the cluster is the largest. Smaller parts let more CTAs run on each
 # multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
 HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
-PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 91%; (1024, 128256) in 16: 90%
+PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
 # The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
-# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 6.7 us in 8, 7.1 us in 16; (1, 128256) 5.5 us in 16.
+# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.9 us in 16, 6.2 us in 8; (1, 128256) 4.3 us in 16.
 FEW_ROWS_PART_ELEMENTS = 3_100
-FEW_ROWS_PART_ELEMENTS_OF_8 = 12_500
+FEW_ROWS_PART_ELEMENTS_OF_8 = 12_000
 
 # The same for rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
@@ -48,31 +49,34 @@ HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several
 
 # Elements of a part above which few rows are split over more CTAs than a cluster has, in two launches.
-FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 8.6 us, XLA 8.9
+FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 6.2 us, XLA 8.9
 SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
 
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
 # The same for rows that are only read, and for the longest parts: logsumexp of (64, 128256) bfloat16 in 4 parts takes
-# 7.8 us, with steps of 4 blocks 8.4 us; softmax of (2000, 516096) takes 3.69 ms, with steps of 4 blocks 3.87 ms.
+# 7.8 us, with steps of 4 blocks 8.4 us; softmax of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
 # The same for 16-bit rows with a mask: with steps of 4 blocks a thread of (1024, 50257) needs 140 registers, so that 3
-# CTAs are on a multiprocessor, with steps of 2 it needs 104.
+# CTAs are on a multiprocessor, with steps of 2 it needs 104. It takes 91.6 us in bfloat16, 93%, with 4 or 1 93.9 us.
 HALF_MASKED_STEP_BLOCKS = 2
 
 # Registers of each thread for the mask of the next steps, four elements in each: those of all steps of a part of
 # (1024, 50257), and of (1024, 128256). A step is reduced in about 0.3 us, and a load takes 1 to 2 us when device memory
-# is busy. In a longer part the mask of a later step is moved to other registers one step after it was loaded, which
-# waits for it.
+# is busy: with 8 registers the two take 184 and 399 us, with 32 166 and 393 us, 92% and 99%. In a longer part the mask
+# of a later step is moved to other registers one step after it was loaded, which waits for it.
 MASK_REGISTERS = 32
 
 # Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
-# and written. The device holds TEAMS of the largest clusters; TURNS is less than all rows by far, so that a device
-# that holds fewer does not wait for the last of them. Not measured yet: (512, 500009) takes 0.99 ms without turns.
-TEAMS = 8
-TURNS = 16
-MAX_SLOTS = 32  # of shared memory: Mosaic has at most 32 barriers in an array
+# and written: (2000, 516096) takes 2.81 ms, 97%, in turns of 4 rows, 2.80 of 8, 2.82 of 16, and 3.01 without. More
+# turns leave more multiprocessors idle at the end: (512, 500009) takes 866 us with 4, 883 with 8, 893 with 16.
+TURNS = 4  # rows at most
+CLUSTERS = 7  # of 16 CTAs, one on a multiprocessor, are on an H100 at once (cudaOccupancyMaxActiveClusters)
+
+# Bulk copies are in lines of device memory. Without this, bodies started on 16 bytes, and (512, 500009) took 12 us for
+# each row of a cluster, (2000, 516096), whose parts all start on lines, 10.5 us, by the same instructions.
+LINE_BYTES = 128
 
 EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
 
@@ -84,8 +88,8 @@ class Parts:
     The CTAs of a row are a cluster, or, where `cluster` is False, independent ones, of two launches.
 
     A CTA copies the `body` of its part to shared memory in bulk: that must start and end on 16 bytes of device
-    memory. Where parts do not, the first and the last EDGE elements are held in registers as well, which covers
-    what the body leaves out on either side:
+    memory, and is faster from LINE_BYTES. Where parts do not, the first and the last EDGE elements are held in
+    registers as well, which covers what the body leaves out on either side:
 
         part     |<-------------------------- length -------------------------->|
         edges    |<- EDGE ->|                                        |<- EDGE ->|
@@ -143,9 +147,13 @@ class Parts:
             return self.length
         return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
 
-    def body_start(self, first):
-        """Element of a part at which its body starts, if the part starts at element `first` of an aligned row."""
-        return EDGE - first % self.vec if self.edges else 0
+    def body_start(self, row, start):
+        """Element of a part at which its body starts, if the part starts at element `start` of a row.
+
+        The body starts on LINE_BYTES of device memory.
+        """
+        line = LINE_BYTES // ACCESS_BYTES * self.vec
+        return EDGE - (row * (self.vocab % line) + start) % line if self.edges else 0
 
     @property
     def walk(self) -> Walk:
@@ -209,10 +217,8 @@ def plan_softmax(
     idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
     if fits(clustered) and not idle:
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
-        if (
-            alone and arrays == 1 and not only_read
-        ):  # a backward has little arithmetic: 94 to 101% without turns
-            return _in_turns(clustered, rows, smem // itemsize)
+        if alone and arrays == 1 and not only_read:  # a backward has little arithmetic: 94% without turns
+            return _in_turns(clustered, rows, smem // (itemsize * arrays))
         return clustered
 
     # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
@@ -223,12 +229,15 @@ def plan_softmax(
 
 
 def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
-    """The same parts, of several rows in turns if there are enough rows, and slots for a part."""
-    slots = min(smem_elements // parts.walk.step_size, MAX_SLOTS)
-    turns = min(TURNS, rows // TEAMS)
-    if turns == 1 or slots < parts.walk.steps:
+    """The same parts, of several rows in turns, if there are slots for one row.
+
+    All clusters take about as many, and as many clusters are launched as are on the device at once, or a multiple.
+    """
+    slots = smem_elements // parts.walk.step_size
+    if slots < parts.walk.steps:
         return parts
-    return dataclasses.replace(parts, turns=turns, slots=slots)
+    launched = CLUSTERS * -(-rows // (CLUSTERS * TURNS))  # so many times all that are on the device at once
+    return dataclasses.replace(parts, turns=-(-rows // launched), slots=slots)
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:
