@@ -26,6 +26,13 @@ MODULES = {
 }
 
 
+def rows_of(file: Path) -> tuple[list, dict, dict]:
+    """Returns the rows of a result's JSON, the bandwidths of its run, and where it ran."""
+    if file.stem == "linear_training":
+        return report.read(file, linear.Curve)
+    return report.read(file, getattr(MODULES.get(file.stem), "Row", Row))
+
+
 def case_of(**changed) -> cases.Case:
     """A case of 6 x 40 float32, forward."""
     usual = {"batch": 6, "vocab": 40, "dtype": "float32", "function": "softmax", "where": "none", "axis": -1}
@@ -172,7 +179,7 @@ def test_the_model_says_where_it_is_off(figures):
 
 def test_what_is_read_is_what_was_written():
     for file in FILES:
-        rows, bandwidths, where = report.read(file, getattr(MODULES.get(file.stem), "Row", Row))
+        rows, bandwidths, where = rows_of(file)
         document = json.loads(file.read_text())
         assert where == document["environment"]
         assert all(document[f"{name}_tb_per_s"] * 1e12 == bandwidth for name, bandwidth in bandwidths.items())
@@ -186,8 +193,10 @@ def test_what_is_read_is_what_was_written():
 @pytest.mark.parametrize("file", first_values(3, FILES), ids=lambda file: file.parent.name)
 def test_tables_fit_and_explain_their_columns(file):
     module = MODULES.get(file.stem)
-    rows, bandwidths, _ = report.read(file, getattr(module, "Row", Row))
-    if module:
+    rows, bandwidths, _ = rows_of(file)
+    if file.stem == "linear_training":
+        text = linear.training_table(rows)
+    elif module:
         text = module.table(rows)
     else:
         text = (paper if file.stem == "paper" else report).table(rows, bandwidths)
