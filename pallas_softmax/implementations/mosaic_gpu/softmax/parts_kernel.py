@@ -23,6 +23,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device import blocks
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import PartPlace, StagedRow, part_place
@@ -135,7 +136,7 @@ class _Job:
             "landed": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
         if self.clustered:
-            reduction_smem = plgpu.SMEM((EDGE,), jnp.float32)
+            reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
@@ -405,7 +406,7 @@ class _Part:
 
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
 
-        lanes = [of_parts(first) for first in range(0, count, EDGE)]
+        lanes = [of_parts(first) for first in range(0, count, WARPGROUP)]
         return reduction.across(online.tree(reduction.merge, lanes))
 
     # --- Results
