@@ -1,7 +1,5 @@
 """Softmax and top-k on a GPU: shapes, dtypes, special rows, masks, plans."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,24 +203,6 @@ def test_topk_grad(implementation, v, masked, log):
     assert bounds.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
     if masked:
         assert not np.asarray(dx)[~where].any()
-
-
-@pytest.mark.parametrize(
-    ("v", "dtype", "k"),
-    [(25000, F32, 1024), (50257, F32, 128), (100003, BF16, 128), (2048, F32, 64)],
-    ids=str,
-)
-@side_by_side
-def test_ctas_of_several_rows(v, dtype, k):
-    """The bits of CTAs that take a row each; the last of 72 CTAs has fewer rows than the others."""
-    x = jnp.asarray(np.random.default_rng(v).standard_normal((500, v)).astype(dtype))
-    plan = dataclasses.replace(kernels.plan_topk(4000, v, k, dtype), rows_per_cta=7)
-    several, one = (
-        kernels.topk_rows(x, k, p, interpret=None) for p in (plan, dataclasses.replace(plan, rows_per_cta=1))
-    )
-    for a, b in zip(jax.tree.leaves(several), jax.tree.leaves(one), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(several[0].indices, oracle.topk_indices(np.asarray(x), k))
 
 
 @pytest.mark.parametrize("log", [False, True])

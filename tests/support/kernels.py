@@ -341,8 +341,6 @@ WINDOWS = [
     (Window(2007, 4, 1, 1), F32, 5, FEW),
     (Window(1021, 4, 2, 1), F32, 128, ALL),
     (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
-    (Window(1004, 4, 2, 2, 1, 4), F32, 300, FEW),  # several rows of a CTA, the last CTA fewer
-    (Window(1003, 8, 4, 2, 1, 3), BF16, 40, FEW),
     (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
     (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
 ]

@@ -45,9 +45,7 @@ class PartPlace(NamedTuple):
         return gmem if self.view_row is None else gmem.at[self.view_row]
 
 
-def part_place(
-    cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False, row: Any = None
-) -> PartPlace:
+def part_place(cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False) -> PartPlace:
     """The place of the part that belongs to this CTA of a grid with the axes "row" and, of several parts, "part".
 
     Args:
@@ -55,10 +53,8 @@ def part_place(
       view: the shape of the arrays in device memory, from `aligned_view`.
       rows: number of rows.
       backwards: whether the CTAs take the rows and their parts from the last one on.
-      row: number of the row, where a CTA takes several; by default, what the CTA has on the axis "row".
     """
-    row = lax.axis_index("row") if row is None else row
-    index = part_index(cut)
+    row, index = lax.axis_index("row"), part_index(cut)
     if backwards:
         row, index = rows - 1 - row, cut.count - 1 - index
     return place_of(cut, view, row, index)

@@ -266,12 +266,13 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order
       vocab: number of elements of a row; the tile may have more columns.
       key: tile of the keys of the row's elements.
       per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
-      narrow: whether the keys are those of 16 bits.
+      narrow: whether the keys are those of 16 bits, which are to be sorted.
       in_order: whether the rows are sorted; then the tiles are those of `sorted_tile`, blocked (see `tiles.store`).
     """
     if not interpret:
-        ptx = sorting_ptx if in_order else rounds_ptx
-        return ptx.take(tile, vocab, k, key, per_row, narrow)
+        if in_order:
+            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow)
+        return rounds_ptx.take(tile, vocab, k, key, per_row)
     out = sorted_tile(tile) if in_order else winners_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
