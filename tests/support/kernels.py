@@ -195,7 +195,7 @@ def candidate_slots(k):
 
 def ptx_of(monkeypatch, step, *args, **kwargs):
     """Returns the text that a step of the search puts into the kernel."""
-    module = {"rank": ranking_ptx, "collect": selection_ptx}[step]
+    module = ranking_ptx if step == "rank" else selection_ptx
     texts = []
     monkeypatch.setattr(module, "insert", lambda code, *_, **__: texts.append(code))
     getattr(module, step)(*args, **kwargs)

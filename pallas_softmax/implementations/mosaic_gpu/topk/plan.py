@@ -103,6 +103,9 @@ MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
 # beside 100 KB of the row.
 MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
 
+# A compact window numbers its positions and groups with 16 bits.
+MAX_COMPACT_SIZE = 2**16  # positions
+
 # The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
 
@@ -121,6 +124,8 @@ class Window:
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.
+      compact: whether candidates are listed by their positions, in 16 bits, until the row is no longer needed; then
+        they get their slots where it was. Of whole rows of float32.
     """
 
     vocab: int
@@ -128,6 +133,7 @@ class Window:
     step_blocks: int
     group_blocks: int
     count: int = 1
+    compact: bool = False
 
     @property
     def block(self) -> int:
@@ -214,6 +220,10 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     elif not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK:
         return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
+    if k > MAX_CUT_K:
+        for window in _whole_windows(vocab, k, itemsize):
+            if _fits(window, k, itemsize, smem // 2):
+                return window
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
@@ -260,6 +270,20 @@ def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
         group_blocks //= 2
         window = Window(vocab, vec, step_blocks, group_blocks, count)
     return window
+
+
+def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
+    """Returns windows of a whole row, each of which takes less room, and longer to search, than the one before.
+
+    The last one has half as many groups: a bound that is looser costs less than a CTA.
+    """
+    window = _window(vocab, k, itemsize, 1)
+    if itemsize != 4 or window.size > MAX_COMPACT_SIZE:
+        return [window]
+    compact = dataclasses.replace(window, compact=True)
+    fewer = dataclasses.replace(compact, group_blocks=2 * window.group_blocks)
+    fits = fewer.group_blocks <= fewer.step_blocks and 2 * fewer.groups >= 3 * k
+    return [window, compact, *[fewer] * fits]
 
 
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
@@ -337,10 +361,21 @@ def padded_winners(k: int) -> int:
 
 
 def group_words(window: Window, k: int) -> int:
-    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the winners in order."""
-    return max(window.groups, 2 * padded_winners(k))
+    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the winners in order.
+
+    The winners of a compact window are in order where its row was.
+    """
+    return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
+
+
+def listed_groups(window: Window, k: int) -> int:
+    """Returns how many groups that reach the threshold a window's search has room for."""
+    return padded_winners(k + k // 4) if window.compact else candidate_slots(k)
 
 
 def selection_bytes(window: Window, k: int) -> int:
     """Returns the bytes of shared memory that top-k takes beside the row: `group_words`, slots, and groups to read."""
-    return 4 * group_words(window, k) + 12 * candidate_slots(k)
+    slot_bytes, group_bytes = (2, 2) if window.compact else (8, 4)
+    return (
+        4 * group_words(window, k) + slot_bytes * candidate_slots(k) + group_bytes * listed_groups(window, k)
+    )

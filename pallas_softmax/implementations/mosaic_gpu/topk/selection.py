@@ -241,6 +241,14 @@ def _indices(window: Window, extent: Extent):
     return extent.origin + jnp.arange(window.size, dtype=jnp.int32)
 
 
+def fill_slots(x_smem, positions, n, origin):
+    """Makes slots of a list of n positions, at the start of the row's shared memory, which must not be read after it.
+
+    On the GPU alone: the interpreter lists slots.
+    """
+    selection_ptx.fill_slots(x_smem, positions, n, origin)
+
+
 # ---- the order
 
 

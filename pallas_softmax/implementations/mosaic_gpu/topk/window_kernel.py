@@ -20,6 +20,7 @@ steps and groups are drawn in `plan.py`, the list of candidates in `slots.py`.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -36,7 +37,13 @@ from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import part_place
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window, candidate_slots, group_words
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    Window,
+    candidate_slots,
+    group_words,
+    listed_groups,
+    padded_winners,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk.search import Search
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
     Request,
@@ -88,22 +95,35 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         row_scale = scale_gmem[part.row if scale.size > 1 else 0]
         normalizer = _arrive(part, search, landed, row_scale)
         n = search.find(k)
+        lists = search.slots_smem, search.hits_smem, search.group_keys_smem
+        if compact:
+            selection.fill_slots(search.x_smem, search.slots_smem, n, part.extent.origin)
+            lists = in_row(search.x_smem)
+        slots, buckets, ranked = lists
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), part.row * window.count + part.index,
-            search.slots_smem, n, search.hits_smem, search.group_keys_smem, normalizer, row_scale, request, final,
+            slots, n, buckets, ranked, normalizer, row_scale, request, final,
         )  # fmt: skip
 
-    slots = candidate_slots(k)
+    slots, compact = candidate_slots(k), window.compact and not interpret
+
+    def in_row(x_smem):
+        """Returns slots, buckets and ranked winners, one after another where the row was."""
+        sizes = 2 * slots, slots, 2 * padded_winners(k)
+        starts = [0, *itertools.accumulate(sizes)]
+        return [x_smem.at[pl.ds(start, size)] for start, size in zip(starts, sizes)]
+
+    words = max(group_words(window, k), 0 if compact else 2 * padded_winners(k))
     return gpu_kernel(
         softmax_topk,
         grid={"row": rows} if final else {"row": rows, "part": window.count},
         out_type=lists_type(rows * window.count, request, final),
         scratch_types={
             "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
-            "group_keys_smem": plgpu.SMEM((group_words(window, k),), jnp.int32),
-            "hits_smem": plgpu.SMEM((slots,), jnp.int32),
+            "group_keys_smem": plgpu.SMEM((words,), jnp.int32),
+            "hits_smem": plgpu.SMEM((listed_groups(window, k),), jnp.int16 if compact else jnp.int32),
             "landed": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
-            "slots_smem": plgpu.SMEM((2 * slots,), jnp.int32),
+            "slots_smem": plgpu.SMEM((slots,), jnp.int16) if compact else plgpu.SMEM((2 * slots,), jnp.int32),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
         },
         approximate=True,

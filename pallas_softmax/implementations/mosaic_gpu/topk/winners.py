@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.arithmetic import log_of_sum
@@ -80,7 +81,7 @@ def write_winners(
       slots: the candidates in shared memory; see `slots.py`.
       n: number of candidates, at least k.
       buckets: scratch in shared memory, a word for each slot.
-      ranked: scratch in shared memory, of 2 * padded_winners(k) words.
+      ranked: scratch in shared memory, of 2 * padded_winners(k) words, int32 or float32.
       normalizer: of the row, or of the part of it that the candidates are from.
       scale: 1 / temperature of the row.
       request: what the call asks for.
@@ -93,6 +94,8 @@ def write_winners(
             blocks.load(ranked.at[pl.ds(start, WARPGROUP)], interpret=interpret)
             for start in (first, padded_winners(k) + first)
         )
+        if ranked.dtype != jnp.int32:  # in the memory of a row of float32
+            key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = key
         if final:
             value = weight(
