@@ -26,6 +26,7 @@ element of each group in it. Group number g * 128 + t is that of thread t and of
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -278,7 +279,7 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
     The last one has half as many groups: a bound that is looser costs less than a CTA.
     """
     window = _window(vocab, k, itemsize, 1)
-    if itemsize != 4 or window.size > MAX_COMPACT_SIZE:
+    if itemsize != 4 or not ordering_words(k)[-1] <= window.size <= MAX_COMPACT_SIZE:
         return [window]
     compact = dataclasses.replace(window, compact=True)
     fewer = dataclasses.replace(compact, group_blocks=2 * window.group_blocks)
@@ -366,6 +367,12 @@ def group_words(window: Window, k: int) -> int:
     The winners of a compact window are in order where its row was.
     """
     return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
+
+
+def ordering_words(k: int) -> list[int]:
+    """Returns where slots, buckets and ranked winners start in the memory of a compact window's row, and their end."""
+    sizes = 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
+    return [0, *itertools.accumulate(sizes)]
 
 
 def listed_groups(window: Window, k: int) -> int:

@@ -42,6 +42,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     candidate_slots,
     group_words,
     listed_groups,
+    ordering_words,
     padded_winners,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.search import Search
@@ -109,9 +110,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
 
     def in_row(x_smem):
         """Returns slots, buckets and ranked winners, one after another where the row was."""
-        sizes = 2 * slots, slots, 2 * padded_winners(k)
-        starts = [0, *itertools.accumulate(sizes)]
-        return [x_smem.at[pl.ds(start, size)] for start, size in zip(starts, sizes)]
+        return [x_smem.at[pl.ds(start, end - start)] for start, end in itertools.pairwise(ordering_words(k))]
 
     words = max(group_words(window, k), 0 if compact else 2 * padded_winners(k))
     return gpu_kernel(
