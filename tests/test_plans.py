@@ -241,6 +241,24 @@ TOPK_PLANS = {
 }
 
 
+# (rows, V, k, dtype): whether candidates are listed by position. Where else one CTA would have a multiprocessor.
+COMPACT = {
+    (4000, 25000, 256, "float32"): False,
+    (4000, 25000, 512, "float32"): True,
+    (4000, 25000, 1024, "float32"): True,
+    (4000, 25000, 2048, "float32"): False,  # for which there is no room
+    (4000, 18000, 2048, "float32"): True,
+    (4000, 12289, 512, "float32"): False,
+    (4000, 50000, 512, "bfloat16"): False,
+    (4000, 50257, 512, "float32"): False,
+}
+
+
+@pytest.mark.parametrize("shape", COMPACT, ids=str)
+def test_candidates_are_listed_by_position_where_two_ctas_fit_then(shape):
+    assert topk_plan.plan_topk(*shape, HOPPER).compact == COMPACT[shape]
+
+
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
 def test_topk_plan(shape):
     """Few rows are split, and rows of which two would not lie in a multiprocessor."""
@@ -267,6 +285,7 @@ def test_plans_of_the_backward_of_topk(vocab, dtype):
     st.sampled_from(CAPABILITIES),
 )
 @example(1, 24001, 2048, "float32", (12, 0))
+@example(4000, 25000, 1024, "float32", HOPPER)  # a compact one
 @example(1, 2048, 2048, "bfloat16", HOPPER)
 @example(5000, 65, 65, "float32", HOPPER)  # the shortest windows
 @example(129, 3_000_000, 2048, "float32", (12, 0))
@@ -312,6 +331,11 @@ def check_window(plan, rows, k, itemsize):
     assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
     assert 0 <= plan.rest <= plan.step_blocks + 1
     assert plan.step_blocks % plan.group_blocks == 0
+    if plan.compact:
+        assert itemsize == 4 and plan.count == 1
+        assert topk_plan.ordering_words(k)[-1] <= plan.size <= 2**16
+        assert k + max(2, k // 16) <= topk_plan.listed_groups(plan, k)  # as many as may reach the threshold
+        assert 2 * topk_plan.candidate_slots(k) >= 4 * 512  # the counters of the threshold
     assert (
         plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
     )

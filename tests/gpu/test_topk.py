@@ -10,7 +10,7 @@ from tests.support import bounds, cases, kernels, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import BF16, F16, F32
 from tests.support.gpu import VERY_LONG, assert_topk, both, refused, side_by_side, some, topk
-from tests.support.kernels import CROWDED, FEW, TOPK_SHORT, WINDOWS, Window
+from tests.support.kernels import ALL, CROWDED, FEW, TOPK_SHORT, WINDOWS, Window
 
 pytestmark = pytest.mark.gpu
 TOPK = [
@@ -98,7 +98,12 @@ def test_topk_values_of_another_dtype(implementation, v, k, log, dtype):
     assert_topk(got, x, k, some(v), np.float32(0.7), log=log)
 
 
-WINDOW_PLANS = [*WINDOWS, *((plan, dtype, k, None) for plan, dtype, k in CROWDED)]
+COMPACT = Window(4003, 4, 8, 4, compact=True)
+WINDOW_PLANS = [
+    *WINDOWS,
+    (COMPACT, F32, 300, ALL),
+    *((plan, dtype, k, None) for plan, dtype, k in [*CROWDED, (COMPACT, F32, 300)]),
+]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -5,7 +5,7 @@ the same steps in JAX, which are here. They come in the order of their files:
 
     arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
     threshold_ptx.py   threshold                                    the search for the candidates in it
-    selection_ptx.py   collect, count, collect_ties
+    selection_ptx.py   collect, count, collect_ties, fill_slots
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
     buckets_ptx.py                                                  or buckets
@@ -18,9 +18,11 @@ shared memory is in references to
 
     x_smem      (window.size,), the elements of the part; where the part has none, and where it is to be left out, -inf
     group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
-    hits        (candidate_slots(k),) int32, scratch: the numbers of the groups that reach the threshold
+    hits        (listed_groups(window, k),) int32, scratch: the numbers of the groups that reach the threshold
     slots       (2 * candidate_slots(k),) int32, the list of candidates
     counts      (128,) int32, of which two are used: the number of candidates, and of groups in `hits`
+
+In a compact window `hits` and `slots` are int16, and `slots` has one number for each candidate, its position.
 """
 
 from typing import Any, NamedTuple
