@@ -73,6 +73,27 @@ def test_rank(monkeypatch, k, n, kind):
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices[best])
 
 
+@pytest.mark.parametrize(("lists", "k"), [(2, 128), (3, 100), (4, 5), (2, 1)])
+def test_rank_lists(monkeypatch, lists, k):
+    """The k best of lists in order, with ties between and in them, the lower index first."""
+    rng, padded = np.random.default_rng(k), -(-k // 128) * 128
+    keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
+    order = np.lexsort((indices, -keys))
+    keys, indices = np.take_along_axis(keys, order, -1), np.take_along_axis(indices, order, -1)
+    slots, ranked = 0, 8 * lists * k + 16
+    keys_at = ranked + 8 * padded
+    indices_at = keys_at + 4 * lists * k
+    memory = np.zeros(SMEM, "u1")
+    words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
+    words(memory, indices_at, lists * k, "int32")[:] = indices.ravel()
+    code = kernels.ptx_of(monkeypatch, "rank_lists", *[None] * 4, 0, lists, k, padded)
+    code.lines = [line.replace("ld.global", "ld.shared") for line in code.lines]  # it has no other memory
+    ptx.run(code, memory, slots=slots, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
+    best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
+    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
+    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices.ravel()[best])
+
+
 @pytest.mark.parametrize(
     ("groups", "k", "kind"),
     [

@@ -24,6 +24,7 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     grad_kernel,
+    lists_ptx,
     merge_kernel,
     merging_ptx,
     ranking_ptx,
@@ -195,7 +196,7 @@ def candidate_slots(k):
 
 def ptx_of(monkeypatch, step, *args, **kwargs):
     """Returns the text that a step of the search puts into the kernel."""
-    module = ranking_ptx if step == "rank" else selection_ptx
+    module = {"rank": ranking_ptx, "rank_lists": lists_ptx}.get(step, selection_ptx)
     texts = []
     monkeypatch.setattr(module, "insert", lambda code, *_, **__: texts.append(code))
     getattr(module, step)(*args, **kwargs)

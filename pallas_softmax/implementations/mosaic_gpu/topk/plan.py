@@ -104,6 +104,11 @@ MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
 # beside 100 KB of the row.
 MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
 
+# A search of each winner in each list takes as many instructions as there are lists, but for the logarithm of k, and an
+# order of those that reach a bound has more steps. Not measured yet.
+SEARCHED_LISTS = 4  # lists at most
+SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
+
 # A compact window numbers its positions and groups with 16 bits.
 MAX_COMPACT_SIZE = 2**16  # positions
 
@@ -354,6 +359,11 @@ def candidate_slots(k: int) -> int:
 def lists_per_merge(k: int) -> int:
     """Returns the number of lists of k winners that one CTA merges into one: at most one for each thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
+
+
+def searches_lists(lists: int, k: int) -> bool:
+    """Returns whether a merge of so many lists of k winners finds the rank of each by a search in each list."""
+    return lists <= SEARCHED_LISTS and lists * k <= SEARCHED_WINNERS
 
 
 def padded_winners(k: int) -> int:

@@ -9,6 +9,7 @@ the same steps in JAX, which are here. They come in the order of their files:
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
     buckets_ptx.py                                                  or buckets
+    lists_ptx.py       rank_lists                                   the order of the winners of few lists
     rounds_ptx.py      take                                         the k best of rows in registers
     sorting_ptx.py     take                                         the same, where k is large
     merging_ptx.py     take_words                                   the same, of 16 bits
@@ -37,6 +38,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     arrival_ptx,
+    lists_ptx,
     merging_ptx,
     ranking_ptx,
     rounds_ptx,
@@ -265,6 +267,23 @@ def rank(slots, n, buckets, ranked, k: int, *, interpret):
     if not interpret:
         return ranking_ptx.rank(slots, n, buckets, ranked, k, padded)
     key, index = ranked_slots(slots, n)
+    ranked[:k] = key[:k]
+    ranked[padded : padded + k] = index[:k]
+
+
+def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, *, interpret):
+    """Writes the k best of a row's lists in device memory, each of k winners in order, to `ranked`, as `rank` does.
+
+    Args:
+      slots: scratch in shared memory, of at least lists * k slots.
+      keys_gmem, indices_gmem: (rows, lists * k) int32.
+    """
+    padded = padded_winners(k)
+    if not interpret:
+        return lists_ptx.rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists, k, padded)
+    at = jnp.arange(lists * k)
+    write_slots(slots, at, at >= 0, keys_gmem[row], indices_gmem[row])
+    key, index = ranked_slots(slots, lists * k)
     ranked[:k] = key[:k]
     ranked[padded : padded + k] = index[:k]
 

@@ -100,10 +100,11 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         if compact:
             selection.fill_slots(search.x_smem, search.slots_smem, n, part.extent.origin)
             lists = in_row(search.x_smem)
-        slots, buckets, ranked = lists
+        slots_smem, buckets_smem, ranked_smem = lists
+        selection.rank(slots_smem, n, buckets_smem, ranked_smem, k, interpret=interpret)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), part.row * window.count + part.index,
-            slots, n, buckets, ranked, normalizer, row_scale, request, final,
+            ranked_smem, normalizer, row_scale, request, final,
         )  # fmt: skip
 
     slots, compact = candidate_slots(k), window.compact and not interpret
