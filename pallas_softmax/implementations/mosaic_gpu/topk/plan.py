@@ -109,7 +109,8 @@ MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multip
 SEARCHED_LISTS = 4  # lists at most
 SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
 
-# A compact window numbers its positions and groups with 16 bits.
+# A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each. Not
+# measured yet. It numbers its positions and groups with 16 bits.
 MAX_COMPACT_SIZE = 2**16  # positions
 
 # The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
