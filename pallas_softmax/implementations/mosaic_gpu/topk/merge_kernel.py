@@ -112,6 +112,9 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         first = number * fan_in
         held = jnp.minimum(fan_in, count - first)
         row_scale = scale_gmem[row if scale.size > 1 else 0]
+        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
+        lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
+        normalizer = online.across(lane, scale=row_scale)
         if final and searches_lists(fan_in, k):
             selection.rank_lists(
                 slots_smem,
@@ -131,9 +134,6 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
                 interpret=interpret,
             )  # fmt: skip
             selection.rank(slots_smem, counts_smem[0], buckets_smem, best_smem, k, interpret=interpret)
-        load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
-        lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
-        normalizer = online.across(lane, scale=row_scale)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
             best_smem, normalizer, row_scale, request, final,

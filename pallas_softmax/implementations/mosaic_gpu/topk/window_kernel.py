@@ -101,10 +101,11 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
             selection.fill_slots(search.x_smem, search.slots_smem, n, part.extent.origin)
             lists = in_row(search.x_smem)
         slots_smem, buckets_smem, ranked_smem = lists
+        number = part.row * window.count + part.index
         selection.rank(slots_smem, n, buckets_smem, ranked_smem, k, interpret=interpret)
         write_winners(
-            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), part.row * window.count + part.index,
-            ranked_smem, normalizer, row_scale, request, final,
+            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), number, ranked_smem, normalizer, row_scale,
+            request, final,
         )  # fmt: skip
 
     slots, compact = candidate_slots(k), window.compact and not interpret
