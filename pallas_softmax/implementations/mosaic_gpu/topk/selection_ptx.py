@@ -400,7 +400,10 @@ def _add_lower_warps(
 
 
 def fill_slots(x_smem, positions, n, origin) -> None:
-    """A thread keeps every 128th candidate in registers; when all have read the row, it writes their slots there."""
+    """A thread keeps every 128th candidate in registers; when all have read the row, it writes their slots there.
+
+    The slots after those of candidates are made empty, as all were where the search lists slots.
+    """
     kind, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
     p = Program()
     thread, x, own, first_index = p.operands("u32", "thread", "x", "positions", "origin")
@@ -415,13 +418,13 @@ def fill_slots(x_smem, positions, n, origin) -> None:
                 listed = thread + WARPGROUP * i < candidates
                 offset = POSITION_BYTES * WARPGROUP * i
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
-                loaded.append((i, position, kind.load_bits(p, p.at(x, position, kind.itemsize))))
-            for i, position, bits in loaded:
-                p.set(slots[i], slot_of(p, kind.key(bits), position + first_index))
+                loaded.append((i, listed, position, kind.load_bits(p, p.at(x, position, kind.itemsize))))
+            for i, listed, position, bits in loaded:
+                p.set(slots[i], slot_of(p, kind.key(bits), position + first_index), when=listed)
     p.barrier()
     at = p.at(x, thread, SLOT_BYTES)
     for i, slot in enumerate(slots):
-        p.store(at, slot, offset=SLOT_BYTES * WARPGROUP * i, when=thread + WARPGROUP * i < candidates)
+        p.store(at, slot, offset=SLOT_BYTES * WARPGROUP * i)
     p.barrier()
     insert(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
 
