@@ -236,7 +236,13 @@ TOPK_PLANS = {
     (4096, 50257, 64, "bfloat16"): 2,
     (4096, 50257, 64, "float32"): 3,
     (4096, 128256, 64, "float32"): 6,
-    (4096, 50257, 128, "float32"): 2,  # of many winners longer parts, since each part is searched
+    (3001, 33333, 128, "float32"): 2,  # of many winners longer parts, since each part is searched
+    (4096, 50257, 65, "float32"): 1,  # or the whole row, if it fills a multiprocessor
+    (4096, 50257, 256, "float32"): 1,
+    (129, 40000, 128, "float32"): 1,
+    (4096, 39999, 128, "float32"): 2,
+    (4096, 60000, 128, "float32"): 3,  # more than one holds
+    (777, 100003, 128, "bfloat16"): 2,
     (2048, 49152, 128, "bfloat16"): 1,
 }
 
@@ -245,8 +251,9 @@ TOPK_PLANS = {
 COMPACT = {
     (4000, 25000, 256, "float32"): False,
     (4000, 25000, 512, "float32"): True,
-    (4000, 25000, 1024, "float32"): True,
-    (4000, 25000, 2048, "float32"): False,  # for which there is no room
+    (4000, 24576, 1024, "float32"): True,
+    (4000, 25000, 1024, "float32"): False,  # for which there is no room
+    (4000, 25000, 2048, "float32"): False,
     (4000, 18000, 2048, "float32"): True,
     (4000, 12289, 512, "float32"): False,
     (4000, 50000, 512, "bfloat16"): False,
@@ -285,7 +292,8 @@ def test_plans_of_the_backward_of_topk(vocab, dtype):
     st.sampled_from(CAPABILITIES),
 )
 @example(1, 24001, 2048, "float32", (12, 0))
-@example(4000, 25000, 1024, "float32", HOPPER)  # a compact one
+@example(4000, 25000, 512, "float32", HOPPER)  # a compact one
+@example(4000, 50257, 65, "float32", HOPPER)  # a whole row
 @example(1, 2048, 2048, "bfloat16", HOPPER)
 @example(5000, 65, 65, "float32", HOPPER)  # the shortest windows
 @example(129, 3_000_000, 2048, "float32", (12, 0))
@@ -333,6 +341,7 @@ def check_window(plan, rows, k, itemsize):
     assert plan.step_blocks % plan.group_blocks == 0
     if plan.compact:
         assert itemsize == 4 and plan.count == 1
+        assert 2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024  # with what CUDA keeps of each
         assert topk_plan.ordering_words(k)[-1] <= plan.size <= 2**16
         assert k + max(2, k // 16) <= topk_plan.listed_groups(plan, k)  # as many as may reach the threshold
         assert 2 * topk_plan.candidate_slots(k) >= 4 * 512  # the counters of the threshold

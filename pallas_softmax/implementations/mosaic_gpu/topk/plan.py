@@ -86,10 +86,17 @@ ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 
 # Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
-# 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
+# 293 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
 # in 2 and in 4. (Between 65 and 127 winners this was not measured.)
 MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
 MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
+
+# Then a row that fills a multiprocessor is faster whole, and searched once. 4000 x 50257 float32 takes 270, 277 and
+# 299 us whole and 286, 293 and 426 us in 2 parts, for k = 65, 128 and 256; 4000 x 40000, k = 128, 228 and 233 us. But
+# 3001 x 33333 takes 165 and 158 us, and 777 x 100003 bfloat16 89 and 69 us.
+WHOLE_ROW_BYTES = {
+    4: 160_000
+}  # bytes of a row from which on it is not cut if it fits, by bytes of an element
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
 # second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
@@ -104,14 +111,24 @@ MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
 # beside 100 KB of the row.
 MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
 
-# A search of each winner in each list takes as many instructions as there are lists, but for the logarithm of k, and an
-# order of those that reach a bound has more steps. Not measured yet.
-SEARCHED_LISTS = 4  # lists at most
+# A search of each winner in the other list has fewer steps than an order of those that reach a bound. Lists of 2 parts
+# are merged in 5.9, not 9.0 us (4096 x 50257 bfloat16, k = 5) and in 10.0, not 11.0 us (3001 x 33333 float32, k = 128);
+# but those of 3 parts in 16.2, not 13.2 us (4000 x 50257 float32, k = 64).
+SEARCHED_LISTS = 2  # lists at most
 SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
 
-# A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each. Not
-# measured yet. It numbers its positions and groups with 16 bits.
+# A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each:
+# 4000 x 25000 float32 takes 146 us, not 210 (k = 300), and 158 us, not 244 (k = 512); 4000 x 16000, k = 2048, takes
+# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, takes 322 us, not 316.
+# A compact window numbers its positions and groups with 16 bits.
 MAX_COMPACT_SIZE = 2**16  # positions
+
+# What a CTA takes is as jax 0.10.2 to 0.12 lower it. With 114,744 bytes each (4000 x 25000, k = 512) two share a
+# multiprocessor of an H100; with 117,816 (k = 1024, half the groups) they do not, and take 339 us.
+SMEM_ALIGNMENT = 1_024  # bytes, to multiples of which Mosaic rounds an array up
+COUNTS_BYTES = 512  # of the two counts of the search
+REDUCTION_BYTES = 2_048  # that Mosaic reduces with
+SYSTEM_BYTES = 1_024  # of each CTA that CUDA keeps
 
 # The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
@@ -229,8 +246,12 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     if k > MAX_CUT_K:
         for window in _whole_windows(vocab, k, itemsize):
-            if _fits(window, k, itemsize, smem // 2):
+            if cta_bytes(window, k, itemsize) <= bytes_of_two(capability):
                 return window
+    whole = _window(vocab, k, itemsize, 1)
+    fills = k >= MANY_WINNERS and vocab * itemsize >= WHOLE_ROW_BYTES.get(itemsize, math.inf)
+    if rows > FEW_ROWS and fills and _fits(whole, k, itemsize, smem):
+        return whole
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
@@ -296,6 +317,17 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
     """Returns whether the window, and what the search takes beside it, fit into `room` bytes."""
     return window.size * itemsize + selection_bytes(window, k) <= room
+
+
+def cta_bytes(window: Window, k: int, itemsize: int) -> int:
+    """Returns the bytes of shared memory that a CTA takes: Mosaic rounds arrays up, and keeps some to reduce with."""
+    arrays = [window.size * itemsize, *_arrays_beside_row(window, k), COUNTS_BYTES, REDUCTION_BYTES]
+    return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
+
+
+def bytes_of_two(capability: tuple[int, int]) -> int:
+    """Returns the bytes of shared memory that each of two CTAs of a multiprocessor may take."""
+    return (SMEM_BYTES[capability[0]] + SYSTEM_BYTES) // 2 - SYSTEM_BYTES
 
 
 def plan_topk_grad(vocab: int, dtype) -> Tile | None:
@@ -393,7 +425,11 @@ def listed_groups(window: Window, k: int) -> int:
 
 def selection_bytes(window: Window, k: int) -> int:
     """Returns the bytes of shared memory that top-k takes beside the row: `group_words`, slots, and groups to read."""
+    return sum(_arrays_beside_row(window, k))
+
+
+def _arrays_beside_row(window: Window, k: int) -> list[int]:
     slot_bytes, group_bytes = (2, 2) if window.compact else (8, 4)
-    return (
-        4 * group_words(window, k) + slot_bytes * candidate_slots(k) + group_bytes * listed_groups(window, k)
-    )
+    return [
+        4 * group_words(window, k), slot_bytes * candidate_slots(k), group_bytes * listed_groups(window, k)
+    ]  # fmt: skip
