@@ -187,6 +187,7 @@ WINDOWS = {
     "fewer groups than winners": (5, 2003, 2003),
     "aligned parts": (8, 131072, 1),
     "sorted in shared memory": (256, 10000, 300),
+    "listed by position": (256, 25000, 512),
     "one CTA": (256, 25000, 5),
     "most winners of the shortest row": (5, 2048, 2048),
     "parts merged twice": (5, 262144, 2048),

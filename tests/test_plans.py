@@ -238,21 +238,34 @@ TOPK_PLANS = {
     (4096, 50257, 64, "bfloat16"): 2,
     (4096, 50257, 64, "float32"): 3,
     (4096, 128256, 64, "float32"): 6,
-    (4096, 50257, 128, "float32"): 1,  # of many winners no parts, since each part is searched
-    (4096, 60000, 128, "float32"): 3,  # which a multiprocessor does not hold, and longer parts
+    (3001, 33333, 128, "float32"): 2,  # of many winners longer parts, since each part is searched
+    (4096, 50257, 65, "float32"): 1,  # or the whole row, if it fills a multiprocessor
+    (4096, 50257, 256, "float32"): 1,
+    (129, 40000, 128, "float32"): 1,
+    (4096, 39999, 128, "float32"): 2,
+    (4096, 60000, 128, "float32"): 3,  # more than one holds
+    (777, 100003, 128, "bfloat16"): 2,
     (2048, 49152, 128, "bfloat16"): 1,
 }
 
-# (rows, V, k, dtype): rows that a CTA takes. Only where it has a multiprocessor.
-ROWS_PER_CTA = {
-    (4000, 25000, 256, "float32"): 1,
-    (4000, 25000, 1024, "float32"): 8,
-    (4000, 50257, 128, "float32"): 8,
-    (4000, 50257, 64, "float32"): 1,
-    (777, 100003, 128, "bfloat16"): 6,  # all CTAs at once
-    (129, 25000, 2048, "float32"): 1,
-    (64, 25000, 2048, "float32"): 1,
+
+# (rows, V, k, dtype): whether candidates are listed by position. Where else one CTA would have a multiprocessor.
+COMPACT = {
+    (4000, 25000, 256, "float32"): False,
+    (4000, 25000, 512, "float32"): True,
+    (4000, 24576, 1024, "float32"): True,
+    (4000, 25000, 1024, "float32"): False,  # for which there is no room
+    (4000, 25000, 2048, "float32"): False,
+    (4000, 18000, 2048, "float32"): True,
+    (4000, 12289, 512, "float32"): False,
+    (4000, 50000, 512, "bfloat16"): False,
+    (4000, 50257, 512, "float32"): False,
 }
+
+
+@pytest.mark.parametrize("shape", COMPACT, ids=str)
+def test_candidates_are_listed_by_position_where_two_ctas_fit_then(shape):
+    assert topk_plan.plan_topk(*shape, HOPPER).compact == COMPACT[shape]
 
 
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
@@ -260,11 +273,6 @@ def test_topk_plan(shape):
     """Few rows are split, and rows of which two would not lie in a multiprocessor."""
     plan = topk_plan.plan_topk(*shape, HOPPER)
     assert ("tile" if isinstance(plan, Tile) else plan.count) == TOPK_PLANS[shape]
-
-
-@pytest.mark.parametrize("shape", ROWS_PER_CTA, ids=str)
-def test_rows_of_a_cta(shape):
-    assert topk_plan.plan_topk(*shape, HOPPER).rows_per_cta == ROWS_PER_CTA[shape]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -286,6 +294,8 @@ def test_plans_of_the_backward_of_topk(vocab, dtype):
     st.sampled_from(CAPABILITIES),
 )
 @example(1, 24001, 2048, "float32", (12, 0))
+@example(4000, 25000, 512, "float32", HOPPER)  # a compact one
+@example(4000, 50257, 65, "float32", HOPPER)  # a whole row
 @example(1, 2048, 2048, "bfloat16", HOPPER)
 @example(5000, 65, 65, "float32", HOPPER)  # the shortest windows
 @example(129, 3_000_000, 2048, "float32", (12, 0))
@@ -331,6 +341,12 @@ def check_window(plan, rows, k, itemsize):
     assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
     assert 0 <= plan.rest <= plan.step_blocks + 1
     assert plan.step_blocks % plan.group_blocks == 0
+    if plan.compact:
+        assert itemsize == 4 and plan.count == 1
+        assert 2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024  # with what CUDA keeps of each
+        assert topk_plan.ordering_words(k)[-1] <= plan.size <= 2**16
+        assert k + max(2, k // 16) <= topk_plan.listed_groups(plan, k)  # as many as may reach the threshold
+        assert 2 * topk_plan.candidate_slots(k) >= 4 * 512  # the counters of the threshold
     assert (
         plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
     )

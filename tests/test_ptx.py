@@ -73,6 +73,27 @@ def test_rank(monkeypatch, k, n, kind):
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices[best])
 
 
+@pytest.mark.parametrize(("lists", "k"), [(2, 128), (3, 100), (4, 5), (2, 1)])
+def test_rank_lists(monkeypatch, lists, k):
+    """The k best of lists in order, with ties between and in them, the lower index first."""
+    rng, padded = np.random.default_rng(k), -(-k // 128) * 128
+    keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
+    order = np.lexsort((indices, -keys))
+    keys, indices = np.take_along_axis(keys, order, -1), np.take_along_axis(indices, order, -1)
+    slots, ranked = 0, 8 * lists * k + 16
+    keys_at = ranked + 8 * padded
+    indices_at = keys_at + 4 * lists * k
+    memory = np.zeros(SMEM, "u1")
+    words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
+    words(memory, indices_at, lists * k, "int32")[:] = indices.ravel()
+    code = kernels.ptx_of(monkeypatch, "rank_lists", *[None] * 4, 0, lists, k, padded)
+    code.lines = [line.replace("ld.global", "ld.shared") for line in code.lines]  # it has no other memory
+    ptx.run(code, memory, slots=slots, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
+    best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
+    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
+    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices.ravel()[best])
+
+
 @pytest.mark.parametrize(
     ("groups", "k", "kind"),
     [
@@ -108,11 +129,17 @@ def test_threshold(groups, k, kind):
         pytest.param(Window(1024, 4, 2, 2), F32, 1000, marks=pytest.mark.slow),  # more than there are slots
         pytest.param(Window(9003, 8, 4, 4), BF16, 140, marks=pytest.mark.slow),
         pytest.param(Window(2048, 8, 2, 2), BF16, 100, marks=pytest.mark.slow),
+        (Window(2007, 4, 8, 4, compact=True), F32, 130),
+        pytest.param(Window(4001, 4, 8, 1, compact=True), F32, 255, marks=pytest.mark.slow),
+        pytest.param(Window(1024, 4, 2, 2, compact=True), F32, 1000, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_collect(monkeypatch, window, dtype, best, everywhere):
-    """The elements that reach a bound, from the groups that do; around them, and in the window's tail, -inf."""
+    """The elements that reach a bound, from the groups that do; around them, and in the window's tail, -inf.
+
+    Of a compact window their positions, which then become slots where the row was.
+    """
     capacity, low = kernels.candidate_slots(128), window.head // 2
     x = np.full(window.size, -np.inf).astype(dtype)
     x[low : low + window.vocab] = np.random.default_rng(best).standard_normal(window.vocab).astype(dtype)
@@ -133,7 +160,9 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
     starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 16) * 16 for size in sizes.values())]).tolist()))
     memory[: x.nbytes] = x.view("u1")
     words(memory, starts["group_keys"], window.groups, "int32")[:] = group_keys
-    refs = [Ref(window.size, dtype), Ref(window.groups), Ref(capacity), Ref(2 * capacity), Ref(128)]
+    short = ["int16"] * window.compact
+    listed = Ref(capacity if window.compact else 2 * capacity, *short)
+    refs = [Ref(window.size, dtype), Ref(window.groups), Ref(capacity, *short), listed, Ref(128)]
     extent = Extent(low, low + window.vocab, 7)
     code = kernels.ptx_of(monkeypatch, "collect", window, *refs, bound, extent, all_groups=everywhere)
     ptx.run(code, memory, **starts, bound=int(bound), **extent._asdict())
@@ -142,8 +171,12 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
     if len(reach) > capacity:
         assert n > capacity
     else:
-        slots = words(memory, starts["slots"], n, "uint64")
-        np.testing.assert_array_equal(np.sort(slots), np.sort(slots_of(keys[reach], reach + 7)))
+        if window.compact:
+            code = kernels.ptx_of(monkeypatch, "fill_slots", refs[0], listed, n, extent.origin)
+            ptx.run(code, memory, x=0, positions=starts["slots"], n=int(n), origin=extent.origin)
+        slots = words(memory, 0 if window.compact else starts["slots"], capacity, "uint64")
+        np.testing.assert_array_equal(np.sort(slots[:n]), np.sort(slots_of(keys[reach], reach + 7)))
+        assert not slots[n:].any()  # which a sort of all slots relies on
 
 
 @pytest.mark.parametrize(

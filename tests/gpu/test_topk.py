@@ -1,7 +1,5 @@
 """Softmax and top-k on a GPU: shapes, dtypes, special rows, masks, plans."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from tests.support import bounds, cases, kernels, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import BF16, F16, F32
 from tests.support.gpu import VERY_LONG, assert_topk, both, refused, side_by_side, some, topk
-from tests.support.kernels import CROWDED, FEW, TOPK_SHORT, WINDOWS, Window
+from tests.support.kernels import ALL, CROWDED, FEW, TOPK_SHORT, WINDOWS, Window
 
 pytestmark = pytest.mark.gpu
 TOPK = [
@@ -100,7 +98,12 @@ def test_topk_values_of_another_dtype(implementation, v, k, log, dtype):
     assert_topk(got, x, k, some(v), np.float32(0.7), log=log)
 
 
-WINDOW_PLANS = [*WINDOWS, *((plan, dtype, k, None) for plan, dtype, k in CROWDED)]
+COMPACT = Window(4003, 4, 8, 4, compact=True)
+WINDOW_PLANS = [
+    *WINDOWS,
+    (COMPACT, F32, 300, ALL),
+    *((plan, dtype, k, None) for plan, dtype, k in [*CROWDED, (COMPACT, F32, 300)]),
+]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -205,24 +208,6 @@ def test_topk_grad(implementation, v, masked, log):
     assert bounds.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
     if masked:
         assert not np.asarray(dx)[~where].any()
-
-
-@pytest.mark.parametrize(
-    ("v", "dtype", "k"),
-    [(25000, F32, 1024), (50257, F32, 128), (100003, BF16, 128), (2048, F32, 64)],
-    ids=str,
-)
-@side_by_side
-def test_ctas_of_several_rows(v, dtype, k):
-    """The bits of CTAs that take a row each; the last of 72 CTAs has fewer rows than the others."""
-    x = jnp.asarray(np.random.default_rng(v).standard_normal((500, v)).astype(dtype))
-    plan = dataclasses.replace(kernels.plan_topk(4000, v, k, dtype), rows_per_cta=7)
-    several, one = (
-        kernels.topk_rows(x, k, p, interpret=None) for p in (plan, dataclasses.replace(plan, rows_per_cta=1))
-    )
-    for a, b in zip(jax.tree.leaves(several), jax.tree.leaves(one), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(several[0].indices, oracle.topk_indices(np.asarray(x), k))
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -3,6 +3,7 @@
 import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
@@ -32,7 +33,7 @@ _MASK_BYTES = 4  # of the mask, one for each element, in a word
 
 def clear(slots, counts) -> None:
     """Every thread writes 16 bytes at a time, until all slots are 0; thread 0 sets both counts to 0."""
-    (words,) = slots.shape
+    (items,) = slots.shape
     p = Program()
     thread, slots_at, counts_at = p.operands("u32", "thread", "slots", "counts")
     p.barrier()
@@ -41,7 +42,7 @@ def clear(slots, counts) -> None:
         p.store(address, 0, 0, 0, 0)
         p.increase(address, ACCESS_BYTES * WARPGROUP)
         p.increase(turn, WARPGROUP)
-        again(turn < words * 4 // ACCESS_BYTES)
+        again(turn < items * np.dtype(slots.dtype).itemsize // ACCESS_BYTES)
     p.store(counts_at, 0, 0, when=thread.equals(0))
     p.barrier()
     insert(p, {"slots": slots, "counts": counts})

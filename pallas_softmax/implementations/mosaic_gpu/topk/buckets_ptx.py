@@ -71,15 +71,6 @@ def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
             yield [thread < left - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
-def _registers(p: Program, kind: str, count: int) -> list[Value]:
-    """Returns registers that threads without a candidate leave as they are.
-
-    They start with 0: where a CTA takes several rows, those not set would keep what they had in the row before, and
-    so be taken through the whole loop over rows.
-    """
-    return [p.var(0, kind) for _ in range(count)]
-
-
 def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
     """Loads the thread's slots; finds the largest key of all, and the factor by which keys become buckets:
 
@@ -91,10 +82,10 @@ def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]
     thread, slots, ranked = p.operands("u32", "thread", "slots", "ranked")
     largest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
     own = p.at(slots, thread, SLOT_BYTES)
-    values = _registers(p, "u64", each)
+    values = []
     for have, chunk in _chunks(p, each):
-        for i, value in enumerate(values[chunk], chunk.start):
-            p.load_into(value, own, offset=SLOT_BYTES * WARPGROUP * i)
+        turns = range(chunk.start, chunk.stop)
+        values += [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
         for has, value in zip(have, values[chunk]):
             _, key = p.split(value)
             p.update(largest, "max", key, when=has)
@@ -110,7 +101,7 @@ def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]
 def _count(p: Program, values: list[Value], largest: Value, factor: Value) -> list[Value]:
     """Counts the candidates in their buckets; returns the places: bucket, and above 16 bits how many it had before."""
     buckets = p.operand("buckets", "u32")
-    places, before = _registers(p, "u32", len(values)), _registers(p, "u32", len(values[:_CHUNK]))
+    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
     for have, chunk in _chunks(p, len(values)):
         for has, value, place, number in zip(have, values[chunk], places[chunk], before):
             _, key = p.split(value)

@@ -5,10 +5,11 @@ A CTA merges up to `lists_per_merge(k)` lists, which lie in device memory one be
     list 0                list 1                list 2          n = 3 lists of k keys
     | a0 a1 a2 ... |      | b0 b1 b2 ... |      | c0 c1 ... |   a0 >= a1 >= ..., b0 >= b1 >= ...
 
-The k best of all are found as those of a row are (`window_kernel.py`): by a bound that at least k keys reach. If s
-is k / n, rounded up, then the first s keys of each list are k keys or more, so at least k keys reach the smallest
-of the keys number s. At least k keys also reach the largest of the keys number k, since one list has k of them. The
-greater of the two is the bound; the keys that reach it are put in order, and the k best are the new list.
+Few lists are put in order by binary searches (`lists_ptx.py`). Of more, the k best are found as those of a row are
+(`window_kernel.py`): by a bound that at least k keys reach. If s is k / n, rounded up, then the first s keys of each
+list are k keys or more, so at least k keys reach the smallest of the keys number s. At least k keys also reach the
+largest of the keys number k, since one list has k of them. The greater of the two is the bound; the keys that reach it
+are put in order, and the k best are the new list.
 """
 
 import functools
@@ -22,7 +23,12 @@ from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import lists_per_merge, padded_winners, power_of_two
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    lists_per_merge,
+    padded_winners,
+    power_of_two,
+    searches_lists,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
     Request,
     WinnerLists,
@@ -106,18 +112,31 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         first = number * fan_in
         held = jnp.minimum(fan_in, count - first)
         row_scale = scale_gmem[row if scale.size > 1 else 0]
-        selection.clear(slots_smem, counts_smem, interpret=interpret)
-        bound = _bound(lists_gmem.values, row, first, held, k, interpret)
-        selection.collect_winners(
-            slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
-            interpret=interpret,
-        )  # fmt: skip
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.across(lane, scale=row_scale)
+        if final and searches_lists(fan_in, k):
+            selection.rank_lists(
+                slots_smem,
+                best_smem,
+                lists_gmem.values,
+                lists_gmem.indices,
+                row,
+                fan_in,
+                k,
+                interpret=interpret,
+            )
+        else:
+            selection.clear(slots_smem, counts_smem, interpret=interpret)
+            bound = _bound(lists_gmem.values, row, first, held, k, interpret)
+            selection.collect_winners(
+                slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
+                interpret=interpret,
+            )  # fmt: skip
+            selection.rank(slots_smem, counts_smem[0], buckets_smem, best_smem, k, interpret=interpret)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
-            slots_smem, counts_smem[0], buckets_smem, best_smem, normalizer, row_scale, request, final,
+            best_smem, normalizer, row_scale, request, final,
         )  # fmt: skip
 
     return gpu_kernel(

@@ -26,13 +26,13 @@ element of each group in it. Group number g * 128 + t is that of thread t and of
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
-    MULTIPROCESSORS,
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
     WARPGROUP,
@@ -40,7 +40,8 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, row_tile
 
 # What follows rests on device times of one H100 80GB HBM3. They stand in benchmarks/results/topk_targets and
-# topk_shapes, or are named here; the limits between two plans were tuned on variants whose times were not kept.
+# topk_shapes, or are named here (those of merges and of the backward are by CUPTI, driver 580.159.04, jax 0.11.2,
+# 2026-11-22); the limits between two plans were tuned on variants whose times were not kept.
 
 # The lists of 2048 winners take at least 64 KB of shared memory (`selection_bytes`), and a CTA of a GPU of compute
 # capability 12 has 95 KB.
@@ -55,19 +56,21 @@ LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row that a lane holds at most, b
 MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp hold the row
 
 # The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
-# lanes still load 64 bytes of a row together where it has 64 elements. Not measured yet.
+# lanes still load 64 bytes of a row together where it has 64 elements. 131072 x 128 bfloat16, k = 8, takes 28.5 us,
+# with 8 in a lane 31.5 us; in float32, 51.5 and 51.9 us.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, takes 29.3 us by rounds, of
-# which 20 instructions an element run at half rate, and of merges 13. Not measured yet.
+# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, runs 13 instructions an
+# element at half rate and takes 20.0 us, by rounds 20 and 27.8 us. 16384 x 2048 takes 32.5, 48.4 and 62.2 us for k = 5,
+# 64 and 128, in windows 43.8, 69.7 and 78.3 us. Lists of k elements are never too short, and take longer: 131072 x 512,
+# k = 16, takes 92.1 us with them, 86.0 us without.
 MAX_MERGED_K = 128  # winners
 MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
 
-# The time of the rounds goes with the product of lanes, elements in a lane, and winners. A window takes 2.7 ns a row
-# or more. 32768 x 512 float32: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
-# 16777 x 1000 bfloat16: k = 32 (32,768) takes 46 us, a window 62 us.
-TILE_WORK = {4: 20_000, 2: 40_000}  # by bytes of an element
+# The time of the rounds, of float32, goes with the product of lanes, elements in a lane, and winners. A window takes
+# 2.7 ns a row or more. 32768 x 512: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
+TILE_WORK = 20_000
 
 # Where k is a large part of V, the rows are sorted. 100000 x 128 float32: k = 16 takes 52 us by a sort, 37 us by
 # rounds; k = 32, 56 and 67 us; k = 64, 60 and 139 us. 32768 x 512 bfloat16: k = 32, 86 and 52 us; k = 64, 86 and 106.
@@ -83,11 +86,17 @@ ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most
 PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
 
 # Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
-# 294 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
-# in 2 and in 4. And 4000 x 50257 float32 takes 277 us whole, in a CTA that fills a multiprocessor and takes one row, so
-# that nothing is read while it searches. (Between 65 and 127 winners this was not measured.)
-MANY_WINNERS = 65  # winners from which on rows are whole if they fit, and else cut by MANY_WINNERS_BYTES
+# 293 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
+# in 2 and in 4. (Between 65 and 127 winners this was not measured.)
+MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
 MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
+
+# Then a row that fills a multiprocessor is faster whole, and searched once. 4000 x 50257 float32 takes 270, 277 and
+# 299 us whole and 286, 293 and 426 us in 2 parts, for k = 65, 128 and 256; 4000 x 40000, k = 128, 228 and 233 us. But
+# 3001 x 33333 takes 165 and 158 us, and 777 x 100003 bfloat16 89 and 69 us.
+WHOLE_ROW_BYTES = {
+    4: 160_000
+}  # bytes of a row from which on it is not cut if it fits, by bytes of an element
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
 # second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
@@ -98,14 +107,28 @@ FEW_ROWS_PART = 8_192  # elements of a part, about
 FEW_ROWS_MERGED = 512  # winners that are merged at most, as long as there are more than MIN_PARTS
 MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
 
-# Where one CTA has a multiprocessor, nothing is read while it searches, unless it takes several rows: then the next one
-# arrives while the winners of this one are put in order and written. A CTA takes at most so many, since the last CTAs
-# leave the fewer multiprocessors without work, and for the less time, the fewer rows they take. Not measured yet.
-MAX_ROWS_PER_CTA = 8  # rows
-
 # Merging more winners takes longer than parts save. Also, their lists (25 to 50 KB) leave room for one CTA only
 # beside 100 KB of the row.
 MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
+
+# A search of each winner in the other list has fewer steps than an order of those that reach a bound. Lists of 2 parts
+# are merged in 5.9, not 9.0 us (4096 x 50257 bfloat16, k = 5) and in 10.0, not 11.0 us (3001 x 33333 float32, k = 128);
+# but those of 3 parts in 16.2, not 13.2 us (4000 x 50257 float32, k = 64).
+SEARCHED_LISTS = 2  # lists at most
+SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
+
+# A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each:
+# 4000 x 25000 float32 takes 146 us, not 210 (k = 300), and 158 us, not 244 (k = 512); 4000 x 16000, k = 2048, takes
+# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, takes 322 us, not 316.
+# A compact window numbers its positions and groups with 16 bits.
+MAX_COMPACT_SIZE = 2**16  # positions
+
+# What a CTA takes is as jax 0.10.2 to 0.12 lower it. With 114,744 bytes each (4000 x 25000, k = 512) two share a
+# multiprocessor of an H100; with 117,816 (k = 1024, half the groups) they do not, and take 339 us.
+SMEM_ALIGNMENT = 1_024  # bytes, to multiples of which Mosaic rounds an array up
+COUNTS_BYTES = 512  # of the two counts of the search
+REDUCTION_BYTES = 2_048  # that Mosaic reduces with
+SYSTEM_BYTES = 1_024  # of each CTA that CUDA keeps
 
 # The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
@@ -125,7 +148,8 @@ class Window:
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.
-      rows_per_cta: number of rows that a CTA takes one after another; 1 if there are several parts.
+      compact: whether candidates are listed by their positions, in 16 bits, until the row is no longer needed; then
+        they get their slots where it was. Of whole rows of float32.
     """
 
     vocab: int
@@ -133,7 +157,7 @@ class Window:
     step_blocks: int
     group_blocks: int
     count: int = 1
-    rows_per_cta: int = 1
+    compact: bool = False
 
     @property
     def block(self) -> int:
@@ -214,27 +238,25 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
             return tile
     tile = _tile(vocab, itemsize, LANE_ELEMENTS[itemsize])
     held = tile.steps * tile.vec
-    if merges(vocab, k, itemsize) and held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
-        return tile
-    if not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK[itemsize]:
+    if merges(vocab, k, itemsize):
+        if held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
+            return tile
+    elif not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK:
         return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
-    if k >= MANY_WINNERS and rows > FEW_ROWS:
-        window = _window(vocab, k, itemsize, 1)
-        if _fits(window, k, itemsize, smem) and not _fits(window, k, itemsize, smem // 2):
-            return dataclasses.replace(window, rows_per_cta=_rows_per_cta(rows, capability))
+    if k > MAX_CUT_K:
+        for window in _whole_windows(vocab, k, itemsize):
+            if cta_bytes(window, k, itemsize) <= bytes_of_two(capability):
+                return window
+    whole = _window(vocab, k, itemsize, 1)
+    fills = k >= MANY_WINNERS and vocab * itemsize >= WHOLE_ROW_BYTES.get(itemsize, math.inf)
+    if rows > FEW_ROWS and fills and _fits(whole, k, itemsize, smem):
+        return whole
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
     return _window(vocab, k, itemsize, count)
-
-
-def _rows_per_cta(rows: int, capability: tuple[int, int]) -> int:
-    """Returns how many rows a CTA takes that has a multiprocessor, so that all CTAs have about as many."""
-    of_multiprocessor = -(-rows // MULTIPROCESSORS[capability[0]])
-    turns = -(-of_multiprocessor // MAX_ROWS_PER_CTA)
-    return -(-of_multiprocessor // turns)
 
 
 def _tile(vocab: int, itemsize: int, most: int) -> Tile:
@@ -278,9 +300,34 @@ def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
     return window
 
 
+def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
+    """Returns windows of a whole row, each of which takes less room, and longer to search, than the one before.
+
+    The last one has half as many groups: a bound that is looser costs less than a CTA.
+    """
+    window = _window(vocab, k, itemsize, 1)
+    if itemsize != 4 or not ordering_words(k)[-1] <= window.size <= MAX_COMPACT_SIZE:
+        return [window]
+    compact = dataclasses.replace(window, compact=True)
+    fewer = dataclasses.replace(compact, group_blocks=2 * window.group_blocks)
+    fits = fewer.group_blocks <= fewer.step_blocks and 2 * fewer.groups >= 3 * k
+    return [window, compact, *[fewer] * fits]
+
+
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
     """Returns whether the window, and what the search takes beside it, fit into `room` bytes."""
     return window.size * itemsize + selection_bytes(window, k) <= room
+
+
+def cta_bytes(window: Window, k: int, itemsize: int) -> int:
+    """Returns the bytes of shared memory that a CTA takes: Mosaic rounds arrays up, and keeps some to reduce with."""
+    arrays = [window.size * itemsize, *_arrays_beside_row(window, k), COUNTS_BYTES, REDUCTION_BYTES]
+    return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
+
+
+def bytes_of_two(capability: tuple[int, int]) -> int:
+    """Returns the bytes of shared memory that each of two CTAs of a multiprocessor may take."""
+    return (SMEM_BYTES[capability[0]] + SYSTEM_BYTES) // 2 - SYSTEM_BYTES
 
 
 def plan_topk_grad(vocab: int, dtype) -> Tile | None:
@@ -347,16 +394,42 @@ def lists_per_merge(k: int) -> int:
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
+def searches_lists(lists: int, k: int) -> bool:
+    """Returns whether a merge of so many lists of k winners finds the rank of each by a search in each list."""
+    return lists <= SEARCHED_LISTS and lists * k <= SEARCHED_WINNERS
+
+
 def padded_winners(k: int) -> int:
     """Returns k rounded up to whole blocks of one element a thread."""
     return -(-k // WARPGROUP) * WARPGROUP
 
 
 def group_words(window: Window, k: int) -> int:
-    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the winners in order."""
-    return max(window.groups, 2 * padded_winners(k))
+    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the winners in order.
+
+    The winners of a compact window are in order where its row was.
+    """
+    return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
+
+
+def ordering_words(k: int) -> list[int]:
+    """Returns where slots, buckets and ranked winners start in the memory of a compact window's row, and their end."""
+    sizes = 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
+    return [0, *itertools.accumulate(sizes)]
+
+
+def listed_groups(window: Window, k: int) -> int:
+    """Returns how many groups that reach the threshold a window's search has room for."""
+    return padded_winners(k + k // 4) if window.compact else candidate_slots(k)
 
 
 def selection_bytes(window: Window, k: int) -> int:
     """Returns the bytes of shared memory that top-k takes beside the row: `group_words`, slots, and groups to read."""
-    return 4 * group_words(window, k) + 12 * candidate_slots(k)
+    return sum(_arrays_beside_row(window, k))
+
+
+def _arrays_beside_row(window: Window, k: int) -> list[int]:
+    slot_bytes, group_bytes = (2, 2) if window.compact else (8, 4)
+    return [
+        4 * group_words(window, k), slot_bytes * candidate_slots(k), group_bytes * listed_groups(window, k)
+    ]  # fmt: skip

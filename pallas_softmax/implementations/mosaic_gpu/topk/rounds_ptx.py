@@ -43,9 +43,9 @@ LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 _HALF_BITS = 16  # of the keys of 16-bit floats
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
+def take(tile: Tile, vocab: int, k: int, key, per_row):
     """Returns the columns of the k best of each row of a tile of keys; the arguments are those of `selection.take`."""
-    code = _text(tile, vocab, k, rows_of_thread(tile), narrow)
+    code = _text(tile, vocab, k, rows_of_thread(tile))
     return insert_in_tile(code, tile, winners_tile(tile, k), key, per_row)
 
 
@@ -84,22 +84,21 @@ def insert_in_tile(code: Program, tile: Tile, out: Tile, key, per_row):
     return column, per_row
 
 
-def _text(tile: Tile, vocab: int, k: int, rows: int, narrow: bool) -> Program:
+def _text(tile: Tile, vocab: int, k: int, rows: int) -> Program:
     """Returns the text of `take`.
 
     <x{row}_{i}> has key i of a row of the thread; <column{row}_{j}> gets the winner of round j * lanes + lane.
     """
     p = Program()
     lane, first_column = lane_and_first_column(p, tile)
-    bits = column_bits(tile, narrow)
-    packed = [packed_keys(p, tile, vocab, row, first_column, bits, narrow) for row in range(rows)]
-    rounds = k if narrow else min(k + 1, vocab)
+    bits = column_bits(tile, narrow=False)
+    packed = [packed_keys(p, tile, vocab, row, first_column, bits, narrow=False) for row in range(rows)]
+    rounds = min(k + 1, vocab)
     lists = [_sorted(p, of_row, rounds) for of_row in packed]
-    alike = _take_packed(p, tile, k, rounds, lists, lane, bits, narrow)
-    if not narrow:
-        with p.block() as finish:
-            leave_if_exact(p, tile, rows, bits, alike, finish)
-            _take_whole(p, tile, vocab, k, rows, lane, first_column)
+    alike = _take_packed(p, tile, k, rounds, lists, lane, bits)
+    with p.block() as finish:
+        leave_if_exact(p, tile, rows, bits, alike, finish)
+        _take_whole(p, tile, vocab, k, rows, lane, first_column)
     return p
 
 
@@ -189,7 +188,6 @@ def _take_packed(
     lists: list[list[Value]],
     lane: Value,
     bits: int,
-    narrow: bool,
 ) -> Value:
     """Takes the winners from the sorted lists, round by round; one round more finds what comes after them:
 
@@ -206,7 +204,7 @@ def _take_packed(
         p.set(column, 0)
     for round_ in range(rounds):
         best = _over_lanes(p, "max", [first for first, *_ in lists], tile.lanes)
-        if round_ and not narrow:
+        if round_:
             for a, b in zip(best, previous):
                 alike |= (a ^ b).bits("u32") <= ones
         if round_ == k:

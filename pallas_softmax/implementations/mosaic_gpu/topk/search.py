@@ -30,6 +30,7 @@ from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from pallas_softmax.implementations.mosaic_gpu.topk.slots import capacity_of
 
 
 class _Bracket(NamedTuple):
@@ -72,7 +73,7 @@ class Search:
 
     def find(self, k: int):
         """Collects candidates, among which the k best are, and returns their number: at least k."""
-        capacity = self.slots_smem.size // 2
+        capacity = capacity_of(self.slots_smem)
         bound = self._threshold(k)
         self._collect(bound)
         n = self.counts_smem[0]

@@ -5,10 +5,11 @@ the same steps in JAX, which are here. They come in the order of their files:
 
     arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
     threshold_ptx.py   threshold                                    the search for the candidates in it
-    selection_ptx.py   collect, count, collect_ties
+    selection_ptx.py   collect, count, collect_ties, fill_slots
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
     buckets_ptx.py                                                  or buckets
+    lists_ptx.py       rank_lists                                   the order of the winners of few lists
     rounds_ptx.py      take                                         the k best of rows in registers
     sorting_ptx.py     take                                         the same, where k is large
     merging_ptx.py     take_words                                   the same, of 16 bits
@@ -18,9 +19,11 @@ shared memory is in references to
 
     x_smem      (window.size,), the elements of the part; where the part has none, and where it is to be left out, -inf
     group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
-    hits        (candidate_slots(k),) int32, scratch: the numbers of the groups that reach the threshold
+    hits        (listed_groups(window, k),) int32, scratch: the numbers of the groups that reach the threshold
     slots       (2 * candidate_slots(k),) int32, the list of candidates
     counts      (128,) int32, of which two are used: the number of candidates, and of groups in `hits`
+
+In a compact window `hits` and `slots` are int16, and `slots` has one number for each candidate, its position.
 """
 
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     arrival_ptx,
+    lists_ptx,
     merging_ptx,
     ranking_ptx,
     rounds_ptx,
@@ -241,6 +245,14 @@ def _indices(window: Window, extent: Extent):
     return extent.origin + jnp.arange(window.size, dtype=jnp.int32)
 
 
+def fill_slots(x_smem, positions, n, origin):
+    """Makes slots of a list of n positions, at the start of the row's shared memory, which must not be read after it.
+
+    On the GPU alone: the interpreter lists slots.
+    """
+    selection_ptx.fill_slots(x_smem, positions, n, origin)
+
+
 # ---- the order
 
 
@@ -259,6 +271,23 @@ def rank(slots, n, buckets, ranked, k: int, *, interpret):
     ranked[padded : padded + k] = index[:k]
 
 
+def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, *, interpret):
+    """Writes the k best of a row's lists in device memory, each of k winners in order, to `ranked`, as `rank` does.
+
+    Args:
+      slots: scratch in shared memory, of at least lists * k slots.
+      keys_gmem, indices_gmem: (rows, lists * k) int32.
+    """
+    padded = padded_winners(k)
+    if not interpret:
+        return lists_ptx.rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists, k, padded)
+    at = jnp.arange(lists * k)
+    write_slots(slots, at, at >= 0, keys_gmem[row], indices_gmem[row])
+    key, index = ranked_slots(slots, lists * k)
+    ranked[:k] = key[:k]
+    ranked[padded : padded + k] = index[:k]
+
+
 def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order: bool, interpret):
     """Returns the k best of each row of a tile as tiles of `winners_tile`: their indices, and per_row.
 
@@ -266,12 +295,13 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order
       vocab: number of elements of a row; the tile may have more columns.
       key: tile of the keys of the row's elements.
       per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
-      narrow: whether the keys are those of 16 bits.
+      narrow: whether the keys are those of 16 bits, which are to be sorted.
       in_order: whether the rows are sorted; then the tiles are those of `sorted_tile`, blocked (see `tiles.store`).
     """
     if not interpret:
-        ptx = sorting_ptx if in_order else rounds_ptx
-        return ptx.take(tile, vocab, k, key, per_row, narrow)
+        if in_order:
+            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow)
+        return rounds_ptx.take(tile, vocab, k, key, per_row)
     out = sorted_tile(tile) if in_order else winners_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)

@@ -10,6 +10,8 @@ elements, of which it makes a mask. Groups of 8 elements, four at once:
 
 from collections.abc import Callable
 
+import numpy as np
+
 from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
@@ -17,7 +19,16 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program,
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
-from pallas_softmax.implementations.mosaic_gpu.topk.slots import LOWEST_KEY, store_slot
+from pallas_softmax.implementations.mosaic_gpu.topk.slots import (
+    LOWEST_KEY,
+    POSITION_BYTES,
+    SLOT_BYTES,
+    capacity_of,
+    lists_positions,
+    slot_of,
+    store_position,
+    store_slot,
+)
 
 _BITS = 32  # elements that a thread looks at together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
@@ -44,21 +55,21 @@ def collect(
 
     All threads leave at once where the list is too short for the groups, or the slots for the elements.
     """
-    kind, capacity = Elements(x_smem.dtype), slots.shape[0] // 2
+    kind, capacity = Elements(x_smem.dtype), capacity_of(slots)
     p = Program()
     thread, candidates = p.operands("u32", "thread", "counts")
     with p.block() as finish:
         if all_groups:
             n = p.var(window.groups, "u32")
         else:
-            n = _list_hits(p, window, hits.shape[0], capacity, finish)
+            n = _list_hits(p, window, hits, capacity, finish)
         finish((thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
         turn = p.var(thread)
         with p.repeat() as again:
-            mask = _mask_turn(p, window, kind, turn, n, all_groups)
+            mask = _mask_turn(p, window, kind, turn, n, None if all_groups else hits)
             count = p.count_ones(mask)
             place = p.take_from(candidates, count, when=count.differs(0))
-            _append(p, window, kind, mask, turn, place, capacity, all_groups)
+            _append(p, window, kind, mask, turn, place, slots, None if all_groups else hits)
             p.increase(turn, _BITS // window.group_size * WARPGROUP)
             again((turn & -LANES) < n)
     p.barrier()
@@ -69,19 +80,18 @@ def collect(
     )
 
 
-def _list_hits(p: Program, window: Window, room: int, capacity: int, give_up: Callable[..., None]) -> Value:
-    """Lists in <hits> the numbers of the groups that reach <bound>, in any order; returns how many there are.
+def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
+    """Lists in `hits` the numbers of the groups that reach <bound>, in any order; returns how many there are.
 
     A warp counts those of its groups that do, and reserves as many places. If they are more than there is room for, it
     makes the number of candidates too large, and gives up.
 
     Args:
-      room: number of places in <hits>.
       capacity: number of slots for candidates.
       give_up: leaves the search.
     """
-    thread, group_keys, hits, counts = p.operands("u32", "thread", "group_keys", "hits", "counts")
-    bound = p.operand("bound", "s32")
+    thread, group_keys, counts = p.operands("u32", "thread", "group_keys", "counts")
+    bound, (room,) = p.operand("bound", "s32"), hits.shape
     own = p.at(group_keys, thread, 4)
     lower_lanes, place = p.special("lanemask_lt"), p.fresh("u32")
     each = window.groups_per_thread
@@ -102,7 +112,7 @@ def _list_hits(p: Program, window: Window, room: int, capacity: int, give_up: Ca
             for i, reaches, lower in zip(turns, reach, before):
                 at = lower + first
                 fits = reaches & (at < room)
-                p.store(p.at(hits, at, 4), thread + WARPGROUP * i, when=fits)
+                _store_hit(p, hits, at, thread + WARPGROUP * i, fits)
     p.barrier()
     n = p.load(counts, "u32", offset=_GROUPS_BYTE)
     with p.when(n > room):
@@ -111,23 +121,43 @@ def _list_hits(p: Program, window: Window, room: int, capacity: int, give_up: Ca
     return n
 
 
-def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value, all_groups: bool) -> Value:
+def _store_hit(p: Program, hits, at: Value, group: Value, when: Value) -> None:
+    """Writes the number of a group to the list of those that reach the bound."""
+    itemsize = np.dtype(hits.dtype).itemsize
+    value = group if itemsize == 4 else p.convert(group, "u16")
+    p.store(p.at(p.operand("hits", "u32"), at, itemsize), value, when=when)
+
+
+def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = None) -> Value:
+    """Returns the number of a group of that list; where `when` does not hold, the default, or anything."""
+    itemsize = np.dtype(hits.dtype).itemsize
+    address = p.at(p.operand("hits", "u32"), at, itemsize)
+    if itemsize == 2:
+        return p.convert(p.load(address, "u16", when=when, default=default), "u32")
+    if default is not None:
+        return p.load(address, "u32", when=when, default=default)
+    p.load_into(address, address, when=when)  # which saves a register
+    return address
+
+
+def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value, hits) -> Value:
     """Returns a bit for each element of groups turn, turn + 128, ... in the extent that reaches <bound>.
 
-    Bits above compare as keys do: those of a negative bound are turned first.
+    Bits above compare as keys do: those of a negative bound are turned first. The groups are those listed in `hits`,
+    or all where that is None.
     """
-    group_keys, hits, x = p.operands("u32", "group_keys", "hits", "x")
+    group_keys, x = p.operands("u32", "group_keys", "x")
     bound = p.operand("bound", "s32")
     groups, have = [], []
     for i in range(_BITS // window.group_size):
         number = turn + i * WARPGROUP
         has = number < n
-        if all_groups:
+        if hits is None:
             key = p.load(p.at(group_keys, number, 4), "s32", when=has, default=LOWEST_KEY)
             has = has & (key >= bound)
             groups.append(p.select(has, number, 0))
         else:
-            groups.append(p.load(p.at(hits, number, 4), "u32", when=has, default=0))
+            groups.append(_load_hit(p, hits, number, has, default=0))
         have.append(has)
     firsts, vectors = [], []
     for group in groups:
@@ -210,11 +240,12 @@ def _append(
     mask: Value,
     turn: Value,
     place: Value,
-    capacity: int,
-    all_groups: bool,
+    listed,
+    hits,
 ) -> None:
-    """Writes the elements whose bits are in `mask` to the slots from `place` on, some at once; it changes both."""
-    slots, hits, origin = p.operands("u32", "slots", "hits", "origin")
+    """Writes the elements whose bits are in `mask` to the list from `place` on, some at once; it changes both."""
+    slots, origin = p.operands("u32", "slots", "origin")
+    capacity = capacity_of(listed)
     with p.loop() as leave:
         leave(mask.equals(0) | (place >= capacity))
         chosen, bits, groups = [], [], []
@@ -224,16 +255,17 @@ def _append(
             bits.append(p.lowest_bit(mask))
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bits[-1] >> _log2(window.group_size), WARPGROUP, turn)
-            if not all_groups:  # its number in the list takes the place of the address there
-                group = p.at(hits, group, 4)
-                p.load_into(group, group, when=chosen[-1])
-            groups.append(group)
+            groups.append(group if hits is None else _load_hit(p, hits, group, chosen[-1]))
         keys, positions = [], []
         for choose, bit, group in zip(chosen, bits, groups):
             position = _first_position(p, window, group)
             in_group = bit & (window.group_size - 1)
             block, in_vector = in_group >> _log2(window.vec), in_group & (window.vec - 1)
             positions.append(position + p.multiply_add(block, window.block, in_vector))
+            if lists_positions(listed):
+                store_position(p, slots, place, positions[-1], when=choose)
+                p.increase(place, 1)
+                continue
             # The element is loaded once more, since a register cannot be chosen by number.
             at = p.at(p.operand("x", "u32"), positions[-1], kind.itemsize)
             keys.append(kind.load_bits(p, at, when=choose))
@@ -307,7 +339,10 @@ def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k
         _add_lower_warps(p, before, in_warp, base, parity, warp, lower_lanes)
         for j, is_tied in enumerate(tied):
             with p.when(is_tied & (before < k)):
-                store_slot(p, slots_at, before, tie, first_position + j + origin)
+                if lists_positions(slots):
+                    store_position(p, slots_at, before, first_position + j)
+                else:
+                    store_slot(p, slots_at, before, tie, first_position + j + origin)
             p.increase(before, 1, when=is_tied)
         p.increase(address, window.block * kind.itemsize)
         p.increase(first_position, window.block)
@@ -359,6 +394,39 @@ def _add_lower_warps(
     for i, total in enumerate(totals):
         p.increase(before, total, when=warp > i)
         p.increase(base, total)
+
+
+# ---- from positions to slots
+
+
+def fill_slots(x_smem, positions, n, origin) -> None:
+    """A thread keeps every 128th candidate in registers; when all have read the row, it writes their slots there.
+
+    The slots after those of candidates are made empty, as all were where the search lists slots.
+    """
+    kind, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
+    p = Program()
+    thread, x, own, first_index = p.operands("u32", "thread", "x", "positions", "origin")
+    candidates = p.operand("n", "u32")
+    own = p.at(own, thread, POSITION_BYTES)
+    slots = [p.var(0, "u64") for _ in range(each)]
+    with p.block() as leave:
+        for first in range(0, each, _LOADED_AT_ONCE):
+            leave(candidates <= WARPGROUP * first)
+            loaded = []
+            for i in range(first, min(first + _LOADED_AT_ONCE, each)):
+                listed = thread + WARPGROUP * i < candidates
+                offset = POSITION_BYTES * WARPGROUP * i
+                position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
+                loaded.append((i, listed, position, kind.load_bits(p, p.at(x, position, kind.itemsize))))
+            for i, listed, position, bits in loaded:
+                p.set(slots[i], slot_of(p, kind.key(bits), position + first_index), when=listed)
+    p.barrier()
+    at = p.at(x, thread, SLOT_BYTES)
+    for i, slot in enumerate(slots):
+        p.store(at, slot, offset=SLOT_BYTES * WARPGROUP * i)
+    p.barrier()
+    insert(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
 
 
 # ---- the winners of other CTAs

@@ -11,6 +11,9 @@ order as an unsigned number. The index counts in the row; the lower it is, the l
 as one unsigned number of 64 bits is the candidate's rank: the larger number is the better candidate, and among
 equal keys the one of lower index. No two candidates are equal, and an empty slot, which is 0, is below all.
 
+A compact window lists the positions of its candidates instead, as numbers of 16 bits, since there is no room for slots
+as long as the row is needed. Then `selection.fill_slots` makes slots of them where the row was.
+
 The functions are in pairs: in JAX for the interpreter, and in PTX for one thread.
 """
 
@@ -20,7 +23,7 @@ from jax import lax
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Condition, Program, Value
 
-SLOT_BYTES = 8
+SLOT_BYTES, POSITION_BYTES = 8, 2
 LOWEST_KEY = -(2**31)
 _SIGN = np.int32(LOWEST_KEY)
 
@@ -44,11 +47,31 @@ def ranked_slots(slots, n):
     return ~key, index
 
 
+def capacity_of(listed) -> int:
+    """Returns how many candidates a list has room for, of slots or of positions."""
+    return listed.shape[0] if lists_positions(listed) else listed.shape[0] // 2
+
+
+def lists_positions(listed) -> bool:
+    """Returns whether a list has positions of 16 bits, and not slots."""
+    return listed.dtype == np.int16
+
+
 def store_slot(p: Program, slots: Value, at: Value, key: Value, index: Value, when: Condition = None) -> None:
     """Writes a candidate to slot number `at` of the list that starts at address `slots`, in PTX, where `when` holds."""
     address = p.at(slots, at, SLOT_BYTES)
+    p.store(address, slot_of(p, key, index), when=when)
+
+
+def slot_of(p: Program, key: Value, index: Value) -> Value:
+    """Returns what the slot of a candidate holds, in PTX."""
     high, low = key ^ _SIGN, ~index
-    p.store(address, p.join(low, high), when=when)
+    return p.join(low, high)
+
+
+def store_position(p: Program, positions: Value, at: Value, position: Value, when: Condition = None) -> None:
+    """Writes a position of 32 bits as number `at` of the list that starts at address `positions`, in PTX."""
+    p.store(p.at(positions, at, POSITION_BYTES), p.convert(position, "u16"), when=when)
 
 
 def index_and_key(p: Program, slot: Value) -> tuple[Value, Value]:

@@ -20,6 +20,7 @@ steps and groups are drawn in `plan.py`, the list of candidates in `slots.py`.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -36,7 +37,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import part_place
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window, candidate_slots, group_words
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    Window,
+    candidate_slots,
+    group_words,
+    listed_groups,
+    ordering_words,
+    padded_winners,
+)
 from pallas_softmax.implementations.mosaic_gpu.topk.search import Search
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
     Request,
@@ -83,52 +91,40 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     def softmax_topk(
         x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *, landed, **search_smem
     ):
-        x_smem = search_smem["x_smem"]
+        part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
+        search = Search(window, part.extent, part.owned, interpret=interpret, **search_smem)
+        row_scale = scale_gmem[part.row if scale.size > 1 else 0]
+        normalizer = _arrive(part, search, landed, row_scale)
+        n = search.find(k)
+        lists = search.slots_smem, search.hits_smem, search.group_keys_smem
+        if compact:
+            selection.fill_slots(search.x_smem, search.slots_smem, n, part.extent.origin)
+            lists = in_row(search.x_smem)
+        slots_smem, buckets_smem, ranked_smem = lists
+        number = part.row * window.count + part.index
+        selection.rank(slots_smem, n, buckets_smem, ranked_smem, k, interpret=interpret)
+        write_winners(
+            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), number, ranked_smem, normalizer, row_scale,
+            request, final,
+        )  # fmt: skip
 
-        def place(row=None):
-            return part_of(window, view, rows, x_gmem, mask, mask_gmem, row)
+    slots, compact = candidate_slots(k), window.compact and not interpret
 
-        def take(part, prefetch):
-            """Takes a part that is on its way; calls prefetch() as soon as it is no longer needed in x_smem."""
-            search = Search(window, part.extent, part.owned, interpret=interpret, **search_smem)
-            row_scale = scale_gmem[part.row if scale.size > 1 else 0]
-            normalizer = _arrive(part, search, landed, row_scale)
-            n = search.find(k)
-            prefetch()
-            write_winners(
-                WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), part.row * window.count + part.index,
-                search.slots_smem, n, search.hits_smem, search.group_keys_smem, normalizer, row_scale, request, final,
-            )  # fmt: skip
+    def in_row(x_smem):
+        """Returns slots, buckets and ranked winners, one after another where the row was."""
+        return [x_smem.at[pl.ds(start, end - start)] for start, end in itertools.pairwise(ordering_words(k))]
 
-        if window.rows_per_cta == 1:
-            part = place()
-            start_copies(window, part, x_smem, landed)
-            take(part, lambda: None)
-            return
-        first = lax.axis_index("row") * window.rows_per_cta
-        end = jnp.minimum(first + window.rows_per_cta, rows)
-        start_copies(window, place(first), x_smem, landed)
-
-        @functools.partial(lax.fori_loop, first, end, init_val=None)
-        def _(row, _):
-            def prefetch():
-                plgpu.commit_smem()  # all threads have read x_smem, and written to it, before copies do
-                pl.when(row + 1 < end)(lambda: start_copies(window, place(row + 1), x_smem, landed))
-
-            take(place(row), prefetch)
-
-    slots = candidate_slots(k)
-    ctas = -(-rows // window.rows_per_cta)
+    words = max(group_words(window, k), 0 if compact else 2 * padded_winners(k))
     return gpu_kernel(
         softmax_topk,
-        grid={"row": ctas} if final else {"row": ctas, "part": window.count},
+        grid={"row": rows} if final else {"row": rows, "part": window.count},
         out_type=lists_type(rows * window.count, request, final),
         scratch_types={
             "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
-            "group_keys_smem": plgpu.SMEM((group_words(window, k),), jnp.int32),
-            "hits_smem": plgpu.SMEM((slots,), jnp.int32),
+            "group_keys_smem": plgpu.SMEM((words,), jnp.int32),
+            "hits_smem": plgpu.SMEM((listed_groups(window, k),), jnp.int16 if compact else jnp.int32),
             "landed": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
-            "slots_smem": plgpu.SMEM((2 * slots,), jnp.int32),
+            "slots_smem": plgpu.SMEM((slots,), jnp.int16) if compact else plgpu.SMEM((2 * slots,), jnp.int32),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
         },
         approximate=True,
@@ -160,13 +156,9 @@ class Part(NamedTuple):
     mask: Any
 
 
-def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem, row=None) -> Part:
-    """Returns the part of this CTA, of an array of rows in device memory that has the shape `view`.
-
-    Args:
-      row: number of the row, where a CTA takes several.
-    """
-    place = part_place(window.cut, view, rows=rows, row=row)
+def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> Part:
+    """Returns the part of this CTA, of an array of rows in device memory that has the shape `view`."""
+    place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
     extent = selection.Extent(*(jnp.int32(i) for i in (low, low + place.owned, place.start - low)))
@@ -188,8 +180,9 @@ def start_copies(window: Window, part: Part, x_smem, landed) -> None:
 
 
 def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
-    """Awaits the part in shared memory; returns its normalizer, and leaves the largest key of each group."""
+    """Copies the part to shared memory; returns its normalizer, and leaves the largest key of each group."""
     window, x_smem, interpret = search.window, search.x_smem, search.interpret
+    start_copies(window, part, x_smem, landed)
     selection.fill_edges(window, part.x_gmem, part.first, x_smem, part.extent, part.mask, interpret=interpret)
     selection.clear(search.slots_smem, search.counts_smem, interpret=interpret)
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.arithmetic import log_of_sum
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.topk import selection
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import padded_winners
 from pallas_softmax.online import Normalizer
 
@@ -63,36 +63,31 @@ def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
 def write_winners(
     lists_gmem: WinnerLists,
     at,
-    slots,
-    n,
-    buckets,
     ranked,
     normalizer: Normalizer,
     scale,
     request: Request,
     final: bool,
 ):
-    """Writes the k best of a list of candidates, and a normalizer, as list number `at`.
+    """Writes winners in order, and a normalizer, as list number `at`.
 
     Args:
       lists_gmem: references to the arrays of `lists_type`.
       at: number of the list.
-      slots: the candidates in shared memory; see `slots.py`.
-      n: number of candidates, at least k.
-      buckets: scratch in shared memory, a word for each slot.
-      ranked: scratch in shared memory, of 2 * padded_winners(k) words.
+      ranked: the winners in shared memory, as `selection.rank` leaves them, int32 or float32.
       normalizer: of the row, or of the part of it that the candidates are from.
       scale: 1 / temperature of the row.
       request: what the call asks for.
       final: whether to write values, not keys.
     """
     k, interpret = request.k, request.interpret
-    selection.rank(slots, n, buckets, ranked, k, interpret=interpret)
     for first in range(0, k, WARPGROUP):
         key, index = (
             blocks.load(ranked.at[pl.ds(start, WARPGROUP)], interpret=interpret)
             for start in (first, padded_winners(k) + first)
         )
+        if ranked.dtype != jnp.int32:  # in the memory of a row of float32
+            key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = key
         if final:
             value = weight(
