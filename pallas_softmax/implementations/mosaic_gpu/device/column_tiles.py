@@ -12,7 +12,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx, tiles
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
@@ -29,11 +28,8 @@ def laid_out(value, tile: Tile, *, interpret):
     return value if interpret else plgpu.layout_cast(value, tiles.layout(tile))
 
 
-def load(ref, tile: Tile, at, fill, *, streamed: bool = False, interpret):
-    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends.
-
-    What is `streamed` is not needed again, and is the first that leaves the L2 cache.
-    """
+def load(ref, tile: Tile, at, fill, *, interpret):
+    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
     _, vocab, inner = ref.shape
     if interpret:
         outer, lines, columns = _indices(tile, at)
@@ -44,7 +40,7 @@ def load(ref, tile: Tile, at, fill, *, streamed: bool = False, interpret):
     def load(_, ref, *at):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = [
-            predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill, streamed=streamed)
+            predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill)
             for offset, inside in _places(tile, vocab, inner, *map(scalar, at))
         ]
         return array(tiles.layout(tile).to_mgpu(), tile.shape, registers)
@@ -52,11 +48,8 @@ def load(ref, tile: Tile, at, fill, *, streamed: bool = False, interpret):
     return load(ref, *at)
 
 
-def store(ref, tile: Tile, at, value, *, streamed: bool = False, interpret) -> None:
-    """Writes a tile to (outer, line, column) of an array (outer, vocab, inner), as far as the array goes.
-
-    `streamed` is as for `load`.
-    """
+def store(ref, tile: Tile, at, value, *, interpret) -> None:
+    """Writes a tile to (outer, line, column) of an array (outer, vocab, inner), as far as the array goes."""
     _, vocab, inner = ref.shape
     value = value.astype(ref.dtype)
     if interpret:
@@ -69,48 +62,9 @@ def store(ref, tile: Tile, at, value, *, streamed: bool = False, interpret) -> N
         pointer = utils.memref_ptr(ref)
         places = _places(tile, vocab, inner, scalar(outer), scalar(line), scalar(column))
         for register, (offset, inside) in zip(value.registers.flat, places, strict=True):
-            predicated_ptx.store_vector(pointer, register, tile.vec, offset, inside, streamed=streamed)
+            predicated_ptx.store_vector(pointer, register, tile.vec, offset, inside)
 
     store(ref, *at, value)
-
-
-def load_line(ref, tile: Tile, at, *, interpret):
-    """The numbers at (outer, line, column) of an array (outer, lines, inner), in each line of a tile; 0 beyond them."""
-    _, lines, inner = ref.shape
-    if interpret:
-        outer, line, column = at
-        columns = column + jnp.arange(tile.shape[1])
-        found = jnp.where(columns < inner, ref[outer][line, jnp.where(columns < inner, columns, 0)], 0)
-        return jnp.broadcast_to(found, tile.shape)
-
-    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR), return_type=tiles.type_of(tile, ref.dtype))
-    def load_line(_, ref, outer, line, column):
-        offset, inside, _ = _own_place(tile, lines, inner, scalar(outer), scalar(line), scalar(column))
-        element = ir.MemRefType(ref.type).element_type
-        register = predicated_ptx.load_vector(utils.memref_ptr(ref), element, tile.vec, offset, inside)
-        return array(
-            tiles.layout(tile).to_mgpu(), tile.shape, [register] * (tile.rows * tile.lanes // WARPGROUP)
-        )
-
-    return load_line(ref, *at)
-
-
-def store_line(ref, tile: Tile, at, value, *, interpret) -> None:
-    """Writes the first line of a tile to (outer, line, column) of an array (outer, lines, inner)."""
-    _, lines, inner = ref.shape
-    value = value.astype(ref.dtype)
-    if interpret:
-        outer, line, column = at
-        ref[outer] = ref[outer].at[line, column + jnp.arange(tile.shape[1])].set(value[0], mode="drop")
-        return
-
-    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, tiles.layout(tile)))
-    def store_line(_, ref, outer, line, column, value):
-        offset, inside, first = _own_place(tile, lines, inner, scalar(outer), scalar(line), scalar(column))
-        inside = arith.andi(inside, first)
-        predicated_ptx.store_vector(utils.memref_ptr(ref), value.registers.flat[0], tile.vec, offset, inside)
-
-    store_line(ref, *at, value)
 
 
 def load_smem(ref, tile: Tile, *, interpret):
@@ -154,16 +108,6 @@ def _indices(tile: Tile, at):
     outer, line, column = at
     lines, columns = tile.shape
     return outer, line + jnp.arange(lines)[:, None], column + jnp.arange(columns)[None, :]
-
-
-def _own_place(tile: Tile, lines: int, inner: int, outer, line, column):
-    """Of the columns that this thread has: the number of the first in a line of an array (outer, lines, inner), whether
-    it is in the array, and whether this is the tile's first thread that has it."""
-    own_line, own_column = next(tiles.places(tile, i32(0)))
-    own_column = arith.addi(own_column, column)
-    offset = predicated_ptx.offset_of(arith.addi(arith.muli(outer, i32(lines)), line), inner, own_column)
-    inside = arith.cmpi(arith.CmpIPredicate.ult, own_column, i32(inner))
-    return offset, inside, arith.cmpi(arith.CmpIPredicate.eq, own_line, i32(0))
 
 
 def _places(tile: Tile, vocab: int, inner: int, outer, line, column):

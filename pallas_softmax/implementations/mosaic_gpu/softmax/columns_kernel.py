@@ -18,15 +18,14 @@ from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device import column_tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.softmax import cached_columns_kernel
-from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import CachedStrips, Strips
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 
 
 def launch(
     formula: Formula,
     arrays: list[jax.Array],
-    plan: Tile | Strips | CachedStrips,
+    plan: Tile | Strips,
     *,
     name: str,
     approximate: bool,
@@ -54,8 +53,6 @@ def launch(
     settings = {"out_type": out_type, "name": name, "approximate": approximate, "interpret": interpret}
     if isinstance(plan, Tile):
         return _launch_tiles(formula, arrays, plan, settings)
-    if isinstance(plan, CachedStrips):
-        return cached_columns_kernel.launch(formula, arrays, plan, settings)
     return _launch_strips(formula, arrays, plan, settings)
 
 

@@ -2,8 +2,6 @@
 
 An array (outer, vocab, inner) has outer * inner rows, each a column of `vocab` lines, whose `inner` elements are
 neighbours. What matters is how many of these a CTA takes of each line, since device memory is fast at long pieces.
-Short columns are in registers (`Tile`); longer ones in shared memory (`Strips`); the longest are read twice, the second
-time from the L2 cache (`CachedStrips`).
 
 The shares of a copy's bandwidth beside the constants are those of softmax on an H100, jax 0.11.2, 2026-11-22.
 """
@@ -39,30 +37,15 @@ LINE_BYTES = 128
 SHORT_LINE_BYTES = 64  # where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 71%, by 128 68%
 # Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
 PART_BYTES = 72 * 1024
-HALF_SMEM_BYTES = 104 * 1024  # up to which two CTAs have room
+# Bytes of a part up to which two CTAs have room. One that fills a multiprocessor reaches 58% of (2, 50257, 768); so in
+# a backward, of which XLA reaches 60% of a sum of two arrays, there are two. Of those (1, 4096, 4096) reaches 84%, in
+# bfloat16 85%, XLA 59% and 40%; (1, 1000, 100000) 89%, 85%, XLA 59%, 58% (driver 580.159.04).
+HALF_SMEM_BYTES = 104 * 1024
 EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
 STEP_BYTES = 14 * 1024  # of a step, about, in each array
 STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
 # Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 88% of a read, by 7 slots 69%.
 READ_SLOTS = 3
-
-# --- Columns that are read twice; nothing of it was measured yet (.gpu/wide-columns)
-
-# Bytes of a line that a strip takes at least. (64, 128, 4096) float32 reaches 99% by so long pieces, in tiles.
-CACHED_LINE_BYTES = 256
-CACHED_LANES = (2, 4, 8, 16, 32)  # threads along a line: those of a warp at most
-# Bytes of a thread in a part, of all arrays, so that a part has 32 KB and three or four CTAs have room on a
-# multiprocessor; and loads at most, of lines that are not aligned.
-CACHED_THREAD_BYTES = 256
-CACHED_LOADS = 64
-MERGED_BLOCKS = 8  # vectors of each number of a reduction that a thread merges at a time
-# Bytes of a strip, in all arrays, at most: a strip is in the cache as a whole. An H100 has 50 MB, which a strip shares
-# with DELAY_BYTES of the next ones and with what is written meanwhile.
-CACHED_BYTES = 16 * 2**20
-# Bytes that are read, in all arrays, between the last part of a strip and the time when the strip is written: some 8 us
-# of reading, for a part to come, to be reduced, and all parts of the strip to be merged.
-DELAY_BYTES = 12 * 2**20
-FEWEST_PARTS = 264  # two for each multiprocessor
 
 INT32_LIMIT = 2**31  # lines are numbered in int32
 
@@ -119,91 +102,9 @@ class Strips:
         return self.count * self.steps * self.step_rows != self.vocab
 
 
-@dataclasses.dataclass(frozen=True)
-class CachedStrips:
-    """Strips of neighbouring columns that are read twice, the second time from the L2 cache.
-
-    A CTA has a part of a strip at a time, in registers: it reduces the part, or writes it. Of every two tickets one is
-    for a part to be reduced, and one for a part to be written, which was reduced `lag` parts ago. Here a strip has 3
-    parts, and lag = 4:
-
-        ticket   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15 ...
-        reduce   0       1       2       3       4       5       6       7          parts 0 to 2 are strip 0,
-        write        -       -       -       -       0       1       2       3      parts 3 to 5 strip 1, ...
-
-    So strips of any height can be read in wide lines, whatever the shared memory; and what is between the two times
-    that a part is read is small enough for the cache to hold it.
-
-    Attributes:
-      vocab: number of lines.
-      lanes: number of threads along a line of a strip.
-      vec: number of elements of a thread in a line.
-      blocks: number of vectors of a thread in a part.
-      lag: number of parts that are reduced after a part, before it is written; all parts of its strip are among them.
-    """
-
-    vocab: int
-    lanes: int
-    vec: int
-    blocks: int
-    lag: int
-
-    @property
-    def width(self) -> int:
-        """Number of columns of a strip."""
-        return self.lanes * self.vec
-
-    @property
-    def block(self) -> Tile:
-        """The lines that the threads of a CTA hold with a vector each."""
-        return Tile(WARPGROUP // self.lanes, self.lanes, self.vec, 1)
-
-    @property
-    def part_rows(self) -> int:
-        """Number of lines of a part."""
-        return self.blocks * self.block.rows
-
-    @property
-    def parts(self) -> int:
-        """Number of parts of a strip."""
-        return -(-self.vocab // self.part_rows)
-
-    @property
-    def group(self) -> int:
-        """Number of parts whose reductions a CTA merges at a time, and of groups of parts."""
-        return MERGED_BLOCKS * self.block.rows
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Number of parts of a strip, of groups of parts, of groups of these, and so on, down to the last above 1."""
-        levels, count = [], self.parts
-        while count > 1:
-            levels.append(count)
-            count = -(-count // self.group)
-        return tuple(levels)
-
-    def first_counter(self, level: int) -> int:
-        """Number of the counter, of those of a strip, of a level's first group; beyond the last level, of the strip."""
-        return sum(-(-count // self.group) for count in self.levels[:level])
-
-    @property
-    def counters(self) -> int:
-        """Number of counters of a strip: of what is complete of each group, and of the whole strip."""
-        return self.first_counter(len(self.levels)) + 1
-
-    def tickets(self, strips: int) -> int:
-        """Number of tickets for so many strips, until the last part is written."""
-        return 2 * (strips * self.parts + self.lag)
-
-    def task(self, ticket):
-        """Whether a ticket is for writing, and the part, over all strips, that it is for, if there is such a part."""
-        writes = ticket % 2
-        return writes == 1, ticket // 2 - writes * self.lag
-
-
 def plan_columns(
     op: str, outer: int, vocab: int, inner: int, dtype, capability: tuple[int, int]
-) -> Tile | Strips | CachedStrips | None:
+) -> Tile | Strips | None:
     """How the columns of an operation lie over a GPU of this compute capability; None if transposing them is better.
 
     Args:
@@ -217,64 +118,23 @@ def plan_columns(
         return None  # most threads of a tile would have nothing
     if tile := _tile(outer, vocab, inner, arrays):
         return tile
-    only_read = operations.TABLE[op].results == operations.PER_ROW
-    held = _held(outer, vocab, inner, itemsize, arrays, only_read, capability)
-    if held and (only_read or held.width * itemsize > SHORT_LINE_BYTES):
-        return held
-    return _cached(outer, vocab, inner, itemsize, arrays) or held
-
-
-def _held(
-    outer: int,
-    vocab: int,
-    inner: int,
-    itemsize: int,
-    arrays: int,
-    only_read: bool,
-    capability: tuple[int, int],
-) -> Strips | None:
-    """The strips that shared memory holds; None if it does not."""
     if inner * itemsize % ACCESS_BYTES:
         return None  # bulk copies need lines that start on 16 bytes
+    only_read = operations.TABLE[op].results == operations.PER_ROW
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
+    half = min(smem, HALF_SMEM_BYTES)
     for line, most in (
-        (LINE_BYTES, min(smem, HALF_SMEM_BYTES)),  # two CTAs on a multiprocessor, or more
-        (SHORT_LINE_BYTES, smem),  # one of them, too
+        (LINE_BYTES, half),  # two CTAs on a multiprocessor, or more
+        (SHORT_LINE_BYTES, smem if arrays == 1 else half),  # one of them, too
     ):
         strips = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
             strips = dataclasses.replace(strips, slots=min(READ_SLOTS, strips.steps))
-        if arrays > 1 and strips.count > 1:
-            # The H100 failed to launch such a backward once, when CTAs left while others read from them. They wait
-            # since, but test_clusters_that_come_and_go of tests/gpu, which loads it so, has not run again.
-            return None
         held = strips.slots * strips.step_rows * strips.width * itemsize * arrays
         ctas = outer * -(-inner // strips.width) * strips.count
         if held <= most and strips.slots <= 32 and strips.width < inner and ctas >= FEWEST_CTAS:
             return strips
     return None
-
-
-def _cached(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> CachedStrips | None:
-    """The strips that the L2 cache holds; None if they are so high that their lines would be too short, or too few."""
-    vec = math.gcd(inner, VEC)
-    element_bytes = itemsize * arrays
-    plan = None
-    for lanes in CACHED_LANES:
-        line = lanes * vec * itemsize
-        blocks = min(CACHED_THREAD_BYTES // (vec * element_bytes), CACHED_LOADS // arrays)
-        wider = CachedStrips(vocab, lanes, vec, blocks, lag=0)
-        if vocab * wider.width * element_bytes > CACHED_BYTES or wider.width >= 2 * inner:
-            break
-        plan = wider
-        if line >= CACHED_LINE_BYTES:
-            break
-    if plan is None or plan.width * itemsize < SHORT_LINE_BYTES:
-        return None
-    if outer * -(-inner // plan.width) * plan.parts < FEWEST_PARTS:
-        return None
-    part_bytes = plan.part_rows * plan.width * element_bytes
-    return dataclasses.replace(plan, lag=plan.parts + DELAY_BYTES // part_bytes)
 
 
 def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
