@@ -132,8 +132,8 @@ def test_plans_fit_the_gpu(op, dtype):
 )
 def test_backwards_over_clusters(shape, dtype, want):
     """Two arrays, as far as two CTAs have room on a multiprocessor."""
-    plan = kernels.plan_columns("softmax_grad", *shape, dtype)
-    assert plan == want
+    outer, vocab, inner = shape
+    assert kernels.plan_columns("softmax_grad", outer, vocab, inner, dtype) == want
 
 
 # --- Which calls take it ------------------------------------------------------------------------------
