@@ -4,7 +4,6 @@ A piece is a `layout.Tile` whose rows are lines, numbers along the middle axis, 
 memory. What reaches beyond the array is moved by inline PTX under a predicate, as in `tiles`.
 """
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array, utils
@@ -16,11 +15,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     array,
+    emit_ptx,
     i32,
     inline,
+    pack,
     scalar,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 
 def laid_out(value, tile: Tile, *, interpret):
@@ -97,10 +99,34 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
     store(ref, value)
 
 
-def load_per_column(ref, tile: Tile):
-    """The numbers in `ref`, shared memory, one for each column, laid out as a reduction of the tile along its lines."""
-    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
-    return plgpu.load(ref, *index, layout=tiles.layout(tile).reduce((0,)), optimized=False)
+def load_from_ctas(ref, tile: Tile, count: int, empty: float):
+    """A tile whose line i is `ref` of CTA number i of the cluster, and `empty` from line `count` on.
+
+    Args:
+      ref: numbers in shared memory, float32 (columns of the tile,), that all CTAs have.
+      tile: how they lie in registers.
+      count: number of CTAs of the cluster.
+      empty: 0 or -inf.
+    """
+
+    @inline(arg_types=(REF,), return_type=tiles.type_of(tile, "float32"))
+    def load_from_ctas(_, ref):
+        registers = []
+        for cta, column in tiles.places(tile, i32(0)):
+            p = Program()
+            number, words = p.operand("cta", "u32"), p.operands("f32", *(f"x{i}" for i in range(tile.vec)))
+            inside, there = number < count, p.fresh("u32")
+            for word in words:
+                p.set(word, empty)
+            here = p.at(p.operand("ref", "u32"), p.operand("column", "u32"), 4)
+            p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {number};"
+            p.load_vector_into(words, there, when=inside, space="shared::cluster")
+            types = {str(word)[1:-1]: "f32" for word in words}
+            out = emit_ptx(p, {"ref": ref, "column": column, "cta": cta}, types)
+            registers.append(pack(out))
+        return array(tiles.layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_from_ctas(ref)
 
 
 def _indices(tile: Tile, at):

@@ -14,7 +14,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device import column_tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
@@ -98,9 +97,7 @@ def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, sett
     }
     if plan.count > 1:
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
-        per_lane = plgpu.SMEM(plan.block.shape, jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
-        scratch["seen_smem"] = jax.tree.map(lambda _: per_lane, formula.reduction.empty)
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
     def body(x_gmem, *out_gmem, **scratch):
@@ -122,7 +119,6 @@ class _Refs(NamedTuple):
       x_smem: for each array, the slots, one after the other; those of the last one also hold what is to be written.
       landed: for each array, a barrier for each slot, which completes when a step has arrived there.
       sent_smem: in a cluster, the reduction of the CTA's part of each column, for the others to read.
-      seen_smem: in a cluster, where each thread puts what it has read of the others.
       met: in a cluster, the barrier at which its CTAs meet.
     """
 
@@ -131,7 +127,6 @@ class _Refs(NamedTuple):
     x_smem: list
     landed: list
     sent_smem: Any = None
-    seen_smem: Any = None
     met: Any = None
 
 
@@ -244,26 +239,28 @@ class _Part:
         return lanes
 
     def _merge(self, total):
-        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
-        refs, block = self.refs, self.plan.block
+        """The reductions of the cluster's CTAs merged, in the same order by each of them.
+
+        They are the lines of a tile, whose threads read them from the CTAs.
+        """
+        refs, plan = self.refs, self.plan
         for smem, leaf in zip(jax.tree.leaves(refs.sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = leaf
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.met)
         plgpu.barrier_wait(refs.met)
+        tile = dataclasses.replace(plan.block, rows=max(plan.block.rows, plan.count))
 
-        def of_peer(part: int):
-            peer: Any = {"part": jnp.int32(part)}
-            return jax.tree.map(
-                lambda smem: column_tiles.load_per_column(plgpu.cluster_ref(smem, peer), block),
-                refs.sent_smem,
-            )
+        def of_peers(smem, empty):
+            return column_tiles.load_from_ctas(smem, tile, plan.count, empty)
 
-        total = online.tree(self.formula.reduction.merge, [of_peer(part) for part in range(self.plan.count)])
-        # A peer may leave when this CTA arrives, so what its threads read must have come. A barrier alone lets loads
-        # be on their way; what a thread stores is there.
-        for smem, leaf in zip(jax.tree.leaves(refs.seen_smem), jax.tree.leaves(total), strict=True):
-            column_tiles.store_smem(smem, block, self._broadcast(leaf), interpret=self.interpret)
+        def broadcast(per_column):
+            return lax.broadcast_in_dim(per_column, tile.shape, (1,))
+
+        reduction = self.formula.reduction
+        peers = jax.tree.map(of_peers, refs.sent_smem, reduction.empty)
+        total = reduction.across(peers, 0, broadcast)
+        # What its threads read has come, since they have merged it: a peer may leave when this CTA arrives.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.met)
         return total
