@@ -114,7 +114,7 @@ def test_plans_fit_the_gpu(op, dtype):
             assert plan.width < inner  # or copies would not end where lines end
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 217 * 1024
             assert plan.count * plan.steps * plan.step_rows >= vocab
-            assert plan.slots == plan.steps or op == "logsumexp"
+            assert plan.slots == plan.steps or plan.turns > 1 or op == "logsumexp"
             assert plan.count in (1, 2, 4, 8, 16)
 
 
@@ -125,15 +125,49 @@ def test_plans_fit_the_gpu(op, dtype):
         ((1, 4096, 4096), BF16, Strips(4096, 64, 4, 16, 88, 3)),
         ((1, 1000, 100000), F32, Strips(1000, 32, 4, 4, 96, 3)),
         ((1, 12000, 8000), F32, Strips(12000, 16, 4, 16, 192, 4)),
-        ((1, 25000, 4000), F32, None),
+        ((1, 25000, 4000), F32, Strips(25000, 16, 4, 16, 224, 7)),
         ((1, 25000, 4000), BF16, None),
     ],
     ids=str,
 )
 def test_backwards_over_clusters(shape, dtype, want):
-    """Two arrays, as far as two CTAs have room on a multiprocessor."""
+    """Two arrays; where one CTA fills a multiprocessor, in float32 alone."""
     outer, vocab, inner = shape
     assert kernels.plan_columns("softmax_grad", outer, vocab, inner, dtype) == want
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "want"),
+    [
+        ("softmax", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 15, turns=18)),
+        ("log_softmax", (1, 13312, 704), F32, Strips(13312, 32, 4, 16, 112, 15, turns=4)),
+        ("softmax", (1, 12544, 4000), F32, Strips(12544, 32, 4, 16, 112, 7)),
+        ("softmax", (1, 25000, 672), F32, Strips(25000, 16, 4, 16, 224, 7)),
+        ("softmax", (1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
+        ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 4, 16, 224, 15)),
+        ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 3)),
+    ],
+    ids=str,
+)
+def test_strips_in_turns(op, shape, dtype, want):
+    """Tall float32 columns of which a cluster has four strips or more, and that its shared memory holds."""
+    assert kernels.plan_columns(op, *shape, dtype) == want
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "want"),
+    [
+        ("softmax", (8, 21, 262143), Tile(21, 128, 1, 3)),
+        ("softmax_grad", (8, 21, 262143), Tile(21, 128, 1, 2)),
+        ("softmax", (8, 21, 9001), Tile(21, 128, 1, 2)),
+        ("softmax", (8, 21, 262142), Tile(21, 128, 2, 1)),
+        ("softmax", (64, 128, 4095), Tile(128, 32, 1, 1)),
+    ],
+    ids=str,
+)
+def test_lines_of_an_odd_number_of_elements(op, shape, want):
+    """More of them for a thread, as far as registers and multiprocessors have work for them."""
+    assert kernels.plan_columns(op, *shape, F32) == want
 
 
 # --- Which calls take it ------------------------------------------------------------------------------
@@ -183,9 +217,17 @@ def test_what_is_left_to_xla(shape, axes, masked):
         assert "transposed" in dict(choice.reasons)["mosaic_gpu"]
 
 
-def test_backward_of_tall_columns_is_left_to_xla():
-    forward, backward = ps.explain(lambda x: ps.softmax(x, 0), array(25000, 4000))
-    assert (forward.cuda, backward.cuda) == ("mosaic_gpu", "xla")
+def test_backward_of_tall_bfloat16_columns_is_left_to_xla():
+    for dtype, taken in (("float32", "mosaic_gpu"), ("bfloat16", "xla")):
+        forward, backward = ps.explain(lambda x: ps.softmax(x, 0), array(25000, 4000, dtype=dtype))
+        assert (forward.cuda, backward.cuda) == ("mosaic_gpu", taken)
+
+
+@pytest.mark.slow
+def test_tall_columns_lower():
+    """In turns, and their backward."""
+    text = lowered(jax.grad(lambda x: jnp.sum(ps.softmax(x, 0) ** 2)), array(25000, 4000))
+    assert kernel_names(text) == ["softmax_forward", "softmax_grad"]
 
 
 def test_vmap_and_shards_have_columns_of_their_own():

@@ -31,6 +31,12 @@ PLANS = [
     (Strips(25000, 8, 4, 16, 256, 7), 25000, F32, EVEN),
     (Strips(3000, 8, 4, 16, 256, 1), 3000, BF16, EVEN),
     (Strips(1000, 64, 4, 16, 64, 1), 1000, BF16, EVEN * 5),
+    # strips in turns: slots for a strip, for more than one, and for all; the last cluster takes fewer strips
+    (Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN),
+    (Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN),
+    (Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN),
+    (Strips(25000, 32, 4, 16, 112, 15, turns=2), 25000, F32, EVEN * 5),
+    (Tile(24, 128, 1, 3), 21, F32, EVEN * 13),
 ]
 
 
@@ -63,7 +69,8 @@ def test_clusters_that_come_and_go():
     rng = np.random.default_rng(3)
     arrays = [jnp.asarray(rng.standard_normal((1, 4096, 4096)), F32) for _ in range(2)]
     chosen = kernels.plan_columns("softmax_grad", 1, 4096, 4096, F32)
-    for plan in (Strips(4096, 16, 4, 8, 128, 4), Strips(4096, 32, 4, 8, 64, 8), chosen):
+    turned = Strips(4096, 32, 4, 8, 64, 8, turns=5)
+    for plan in (Strips(4096, 16, 4, 8, 128, 4), Strips(4096, 32, 4, 8, 64, 8), turned, chosen):
         run = jax.jit(functools.partial(kernels.columns_results, "softmax_grad", plan=plan, interpret=None))
         for _ in range(20):
             (dx,) = jax.block_until_ready(run(arrays))

@@ -127,13 +127,18 @@ COLUMN_TILES = [
     (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
     (Tile(1, 128, 1, 1), 1, BF16, FEW),
     (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
+    (Tile(21, 128, 1, 3), 21, F32, ALL),
 ]
-# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns.
+# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns; in
+# turns: slots for a strip, for more than one, and for all, where the last cluster takes fewer strips.
 COLUMN_STRIPS = [
     (Strips(129, 8, 4, 1, 64, 3), F32, EVEN),
+    (Strips(129, 8, 4, 1, 64, 4, turns=3), BF16, EVEN),
     (Strips(1024, 8, 4, 1, 256, 4), F16, EVEN),
     (Strips(127, 16, 4, 1, 128, 1), BF16, EVEN),
     (Strips(1000, 8, 4, 1, 128, 8), F32, EVEN),
+    (Strips(129, 8, 4, 1, 64, 3, turns=2), F32, EVEN),
+    (Strips(1000, 8, 4, 1, 128, 16, turns=2), F16, EVEN),
 ]
 # The same of columns that are only read, through fewer slots.
 READ_STRIPS = [

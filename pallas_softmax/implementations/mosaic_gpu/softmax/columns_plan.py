@@ -3,7 +3,8 @@
 An array (outer, vocab, inner) has outer * inner rows, each a column of `vocab` lines, whose `inner` elements are
 neighbours. What matters is how many of these a CTA takes of each line, since device memory is fast at long pieces.
 
-The shares of a copy's bandwidth beside the constants are those of softmax on an H100, jax 0.11.2, 2026-11-22.
+The shares of a copy's bandwidth beside the constants are those of softmax, or of a sum of two arrays for its backward,
+on an H100 80GB HBM3, driver 580.159.04, jax 0.11.2, 2026-11-22.
 """
 
 import dataclasses
@@ -30,21 +31,33 @@ FEWEST_LANES = 8  # where a line has as many vectors; (1, 1000, 100000) float32 
 # Elements of a tile at least: (32768, 21, 32) reaches 64%, XLA 46%, and (131072, 21, 8) 16%, XLA 38%.
 TILE_ELEMENTS = 512
 ENOUGH_CTAS = 264  # two for each multiprocessor: up to here, more tiles are better than longer lines
+# Elements of a thread in a line of an odd number of elements, at most, WARPGROUP apart: (8, 21, 262143) float32
+# reaches 82% by 3, 81% by 2, 77% by 1.
+LINE_STEPS = 3
 FEWEST_CTAS = 64  # of strips: with fewer, most multiprocessors idle (not measured)
 
-# Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 88% by 128, 73% by 64, 60% by 32.
+# Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 87% by 128, 73% by 64, 60% by 32.
 LINE_BYTES = 128
-SHORT_LINE_BYTES = 64  # where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 71%, by 128 68%
+# Where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 73%, and in bfloat16 by 128 as well. The backward
+# of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
+SHORT_LINE_BYTES = 64
+# Clusters of 16 CTAs for which there is room where each CTA fills a multiprocessor. They take the strips of float32
+# columns in turns: (1, 25000, 4000) takes 313 us so, by shorter pieces 363, a copy 264. In bfloat16 one CTA has too
+# much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%).
+TURNING_CLUSTERS = {9: 7}
+FEWEST_TURNS = 4  # of which the first read and the last write have nothing beside them (not measured)
 # Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
 PART_BYTES = 72 * 1024
-# Bytes of a part up to which two CTAs have room. One that fills a multiprocessor reaches 58% of (2, 50257, 768); so in
-# a backward, of which XLA reaches 60% of a sum of two arrays, there are two. Of those (1, 4096, 4096) reaches 84%, in
-# bfloat16 85%, XLA 59% and 40%; (1, 1000, 100000) 89%, 85%, XLA 59%, 58% (driver 580.159.04).
+# Bytes of a part up to which two CTAs have room: (1, 4096, 4096) reaches 84%, its backward 84%, in bfloat16 85%, of
+# which XLA reaches 59% and 40%; that of (1, 1000, 100000) 89% and 85%, XLA 59% and 57%. One CTA that fills a
+# multiprocessor reaches 58% of (2, 50257, 768), and 71% of the backward of (1, 25000, 4000) float32, XLA 60%; in
+# bfloat16 this was not measured, and left to XLA.
 HALF_SMEM_BYTES = 104 * 1024
 EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
 STEP_BYTES = 14 * 1024  # of a step, about, in each array
 STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
-# Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 88% of a read, by 7 slots 69%.
+MAX_SLOTS = 32
+# Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 91% of a read, by 7 slots 69%.
 READ_SLOTS = 3
 
 INT32_LIMIT = 2**31  # lines are numbered in int32
@@ -68,6 +81,14 @@ class Strips:
 
     Columns that are written have a slot for each step. Those that are only read need a few, which are taken in turn.
 
+    A cluster whose CTAs fill their multiprocessors takes several strips in turns, whose steps go through the same
+    slots: as soon as a step has been written, its slot takes the next step that is not there yet. With three of each:
+
+        slot 0     | read 0,0 | reduce       write 0,0 | read 1,0            | reduce       write 1,0 | ...
+        slot 1     |   read 0,1 | reduce       write 0,1 | read 1,1          |   reduce       write 1,1 | ...
+        slot 2     |     read 0,2 | reduce       write 0,2 | read 1,2        |     reduce       write 1,2 | ...
+                                           ^ (m, d) merged              (strip, step)
+
     Attributes:
       vocab: number of lines.
       width: number of columns of a strip, fewer than the array has side by side: a copy of whole lines would be one
@@ -76,6 +97,7 @@ class Strips:
       count: number of CTAs of a cluster.
       step_rows: number of lines of a step.
       slots: number of steps for which there is shared memory.
+      turns: number of strips that a cluster takes one after the other.
     """
 
     vocab: int
@@ -84,6 +106,7 @@ class Strips:
     count: int
     step_rows: int
     slots: int
+    turns: int = 1
 
     @property
     def block(self) -> Tile:
@@ -123,18 +146,34 @@ def plan_columns(
     only_read = operations.TABLE[op].results == operations.PER_ROW
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     half = min(smem, HALF_SMEM_BYTES)
-    for line, most in (
-        (LINE_BYTES, half),  # two CTAs on a multiprocessor, or more
-        (SHORT_LINE_BYTES, smem if arrays == 1 else half),  # one of them, too
+    for line, most, in_turns in (
+        (LINE_BYTES, half, False),  # two CTAs on a multiprocessor, or more
+        (LINE_BYTES, smem, True),  # one of them
+        (SHORT_LINE_BYTES, smem if arrays == 1 or itemsize == 4 else half, False),  # one of them, or two
     ):
-        strips = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
+        plan = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
-            strips = dataclasses.replace(strips, slots=min(READ_SLOTS, strips.steps))
-        held = strips.slots * strips.step_rows * strips.width * itemsize * arrays
-        ctas = outer * -(-inner // strips.width) * strips.count
-        if held <= most and strips.slots <= 32 and strips.width < inner and ctas >= FEWEST_CTAS:
-            return strips
+            plan = dataclasses.replace(plan, slots=min(READ_SLOTS, plan.steps))
+        held = plan.slots * plan.step_rows * plan.width * itemsize * arrays
+        strips = outer * -(-inner // plan.width)
+        if held > most or plan.slots > MAX_SLOTS or plan.width >= inner or strips * plan.count < FEWEST_CTAS:
+            continue
+        if not in_turns:
+            return plan
+        if turns := _turns(strips, itemsize, arrays, capability):
+            slots = min(
+                smem * plan.slots // held, turns * plan.steps, MAX_SLOTS
+            )  # all that there is room for
+            return dataclasses.replace(plan, slots=slots, turns=turns)
     return None
+
+
+def _turns(strips: int, itemsize: int, arrays: int, capability: tuple[int, int]) -> int:
+    """Number of strips that a cluster takes in turns where its CTAs fill their multiprocessors; 0 if not so."""
+    clusters = TURNING_CLUSTERS.get(capability[0])
+    if itemsize < 4 or arrays > 1 or not clusters or strips <= clusters * (FEWEST_TURNS - 1):
+        return 0
+    return -(-strips // clusters)
 
 
 def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
@@ -154,6 +193,11 @@ def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
         found = Tile(rows, lanes, vec, 1)
         if outer * -(-inner // (lanes * vec)) >= ENOUGH_CTAS:
             break
+    if found and (found.lanes, vec) == (WARPGROUP, 1):
+        for steps in range(LINE_STEPS, 1, -1):
+            tiles = outer * -(-inner // (WARPGROUP * steps))
+            if found.rows * steps * arrays <= TILE_REGISTERS and tiles >= ENOUGH_CTAS:
+                return dataclasses.replace(found, steps=steps)
     return found
 
 
