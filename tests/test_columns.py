@@ -160,6 +160,7 @@ def test_strips_in_turns(op, shape, dtype, want):
         ("softmax", (8, 21, 262143), Tile(21, 128, 1, 3)),
         ("softmax_grad", (8, 21, 262143), Tile(21, 128, 1, 2)),
         ("softmax", (8, 21, 9001), Tile(21, 128, 1, 2)),
+        ("softmax", (8, 32, 262143), Tile(32, 128, 1, 2)),
         ("softmax", (8, 21, 262142), Tile(21, 128, 2, 1)),
         ("softmax", (64, 128, 4095), Tile(128, 32, 1, 1)),
     ],

@@ -32,8 +32,9 @@ FEWEST_LANES = 8  # where a line has as many vectors; (1, 1000, 100000) float32 
 TILE_ELEMENTS = 512
 ENOUGH_CTAS = 264  # two for each multiprocessor: up to here, more tiles are better than longer lines
 # Elements of a thread in a line of an odd number of elements, at most, WARPGROUP apart: (8, 21, 262143) float32
-# reaches 82% by 3, 81% by 2, 77% by 1.
+# reaches 82% by 3, 81% by 2, 77% by 1. And of a thread in all lines: each has an address, and 96 of them would spill.
 LINE_STEPS = 3
+STEPS_REGISTERS = 64
 FEWEST_CTAS = 64  # of strips: with fewer, most multiprocessors idle (not measured)
 
 # Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 87% by 128, 73% by 64, 60% by 32.
@@ -196,7 +197,7 @@ def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
     if found and (found.lanes, vec) == (WARPGROUP, 1):
         for steps in range(LINE_STEPS, 1, -1):
             tiles = outer * -(-inner // (WARPGROUP * steps))
-            if found.rows * steps * arrays <= TILE_REGISTERS and tiles >= ENOUGH_CTAS:
+            if found.rows * steps <= min(STEPS_REGISTERS, TILE_REGISTERS // arrays) and tiles >= ENOUGH_CTAS:
                 return dataclasses.replace(found, steps=steps)
     return found
 
