@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
-from tests.support.cases import F32
+from tests.support.cases import BF16, F32
 from tests.support.covering import first, pairs, slow
-from tests.support.kernels import CACHED_STRIPS, COLUMN_STRIPS, COLUMN_TILES, READ_STRIPS, CachedStrips, Tile
+from tests.support.kernels import COLUMN_STRIPS, COLUMN_TILES, READ_STRIPS, Strips, Tile
 from tests.support.lowering import array, kernel_names, kernel_results, lowered
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,14 +39,6 @@ def test_columns_in_shared_memory(name, case):
     beyond = plan.lines_beyond or len(names) // 2 % plan.width
     if jax.__version_info__ < (0, 11) and beyond:
         pytest.skip("the interpreter of jax 0.10 has no copies that reach beyond an array")
-    kernels.assert_columns(
-        name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan
-    )
-
-
-@pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, CACHED_STRIPS)), ids=str)
-def test_columns_read_twice(name, case):
-    plan, dtype, names = case
     kernels.assert_columns(
         name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan
     )
@@ -113,11 +105,6 @@ def test_plans_fit_the_gpu(op, dtype):
             rows, width = plan.shape
             assert rows >= vocab and inner % plan.vec == 0
             assert rows * width * arrays <= 12_288  # registers
-        elif isinstance(plan, CachedStrips):
-            assert plan.vocab == vocab and inner % plan.vec == 0
-            assert plan.lanes <= 32 and plan.blocks * plan.vec * arrays * itemsize <= 256  # registers
-            assert plan.width * itemsize >= 64
-            assert vocab * plan.width * itemsize * arrays <= 16 * 2**20  # of the L2 cache
         elif plan is not None:
             assert plan.vocab == vocab and inner * itemsize % 16 == 0
             assert (
@@ -127,27 +114,61 @@ def test_plans_fit_the_gpu(op, dtype):
             assert plan.width < inner  # or copies would not end where lines end
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 217 * 1024
             assert plan.count * plan.steps * plan.step_rows >= vocab
-            assert plan.slots == plan.steps or op == "logsumexp"
+            assert plan.slots == plan.steps or plan.turns > 1 or op == "logsumexp"
             assert plan.count in (1, 2, 4, 8, 16)
 
 
 @pytest.mark.parametrize(
-    "plan", [plan for plan, _, _ in CACHED_STRIPS] + [CachedStrips(25000, 16, 4, 16, 580)], ids=str
+    ("shape", "dtype", "want"),
+    [
+        ((1, 4096, 4096), F32, Strips(4096, 32, 4, 16, 96, 3)),
+        ((1, 4096, 4096), BF16, Strips(4096, 64, 4, 16, 88, 3)),
+        ((1, 1000, 100000), F32, Strips(1000, 32, 4, 4, 96, 3)),
+        ((1, 12000, 8000), F32, Strips(12000, 16, 4, 16, 192, 4)),
+        ((1, 25000, 4000), F32, Strips(25000, 16, 4, 16, 224, 7)),
+        ((1, 25000, 4000), BF16, None),
+    ],
+    ids=str,
 )
-def test_tickets(plan):
-    """Each part is reduced once and written once, and what must be reduced before has lower tickets."""
-    strips, reduced, written = 3, {}, {}
-    for ticket in range(plan.tickets(strips)):
-        writes, part = plan.task(ticket)
-        if 0 <= part < strips * plan.parts:
-            assert part not in (tickets := written if writes else reduced)
-            tickets[part] = ticket
-    assert sorted(reduced) == sorted(written) == list(range(strips * plan.parts))
-    for part, ticket in written.items():
-        last_of_strip = (part // plan.parts + 1) * plan.parts - 1
-        assert ticket > reduced[last_of_strip]
-    assert list(plan.levels) == sorted(plan.levels, reverse=True)
-    assert plan.counters == 1 + sum(-(-count // plan.group) for count in plan.levels)
+def test_backwards_over_clusters(shape, dtype, want):
+    """Two arrays; where one CTA fills a multiprocessor, in float32 alone."""
+    outer, vocab, inner = shape
+    assert kernels.plan_columns("softmax_grad", outer, vocab, inner, dtype) == want
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "want"),
+    [
+        ("softmax", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 15, turns=18)),
+        ("log_softmax", (1, 13312, 704), F32, Strips(13312, 32, 4, 16, 112, 15, turns=4)),
+        ("softmax", (1, 12544, 4000), F32, Strips(12544, 32, 4, 16, 112, 7)),
+        ("softmax", (1, 25000, 672), F32, Strips(25000, 16, 4, 16, 224, 7)),
+        ("softmax", (1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
+        ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 4, 16, 224, 15)),
+        ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 3)),
+    ],
+    ids=str,
+)
+def test_strips_in_turns(op, shape, dtype, want):
+    """Tall float32 columns of which a cluster has four strips or more, and that its shared memory holds."""
+    assert kernels.plan_columns(op, *shape, dtype) == want
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "want"),
+    [
+        ("softmax", (8, 21, 262143), Tile(21, 128, 1, 3)),
+        ("softmax_grad", (8, 21, 262143), Tile(21, 128, 1, 2)),
+        ("softmax", (8, 21, 9001), Tile(21, 128, 1, 2)),
+        ("softmax", (8, 32, 262143), Tile(32, 128, 1, 2)),
+        ("softmax", (8, 21, 262142), Tile(21, 128, 2, 1)),
+        ("softmax", (64, 128, 4095), Tile(128, 32, 1, 1)),
+    ],
+    ids=str,
+)
+def test_lines_of_an_odd_number_of_elements(op, shape, want):
+    """More of them for a thread, as far as registers and multiprocessors have work for them."""
+    assert kernels.plan_columns(op, *shape, F32) == want
 
 
 # --- Which calls take it ------------------------------------------------------------------------------
@@ -157,8 +178,6 @@ LOWERED = {
     "registers, unaligned": ((8, 21, 4095), 1),
     "shared memory": ((1000, 8192), 0),
     "cluster": ((8192, 512), 0),
-    "cache": ((25000, 520), 0),
-    "cache, unaligned": ((25000, 255), 0),
 }
 
 
@@ -184,19 +203,32 @@ def test_columns_lower_without_a_transpose(op, case, dtype):
     [
         ((8, 21, 4096), (0, 2), False),
         ((8, 21, 4096), (1,), True),
-        ((25000, 15), (0,), False),
+        ((25000, 255), (0,), False),
         ((131072, 21, 8), (1,), False),
-        ((1000000, 1024), (0,), False),
+        ((100000, 4096), (0,), False),
     ],
     ids=str,
 )
 def test_what_is_left_to_xla(shape, axes, masked):
-    """Axes that are not side by side; masks; short lines; too few columns; too long ones."""
+    """Axes that are not side by side; masks; lines that are not of 16 bytes; too few columns; too long ones."""
     where = np.ones((1,) * len(shape), bool) if masked else None
     (forward, backward) = ps.explain(lambda x: ps.softmax(x, axes, where), array(*shape))
     for choice in (forward, backward):
         assert choice.cuda == "xla"
         assert "transposed" in dict(choice.reasons)["mosaic_gpu"]
+
+
+def test_backward_of_tall_bfloat16_columns_is_left_to_xla():
+    for dtype, taken in (("float32", "mosaic_gpu"), ("bfloat16", "xla")):
+        forward, backward = ps.explain(lambda x: ps.softmax(x, 0), array(25000, 4000, dtype=dtype))
+        assert (forward.cuda, backward.cuda) == ("mosaic_gpu", taken)
+
+
+@pytest.mark.slow
+def test_tall_columns_lower():
+    """In turns, and their backward."""
+    text = lowered(jax.grad(lambda x: jnp.sum(ps.softmax(x, 0) ** 2)), array(25000, 4000))
+    assert kernel_names(text) == ["softmax_forward", "softmax_grad"]
 
 
 def test_vmap_and_shards_have_columns_of_their_own():

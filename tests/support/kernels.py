@@ -19,7 +19,7 @@ from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
 from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, columns_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
-from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import CachedStrips, Strips
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
@@ -128,29 +128,23 @@ COLUMN_TILES = [
     (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
     (Tile(1, 128, 1, 1), 1, BF16, FEW),
     (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
+    (Tile(21, 128, 1, 3), 21, F32, ALL),
 ]
-# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns.
+# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns; in
+# turns: slots for a strip, for more than one, and for all, where the last cluster takes fewer strips.
 COLUMN_STRIPS = [
     (Strips(129, 8, 4, 1, 64, 3), F32, EVEN),
+    (Strips(129, 8, 4, 1, 64, 4, turns=3), BF16, EVEN),
     (Strips(1024, 8, 4, 1, 256, 4), F16, EVEN),
     (Strips(127, 16, 4, 1, 128, 1), BF16, EVEN),
     (Strips(1000, 8, 4, 1, 128, 8), F32, EVEN),
+    (Strips(129, 8, 4, 1, 64, 3, turns=2), F32, EVEN),
+    (Strips(1000, 8, 4, 1, 128, 16, turns=2), F16, EVEN),
 ]
 # The same of columns that are only read, through fewer slots.
 READ_STRIPS = [
     (Strips(1000, 8, 4, 1, 128, 3), F32, EVEN),
     (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN),
-]
-
-
-# The same of columns that are read twice: one part, several, and groups of parts; strips that end with the columns and
-# beyond them; lines of single elements.
-CACHED_STRIPS = [
-    (CachedStrips(129, 4, 4, 2, 9), F32, EVEN),
-    (CachedStrips(127, 8, 1, 4, 3), F16, FEW),
-    (CachedStrips(8, 2, 4, 1, 1), BF16, EVEN),
-    (CachedStrips(300, 32, 4, 1, 80), BF16, FEW + FEW[:1]),
-    (CachedStrips(1000, 8, 4, 1, 70), F32, EVEN),
 ]
 
 

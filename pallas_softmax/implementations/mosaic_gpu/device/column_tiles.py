@@ -4,7 +4,6 @@ A piece is a `layout.Tile` whose rows are lines, numbers along the middle axis, 
 memory. What reaches beyond the array is moved by inline PTX under a predicate, as in `tiles`.
 """
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array, utils
@@ -12,16 +11,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx, tiles
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
     array,
+    emit_ptx,
     i32,
     inline,
+    pack,
     scalar,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 
 def laid_out(value, tile: Tile, *, interpret):
@@ -29,11 +30,8 @@ def laid_out(value, tile: Tile, *, interpret):
     return value if interpret else plgpu.layout_cast(value, tiles.layout(tile))
 
 
-def load(ref, tile: Tile, at, fill, *, streamed: bool = False, interpret):
-    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends.
-
-    What is `streamed` is not needed again, and is the first that leaves the L2 cache.
-    """
+def load(ref, tile: Tile, at, fill, *, interpret):
+    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
     _, vocab, inner = ref.shape
     if interpret:
         outer, lines, columns = _indices(tile, at)
@@ -44,7 +42,7 @@ def load(ref, tile: Tile, at, fill, *, streamed: bool = False, interpret):
     def load(_, ref, *at):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = [
-            predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill, streamed=streamed)
+            predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill)
             for offset, inside in _places(tile, vocab, inner, *map(scalar, at))
         ]
         return array(tiles.layout(tile).to_mgpu(), tile.shape, registers)
@@ -52,11 +50,8 @@ def load(ref, tile: Tile, at, fill, *, streamed: bool = False, interpret):
     return load(ref, *at)
 
 
-def store(ref, tile: Tile, at, value, *, streamed: bool = False, interpret) -> None:
-    """Writes a tile to (outer, line, column) of an array (outer, vocab, inner), as far as the array goes.
-
-    `streamed` is as for `load`.
-    """
+def store(ref, tile: Tile, at, value, *, interpret) -> None:
+    """Writes a tile to (outer, line, column) of an array (outer, vocab, inner), as far as the array goes."""
     _, vocab, inner = ref.shape
     value = value.astype(ref.dtype)
     if interpret:
@@ -69,48 +64,9 @@ def store(ref, tile: Tile, at, value, *, streamed: bool = False, interpret) -> N
         pointer = utils.memref_ptr(ref)
         places = _places(tile, vocab, inner, scalar(outer), scalar(line), scalar(column))
         for register, (offset, inside) in zip(value.registers.flat, places, strict=True):
-            predicated_ptx.store_vector(pointer, register, tile.vec, offset, inside, streamed=streamed)
+            predicated_ptx.store_vector(pointer, register, tile.vec, offset, inside)
 
     store(ref, *at, value)
-
-
-def load_line(ref, tile: Tile, at, *, interpret):
-    """The numbers at (outer, line, column) of an array (outer, lines, inner), in each line of a tile; 0 beyond them."""
-    _, lines, inner = ref.shape
-    if interpret:
-        outer, line, column = at
-        columns = column + jnp.arange(tile.shape[1])
-        found = jnp.where(columns < inner, ref[outer][line, jnp.where(columns < inner, columns, 0)], 0)
-        return jnp.broadcast_to(found, tile.shape)
-
-    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR), return_type=tiles.type_of(tile, ref.dtype))
-    def load_line(_, ref, outer, line, column):
-        offset, inside, _ = _own_place(tile, lines, inner, scalar(outer), scalar(line), scalar(column))
-        element = ir.MemRefType(ref.type).element_type
-        register = predicated_ptx.load_vector(utils.memref_ptr(ref), element, tile.vec, offset, inside)
-        return array(
-            tiles.layout(tile).to_mgpu(), tile.shape, [register] * (tile.rows * tile.lanes // WARPGROUP)
-        )
-
-    return load_line(ref, *at)
-
-
-def store_line(ref, tile: Tile, at, value, *, interpret) -> None:
-    """Writes the first line of a tile to (outer, line, column) of an array (outer, lines, inner)."""
-    _, lines, inner = ref.shape
-    value = value.astype(ref.dtype)
-    if interpret:
-        outer, line, column = at
-        ref[outer] = ref[outer].at[line, column + jnp.arange(tile.shape[1])].set(value[0], mode="drop")
-        return
-
-    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, tiles.layout(tile)))
-    def store_line(_, ref, outer, line, column, value):
-        offset, inside, first = _own_place(tile, lines, inner, scalar(outer), scalar(line), scalar(column))
-        inside = arith.andi(inside, first)
-        predicated_ptx.store_vector(utils.memref_ptr(ref), value.registers.flat[0], tile.vec, offset, inside)
-
-    store_line(ref, *at, value)
 
 
 def load_smem(ref, tile: Tile, *, interpret):
@@ -143,10 +99,34 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
     store(ref, value)
 
 
-def load_per_column(ref, tile: Tile):
-    """The numbers in `ref`, shared memory, one for each column, laid out as a reduction of the tile along its lines."""
-    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 wants the index of the whole
-    return plgpu.load(ref, *index, layout=tiles.layout(tile).reduce((0,)), optimized=False)
+def load_from_ctas(ref, tile: Tile, count: int, empty: float):
+    """A tile whose line i is `ref` of CTA number i of the cluster, and `empty` from line `count` on.
+
+    Args:
+      ref: numbers in shared memory, float32 (columns of the tile,), that all CTAs have.
+      tile: how they lie in registers.
+      count: number of CTAs of the cluster.
+      empty: 0 or -inf.
+    """
+
+    @inline(arg_types=(REF,), return_type=tiles.type_of(tile, "float32"))
+    def load_from_ctas(_, ref):
+        registers = []
+        for cta, column in tiles.places(tile, i32(0)):
+            p = Program()
+            number, words = p.operand("cta", "u32"), p.operands("f32", *(f"x{i}" for i in range(tile.vec)))
+            inside, there = number < count, p.fresh("u32")
+            for word in words:
+                p.set(word, empty)
+            here = p.at(p.operand("ref", "u32"), p.operand("column", "u32"), 4)
+            p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {number};"
+            p.load_vector_into(words, there, when=inside, space="shared::cluster")
+            types = {str(word)[1:-1]: "f32" for word in words}
+            out = emit_ptx(p, {"ref": ref, "column": column, "cta": cta}, types)
+            registers.append(pack(out))
+        return array(tiles.layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_from_ctas(ref)
 
 
 def _indices(tile: Tile, at):
@@ -154,16 +134,6 @@ def _indices(tile: Tile, at):
     outer, line, column = at
     lines, columns = tile.shape
     return outer, line + jnp.arange(lines)[:, None], column + jnp.arange(columns)[None, :]
-
-
-def _own_place(tile: Tile, lines: int, inner: int, outer, line, column):
-    """Of the columns that this thread has: the number of the first in a line of an array (outer, lines, inner), whether
-    it is in the array, and whether this is the tile's first thread that has it."""
-    own_line, own_column = next(tiles.places(tile, i32(0)))
-    own_column = arith.addi(own_column, column)
-    offset = predicated_ptx.offset_of(arith.addi(arith.muli(outer, i32(lines)), line), inner, own_column)
-    inside = arith.cmpi(arith.CmpIPredicate.ult, own_column, i32(inner))
-    return offset, inside, arith.cmpi(arith.CmpIPredicate.eq, own_line, i32(0))
 
 
 def _places(tile: Tile, vocab: int, inner: int, outer, line, column):

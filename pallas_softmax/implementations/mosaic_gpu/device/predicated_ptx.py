@@ -20,9 +20,7 @@ def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
     return arith.addi(row_start, arith.extui(i64, column))
 
 
-def load_vector(
-    pointer, element: ir.Type, vec: int, offset, inside, fill=0.0, *, streamed: bool = False
-) -> ir.Value:
+def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
     """A vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
 
     Args:
@@ -32,7 +30,6 @@ def load_vector(
       offset: number of the first one.
       inside: whether to read them.
       fill: the elements otherwise.
-      streamed: whether they are the first to leave the caches.
     """
     itemsize = utils.bytewidth(element)
     p, (count, kind) = Program(), _words(vec * itemsize)
@@ -40,7 +37,7 @@ def load_vector(
     reads = p.operand("inside", "u32").differs(0)
     for word in words:
         p.set(word, _bits(fill, element, kind))
-    p.load_vector_into(words, p.operand("at", "u64"), when=reads, space=_space(streamed))
+    p.load_vector_into(words, p.operand("at", "u64"), when=reads, space="global")
     registers = emit_ptx(
         p,
         {"at": _address(pointer, offset, itemsize), "inside": _as_i32(inside)},
@@ -51,18 +48,15 @@ def load_vector(
     return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
 
 
-def store_vector(pointer, register: ir.Value, vec: int, offset, inside, *, streamed: bool = False) -> None:
-    """Writes the first `vec` elements of a vector, of 2 to 16 bytes together, from element `offset` on if `inside`.
-
-    `streamed` is as for `load_vector`.
-    """
+def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
+    """Writes the first `vec` elements of a vector, of 2 to 16 bytes together, from element `offset` on if `inside`."""
     itemsize = utils.bytewidth(ir.VectorType(register.type).element_type)
     p, (count, kind) = Program(), _words(vec * itemsize)
     packed = pack(elements(register)[:vec])
     registers = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind])), packed))
     names = [f"x{i}" for i in range(count)]
     writes = p.operand("inside", "u32").differs(0)
-    p.store(p.operand("at", "u64"), *p.operands(kind, *names), when=writes, space=_space(streamed))
+    p.store(p.operand("at", "u64"), *p.operands(kind, *names), when=writes, space="global")
     emit_ptx(
         p,
         {
@@ -142,11 +136,6 @@ def _bits(fill: float, element: ir.Type, kind: str) -> int:
 def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
-
-
-def _space(streamed: bool) -> str:
-    """Where PTX loads from and stores to; .cs is evicted first."""
-    return "global.cs" if streamed else "global"
 
 
 def _as_i32(condition: ir.Value) -> ir.Value:

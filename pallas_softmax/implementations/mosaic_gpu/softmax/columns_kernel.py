@@ -14,19 +14,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device import column_tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.softmax import cached_columns_kernel
-from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import CachedStrips, Strips
+from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import Formula
 
 
 def launch(
     formula: Formula,
     arrays: list[jax.Array],
-    plan: Tile | Strips | CachedStrips,
+    plan: Tile | Strips,
     *,
     name: str,
     approximate: bool,
@@ -54,8 +52,6 @@ def launch(
     settings = {"out_type": out_type, "name": name, "approximate": approximate, "interpret": interpret}
     if isinstance(plan, Tile):
         return _launch_tiles(formula, arrays, plan, settings)
-    if isinstance(plan, CachedStrips):
-        return cached_columns_kernel.launch(formula, arrays, plan, settings)
     return _launch_strips(formula, arrays, plan, settings)
 
 
@@ -92,27 +88,27 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
 
 
 def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, settings: dict[str, Any]):
-    """Has each cluster take a strip, through its shared memory."""
+    """Has each cluster take a strip, or several in turns, through its shared memory."""
     outer, _, inner = arrays[0].shape
     across = -(-inner // plan.width)  # strips side by side
+    teams = -(-outer * across // plan.turns)
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
         "landed": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
     }
     if plan.count > 1:
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
-        per_lane = plgpu.SMEM(plan.block.shape, jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
-        scratch["seen_smem"] = jax.tree.map(lambda _: per_lane, formula.reduction.empty)
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
     def body(x_gmem, *out_gmem, **scratch):
-        strip = lax.axis_index("strip")
+        team = lax.axis_index("team")
         part = lax.axis_index("part") if plan.count > 1 else jnp.int32(0)
-        place = lax.div(strip, across), part, lax.rem(strip, across) * plan.width
-        _Part(formula, plan, _Refs(x_gmem, out_gmem, **scratch), *place, settings["interpret"]).compute()
+        turns = lax.div(outer * across - 1 - team, teams) + 1 if plan.turns > 1 else 1
+        refs = _Refs(x_gmem, out_gmem, **scratch)
+        _Part(formula, plan, refs, team, teams, turns, part, across, settings["interpret"]).compute()
 
-    grid = {"strip": outer * across, "part": plan.count} if plan.count > 1 else {"strip": outer * across}
+    grid = {"team": teams, "part": plan.count} if plan.count > 1 else {"team": teams}
     return gpu_kernel(body, grid=grid, cluster=plan.count, scratch_types=scratch, **settings)(arrays)
 
 
@@ -125,7 +121,6 @@ class _Refs(NamedTuple):
       x_smem: for each array, the slots, one after the other; those of the last one also hold what is to be written.
       landed: for each array, a barrier for each slot, which completes when a step has arrived there.
       sent_smem: in a cluster, the reduction of the CTA's part of each column, for the others to read.
-      seen_smem: in a cluster, where each thread puts what it has read of the others.
       met: in a cluster, the barrier at which its CTAs meet.
     """
 
@@ -134,78 +129,111 @@ class _Refs(NamedTuple):
     x_smem: list
     landed: list
     sent_smem: Any = None
-    seen_smem: Any = None
     met: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a CTA does: some lines of a strip, step by step.
+    """What a CTA does: some lines of a strip, step by step, and then those of the next one that its cluster takes.
+
+    Steps are numbered over all strips that the cluster takes; a step takes the slot that has been free for the longest.
 
     Attributes:
       formula, plan: as for `launch`.
       refs: what it reads and writes.
-      outer: index of the strip along the outer axis.
+      team: number of the cluster, whose first strip has the same number.
+      teams: number of clusters, and how far the strips of a cluster are apart.
+      turns: number of strips that the cluster takes.
       part: number of this CTA in the cluster.
-      column: first column of the strip.
+      across: number of strips side by side.
       interpret: as for `pallas_call`.
     """
 
     formula: Formula
     plan: Strips
     refs: _Refs
-    outer: Any
+    team: Any
+    teams: int
+    turns: Any
     part: Any
-    column: Any
+    across: int
     interpret: Any
 
     def compute(self) -> None:
-        """Load, reduce, merge with the other CTAs, write."""
+        """Takes all strips of the cluster."""
+        _repeat(self.plan.slots, self._fetch)
+        if self.plan.turns > 1:
+            _repeat(self.turns, self._take)
+        else:
+            self._take(jnp.int32(0))
+
+    def _take(self, turn) -> None:
+        """Reduce, merge with the other CTAs, write; while the next strip is loaded."""
         plan, refs, reduction = self.plan, self.refs, self.formula.reduction
-        _repeat(plan.slots, self._fetch)
+        first = turn * plan.steps
         lanes = jax.tree.map(self._filled, reduction.empty)
-        lanes = lax.fori_loop(0, plan.steps, self._absorb, lanes)
+        lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
         total = reduction.across(lanes, 0, self._broadcast)
         if plan.count > 1:
             total = self._merge(total)
         constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
         if self.formula.value is None:
+            outer, _, column = self._place(first)
             for gmem, y in zip(refs.out_gmem, constants, strict=True):
                 # the result has one line, which part 0 writes: what the others have lies beyond it
-                at = self.outer, self.part, self.column
-                column_tiles.store(gmem, plan.block, at, y, interpret=self.interpret)
+                column_tiles.store(gmem, plan.block, (outer, self.part, column), y, interpret=self.interpret)
         else:
-            _repeat(plan.steps, lambda step: self._write(step, constants))
+            _repeat(plan.steps, lambda i: self._write(first, i, constants))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if self._refills:
+                self._fetch(first + plan.steps - 1 + plan.slots)
         if plan.count > 1:
-            plgpu.barrier_wait(refs.met)  # no CTA leaves while another one may read its shared memory
+            # no CTA leaves, or sends again, while another one may read what it sent
+            plgpu.barrier_wait(refs.met)
 
     # --- Loads
 
-    def _first_line(self, step):
-        """The line of the array at which a step starts."""
-        return (self.part * self.plan.steps + step) * self.plan.step_rows
+    @property
+    def _refills(self) -> bool:
+        """Whether there are more steps than slots."""
+        return self.plan.turns > 1 or self.plan.steps > self.plan.slots
 
-    def _lines(self, gmem, step):
+    def _place(self, number):
+        """Index along the outer axis, first line and first column of a step."""
+        turn, step = lax.div(number, self.plan.steps), lax.rem(number, self.plan.steps)
+        strip = self.team + turn * self.teams
+        line = (self.part * self.plan.steps + step) * self.plan.step_rows
+        return lax.div(strip, self.across), line, lax.rem(strip, self.across) * self.plan.width
+
+    def _lines(self, gmem, number):
         """A step of an array in device memory. What is beyond the array reads as 0, and is not written."""
-        lines = pl.ds(self._first_line(step), self.plan.step_rows)
-        return gmem.at[self.outer, lines, pl.ds(self.column, self.plan.width)]
+        outer, line, column = self._place(number)
+        return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
 
-    def _slot(self, step):
+    def _slot(self, number):
         """The lines of shared memory that a step has: the slots are taken in turn."""
-        return pl.ds(lax.rem(step, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
+        return pl.ds(lax.rem(number, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
 
-    def _fetch(self, step) -> None:
-        """Starts the copies of a step, one of each array."""
-        refs, slot = self.refs, lax.rem(step, self.plan.slots)
-        for gmem, smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
-            plgpu.copy_gmem_to_smem(self._lines(gmem, step), smem.at[self._slot(step)], landed.at[slot])
+    def _fetch(self, number) -> None:
+        """Starts the copies of a step, one of each array, if there is such a step."""
 
-    def _blocks(self, step):
+        def fetch():
+            refs, slot = self.refs, lax.rem(number, self.plan.slots)
+            for gmem, smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    self._lines(gmem, number), smem.at[self._slot(number)], landed.at[slot]
+                )
+
+        if self._refills:
+            pl.when(number < self.turns * self.plan.steps)(fetch)
+        else:
+            fetch()
+
+    def _blocks(self, number):
         """For each block of a step: its lines of shared memory, and the block of each array, in float32."""
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
-            at = pl.ds(self._slot(step).start + start, block.rows)
+            at = pl.ds(self._slot(number).start + start, block.rows)
             x = [
                 column_tiles.load_smem(smem.at[at], block, interpret=self.interpret)
                 for smem in self.refs.x_smem
@@ -222,69 +250,74 @@ class _Part:
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
         return column_tiles.laid_out(full, self.plan.block, interpret=self.interpret)
 
-    def _absorb(self, step, lanes):
-        """Adds a step to the reduction of each lane, and starts the one that takes its slot, if any."""
+    def _absorb(self, number, lanes):
+        """Adds a step to the reduction of each lane, and starts the one that takes its slot, if it is read only."""
         plan, formula = self.plan, self.formula
         for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[lax.rem(step, plan.slots)])
-        terms = [formula.term(*x) for _, x in self._blocks(step)]
+            plgpu.barrier_wait(landed.at[lax.rem(number, plan.slots)])
+        terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
             line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
             line = column_tiles.laid_out(line, plan.block, interpret=self.interpret)
-            held = plan.vocab - self._first_line(step)  # lines from this step on that are in the array
+            held = plan.vocab - self._place(number)[1]  # lines from this step on that are in the array
             terms = [
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
             ]
         lanes = formula.reduction.absorb(lanes, terms)
-        if plan.steps > plan.slots:
-
-            @pl.when(step + plan.slots < plan.steps)
-            def _():
-                plgpu.commit_smem()  # all threads have read the slot
-                self._fetch(step + plan.slots)
-
+        if formula.value is None and self._refills:
+            plgpu.commit_smem()  # all threads have read the slot
+            self._fetch(number + plan.slots)
         return lanes
 
     def _merge(self, total):
-        """The reductions of the cluster's CTAs merged, in the same order by each of them."""
-        refs, block = self.refs, self.plan.block
+        """The reductions of the cluster's CTAs merged, in the same order by each of them.
+
+        They are the lines of a tile, whose threads read them from the CTAs.
+        """
+        refs, plan = self.refs, self.plan
         for smem, leaf in zip(jax.tree.leaves(refs.sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = leaf
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.met)
         plgpu.barrier_wait(refs.met)
+        tile = dataclasses.replace(plan.block, rows=max(plan.block.rows, plan.count))
 
-        def of_peer(part: int):
-            peer: Any = {"part": jnp.int32(part)}
-            return jax.tree.map(
-                lambda smem: column_tiles.load_per_column(plgpu.cluster_ref(smem, peer), block),
-                refs.sent_smem,
-            )
+        def of_peers(smem, empty):
+            return column_tiles.load_from_ctas(smem, tile, plan.count, empty)
 
-        total = online.tree(self.formula.reduction.merge, [of_peer(part) for part in range(self.plan.count)])
-        # A peer may leave when this CTA arrives, so what its threads read must have come. A barrier alone lets loads
-        # be on their way; what a thread stores is there.
-        for smem, leaf in zip(jax.tree.leaves(refs.seen_smem), jax.tree.leaves(total), strict=True):
-            column_tiles.store_smem(smem, block, self._broadcast(leaf), interpret=self.interpret)
+        def broadcast(per_column):
+            return lax.broadcast_in_dim(per_column, tile.shape, (1,))
+
+        reduction = self.formula.reduction
+        peers = jax.tree.map(of_peers, refs.sent_smem, reduction.empty)
+        total = reduction.across(peers, 0, broadcast)
+        # What its threads read has come, since they have merged it: a peer may leave when this CTA arrives.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.met)
         return total
 
     # --- Results
 
-    def _write(self, step, constants) -> None:
-        """Writes a step, through its slot."""
+    def _write(self, first, i, constants) -> None:
+        """Writes the step of number first + i, through its slot, and starts the one that takes the slot before."""
+        plan, number = self.plan, first + i
         value: Any = self.formula.value
         (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
-        for at, x in self._blocks(step):
+        for at, x in self._blocks(number):
             y = value(*x, *constants)
-            column_tiles.store_smem(out_smem.at[at], self.plan.block, y, interpret=self.interpret)
+            column_tiles.store_smem(out_smem.at[at], plan.block, y, interpret=self.interpret)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[self._slot(step)], self._lines(out_gmem, step))
+        plgpu.copy_smem_to_gmem(out_smem.at[self._slot(number)], self._lines(out_gmem, number))
+        if self._refills:
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                self._fetch(number - 1 + plan.slots)
 
 
-def _repeat(count: int, do) -> None:
+def _repeat(count, do) -> None:
     """Calls do(i) for each i below `count`."""
 
     def step(i, carry):

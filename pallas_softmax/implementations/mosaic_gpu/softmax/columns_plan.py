@@ -2,10 +2,9 @@
 
 An array (outer, vocab, inner) has outer * inner rows, each a column of `vocab` lines, whose `inner` elements are
 neighbours. What matters is how many of these a CTA takes of each line, since device memory is fast at long pieces.
-Short columns are in registers (`Tile`); longer ones in shared memory (`Strips`); the longest are read twice, the second
-time from the L2 cache (`CachedStrips`).
 
-The shares of a copy's bandwidth beside the constants are those of softmax on an H100, jax 0.11.2, 2026-11-22.
+The shares of a copy's bandwidth beside the constants are those of softmax, or of a sum of two arrays for its backward,
+on an H100 80GB HBM3, driver 580.159.04, jax 0.11.2, 2026-11-22.
 """
 
 import dataclasses
@@ -32,37 +31,35 @@ FEWEST_LANES = 8  # where a line has as many vectors; (1, 1000, 100000) float32 
 # Elements of a tile at least: (32768, 21, 32) reaches 64%, XLA 46%, and (131072, 21, 8) 16%, XLA 38%.
 TILE_ELEMENTS = 512
 ENOUGH_CTAS = 264  # two for each multiprocessor: up to here, more tiles are better than longer lines
+# Elements of a thread in a line of an odd number of elements, at most, WARPGROUP apart: (8, 21, 262143) float32
+# reaches 82% by 3, 81% by 2, 77% by 1. And of a thread in all lines: each has an address, and 96 of them would spill.
+LINE_STEPS = 3
+STEPS_REGISTERS = 64
 FEWEST_CTAS = 64  # of strips: with fewer, most multiprocessors idle (not measured)
 
-# Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 88% by 128, 73% by 64, 60% by 32.
+# Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 87% by 128, 73% by 64, 60% by 32.
 LINE_BYTES = 128
-SHORT_LINE_BYTES = 64  # where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 71%, by 128 68%
+# Where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 73%, and in bfloat16 by 128 as well. The backward
+# of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
+SHORT_LINE_BYTES = 64
+# Clusters of 16 CTAs for which there is room where each CTA fills a multiprocessor. They take the strips of float32
+# columns in turns: (1, 25000, 4000) takes 313 us so, by shorter pieces 363, a copy 264. In bfloat16 one CTA has too
+# much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%).
+TURNING_CLUSTERS = {9: 7}
+FEWEST_TURNS = 4  # of which the first read and the last write have nothing beside them (not measured)
 # Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
 PART_BYTES = 72 * 1024
-HALF_SMEM_BYTES = 104 * 1024  # up to which two CTAs have room
+# Bytes of a part up to which two CTAs have room: (1, 4096, 4096) reaches 84%, its backward 84%, in bfloat16 85%, of
+# which XLA reaches 59% and 40%; that of (1, 1000, 100000) 89% and 85%, XLA 59% and 57%. One CTA that fills a
+# multiprocessor reaches 58% of (2, 50257, 768), and 71% of the backward of (1, 25000, 4000) float32, XLA 60%; in
+# bfloat16 this was not measured, and left to XLA.
+HALF_SMEM_BYTES = 104 * 1024
 EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
 STEP_BYTES = 14 * 1024  # of a step, about, in each array
 STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
-# Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 88% of a read, by 7 slots 69%.
+MAX_SLOTS = 32
+# Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 91% of a read, by 7 slots 69%.
 READ_SLOTS = 3
-
-# --- Columns that are read twice; nothing of it was measured yet (.gpu/wide-columns)
-
-# Bytes of a line that a strip takes at least. (64, 128, 4096) float32 reaches 99% by so long pieces, in tiles.
-CACHED_LINE_BYTES = 256
-CACHED_LANES = (2, 4, 8, 16, 32)  # threads along a line: those of a warp at most
-# Bytes of a thread in a part, of all arrays, so that a part has 32 KB and three or four CTAs have room on a
-# multiprocessor; and loads at most, of lines that are not aligned.
-CACHED_THREAD_BYTES = 256
-CACHED_LOADS = 64
-MERGED_BLOCKS = 8  # vectors of each number of a reduction that a thread merges at a time
-# Bytes of a strip, in all arrays, at most: a strip is in the cache as a whole. An H100 has 50 MB, which a strip shares
-# with DELAY_BYTES of the next ones and with what is written meanwhile.
-CACHED_BYTES = 16 * 2**20
-# Bytes that are read, in all arrays, between the last part of a strip and the time when the strip is written: some 8 us
-# of reading, for a part to come, to be reduced, and all parts of the strip to be merged.
-DELAY_BYTES = 12 * 2**20
-FEWEST_PARTS = 264  # two for each multiprocessor
 
 INT32_LIMIT = 2**31  # lines are numbered in int32
 
@@ -85,6 +82,14 @@ class Strips:
 
     Columns that are written have a slot for each step. Those that are only read need a few, which are taken in turn.
 
+    A cluster whose CTAs fill their multiprocessors takes several strips in turns, whose steps go through the same
+    slots: as soon as a step has been written, its slot takes the next step that is not there yet. With three of each:
+
+        slot 0     | read 0,0 | reduce       write 0,0 | read 1,0            | reduce       write 1,0 | ...
+        slot 1     |   read 0,1 | reduce       write 0,1 | read 1,1          |   reduce       write 1,1 | ...
+        slot 2     |     read 0,2 | reduce       write 0,2 | read 1,2        |     reduce       write 1,2 | ...
+                                           ^ (m, d) merged              (strip, step)
+
     Attributes:
       vocab: number of lines.
       width: number of columns of a strip, fewer than the array has side by side: a copy of whole lines would be one
@@ -93,6 +98,7 @@ class Strips:
       count: number of CTAs of a cluster.
       step_rows: number of lines of a step.
       slots: number of steps for which there is shared memory.
+      turns: number of strips that a cluster takes one after the other.
     """
 
     vocab: int
@@ -101,6 +107,7 @@ class Strips:
     count: int
     step_rows: int
     slots: int
+    turns: int = 1
 
     @property
     def block(self) -> Tile:
@@ -119,91 +126,9 @@ class Strips:
         return self.count * self.steps * self.step_rows != self.vocab
 
 
-@dataclasses.dataclass(frozen=True)
-class CachedStrips:
-    """Strips of neighbouring columns that are read twice, the second time from the L2 cache.
-
-    A CTA has a part of a strip at a time, in registers: it reduces the part, or writes it. Of every two tickets one is
-    for a part to be reduced, and one for a part to be written, which was reduced `lag` parts ago. Here a strip has 3
-    parts, and lag = 4:
-
-        ticket   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15 ...
-        reduce   0       1       2       3       4       5       6       7          parts 0 to 2 are strip 0,
-        write        -       -       -       -       0       1       2       3      parts 3 to 5 strip 1, ...
-
-    So strips of any height can be read in wide lines, whatever the shared memory; and what is between the two times
-    that a part is read is small enough for the cache to hold it.
-
-    Attributes:
-      vocab: number of lines.
-      lanes: number of threads along a line of a strip.
-      vec: number of elements of a thread in a line.
-      blocks: number of vectors of a thread in a part.
-      lag: number of parts that are reduced after a part, before it is written; all parts of its strip are among them.
-    """
-
-    vocab: int
-    lanes: int
-    vec: int
-    blocks: int
-    lag: int
-
-    @property
-    def width(self) -> int:
-        """Number of columns of a strip."""
-        return self.lanes * self.vec
-
-    @property
-    def block(self) -> Tile:
-        """The lines that the threads of a CTA hold with a vector each."""
-        return Tile(WARPGROUP // self.lanes, self.lanes, self.vec, 1)
-
-    @property
-    def part_rows(self) -> int:
-        """Number of lines of a part."""
-        return self.blocks * self.block.rows
-
-    @property
-    def parts(self) -> int:
-        """Number of parts of a strip."""
-        return -(-self.vocab // self.part_rows)
-
-    @property
-    def group(self) -> int:
-        """Number of parts whose reductions a CTA merges at a time, and of groups of parts."""
-        return MERGED_BLOCKS * self.block.rows
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Number of parts of a strip, of groups of parts, of groups of these, and so on, down to the last above 1."""
-        levels, count = [], self.parts
-        while count > 1:
-            levels.append(count)
-            count = -(-count // self.group)
-        return tuple(levels)
-
-    def first_counter(self, level: int) -> int:
-        """Number of the counter, of those of a strip, of a level's first group; beyond the last level, of the strip."""
-        return sum(-(-count // self.group) for count in self.levels[:level])
-
-    @property
-    def counters(self) -> int:
-        """Number of counters of a strip: of what is complete of each group, and of the whole strip."""
-        return self.first_counter(len(self.levels)) + 1
-
-    def tickets(self, strips: int) -> int:
-        """Number of tickets for so many strips, until the last part is written."""
-        return 2 * (strips * self.parts + self.lag)
-
-    def task(self, ticket):
-        """Whether a ticket is for writing, and the part, over all strips, that it is for, if there is such a part."""
-        writes = ticket % 2
-        return writes == 1, ticket // 2 - writes * self.lag
-
-
 def plan_columns(
     op: str, outer: int, vocab: int, inner: int, dtype, capability: tuple[int, int]
-) -> Tile | Strips | CachedStrips | None:
+) -> Tile | Strips | None:
     """How the columns of an operation lie over a GPU of this compute capability; None if transposing them is better.
 
     Args:
@@ -217,64 +142,39 @@ def plan_columns(
         return None  # most threads of a tile would have nothing
     if tile := _tile(outer, vocab, inner, arrays):
         return tile
-    only_read = operations.TABLE[op].results == operations.PER_ROW
-    held = _held(outer, vocab, inner, itemsize, arrays, only_read, capability)
-    if held and (only_read or held.width * itemsize > SHORT_LINE_BYTES):
-        return held
-    return _cached(outer, vocab, inner, itemsize, arrays) or held
-
-
-def _held(
-    outer: int,
-    vocab: int,
-    inner: int,
-    itemsize: int,
-    arrays: int,
-    only_read: bool,
-    capability: tuple[int, int],
-) -> Strips | None:
-    """The strips that shared memory holds; None if it does not."""
     if inner * itemsize % ACCESS_BYTES:
         return None  # bulk copies need lines that start on 16 bytes
+    only_read = operations.TABLE[op].results == operations.PER_ROW
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
-    for line, most in (
-        (LINE_BYTES, min(smem, HALF_SMEM_BYTES)),  # two CTAs on a multiprocessor, or more
-        (SHORT_LINE_BYTES, smem),  # one of them, too
+    half = min(smem, HALF_SMEM_BYTES)
+    for line, most, in_turns in (
+        (LINE_BYTES, half, False),  # two CTAs on a multiprocessor, or more
+        (LINE_BYTES, smem, True),  # one of them
+        (SHORT_LINE_BYTES, smem if arrays == 1 or itemsize == 4 else half, False),  # one of them, or two
     ):
-        strips = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
+        plan = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
-            strips = dataclasses.replace(strips, slots=min(READ_SLOTS, strips.steps))
-        if arrays > 1 and strips.count > 1:
-            # The H100 failed to launch such a backward once, when CTAs left while others read from them. They wait
-            # since, but test_clusters_that_come_and_go of tests/gpu, which loads it so, has not run again.
-            return None
-        held = strips.slots * strips.step_rows * strips.width * itemsize * arrays
-        ctas = outer * -(-inner // strips.width) * strips.count
-        if held <= most and strips.slots <= 32 and strips.width < inner and ctas >= FEWEST_CTAS:
-            return strips
+            plan = dataclasses.replace(plan, slots=min(READ_SLOTS, plan.steps))
+        held = plan.slots * plan.step_rows * plan.width * itemsize * arrays
+        strips = outer * -(-inner // plan.width)
+        if held > most or plan.slots > MAX_SLOTS or plan.width >= inner or strips * plan.count < FEWEST_CTAS:
+            continue
+        if not in_turns:
+            return plan
+        if turns := _turns(strips, itemsize, arrays, capability):
+            slots = min(
+                smem * plan.slots // held, turns * plan.steps, MAX_SLOTS
+            )  # all that there is room for
+            return dataclasses.replace(plan, slots=slots, turns=turns)
     return None
 
 
-def _cached(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> CachedStrips | None:
-    """The strips that the L2 cache holds; None if they are so high that their lines would be too short, or too few."""
-    vec = math.gcd(inner, VEC)
-    element_bytes = itemsize * arrays
-    plan = None
-    for lanes in CACHED_LANES:
-        line = lanes * vec * itemsize
-        blocks = min(CACHED_THREAD_BYTES // (vec * element_bytes), CACHED_LOADS // arrays)
-        wider = CachedStrips(vocab, lanes, vec, blocks, lag=0)
-        if vocab * wider.width * element_bytes > CACHED_BYTES or wider.width >= 2 * inner:
-            break
-        plan = wider
-        if line >= CACHED_LINE_BYTES:
-            break
-    if plan is None or plan.width * itemsize < SHORT_LINE_BYTES:
-        return None
-    if outer * -(-inner // plan.width) * plan.parts < FEWEST_PARTS:
-        return None
-    part_bytes = plan.part_rows * plan.width * element_bytes
-    return dataclasses.replace(plan, lag=plan.parts + DELAY_BYTES // part_bytes)
+def _turns(strips: int, itemsize: int, arrays: int, capability: tuple[int, int]) -> int:
+    """Number of strips that a cluster takes in turns where its CTAs fill their multiprocessors; 0 if not so."""
+    clusters = TURNING_CLUSTERS.get(capability[0])
+    if itemsize < 4 or arrays > 1 or not clusters or strips <= clusters * (FEWEST_TURNS - 1):
+        return 0
+    return -(-strips // clusters)
 
 
 def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
@@ -294,6 +194,11 @@ def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
         found = Tile(rows, lanes, vec, 1)
         if outer * -(-inner // (lanes * vec)) >= ENOUGH_CTAS:
             break
+    if found and (found.lanes, vec) == (WARPGROUP, 1):
+        for steps in range(LINE_STEPS, 1, -1):
+            tiles = outer * -(-inner // (WARPGROUP * steps))
+            if found.rows * steps <= min(STEPS_REGISTERS, TILE_REGISTERS // arrays) and tiles >= ENOUGH_CTAS:
+                return dataclasses.replace(found, steps=steps)
     return found
 
 
