@@ -47,13 +47,13 @@ def search(f: Search) -> None:
         p.store(p.word(layout.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
     p.barrier()
     bucket = p.load(p.word(layout.picked), "u32")
-    above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
+    above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
 
     # What the mass of those near 0 may be off, since they count as 2^-14 or as -2^-14.
     off = near_zero * p.weight(p.var(0, "f32")) * p.scale * 2.0 ** (1 - _NEAR_ZERO)
-    off = p.select(f.is_mass & (bucket > zero), off, 0.0)
-    is_one_value = (bucket < _LAST) & (bucket - zero > 1)
-    exact = is_one_value & (off <= f.goal * 2.0**-22)
+    off = p.select(bucket >= _negative_zero(zero), off, 0.0)
+    is_one_value = (bucket < _LAST) & (((bucket - zero) & 0xFFFF) > 1)
+    exact = is_one_value & (off <= all_mass_above * 2.0**-22)
     with p.when(exact):
         rest = f.goal - above
         key = p.key(_value(f, zero, bucket))
@@ -67,7 +67,8 @@ def search(f: Search) -> None:
 def _zero_bucket(f: Search) -> Value:
     """Returns the bucket of +0, one before a multiple of 8, so that that of the largest element is one of the first 8.
 
-    It is a number of 16 bits, and so it may lie after all buckets.
+    It is a number of 16 bits, and so it may lie after all buckets: where all elements are negative, or -0. Where the
+    largest is above -2^-14, the bucket of -0 is still there, 0, one after 65535.
     """
     p = f.p
     bits = p.top.bits("u32") >> 16
@@ -76,12 +77,17 @@ def _zero_bucket(f: Search) -> Value:
     return (p.select(p.top < 0.0, negative, (size + 8) & -8) - 1) & 0xFFFF
 
 
+def _negative_zero(zero: Value) -> Value:
+    """Returns the bucket of -0."""
+    return (zero + 1) & 0xFFFF
+
+
 def _count(f: Search, zero: Value) -> None:
     """Counts elements by value, the two of a word at a time."""
     p = f.p
     base = p.word(p.layout.histogram)
-    of_negative_zero = zero + 1
-    offset = (of_negative_zero & 0xFFFF) | (of_negative_zero << 16)
+    of_negative_zero = _negative_zero(zero)
+    offset = of_negative_zero | (of_negative_zero << 16)
     minus_first, last, none = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 0))
 
     def take(words, _):
@@ -133,11 +139,11 @@ def _bucket_that_reaches(f: Search, zero: Value) -> Value:
     return section * _EACH + lane * 2 + p.select(in_first, 0, 1, "u32")
 
 
-def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value]:
+def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
     """Returns what lies above a bucket, and in it.
 
     Returns:
-      The measure above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the number of
+      The measure and the mass above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the number of
       elements in it; and the number of elements near 0, a float.
     """
     p, layout = f.p, f.p.layout
@@ -169,8 +175,8 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
     measure, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
     equal = p.load(at, "u32", offset=8, when=inside, default=0)
     near_zero = p.var(0, "u32")
-    for i in range(2):
-        at = p.word(layout.histogram, p.min(zero + i, _LAST))
+    for bucket_near_zero in (zero, _negative_zero(zero)):
+        at = p.word(layout.histogram, p.min(bucket_near_zero, _LAST))
         near_zero = near_zero + p.of_cta(at, p.lane, "u32", 1, when=inside)[0]
-    above, near_zero = p.over_warp(["add", "add"], [measure, near_zero])
-    return above, mass, equal, p.convert(near_zero, "f32")
+    above, all_mass, near_zero = p.over_warp(["add"] * 3, [measure, mass, near_zero])
+    return above, all_mass, mass, equal, p.convert(near_zero, "f32")
