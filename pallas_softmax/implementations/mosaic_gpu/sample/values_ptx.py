@@ -143,8 +143,8 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
     """Returns what lies above a bucket, and in it.
 
     Returns:
-      The measure and the mass above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the number of
-      elements in it; and the number of elements near 0, a float.
+      The measure and the mass above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the
+      number of elements in it; and the number of elements near 0, a float.
     """
     p, layout = f.p, f.p.layout
     cta = p.var(p.warp)  # that the warp looks at, one after another
