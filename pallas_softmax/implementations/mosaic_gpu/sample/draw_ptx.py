@@ -62,14 +62,15 @@ def _draw(p: Row, mass_of_cta: Value) -> None:
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
     filters_ptx.search(p, kept, total, top_k, by_number, top_p, by_mass)
-    least = filters_ptx.least_weight(p, kept, min_p, by_weight)
+    least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
+    known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
 
     before, all_kept = p.before(kept.mass)
     cta, target = inverse_ptx.choose(p, kept.mass, before, p.operand("u", "f32") * all_kept)
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, filtered)
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, known)
         log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
         log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
         with p.when(p.thread.equals(0)):

@@ -33,12 +33,16 @@ def search(
         p.set(is_mass, left)  # if it runs again
 
 
-def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> Value:
-    """Returns the least mass that min_p keeps; where it is stricter than the others, `kept` becomes what it keeps."""
+def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
+    """Returns the least mass that min_p keeps; where it is stricter than the others, `kept` becomes what it keeps.
+
+    The second result is whether it is: then the last sum over the CTA was of what is kept.
+    """
     least = p.var(0, "f32")
     is_kept = p.weight(p.of_key(kept.key)) >= min_p
     enough = is_kept & kept.key.differs(KEEP_ALL)
-    with p.when(by_weight & ~enough):
+    is_stricter = p.var(by_weight & ~enough)
+    with p.when(is_stricter):
         p.set(least, min_p)
         sums = [p.var(0, "f32") for _ in range(4)]
 
@@ -51,4 +55,4 @@ def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> Value:
         p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.layout.least)
         p.meet()
         kept.down_to_the_last(p.of_ctas(p.layout.least, "f32")[0])
-    return least
+    return least, is_stricter

@@ -173,6 +173,11 @@ class Row(Program):
             for i, value in enumerate(self.over_warp(ops, mine)):
                 self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
 
+    def sum_of_warp(self) -> Value:
+        """Returns the first of the values of the warp of this lane's number that the last `over_cta` reduced."""
+        at, inside = self.word(self.layout.warps, self.lane, self.layout.warp_words), self.lane < self.warps
+        return self.load(at, "f32", when=inside, default=0)
+
     def scan(self, value: Value) -> tuple[Value, Value]:
         """Returns the sum of a value over the lower lanes of the warp, and over those and this one."""
         upto = self.var(value)
