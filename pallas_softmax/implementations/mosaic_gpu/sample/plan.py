@@ -56,7 +56,7 @@ class Layout:
 
     The words, by the number of the first:
 
-        total        the largest element of the CTA, and its mass relative to that
+        total        the largest element of the CTA, its mass relative to that, and a bound for a small top_k
         zone         sums over the CTA above the zone and in it, and the least and the greatest key in it
         kept, least  what the CTA keeps of the row, by a key, or by a least mass
         picked       what one warp has found for all
@@ -65,7 +65,8 @@ class Layout:
         drawn        the mass of each warp, and of each chunk of one
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
-        histogram    numbers of elements; later two sets of sums of the rounds over keys
+        gathered     eight numbers of each CTA, as all warps read them that one has got
+        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys
         keys         the list of keys in the zone
 
     Attributes:
@@ -85,7 +86,9 @@ class Layout:
     drawn = warps + MAX_WARPS * warp_words
     sections = drawn + 2 * LANES
     counters = sections + 2 * SECTIONS
-    histogram = counters + 4 * MAX_CTAS
+    gathered = counters + 4 * MAX_CTAS
+    gathered_words = 8
+    histogram = gathered + gathered_words * MAX_CTAS
 
     @property
     def buckets(self) -> int:

@@ -125,10 +125,20 @@ class Row(Program):
             self.load_vector_into(out, self.in_cta(at, cta), when=when, space="shared::cluster")
         return out
 
-    def of_ctas(self, at: int, kind: str, count: int = 1, default: float = 0) -> list[Value]:
-        """Returns words of the scratch of all CTAs: a lane gets those of the CTA of its number, or the default."""
+    def of_ctas(self, at: int, count: int) -> list[Value]:
+        """Returns 1, 2, 4 or 8 words of the scratch of all CTAs, the threads of this one meeting meanwhile.
+
+        A lane gets those of the CTA of its number, in registers "u32"; 0 if there is no such CTA. One warp gets them
+        from the others, since a CTA answers requests of others one at a time.
+        """
         inside = self.lane < self.ctas
-        return self.of_cta(self.word(at), self.lane, kind, count, when=inside, default=default)
+        local = self.word(self.layout.gathered, self.lane, self.layout.gathered_words)
+        with self.when(self.warp.equals(0)):
+            self.store(local, *self.of_cta(self.word(at), self.lane, "u32", count, when=inside), when=inside)
+        self.barrier()
+        out = [self.var(0, "u32") for _ in range(count)]
+        self.load_vector_into(out, local, when=inside)
+        return out
 
     # --- Warps, CTAs and the cluster
 

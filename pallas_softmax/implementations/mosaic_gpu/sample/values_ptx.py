@@ -15,7 +15,6 @@ digit by digit.
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import SECTIONS, VALUE_BUCKETS
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _NEAR_ZERO = 14  # values up to 2^-14 share a bucket
@@ -24,25 +23,29 @@ _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
-def search(f: Search) -> None:
-    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`."""
+def search(f: Search, counted: Value) -> None:
+    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`.
+
+    Args:
+      f: the search.
+      counted: a condition, to be changed: whether the histogram is there, from another search.
+    """
     p, layout = f.p, f.p.layout
     zero = _zero_bucket(f)
-    with p.when(f.kept.key > KEEP_ALL):  # after another search, whose numbers other CTAs may still read
-        p.meet()
-    f.clear()
-    _count(f, zero)
 
-    def measure_and_mass(bucket, numbers):
+    def number_and_mass(bucket, numbers):
         # The values of eight buckets have one exponent, and so lie at equal distances.
         first, fifth = (_value(f, zero, bucket + i) for i in (0, 4))
         step = (fifth - first) * 0.25
         numbers = [p.convert(number, "f32") for number in numbers]
         masses = [n * _weight(f, p.multiply_add(step, float(i), first)) for i, n in enumerate(numbers)]
         mass = p.reduce("add", masses)
-        return [f.measure(mass, p.reduce("add", numbers)), mass]
+        return [p.reduce("add", numbers), mass]
 
-    f.sum_buckets(measure_and_mass)
+    with p.when(~counted):
+        f.clear()
+        _count(f, zero)
+        f.sum_buckets(number_and_mass)
     with p.when(p.warp.equals(0)):
         p.store(p.word(layout.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
     p.barrier()
@@ -60,8 +63,10 @@ def search(f: Search) -> None:
         number = digits_ptx.number_of(p, f.measure(p.divide(rest, p.weight(p.of_key(key))), rest))
         f.kept.down_to(key, number, mass_above, equal)
     with p.when(~exact):
-        p.meet()  # likewise
+        p.meet()  # others may still read the histogram, where the sums over digits will be
         digits_ptx.search_row(f)
+        p.meet()  # or those sums, where there may be a histogram again
+    p.set(counted, exact)
 
 
 def _zero_bucket(f: Search) -> Value:
@@ -125,7 +130,8 @@ def _measure_of(f: Search, zero: Value, bucket: Value) -> Value:
 def _bucket_that_reaches(f: Search, zero: Value) -> Value:
     """Returns the bucket with which the goal is reached, the last one if it is not; called in one warp."""
     p = f.p
-    section, before = f.section_that_reaches(f.goal)
+    numbers, masses = p.layout.sections, p.layout.sections + SECTIONS
+    section, before = f.section_that_reaches(f.goal, p.select(f.is_mass, masses, numbers, "u32"))
     bucket = section * _EACH + p.lane * 2
     at = p.word(p.layout.histogram, bucket)
     numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
@@ -151,8 +157,8 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
     with p.loop() as leave:
         leave(cta >= p.ctas)
         at = p.word(layout.sections, p.lane, 2)
-        measures = p.of_cta(at, cta, "f32", 2)
-        masses = p.of_cta(at + 4 * SECTIONS, cta, "f32", 2)
+        numbers, masses = (p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2))
+        measures = [f.measure(*both) for both in zip(masses, numbers)]
         own = (bucket & -_EACH) + p.lane * 2
         numbers = p.of_cta(p.word(layout.histogram, own), cta, "u32", 2)
         measure, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
@@ -168,15 +174,16 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
             p.set(equal, numbers[i], here.equals(bucket))
         for i, value in enumerate(p.over_warp(["add"] * 3, [measure, mass, equal])):
             p.store(p.word(layout.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
+        near_zero = p.var(0, "u32")
+        for one in (zero, _negative_zero(zero)):
+            at = p.word(layout.histogram, p.min(one, _LAST))
+            p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
+        p.store(p.word(layout.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
         p.increase(cta, p.warps)
     p.barrier()
     inside = p.lane < p.ctas
     at = p.word(layout.counters, p.lane, 4)
     measure, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
-    equal = p.load(at, "u32", offset=8, when=inside, default=0)
-    near_zero = p.var(0, "u32")
-    for bucket_near_zero in (zero, _negative_zero(zero)):
-        at = p.word(layout.histogram, p.min(bucket_near_zero, _LAST))
-        near_zero = near_zero + p.of_cta(at, p.lane, "u32", 1, when=inside)[0]
+    equal, near_zero = (p.load(at, "u32", offset=4 * i, when=inside, default=0) for i in (2, 3))
     above, all_mass, near_zero = p.over_warp(["add"] * 3, [measure, mass, near_zero])
     return above, all_mass, mass, equal, p.convert(near_zero, "f32")
