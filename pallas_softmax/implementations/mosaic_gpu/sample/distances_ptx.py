@@ -43,8 +43,9 @@ class Widths:
         self.total = total
 
 
-def zone(f: Search, widths: Widths) -> tuple[Value, Value]:
-    """Returns the least and the greatest element that may be the last entry."""
+def zone(f: Search, total: Value) -> tuple[Value, Value]:
+    """Returns the least and the greatest element that may be the last entry; the mass of the row is `total`."""
+    widths = Widths(f.p, total)
     _count(f, widths)
     return _edges(f, widths)
 

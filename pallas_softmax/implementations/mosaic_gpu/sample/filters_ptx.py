@@ -24,7 +24,6 @@ def search(
     The text of a search is there once, in a loop that runs for each of both. If top_k is small, `few`, all of what it
     keeps is not below `bound`, and so a zone from there to the largest has what both search.
     """
-    widths = None if p.layout.by_value else distances_ptx.Widths(p, total)
     counted = p.var(p.lane < 0)
     is_mass, left = p.var(~by_number), p.var(by_number | by_mass)
     low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
@@ -33,11 +32,11 @@ def search(
         _, all_kept = p.before(kept.mass)
         goal = p.select(is_mass, p.max(top_p * all_kept, _LEAST_GOAL), p.convert(top_k, "f32"))
         f = Search(p, kept, goal, is_mass)
-        if widths is None:
+        if p.layout.by_value:
             values_ptx.search(f, counted)
         else:
             with p.when(~few):
-                for edge, found in zip((low, high), distances_ptx.zone(f, widths)):
+                for edge, found in zip((low, high), distances_ptx.zone(f, total)):
                     p.set(edge, found)
             zone_ptx.search(f, low, high, few)
         p.set(left, by_mass & ~is_mass)

@@ -15,8 +15,10 @@ LOWEST = float(np.finfo(np.float32).min)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below those of all numbers
 
-# All threads of the cluster meet, and see what the others wrote to shared memory before. Fences for shared memory alone
-# spare one for device memory, which `barrier.cluster.arrive.release` would wait for.
+# All threads of the cluster meet, and see what the others wrote to their own shared memory before. Fences for that
+# spare one for device memory, which `barrier.cluster.arrive.release` would wait for. They do not wait for loads from
+# other CTAs, which may then read too late, or from a CTA that has left: a launch failure. So what a warp has loaded
+# from others it writes, or what follows from it, to shared memory, and its CTA meets, before the cluster does again.
 ARRIVE = "fence.release.sync_restrict::shared::cta.cluster; barrier.cluster.arrive.relaxed;"
 WAIT = "barrier.cluster.wait.acquire; fence.acquire.sync_restrict::shared::cluster.cluster;"
 
@@ -95,8 +97,7 @@ class Row(Program):
 
     def key(self, x: Value) -> Value:
         """Returns the sort key of an element (see `device.sort_keys`), without the bits that only a float32 has."""
-        bits = x.bits("s32")
-        key = bits ^ (bits.sign() & 0x7FFFFFFF)
+        key = _flipped(x.bits("s32"))
         spare = _SPARE_BITS[self.elements.name]
         return key >> spare if spare else key
 
@@ -156,12 +157,18 @@ class Row(Program):
     def over_warp(self, ops: Sequence[str], values: Sequence[Value]) -> list[Value]:
         """Reduces values over the lanes of a warp, each by its instruction, in one order, for all lanes."""
         out = list(values)
-        floats = [i for i, value in enumerate(out) if value.kind == "f32"]
+        sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
         for lanes in (16, 8, 4, 2, 1):
-            others = [self.shuffle(out[i], "bfly", lanes) for i in floats]
-            for i, other in zip(floats, others):
-                out[i] = self.op(ops[i], "f32", out[i], other)
-        return [v if v.kind == "f32" else self.over_lanes(op, v) for op, v in zip(ops, out)]
+            others = [self.shuffle(out[i], "bfly", lanes) for i in sums]
+            for i, other in zip(sums, others):
+                out[i] = out[i] + other
+        for i, (op, value) in enumerate(zip(ops, out)):
+            if value.kind != "f32":
+                out[i] = self.over_lanes(op, value)
+            elif op != "add":  # by one instruction for integers; the NaN that max.NaN returns has the highest key
+                bits = self.over_lanes(op.removesuffix(".NaN"), _flipped(value.bits("s32")))
+                out[i] = _flipped(bits).bits("f32")
+        return out
 
     def over_cta(self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int) -> None:
         """Reduces values over the threads of the CTA; the results are in words `at` when threads have met.
@@ -210,3 +217,8 @@ class Row(Program):
     def last_that(self, condition: Value) -> Value:
         """Returns the number of the last lane where the condition holds; 0 if there is none."""
         return self.max(self.highest_bit(self.ballot(condition)).bits("s32"), 0).bits("u32")
+
+
+def _flipped(bits: Value) -> Value:
+    """Returns the sort key of a float's bits, or of the key the bits."""
+    return bits ^ (bits.sign() & 0x7FFFFFFF)
