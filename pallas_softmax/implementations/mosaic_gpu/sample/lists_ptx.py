@@ -17,8 +17,9 @@ from pallas_softmax.implementations.mosaic_gpu.sample.digits_ptx import number_o
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
-MAX_KEYS = BUCKETS // 2  # for which the histogram has room, with a measure for each
-_OF_LANE = 6  # keys that a lane has in registers, and takes at once of the others
+_OF_LANE = 6  # keys that a lane has in registers
+_FEW = LANES * _OF_LANE
+MAX_KEYS = BUCKETS // 2 - _FEW  # the histogram has room for all of them and for few, with a measure for each
 _LARGEST = 2.0**31  # the mass of all keys as an integer
 
 
@@ -128,37 +129,68 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
     Measures are integers. From the highest bit down, a bit is 1 if the goal is reached by the keys from there up.
     """
     p, layout = f.p, f.p.layout
-
-    def load(first_slot):
-        keys = [[p.var(0, "u32"), p.var(0, "u32")] for _ in range(_OF_LANE)]
-        for i, key in enumerate(keys):
-            inside = first_slot + LANES * i < zone.number
-            at = p.word(layout.histogram + 2 * LANES * i, first_slot, 2)
-            p.load_vector_into(key, at, when=inside)
-        return keys
-
-    first_keys = load(p.lane)
     extent = zone.greatest.bits("u32") - zone.least.bits("u32")
-    distance, above = p.var(0, "u32"), p.var(0, "u32")
-    bit = p.var(p.highest_bit(extent).bits("s32"))  # -1 if the extent is 0
+    bit = p.var(p.highest_bit(extent).bits("s32"))  # the next one; -1 if there is none
+    distance, above = p.var(0, "u32"), p.var(0, "u32")  # what is found, and the measure of what is too large
+    number, number_above = p.var(zone.number), p.var(0, "u32")  # of keys that are not less, and that are too large
+    keys = p.var(p.word(layout.histogram))
+
+    def load(first_slot, number):
+        out = [[p.var(0, "u32"), p.var(0, "u32")] for _ in range(_OF_LANE)]
+        at = keys + first_slot * 8
+        for i, key in enumerate(out):
+            p.load_vector_into(key, at, offset=8 * LANES * i, when=first_slot + LANES * i < number)
+        return out
+
+    def decide(candidate, measure, its_number):
+        reached = measure >= goal
+        p.set(distance, candidate, reached)
+        p.set(number, its_number, reached)
+        p.set(above, measure, ~reached)
+        p.set(number_above, its_number, ~reached)
+        p.increase(bit, -1)
+
+    # Of many keys, until few are left.
+    with p.loop() as leave:
+        leave((bit < 0) | (number - number_above <= _FEW))
+        candidate = distance | (p.var(1, "u32") << bit.bits("u32"))
+        measure, its_number, slot = p.var(0, "u32"), p.var(0, "u32"), p.var(p.lane)
+        with p.loop() as leave_keys:
+            leave_keys(slot >= zone.number)
+            for its, amount in load(slot, zone.number):
+                reaches = its >= candidate
+                p.increase(measure, amount, reaches)
+                p.increase(its_number, 1, reaches)
+            p.increase(slot, LANES * _OF_LANE)
+        decide(candidate, *p.over_warp(["add"] * 2, [measure, its_number]))
+
+    # They are written to one place, and from there to registers.
+    left = p.var(zone.number)
+    with p.when((zone.number > _FEW) & (bit >= 0)):
+        few_keys = p.word(layout.histogram + 2 * MAX_KEYS)
+        end, slot = p.var(0, "u32"), p.var(p.lane)
+        with p.loop() as leave:
+            leave(slot - p.lane >= zone.number)
+            its, amount = p.var(0, "u32"), p.var(0, "u32")
+            inside = slot < zone.number
+            p.load_vector_into([its, amount], keys + slot * 8, when=inside)
+            keep = (its - distance < p.var(2, "u32") << bit.bits("u32")) & inside
+            kept = p.ballot(keep)
+            own = end + p.count_ones(kept & p.special("lanemask_lt"))
+            p.store(few_keys + own * 8, its, amount, when=keep)
+            p.increase(end, p.count_ones(kept))
+            p.increase(slot, LANES)
+        p += "bar.warp.sync 0xffffffff;"
+        p.set(keys, few_keys)
+        p.set(left, end)
+    few = load(p.lane, left)
+    too_large = p.var(above)
     with p.loop() as leave:
         leave(bit < 0)
         candidate = distance | (p.var(1, "u32") << bit.bits("u32"))
-        sums = [p.var(0, "u32") for _ in range(4)]
-
-        def add(some):
-            for i, (its, measure) in enumerate(some):
-                p.increase(sums[i % 4], measure, its >= candidate)
-
-        add(first_keys)
-        slot = p.var(p.lane + LANES * _OF_LANE)
-        with p.loop() as leave:
-            leave(slot >= zone.number)
-            add(load(slot))
-            p.increase(slot, LANES * _OF_LANE)
-        sum_ = p.over_lanes("add", p.reduce("add", sums))
-        reached = sum_ >= goal
-        p.set(distance, candidate, reached)
-        p.set(above, sum_, ~reached)
-        p.increase(bit, -1)
+        sums = [p.var(0, "u32") for _ in range(2)]
+        for i, (its, amount) in enumerate(few):
+            p.increase(sums[i % 2], amount, its >= candidate)
+        measure = p.over_lanes("add", sums[0] + sums[1]) + too_large
+        decide(candidate, measure, number)
     return distance, above
