@@ -131,7 +131,7 @@ class Machine:
             ready = here & (self.arrived.min() > self.waited)
             self.waited[ready] += 1
         else:
-            together = LANES if op[0] in _OF_WARP else self.threads
+            together = LANES if op[0] in _OF_WARP or op[1] == "warp" else self.threads
             ready = np.repeat(here.reshape(-1, together).all(1), together)
             if op[0] in _OF_WARP and ready.any():
                 self._exchange(op, arguments, np.flatnonzero(ready))

@@ -22,9 +22,10 @@ def search(
     """Keeps what top_k keeps, where `by_number` holds, and of that what top_p keeps, where `by_mass` does.
 
     The text of a search is there once, in a loop that runs for each of both. If top_k is small, `few`, all of what it
-    keeps is not below `bound`, and so a zone from there to the largest has what both search.
+    keeps is not below `bound`, and so a zone from there to the largest has what both search. If that is too much, as of
+    a sorted row, whose bound is of its least CTA, the loop runs once more, and then without the bound.
     """
-    counted = p.var(p.lane < 0)
+    counted, again, few = p.var(p.lane < 0), p.var(p.lane < 0), p.var(few)
     is_mass, left = p.var(~by_number), p.var(by_number | by_mass)
     low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
     with p.loop() as leave:
@@ -38,9 +39,10 @@ def search(
             with p.when(~few):
                 for edge, found in zip((low, high), distances_ptx.zone(f, total)):
                     p.set(edge, found)
-            zone_ptx.search(f, low, high, few)
-        p.set(left, by_mass & ~is_mass)
-        p.set(is_mass, left)  # if it runs again
+            p.set(again, zone_ptx.search(f, low, high, few))
+            p.set(few, few & ~again)
+        p.set(left, again | (by_mass & ~is_mass))
+        p.set(is_mass, left & ~again)  # if it runs again
         with p.when(few & left):
             p.set(low, p.max(p.of_key(kept.key), LOWEST))
             p.meet()  # others may still read the lists

@@ -32,6 +32,7 @@ DIGIT = 128  # buckets of a round over the keys, four for each lane
 
 # Normal logits, V = 151,936: 170, 270 and 580 keys in the zone of top_p = 0.5, 0.9, 0.99, and 1,056 for top_k = 1000.
 ROW_KEYS = 2_500  # for which there is room in the lists of a row
+CTA_KEYS = 768  # at least in that of a CTA, where all keys of a zone lie if the row is sorted
 
 # What follows is not measured yet.
 TURN_ELEMENTS = 16  # elements that a thread has in registers at once
@@ -108,7 +109,8 @@ class Layout:
     @property
     def list_size(self) -> int:
         """Number of keys for which a CTA has room, as many for each thread."""
-        return 0 if self.by_value else -(-ROW_KEYS // (self.window.count * self.threads)) * self.threads
+        each = max(-(-ROW_KEYS // self.window.count), CTA_KEYS)
+        return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
     def words(self) -> int:

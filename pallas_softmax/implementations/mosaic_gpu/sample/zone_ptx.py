@@ -18,44 +18,54 @@ from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 _HIGHEST = 2**31 - 1  # a key above all others
 
 
-def search(f: Search, low: Value, high: Value, few: Value) -> None:
-    """Keeps what the filter keeps.
+def search(f: Search, low: Value, high: Value, few: Value) -> Value:
+    """Keeps what the filter keeps, or returns that it does not: if `few`, and the lists have no room for the zone.
 
     Args:
       f: the search.
       low, high: the least and the greatest element of the zone, which need not be in the row.
-      few: whether nothing is above the zone, and little in it.
+      few: whether nothing is above the zone, and little in it, as far as one can tell.
     """
     p = f.p
-    zone = _sweep(f, low, high, few)
-    nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
-    with p.when(nothing):
-        f.kept.down_to_the_last(zone.mass_above_of_cta)
-    with p.when(~nothing):
-        _threshold(f, zone)
+    may_fail = few & (low < high)  # else nothing need be listed
+    zone = _sweep(f, low, high, few, may_fail)
+    fits = (zone.number <= lists_ptx.MAX_KEYS) & (zone.most <= p.layout.list_size)
+    failed = p.var(may_fail & ~fits)
+    with p.when(~failed):
+        nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
+        with p.when(nothing):
+            f.kept.down_to_the_last(zone.mass_above_of_cta)
+        with p.when(~nothing):
+            _threshold(f, zone, fits)
+    return failed
 
 
-def _sweep(f: Search, low: Value, high: Value, few: Value) -> Zone:
-    """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
+def _sweep(f: Search, low: Value, high: Value, few: Value, may_fail: Value) -> Zone:
+    """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for.
+
+    If it `may_fail`, a CTA takes no more when there is no room, and its number is one that there is no room for.
+    """
     p, layout = f.p, f.p.layout
     p.store(p.word(layout.listed), 0, when=p.thread.equals(0))
     p.barrier()
     mass_above, above, mass, number = (p.var(0, "f32") for _ in range(4))
     least, greatest = p.var(_HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
 
-    def list_element(address):
-        x = p.elements.float_of_bits(p, p.elements.load_bits(p, address))
+    def add(x, when=None):
         key = p.key(x)
-        p.increase(mass, p.weight(x))
-        p.increase(number, 1)
-        p.update(least, "min", key)
-        p.update(greatest, "max", key)
+        p.increase(mass, p.weight(x), when)
+        p.update(least, "min", key, when)
+        p.update(greatest, "max", key, when)
         return key
 
     def take(words, address):
         some = p.var(1, "u32")
         with p.when(few):  # most have nothing there
             p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
+        with p.when(may_fail & some.equals(1)):
+            fails = p.load(p.word(layout.listed), "u32") > layout.list_size
+            p.increase(number, 1, fails)
+            p.set(some, 0, fails)
         with p.when(some.equals(1)):
             inside = p.var(0, "u32")  # a bit for each element
             for i, x in enumerate(p.floats(words)):
@@ -64,13 +74,20 @@ def _sweep(f: Search, low: Value, high: Value, few: Value) -> Zone:
                 p.increase(above, 1, is_above)
                 p.update(inside, "or", 1 << i, ~is_above & (x >= low))
             with p.when(p.any(inside > 0)):
-                has_room = p.load(p.word(layout.listed), "u32") < layout.list_size
-                with p.loop() as leave:
+                count = p.count_ones(inside)
+                p.increase(number, p.convert(count, "f32"))
+                slot = p.take_from(p.word(layout.listed), count, when=inside > 0, default=0)
+                has_room = p.var(slot + count <= layout.list_size)
+                with p.when(~has_room):  # in the same order, so that the mass is the same bits
+                    for x in p.floats(words):
+                        add(x, (x >= low) & (x <= high))
+                with p.when(has_room), p.loop() as leave:
                     leave(inside.equals(0))
-                    key = list_element(_address_of(p, address, p.lowest_bit(inside)))
+                    at = _address_of(p, address, p.lowest_bit(inside))
+                    key = add(p.elements.float_of_bits(p, p.elements.load_bits(p, at)))
+                    p.store(p.word(layout.keys, slot), key)
+                    p.increase(slot, 1)
                     p.set(inside, inside & (inside - 1))
-                    slot = p.take_from(p.word(layout.listed), 1, when=has_room)
-                    p.store(p.word(layout.keys, slot), key, when=has_room & (slot < layout.list_size))
 
     p.sweep(take)
     p.over_cta(
@@ -101,10 +118,9 @@ def _address_of(p: Row, address: Value, number: Value) -> Value:
     return address + chunk * CHUNK_BYTES + element * itemsize
 
 
-def _threshold(f: Search, zone: Zone) -> None:
+def _threshold(f: Search, zone: Zone, fits: Value) -> None:
     """Finds the last key in the zone, or in the row if it is not in the zone, and keeps what is down to it."""
     p = f.p
-    fits = (zone.number <= lists_ptx.MAX_KEYS) & (zone.most <= p.layout.list_size)
     listed = p.var(fits & zone.found)
     with p.when(listed):
         lists_ptx.search(f, zone)
