@@ -110,6 +110,38 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
     assert_drawn(names, v, dtype, count, warpgroups, masked=False, step=13)
 
 
+@pytest.mark.parametrize(
+    ("row", "step"),
+    first(
+        1,
+        [
+            ([-(2.0**-20), -(2.0**-16), -(2.0**-13), -0.5, -0.25, -1], 3),
+            ([-2e-39, -1e-39], 1),
+            ([-5, -6, -1e-20], 1),
+            ([-5, -6, -7], 1),
+            ([0, -0.0, -1e-30, 1e-30], 1),
+        ],
+    ),
+    ids=str,
+)
+def test_ptx_of_values_near_zero(row, step):
+    """Values of bfloat16 near 0 share buckets, which are the first ones where the largest is such a negative one."""
+    x, _, u, parameters, labels = crossed(np.array([row], BF16))
+    layout = kernels.sample_layout(len(row), BF16, 1, 1)
+    for i in range(0, len(x), step):
+        one = slice(i, i + 1)
+        got = draw(layout, x[i], u[i], *(a[i] for a in parameters))
+        judged(got, x[one], u[one], labels[one], [a[one] for a in parameters])
+
+
+def test_ptx_of_sorted_rows():
+    """Most of a row is above the bound for a small top_k, that of its least CTA: too much for the lists."""
+    v, count = 4099, 3
+    assert v // count > kernels.sample_layout(v, F32, count, 1).list_size
+    # From every 39 combinations of a row, one with top_k = 5 and one with all filters.
+    assert_drawn(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)
+
+
 @pytest.mark.parametrize("seed", first_values(1, range(5)))
 @pytest.mark.parametrize(("dtype", "warpgroups"), first(1, [(F32, 1), (BF16, 2)]), ids=str)
 def test_ptx_in_any_order(dtype, warpgroups, seed):

@@ -26,6 +26,7 @@ _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equ
             "ge": np.greater_equal}  # fmt: skip
 _OF_WARP = ("shfl", "redux", "vote")
 _PEER = 24  # bits of an address in shared memory; those above are the number of another CTA, plus one
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # that min.NaN and max.NaN return, whichever they get
 _UNSET = 0xABCDEF  # in a register that was not written yet
 
 _STATEMENT = re.compile(r"\s*(?:([A-Za-z_]\w*):(?!:)|([^;]*?);)")
@@ -130,7 +131,7 @@ class Machine:
             ready = here & (self.arrived.min() > self.waited)
             self.waited[ready] += 1
         else:
-            together = LANES if op[0] in _OF_WARP else self.threads
+            together = LANES if op[0] in _OF_WARP or op[1] == "warp" else self.threads
             ready = np.repeat(here.reshape(-1, together).all(1), together)
             if op[0] in _OF_WARP and ready.any():
                 self._exchange(op, arguments, np.flatnonzero(ready))
@@ -381,10 +382,11 @@ def _computed(op, a, b=None, c=None, d=None):
             picked = [bytes_[:, pick & 7] for pick in picks]
             signs = [np.where(byte >= 128, 255, 0) if pick & 8 else byte for byte, pick in zip(picked, picks)]
             return np.stack(signs, 1).astype(np.uint8).view(np.uint32)[:, 0]
-        case "min" if is_float:
-            return (np.minimum if "NaN" in op else np.fmin)(a, b)
-        case "max" if is_float:
-            return (np.maximum if "NaN" in op else np.fmax)(a, b)
+        case "min" | "max" if is_float and "NaN" in op:
+            out = {"min": np.minimum, "max": np.maximum}[op[0]](a, b)
+            return np.where(np.isnan(out), _NAN, out)
+        case "min" | "max" if is_float:
+            return {"min": np.fmin, "max": np.fmax}[op[0]](a, b)
         case "min":
             return np.minimum(a, b)
         case "max":

@@ -7,14 +7,31 @@ those of the lanes are combined to that of the warp, and so on, with masses in p
     warps     (5, 1.625)  (4, 2) ..     1.5 * 2^(3 - 5) + 1.25
     CTAs      (5, 2.625)  (6, 1) ..
     row       6; the CTAs have masses 1.3125 and 1
+
+For a small top_k there is also a bound, an element up to which there are enough for certain. Each CTA is to have its
+share of top_k, so the bound is the least of theirs, and of the 5th largest of the warps' largest for a share of 5. If
+a CTA has fewer warps than its share, it is the least of the warps' second largest of the lanes' largest, or third, ..
 """
 
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
+from pallas_softmax.implementations.mosaic_gpu.sample.plan import Layout
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, LOWEST, Row
 
+# A small top_k has a bound from the largest elements of threads: about 120 keys are above it for top_k = 50.
+_FEW, _FEW_OF_WARP = 128, 4
 
-def arrive(p: Row) -> Value:
-    """Finds p.top, NaN if there is one; returns the mass of each CTA, in the lane of its number."""
+
+def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
+    """Finds p.top, NaN if there is one.
+
+    Args:
+      few: whether top_k is small, at most `most_few`.
+      top_k: a number of elements.
+
+    Returns:
+      The mass of each CTA, in the lane of its number; and, if `few`, an element than which so many are not less.
+    """
     layout = p.layout
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LOWEST, "f32")
 
@@ -27,16 +44,56 @@ def arrive(p: Row) -> Value:
         p.set(finite_m, finite)
 
     p.sweep(absorb)
-    p.store(p.word(layout.warps, p.warp, layout.warp_words), *_over_warp(p, m, d), when=p.first_lane)
+    of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # so many elements a CTA is to have
+    of_each_warp = _divided(of_cta + (p.warps - 1), p.warps)
+    largest, d = _over_warp(p, m, d)
+    bound = p.var(largest)
+    with p.when(few & (of_each_warp > 1)):
+        p.set(bound, _in_rank(p, m, of_each_warp, LANES))
+    own = p.word(layout.warps, p.warp, layout.warp_words)
+    p.store(own, largest, d, when=p.first_lane)
+    p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
         p.store(p.word(layout.total), *_over_warp(p, *of_warp(p)), when=p.first_lane)
+        with p.when(few):
+            of_warps, inside = p.word(layout.warps, p.lane, layout.warp_words), p.lane < p.warps
+            bounds = p.load(of_warps, "f32", offset=8, when=inside, default=-INF)
+            rank = p.select(of_each_warp > 1, p.warps, of_cta)
+            bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
+            p.store(p.word(layout.total), bound, offset=8, when=p.first_lane)
     p.meet()
-    (m,) = p.of_ctas(layout.total, "f32", default=-INF)
-    (d,) = p.of_ctas(layout.total + 1, "f32")
-    m, d = _relative_to_largest(p, m, d)
+    m, d, bound, _ = (value.bits("f32") for value in p.of_ctas(layout.total, 4))
+    inside = p.lane < p.ctas
+    m, d = _relative_to_largest(p, p.select(inside, m, -INF), d)
     p.top = m + 0.0  # not -0
-    return d
+    (bound,) = p.over_warp(["min"], [p.select(inside, bound, INF)])
+    return d, bound
+
+
+def most_few(layout: Layout) -> int:
+    """Returns up to which a top_k is small: for which the largest elements of threads tell a good bound."""
+    if layout.by_value:  # the histogram is as fast
+        return 0
+    return min(_FEW, _FEW_OF_WARP * layout.window.count * layout.threads // LANES)
+
+
+def _divided(number: Value, by: int) -> Value:
+    """Returns a small number divided by another one, without the remainder."""
+    p = number.program
+    return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
+
+
+def _in_rank(p: Row, value: Value, rank: Value, count: int) -> Value:
+    """Returns the largest (rank 1), the second largest (2), .. of the first lanes' values, a power of two of them."""
+    larger, other_lane = p.var(1, "u32"), p.var(1, "u32")
+    with p.loop() as leave:
+        leave(other_lane >= count)
+        other = p.shuffle(value, "bfly", other_lane)
+        equal_before = other.equals(value) & ((p.lane ^ other_lane) < p.lane)
+        p.increase(larger, 1, equal_before | (other > value))
+        p.increase(other_lane, 1)
+    return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
 
 
 def of_warp(p: Row) -> tuple[Value, Value]:

@@ -1,4 +1,4 @@
-"""The last key that is kept, digit by digit of the key, from the elements of a row or from lists of their keys.
+"""The last key that is kept, digit by digit of the key, from the elements of a row.
 
 A round splits a range of keys into 128 buckets, adds up the measure in each, and goes on with the bucket in which the
 goal is reached, until that has a single key:
@@ -41,39 +41,29 @@ class Masses:
         return p.convert(p.exp2(distance) * _LARGEST, "u32", "rni")
 
 
-class Lists:
-    """Lists of keys that the CTAs of the cluster have made.
-
-    Attributes:
-      keys: the number of a CTA, and a key from its list, or one below all others; for each key of this thread.
-      used: a condition: whether the last key is in the lists, and all keys of its range are.
-    """
-
-    def __init__(self, keys: list[tuple[int, Value]], used: Value):
-        self.keys, self.used = keys, used
-
-
 def search_row(f: Search) -> None:
     """Keeps what the filter keeps of the elements of the row."""
     p = f.p
-    last = p.var(p.key(p.top))
-    number, _ = last_key(f, last, p.key(p.var(LOWEST, "f32")), p.var(0, "f32"))
-    f.kept.down_to(last, number, *of_row(p, last))
+    search(f, p.key(p.top), p.key(p.var(LOWEST, "f32")), p.var(0, "f32"))
 
 
-def last_key(
-    f: Search, high: Value, low: Value, above: Value, lists: Lists | None = None
-) -> tuple[Value, Masses]:
+def search(f: Search, high: Value, low: Value, above: Value) -> None:
+    """Keeps what the filter keeps, whose last key is from `low` to `high`; `above` is the measure of what is above."""
+    last = f.p.var(high)
+    number = _last_key(f, last, low, above)
+    f.kept.down_to(last, number, *_of_row(f.p, last))
+
+
+def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
     """Finds the last key of the range from `low` to `high`, and makes `high` that.
 
     Args:
       f: the search.
       high, low: the range.
       above: the measure of what is above it.
-      lists: where the keys are, if not only in the row.
 
     Returns:
-      How many entries with that key are kept, and the masses that were added.
+      How many entries with that key are kept.
     """
     p, layout = f.p, f.p.layout
     masses = Masses(p, high)
@@ -91,10 +81,6 @@ def last_key(
             p.add_to(at, amount & 0xFFFF)
             p.add_to(at, amount >> 16, offset=4 * DIGIT)
 
-    def add_row():
-        p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
-        p.meet()
-
     with p.loop() as leave:
         leave(extent.equals(0))
         shift = p.max(p.highest_bit(extent).bits("s32") - (_DIGIT_BITS - 1), 0).bits("u32")
@@ -102,17 +88,10 @@ def last_key(
         for first in range(0, 2 * DIGIT, layout.threads):
             p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
-        if lists is None:
-            add_row()
-        else:
-            with p.when(lists.used):
-                for _, key in lists.keys:
-                    add(key)
-                p.barrier()
-            with p.when(~lists.used):
-                add_row()
+        p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
+        p.meet()
         with p.when(p.warp.equals(0)):
-            bucket, left = _bucket_that_reaches(p, sums, rest, lists)
+            bucket, left = _bucket_that_reaches(p, sums, rest)
             p.store(p.word(layout.picked), bucket, left.bits("u32"), when=p.first_lane)
         p.barrier()
         bucket, left = p.load_vector(p.word(layout.picked), "u32", 2)
@@ -125,7 +104,7 @@ def last_key(
         p.set(sums, other_sums)
         p.set(other_sums, last_sums)
     each = p.convert(p.max(masses.of(high), 1), "f32")
-    return number_of(p, f.measure(p.divide(rest, each), rest)), masses
+    return number_of(p, f.measure(p.divide(rest, each), rest))
 
 
 def number_of(p: Row, rest: Value) -> Value:
@@ -133,23 +112,19 @@ def number_of(p: Row, rest: Value) -> Value:
     return p.convert(p.min(p.max(rest, 1.0), float(MAX_V)), "u32", "rpi")
 
 
-def _bucket_that_reaches(p: Row, sums: Value, rest: Value, lists: Lists | None) -> tuple[Value, Value]:
+def _bucket_that_reaches(p: Row, sums: Value, rest: Value) -> tuple[Value, Value]:
     """Returns the bucket with which the sums reach `rest`, or all of them if that is less; and what is left for it."""
     amounts = [p.var(0, "f32") for _ in range(_EACH)]
-
-    def add_cta(cta):
+    # A number that ptxas does not know: an unrolled loop would take more registers than all else.
+    cta, ctas = p.var(0, "u32"), p.select(rest > 0.0, p.ctas, 0, "u32")
+    with p.loop() as leave:
+        leave(cta >= ctas)
         at = sums + p.lane * (4 * _EACH)
         low, high = (p.of_cta(at + 4 * first, cta, "u32", _EACH) for first in (0, DIGIT))
         for amount, *words in zip(amounts, low, high):
             lower_bits, others = (p.convert(word, "f32") for word in words)
             p.increase(amount, p.multiply_add(others, 2.0**16, lower_bits))
-
-    for cta in range(p.ctas):
-        if lists is None:
-            add_cta(cta)
-        else:  # of lists every CTA has added up all
-            with p.when(~lists.used | p.cta.equals(cta)):
-                add_cta(cta)
+        p.increase(cta, 1)
     run, total = p.before(p.reduce("add", amounts))
     goal = p.min(rest, total)
     found, left = p.var(0, "u32"), p.var(0, "f32")
@@ -162,7 +137,7 @@ def _bucket_that_reaches(p: Row, sums: Value, rest: Value, lists: Lists | None) 
     return p.shuffle(found, "idx", lane), p.shuffle(left, "idx", lane)
 
 
-def of_row(p: Row, key: Value) -> tuple[Value, Value]:
+def _of_row(p: Row, key: Value) -> tuple[Value, Value]:
     """Returns for each CTA the mass above a key, and how many elements have that key, by a sweep."""
     above, number = p.var(0, "f32"), p.var(0, "u32")
 
@@ -175,4 +150,5 @@ def of_row(p: Row, key: Value) -> tuple[Value, Value]:
     p.sweep(take)
     p.over_cta(["add", "add"], [above, number], [0.0, 0], p.layout.kept)
     p.meet()
-    return p.of_ctas(p.layout.kept, "f32")[0], p.of_ctas(p.layout.kept + 1, "u32")[0]
+    above, number = p.of_ctas(p.layout.kept, 2)
+    return above.bits("f32"), number

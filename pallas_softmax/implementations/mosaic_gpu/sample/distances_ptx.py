@@ -7,22 +7,16 @@ Here top_p is 0.5 of the mass:
     zone         0.43 of the mass above       one sweep: the exact mass above, and lists of the 109 keys in it
     digits       0.4996 | 0.5003              the key in the lists
 
-This file has the histogram, and finds the edges of the zone; the rest is done by `zone_ptx` and `digits_ptx`. Of a
-small top_k the histogram has the largest of each turn of a thread alone: where k of those reach a bucket, so do k
-elements, and nothing is above the zone.
+This file has the histogram, and finds the edges of the zone; the rest is done by `zone_ptx`.
 """
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sample import zone_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS, SECTIONS
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _EACH = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 
-# Top_k up to this, and up to half the number of turns, goes by the largest of each turn; 1.1 to 1.4 times as many keys
-# are in the lists then.
-FEW = 1500
 # The octaves that the histogram spans, by log2(V / mass): normal logits with V = 128,256 have 5.4 and span 13.5; the
 # last that top_p = 0.9 keeps lies 6.8 octaves below the largest, of top_p = 0.999, 9.3.
 SPAN = 2.5
@@ -49,17 +43,16 @@ class Widths:
         self.total = total
 
 
-def search(f: Search, widths: Widths, few: Value) -> None:
-    """Keeps what the filter keeps; `few` is whether it is a small top_k."""
-    _count(f, widths, few)
-    low, high = _edges(f, widths, few)
-    zone_ptx.search(f, low, high, few)
+def zone(f: Search, total: Value) -> tuple[Value, Value]:
+    """Returns the least and the greatest element that may be the last entry; the mass of the row is `total`."""
+    widths = Widths(f.p, total)
+    _count(f, widths)
+    return _edges(f, widths)
 
 
-def _count(f: Search, widths: Widths, few: Value) -> None:
+def _count(f: Search, widths: Widths) -> None:
     """Counts elements by their distance from the largest, and sums up the sections of the histogram."""
     p, layout = f.p, f.p.layout
-    p.store(p.word(layout.listed), 0, when=p.thread.equals(0))
     f.clear()
     # Bits of magic + bucket, times 4, in arithmetic modulo 2^32.
     base = p.word(layout.histogram) - (4 * _MAGIC_BITS) % 2**32
@@ -68,10 +61,7 @@ def _count(f: Search, widths: Widths, few: Value) -> None:
         bits = p.multiply_add(p.top - x, widths.per_unit, _MAGIC).bits("u32")
         p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
 
-    with p.when(few):
-        p.sweep(lambda words, _: add(p.greatest(words)))
-    with p.when(~few):
-        p.sweep(lambda words, _: [add(x) for x in p.floats(words)])
+    p.sweep(lambda words, _: [add(x) for x in p.floats(words)])
 
     # By Horner's rule, as if elements lay in the middle of their bucket.
     ratio = f.measure(p.exp2(widths.octaves * -1), 1.0)
@@ -91,13 +81,13 @@ def _measure_of(f: Search, widths: Widths, bucket: Value) -> Value:
     return f.measure(p.exp2(p.convert(bucket, "f32") * widths.octaves * -1), 1.0)
 
 
-def _edges(f: Search, widths: Widths, few: Value) -> tuple[Value, Value]:
-    """Returns the least and the greatest element that may be the last entry; warp 1 finds the one, warp 0 the other."""
+def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
+    """Returns the edges of the zone; warp 1 finds the one, warp 0 the other."""
     p, layout = f.p, f.p.layout
     with p.when(p.warp < 2):
         is_greatest = p.warp.equals(0)
         goal = f.measure(f.goal * _lean(f, widths, is_greatest), f.goal)
-        section, before = f.section_that_reaches(goal)
+        section, before = f.section_that_reaches(goal, p.var(layout.sections, "u32"))
         bucket = section * _EACH + p.lane
         address = p.word(layout.histogram, bucket)
         number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
@@ -113,7 +103,6 @@ def _edges(f: Search, widths: Widths, few: Value) -> tuple[Value, Value]:
         edge = p.select(is_greatest, edge + slack, p.max(edge - slack, LOWEST))
         is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
         edge = p.select(is_outermost, p.select(is_greatest, p.top, LOWEST), edge)
-        edge = p.select(few & is_greatest, p.top, edge)
         p.store(p.word(layout.picked, p.warp), edge, when=p.first_lane)
     p.barrier()
     greatest, least = p.load_vector(p.word(layout.picked), "f32", 2)

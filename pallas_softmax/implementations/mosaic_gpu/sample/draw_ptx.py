@@ -38,7 +38,11 @@ def text(layout: Layout, dtype) -> Row:
     """
     p = Row(layout, dtype)
     p.barrier()
-    mass_of_cta = arrival_ptx.arrive(p)
+    # A temperature of 0, whose scale is that of the least one, takes the first entry.
+    greedy = p.var(p.operand("temperature", "f32").equals(0.0))
+    top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
+    few = p.var((top_k <= arrival_ptx.most_few(layout)) & (top_k < layout.window.vocab))
+    mass_of_cta, bound = arrival_ptx.arrive(p, few, top_k)
     drawable = (p.absolute(p.top) < INF) & (p.operand("temperature", "f32") >= 0.0)
     with p.when(~drawable):
         with p.when(p.thread.equals(0) & p.cta.equals(0)):
@@ -46,30 +50,28 @@ def text(layout: Layout, dtype) -> Row:
         if p.ctas > 1:
             p.meet()  # no CTA leaves while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, mass_of_cta)
+        _draw(p, mass_of_cta, greedy, top_k, few, bound)
     return p
 
 
-def _draw(p: Row, mass_of_cta: Value) -> None:
-    """Draws, and writes the results."""
-    # A temperature of 0, whose scale is that of the least one, takes the first entry.
-    greedy = p.operand("temperature", "f32").equals(0.0)
-    top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
+def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, bound: Value) -> None:
+    """Draws, and writes the results; the arguments are those of `arrival_ptx.arrive`, and what it returns."""
     top_p = p.select(greedy, 1.0, p.operand("top_p", "f32"))
     min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
     by_number, by_mass, by_weight = top_k < p.layout.window.vocab, top_p < 1.0, min_p > 0.0
     filtered = by_number | by_mass | by_weight
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.search(p, kept, total, top_k, by_number, top_p, by_mass)
-    least = filters_ptx.least_weight(p, kept, min_p, by_weight)
+    filters_ptx.search(p, kept, total, top_k, by_number, top_p, by_mass, few, bound)
+    least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
+    known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
 
     before, all_kept = p.before(kept.mass)
     cta, target = inverse_ptx.choose(p, kept.mass, before, p.operand("u", "f32") * all_kept)
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, filtered)
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, known)
         log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
         log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
         with p.when(p.thread.equals(0)):

@@ -8,16 +8,20 @@ From the kept masses of the CTAs, of the warps of one CTA, of the chunks of one 
 each time the last of them with kept mass before which there is not more than the target.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import arrival_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, KEEP_ALL, LOWEST, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept
 
 _EVERYWHERE = 0x7FFFFFFF  # a position after all others
+
+# Called as weight(element, position), writes the mass of an element, and whether it counts.
+Weight = Callable[[Value, Value], tuple[Value, Value]]
 
 
 def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
@@ -26,8 +30,21 @@ def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Va
     return lane, target - p.shuffle(before, "idx", lane)
 
 
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Where the kept mass of each warp is known, conditions; if neither holds, the drawing CTA adds it up.
+
+    Attributes:
+      from_arrival: nothing is left out.
+      from_filter: the last sum over the CTA was of what is kept.
+    """
+
+    from_arrival: Value
+    from_filter: Value
+
+
 def draw_from_part(
-    p: Row, kept: Kept, cta: Value, target: Value, least: Value, filtered: Value
+    p: Row, kept: Kept, cta: Value, target: Value, least: Value, known: Known
 ) -> tuple[Value, Value]:
     """Returns the position of the entry, and the entry as a float; in the CTA in which the target lies.
 
@@ -35,46 +52,63 @@ def draw_from_part(
       cta: its number.
       target: the kept mass of the CTA up to the entry.
       least: the least mass that is kept, by min_p.
-      filtered: whether something is left out; if not, the masses of warps are those of the arrival.
+      known: where the kept mass of each warp is known.
     """
-    # Of the entries with the last key, those from the position `cut` on are left out.
     equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
-    cut = p.var(_EVERYWHERE, "s32")
-    with p.when(equal_kept < equal):
-        p.set(cut, 0)
-        with p.when(equal_kept > 0):
+    none_kept, all_kept = equal_kept.equals(0), equal_kept.equals(equal)
+    least_key = p.select(all_kept, kept.key, kept.key + 1)
+    position, element = p.fresh("s32"), p.fresh("f32")
+
+    def find(weight, known):
+        for register, value in zip((position, element), _find(p, weight, target, known)):
+            p.set(register, value)
+
+    # A comparison of floats is enough, but where some of equal keys are kept, or +0 and not -0.
+    is_simple = p.var((all_kept | none_kept) & least_key.differs(0))
+    with p.when(is_simple):
+        bound = p.select(kept.key.equals(KEEP_ALL), -INF, p.of_key(least_key))
+
+        def weight_from_bound(x, _):
+            weight = p.weight(x)
+            return weight, (x >= bound) & (weight >= least)
+
+        find(weight_from_bound, known)
+    with p.when(~is_simple):
+        # Of the entries with the last key, those from the position `cut` on are left out.
+        cut = p.var(_EVERYWHERE, "s32")
+        with p.when(~all_kept):
+            p.set(cut, 0)
+        with p.when(~all_kept & ~none_kept):
 
             def one_if_equal(x, _):
-                return p.select(p.key(x).equals(kept.key), 1.0, 0.0, "f32")
+                return p.var(1.0, "f32"), p.key(x).equals(kept.key)
 
-            position, _ = _find(p, one_if_equal, p.convert(equal_kept, "f32"))
-            p.set(cut, position)
+            last, _ = _find(p, one_if_equal, p.convert(equal_kept, "f32"))
+            p.set(cut, last)
             p.barrier()
 
-    def kept_weight(x, position):
-        weight, key = p.weight(x), p.key(x)
-        equal = key.equals(kept.key) & (position < cut)
-        inside = ((key > kept.key) | equal) & (weight >= least)
-        return p.select(inside, weight, 0.0)
+        def kept_weight(x, position):
+            weight, key = p.weight(x), p.key(x)
+            equal = key.equals(kept.key) & (position < cut)
+            return weight, ((key > kept.key) | equal) & (weight >= least)
 
-    return _find(p, kept_weight, target, filtered)
+        find(kept_weight, None)
+    return position, element
 
 
-def _find(
-    p: Row, weight: Callable[[Value, Value], Value], target: Value, filtered: Value | None = None
-) -> tuple[Value, Value]:
+def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> tuple[Value, Value]:
     """Returns the position of the last element with mass before which there is not more than `target`, and the element.
 
     Args:
-      weight: called as weight(element, position), writes the mass of an element.
+      weight: writes the mass of an element, and whether it counts.
       target: not negative.
-      filtered: whether the masses of warps must be added up; if not, they are those of the arrival.
+      known: where the masses of warps are known, if they may be.
     """
 
     def go_on(mass):
         return choose(p, mass, p.scan(mass)[0], target)
 
-    warp, target = go_on(_masses_of_warps(p, weight, filtered))
+    warp, target = go_on(_masses_of_warps(p, weight, known))
 
     # The chunks of that warp, one for each warp of the CTA at a time.
     span, chunks = p.span_of(warp)
@@ -83,7 +117,7 @@ def _find(
     with p.loop() as leave:
         leave(chunk >= chunks.bits("u32"))
         at = span + chunk * CHUNK_BYTES
-        of_lane = p.reduce("add", _weights(p, weight, p.vector(at), at))
+        of_lane = p.reduce("add", _masses(p, weight, p.vector(at), at))
         p.store(p.word(masses, chunk), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
         p.increase(chunk, p.warps)
     p.barrier()
@@ -92,11 +126,11 @@ def _find(
 
     at = span + chunk * CHUNK_BYTES
     words = p.vector(at)
-    weights = _weights(p, weight, words, at)
-    lane, target = go_on(p.reduce("add", weights))
+    of_elements = _masses(p, weight, words, at)
+    lane, target = go_on(p.reduce("add", of_elements))
     elements = p.floats(words)
     before, number, element = p.var(0, "f32"), p.var(0, "s32"), p.var(elements[0])
-    for i, (x, mass) in enumerate(zip(elements, weights)):
+    for i, (x, mass) in enumerate(zip(elements, of_elements)):
         reached = (mass > 0.0) & (before <= target)
         p.set(number, i, reached)
         p.set(element, x, reached)
@@ -105,33 +139,44 @@ def _find(
     return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
 
 
-def _masses_of_warps(p: Row, weight: Callable[[Value, Value], Value], filtered: Value | None) -> Value:
+def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
     """Returns the mass of each warp of the CTA, in the lane of its number."""
     mass, drawn = p.var(0, "f32"), p.layout.drawn
 
     def add_up():
-        p.sweep(lambda words, at: p.increase(mass, p.reduce("add", _weights(p, weight, words, at))))
-        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [mass]), when=p.first_lane)
+        sums = [p.var(0, "f32") for _ in range(4)]
+
+        def add(words, address):
+            for i, (its, counts) in enumerate(_weights(p, weight, words, address)):
+                p.increase(sums[i % 4], its, counts)
+
+        p.sweep(add)
+        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [p.reduce("add", sums)]), when=p.first_lane)
         p.barrier()
         p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
 
-    if filtered is None:
+    if known is None:
         add_up()
         return mass
-    with p.when(filtered):
-        add_up()
-    with p.when(~filtered):
+    with p.when(known.from_arrival):
         m, d = arrival_ptx.of_warp(p)
         p.set(mass, d * p.exp2((p.max(m, LOWEST) - p.top) * p.scale))
+    with p.when(known.from_filter):
+        p.set(mass, p.sum_of_warp())
+    with p.when(~(known.from_arrival | known.from_filter)):
+        add_up()
     return mass
 
 
-def _weights(
-    p: Row, weight: Callable[[Value, Value], Value], words: list[Value], address: Value
-) -> list[Value]:
-    """Returns the mass of each element of the words of a turn, the first of which is at an address."""
+def _weights(p: Row, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
+    """Returns for each element of the words of a turn, the first of which is at an address, what `weight` does."""
     first, vec = _position_of(p, address), p.layout.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
+
+
+def _masses(p: Row, weight: Weight, words: list[Value], address: Value) -> list[Value]:
+    """Returns the mass of each element of the words, 0 of those that do not count."""
+    return [p.select(counts, its, 0.0) for its, counts in _weights(p, weight, words, address)]
 
 
 def _position_of(p: Row, address: Value) -> Value:

@@ -66,8 +66,9 @@ def sample_rows(x, mask: Mask | None, request: Request, layout: Layout, *, inter
 
     def sample(x_gmem, request_gmem, mask_gmem, *out, landed, scratch, x_smem, met: Any = None):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        _copy_and_mask(window, part, x_smem, landed, interpret)
+        # Before the part has landed, so that nobody waits for these when it has.
         of_row = Request(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
+        _copy_and_mask(window, part, x_smem, landed, interpret)
         if interpret:
             _draw_by_twin(part, x_smem, of_row, out, met)
             return

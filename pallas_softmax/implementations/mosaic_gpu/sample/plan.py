@@ -32,9 +32,13 @@ DIGIT = 128  # buckets of a round over the keys, four for each lane
 
 # Normal logits, V = 151,936: 170, 270 and 580 keys in the zone of top_p = 0.5, 0.9, 0.99, and 1,056 for top_k = 1000.
 ROW_KEYS = 2_500  # for which there is room in the lists of a row
+CTA_KEYS = 768  # at least in that of a CTA, where all keys of a zone lie if the row is sorted
 
-# What follows is not measured yet.
-TURN_ELEMENTS = 16  # elements that a thread has in registers at once
+# One H100, jax 0.11.2, 2026-11-22, device us without a filter, with top_k = 50, with top_p = 0.9; c10w2: 10 CTAs of two
+# warpgroups. 1024 x 151,936 float32: c10w2 213, 401, 619; c7w3 218, 402, 611; c8w3 219, 423, 631; c12w2 222, 466, 671;
+# c16w1 215, 546, 699. bfloat16: c6w2 117, 250, 257; c4w3 122, 263, 274; c8w2 126, 287, 293; c8w1 131, 294, 299.
+# 1 x 128,256 float32: c16w4 4.5, 10.0, 13.6; c8w4 4.9, 11.8, 14.8.
+TURN_ELEMENTS = 16  # elements that a thread has in registers at once; others are not measured
 # Of few rows the parts are shorter and the warpgroups more, so that more warps work on each.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # Of many rows three CTAs share a multiprocessor, so that one works while the parts of others arrive: of 256 threads,
@@ -56,7 +60,7 @@ class Layout:
 
     The words, by the number of the first:
 
-        total        the largest element of the CTA, and its mass relative to that
+        total        the largest element of the CTA, its mass relative to that, and a bound for a small top_k
         zone         sums over the CTA above the zone and in it, and the least and the greatest key in it
         kept, least  what the CTA keeps of the row, by a key, or by a least mass
         picked       what one warp has found for all
@@ -65,7 +69,8 @@ class Layout:
         drawn        the mass of each warp, and of each chunk of one
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
-        histogram    numbers of elements; later two sets of sums of the rounds over keys
+        gathered     eight numbers of each CTA, as all warps read them that one has got
+        histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys
         keys         the list of keys in the zone
 
     Attributes:
@@ -85,7 +90,9 @@ class Layout:
     drawn = warps + MAX_WARPS * warp_words
     sections = drawn + 2 * LANES
     counters = sections + 2 * SECTIONS
-    histogram = counters + 4 * MAX_CTAS
+    gathered = counters + 4 * MAX_CTAS
+    gathered_words = 8
+    histogram = gathered + gathered_words * MAX_CTAS
 
     @property
     def buckets(self) -> int:
@@ -105,7 +112,8 @@ class Layout:
     @property
     def list_size(self) -> int:
         """Number of keys for which a CTA has room, as many for each thread."""
-        return 0 if self.by_value else -(-ROW_KEYS // (self.window.count * self.threads)) * self.threads
+        each = max(-(-ROW_KEYS // self.window.count), CTA_KEYS)
+        return 0 if self.by_value else -(-each // self.threads) * self.threads
 
     @property
     def words(self) -> int:

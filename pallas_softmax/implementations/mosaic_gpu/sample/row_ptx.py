@@ -15,8 +15,10 @@ LOWEST = float(np.finfo(np.float32).min)
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below those of all numbers
 
-# All threads of the cluster meet, and see what the others wrote to shared memory before. Fences for shared memory alone
-# spare one for device memory, which `barrier.cluster.arrive.release` would wait for.
+# All threads of the cluster meet, and see what the others wrote to their own shared memory before. Fences for that
+# spare one for device memory, which `barrier.cluster.arrive.release` would wait for. They do not wait for loads from
+# other CTAs, which may then read too late, or from a CTA that has left: a launch failure. So what a warp has loaded
+# from others it writes, or what follows from it, to shared memory, and its CTA meets, before the cluster does again.
 ARRIVE = "fence.release.sync_restrict::shared::cta.cluster; barrier.cluster.arrive.relaxed;"
 WAIT = "barrier.cluster.wait.acquire; fence.acquire.sync_restrict::shared::cluster.cluster;"
 
@@ -95,8 +97,7 @@ class Row(Program):
 
     def key(self, x: Value) -> Value:
         """Returns the sort key of an element (see `device.sort_keys`), without the bits that only a float32 has."""
-        bits = x.bits("s32")
-        key = bits ^ (bits.sign() & 0x7FFFFFFF)
+        key = _flipped(x.bits("s32"))
         spare = _SPARE_BITS[self.elements.name]
         return key >> spare if spare else key
 
@@ -125,10 +126,20 @@ class Row(Program):
             self.load_vector_into(out, self.in_cta(at, cta), when=when, space="shared::cluster")
         return out
 
-    def of_ctas(self, at: int, kind: str, count: int = 1, default: float = 0) -> list[Value]:
-        """Returns words of the scratch of all CTAs: a lane gets those of the CTA of its number, or the default."""
+    def of_ctas(self, at: int, count: int) -> list[Value]:
+        """Returns 1, 2, 4 or 8 words of the scratch of all CTAs, the threads of this one meeting meanwhile.
+
+        A lane gets those of the CTA of its number, in registers "u32"; 0 if there is no such CTA. One warp gets them
+        from the others, since a CTA answers requests of others one at a time.
+        """
         inside = self.lane < self.ctas
-        return self.of_cta(self.word(at), self.lane, kind, count, when=inside, default=default)
+        local = self.word(self.layout.gathered, self.lane, self.layout.gathered_words)
+        with self.when(self.warp.equals(0)):
+            self.store(local, *self.of_cta(self.word(at), self.lane, "u32", count, when=inside), when=inside)
+        self.barrier()
+        out = [self.var(0, "u32") for _ in range(count)]
+        self.load_vector_into(out, local, when=inside)
+        return out
 
     # --- Warps, CTAs and the cluster
 
@@ -146,12 +157,20 @@ class Row(Program):
     def over_warp(self, ops: Sequence[str], values: Sequence[Value]) -> list[Value]:
         """Reduces values over the lanes of a warp, each by its instruction, in one order, for all lanes."""
         out = list(values)
-        floats = [i for i, value in enumerate(out) if value.kind == "f32"]
+        sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
         for lanes in (16, 8, 4, 2, 1):
-            others = [self.shuffle(out[i], "bfly", lanes) for i in floats]
-            for i, other in zip(floats, others):
-                out[i] = self.op(ops[i], "f32", out[i], other)
-        return [v if v.kind == "f32" else self.over_lanes(op, v) for op, v in zip(ops, out)]
+            others = [self.shuffle(out[i], "bfly", lanes) for i in sums]
+            for i, other in zip(sums, others):
+                out[i] = out[i] + other
+        for i, (op, value) in enumerate(zip(ops, out)):
+            if value.kind != "f32":
+                out[i] = self.over_lanes(op, value)
+            elif (
+                op != "add"
+            ):  # by one instruction for integers; the NaN that max.NaN returns has the highest key
+                bits = self.over_lanes(op.removesuffix(".NaN"), _flipped(value.bits("s32")))
+                out[i] = _flipped(bits).bits("f32")
+        return out
 
     def over_cta(self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int) -> None:
         """Reduces values over the threads of the CTA; the results are in words `at` when threads have met.
@@ -172,6 +191,11 @@ class Row(Program):
             ]
             for i, value in enumerate(self.over_warp(ops, mine)):
                 self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
+
+    def sum_of_warp(self) -> Value:
+        """Returns the first of the values of the warp of this lane's number that the last `over_cta` reduced."""
+        at, inside = self.word(self.layout.warps, self.lane, self.layout.warp_words), self.lane < self.warps
+        return self.load(at, "f32", when=inside, default=0)
 
     def scan(self, value: Value) -> tuple[Value, Value]:
         """Returns the sum of a value over the lower lanes of the warp, and over those and this one."""
@@ -195,3 +219,8 @@ class Row(Program):
     def last_that(self, condition: Value) -> Value:
         """Returns the number of the last lane where the condition holds; 0 if there is none."""
         return self.max(self.highest_bit(self.ballot(condition)).bits("s32"), 0).bits("u32")
+
+
+def _flipped(bits: Value) -> Value:
+    """Returns the sort key of a float's bits, or of the key the bits."""
+    return bits ^ (bits.sign() & 0x7FFFFFFF)

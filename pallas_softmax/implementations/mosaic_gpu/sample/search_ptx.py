@@ -92,7 +92,7 @@ class Search:
 
         Args:
           of_eight: called as of_eight(bucket, numbers), writes one or two sums over eight buckets, of which the first
-            is given; they have so many elements. The first sum is of the measure.
+            is given; they have so many elements.
         """
         p, layout = self.p, self.p.layout
         p.barrier()
@@ -109,10 +109,13 @@ class Search:
                     p.store(at, of_group, offset=4 * SECTIONS * i, when=whole)
         p.meet()
 
-    def section_that_reaches(self, goal: Value) -> tuple[Value, Value]:
-        """Returns the section with which a goal is reached, and the measure before it; called in one warp."""
+    def section_that_reaches(self, goal: Value, at: Value) -> tuple[Value, Value]:
+        """Returns the section with which a goal is reached, and the measure before it; called in one warp.
+
+        The sums over the sections are at word `at`.
+        """
         p = self.p
-        at = p.word(p.layout.sections, p.lane, 2)
+        at = p.word(0, at + p.lane * 2)
         of_ctas = [p.of_cta(at, cta, "f32", 2) for cta in range(p.ctas)]
         first, second = (p.reduce("add", column) for column in zip(*of_ctas))
         before, upto = p.scan(first + second)

@@ -15,7 +15,6 @@ digit by digit.
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import SECTIONS, VALUE_BUCKETS
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _NEAR_ZERO = 14  # values up to 2^-14 share a bucket
@@ -24,50 +23,57 @@ _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
-def search(f: Search) -> None:
-    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`."""
+def search(f: Search, counted: Value) -> None:
+    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`.
+
+    Args:
+      f: the search.
+      counted: a condition, to be changed: whether the histogram is there, from another search.
+    """
     p, layout = f.p, f.p.layout
     zero = _zero_bucket(f)
-    with p.when(f.kept.key > KEEP_ALL):  # after another search, whose numbers other CTAs may still read
-        p.meet()
-    f.clear()
-    _count(f, zero)
 
-    def measure_and_mass(bucket, numbers):
+    def number_and_mass(bucket, numbers):
         # The values of eight buckets have one exponent, and so lie at equal distances.
         first, fifth = (_value(f, zero, bucket + i) for i in (0, 4))
         step = (fifth - first) * 0.25
         numbers = [p.convert(number, "f32") for number in numbers]
         masses = [n * _weight(f, p.multiply_add(step, float(i), first)) for i, n in enumerate(numbers)]
         mass = p.reduce("add", masses)
-        return [f.measure(mass, p.reduce("add", numbers)), mass]
+        return [p.reduce("add", numbers), mass]
 
-    f.sum_buckets(measure_and_mass)
+    with p.when(~counted):
+        f.clear()
+        _count(f, zero)
+        f.sum_buckets(number_and_mass)
     with p.when(p.warp.equals(0)):
         p.store(p.word(layout.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
     p.barrier()
     bucket = p.load(p.word(layout.picked), "u32")
-    above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
+    above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
 
     # What the mass of those near 0 may be off, since they count as 2^-14 or as -2^-14.
     off = near_zero * p.weight(p.var(0, "f32")) * p.scale * 2.0 ** (1 - _NEAR_ZERO)
-    off = p.select(f.is_mass & (bucket > zero), off, 0.0)
-    is_one_value = (bucket < _LAST) & (bucket - zero > 1)
-    exact = is_one_value & (off <= f.goal * 2.0**-22)
+    off = p.select(bucket >= _negative_zero(zero), off, 0.0)
+    is_one_value = (bucket < _LAST) & (((bucket - zero) & 0xFFFF) > 1)
+    exact = is_one_value & (off <= all_mass_above * 2.0**-22)
     with p.when(exact):
         rest = f.goal - above
         key = p.key(_value(f, zero, bucket))
         number = digits_ptx.number_of(p, f.measure(p.divide(rest, p.weight(p.of_key(key))), rest))
         f.kept.down_to(key, number, mass_above, equal)
     with p.when(~exact):
-        p.meet()  # likewise
+        p.meet()  # others may still read the histogram, where the sums over digits will be
         digits_ptx.search_row(f)
+        p.meet()  # or those sums, where there may be a histogram again
+    p.set(counted, exact)
 
 
 def _zero_bucket(f: Search) -> Value:
     """Returns the bucket of +0, one before a multiple of 8, so that that of the largest element is one of the first 8.
 
-    It is a number of 16 bits, and so it may lie after all buckets.
+    It is a number of 16 bits, and so it may lie after all buckets: where all elements are negative, or -0. Where the
+    largest is above -2^-14, the bucket of -0 is still there, 0, one after 65535.
     """
     p = f.p
     bits = p.top.bits("u32") >> 16
@@ -76,12 +82,17 @@ def _zero_bucket(f: Search) -> Value:
     return (p.select(p.top < 0.0, negative, (size + 8) & -8) - 1) & 0xFFFF
 
 
+def _negative_zero(zero: Value) -> Value:
+    """Returns the bucket of -0."""
+    return (zero + 1) & 0xFFFF
+
+
 def _count(f: Search, zero: Value) -> None:
     """Counts elements by value, the two of a word at a time."""
     p = f.p
     base = p.word(p.layout.histogram)
-    of_negative_zero = zero + 1
-    offset = (of_negative_zero & 0xFFFF) | (of_negative_zero << 16)
+    of_negative_zero = _negative_zero(zero)
+    offset = of_negative_zero | (of_negative_zero << 16)
     minus_first, last, none = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 0))
 
     def take(words, _):
@@ -119,7 +130,8 @@ def _measure_of(f: Search, zero: Value, bucket: Value) -> Value:
 def _bucket_that_reaches(f: Search, zero: Value) -> Value:
     """Returns the bucket with which the goal is reached, the last one if it is not; called in one warp."""
     p = f.p
-    section, before = f.section_that_reaches(f.goal)
+    numbers, masses = p.layout.sections, p.layout.sections + SECTIONS
+    section, before = f.section_that_reaches(f.goal, p.select(f.is_mass, masses, numbers, "u32"))
     bucket = section * _EACH + p.lane * 2
     at = p.word(p.layout.histogram, bucket)
     numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
@@ -133,20 +145,20 @@ def _bucket_that_reaches(f: Search, zero: Value) -> Value:
     return section * _EACH + lane * 2 + p.select(in_first, 0, 1, "u32")
 
 
-def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value]:
+def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
     """Returns what lies above a bucket, and in it.
 
     Returns:
-      The measure above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the number of
-      elements in it; and the number of elements near 0, a float.
+      The measure and the mass above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the
+      number of elements in it; and the number of elements near 0, a float.
     """
     p, layout = f.p, f.p.layout
     cta = p.var(p.warp)  # that the warp looks at, one after another
     with p.loop() as leave:
         leave(cta >= p.ctas)
         at = p.word(layout.sections, p.lane, 2)
-        measures = p.of_cta(at, cta, "f32", 2)
-        masses = p.of_cta(at + 4 * SECTIONS, cta, "f32", 2)
+        numbers, masses = (p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2))
+        measures = [f.measure(*both) for both in zip(masses, numbers)]
         own = (bucket & -_EACH) + p.lane * 2
         numbers = p.of_cta(p.word(layout.histogram, own), cta, "u32", 2)
         measure, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
@@ -162,15 +174,16 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
             p.set(equal, numbers[i], here.equals(bucket))
         for i, value in enumerate(p.over_warp(["add"] * 3, [measure, mass, equal])):
             p.store(p.word(layout.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
+        near_zero = p.var(0, "u32")
+        for one in (zero, _negative_zero(zero)):
+            at = p.word(layout.histogram, p.min(one, _LAST))
+            p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
+        p.store(p.word(layout.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
         p.increase(cta, p.warps)
     p.barrier()
     inside = p.lane < p.ctas
     at = p.word(layout.counters, p.lane, 4)
     measure, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
-    equal = p.load(at, "u32", offset=8, when=inside, default=0)
-    near_zero = p.var(0, "u32")
-    for i in range(2):
-        at = p.word(layout.histogram, p.min(zero + i, _LAST))
-        near_zero = near_zero + p.of_cta(at, p.lane, "u32", 1, when=inside)[0]
-    above, near_zero = p.over_warp(["add", "add"], [measure, near_zero])
-    return above, mass, equal, p.convert(near_zero, "f32")
+    equal, near_zero = (p.load(at, "u32", offset=4 * i, when=inside, default=0) for i in (2, 3))
+    above, all_mass, near_zero = p.over_warp(["add"] * 3, [measure, mass, near_zero])
+    return above, all_mass, mass, equal, p.convert(near_zero, "f32")

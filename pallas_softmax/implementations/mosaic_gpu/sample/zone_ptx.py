@@ -2,83 +2,70 @@
 
     elements    5.1  5.0 | 3.2  3.1  3.1  3.0 | 2.9 ..       the zone is from 3 to 4
     sweep       the mass of 5.1 and 5.0; the keys of 3.2, 3.1, 3.1, 3.0 in lists, one for each CTA
-    digits      the second 3.1 is the last entry, by the lists of all CTAs
+    lists       the second 3.1 is the last entry
 
-Every CTA reads the lists of all, and decides by itself. If the goal is not reached in the zone after all, or if the
-lists have no room, the digits are those of the elements of the row.
+Every CTA reads the lists of all, and decides by itself (`lists_ptx`). If the goal is not reached in the zone after all,
+or if the lists have no room, the row is searched digit by digit (`digits_ptx`).
 """
 
-import dataclasses
-
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx, lists_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.lists_ptx import Zone
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LOWEST, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _HIGHEST = 2**31 - 1  # a key above all others
-MAX_LISTED = 4096  # keys in the lists of all CTAs
 
 
-@dataclasses.dataclass(frozen=True)
-class _Zone:
-    """Neighbouring keys, of which some may be that of the last entry.
-
-    Attributes:
-      found: a condition: whether the goal is reached among them.
-      least, greatest: the first and the last of them.
-      number: how many elements have such a key, in all CTAs.
-      number_of_cta: the same of each CTA, in the lane of its number.
-      most: the greatest of those.
-      above, mass_above_of_cta: the measure of what is above them in all CTAs, and the mass of it in each.
-    """
-
-    found: Value
-    least: Value
-    greatest: Value
-    number: Value
-    number_of_cta: Value
-    most: Value
-    above: Value
-    mass_above_of_cta: Value
-
-
-def search(f: Search, low: Value, high: Value, few: Value) -> None:
-    """Keeps what the filter keeps.
+def search(f: Search, low: Value, high: Value, few: Value) -> Value:
+    """Keeps what the filter keeps, or returns that it does not: if `few`, and the lists have no room for the zone.
 
     Args:
       f: the search.
       low, high: the least and the greatest element of the zone, which need not be in the row.
-      few: whether nothing is above the zone, and little in it.
+      few: whether nothing is above the zone, and little in it, as far as one can tell.
     """
     p = f.p
-    zone = _sweep(f, low, high, few)
-    nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
-    with p.when(nothing):
-        f.kept.down_to_the_last(zone.mass_above_of_cta)
-    with p.when(~nothing):
-        _threshold(f, zone)
+    may_fail = few & (low < high)  # else nothing need be listed
+    zone = _sweep(f, low, high, few, may_fail)
+    fits = (zone.number <= lists_ptx.MAX_KEYS) & (zone.most <= p.layout.list_size)
+    failed = p.var(may_fail & ~fits)
+    with p.when(~failed):
+        nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
+        with p.when(nothing):
+            f.kept.down_to_the_last(zone.mass_above_of_cta)
+        with p.when(~nothing):
+            _threshold(f, zone, fits)
+    return failed
 
 
-def _sweep(f: Search, low: Value, high: Value, few: Value) -> _Zone:
-    """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
+def _sweep(f: Search, low: Value, high: Value, few: Value, may_fail: Value) -> Zone:
+    """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for.
+
+    If it `may_fail`, a CTA takes no more when there is no room, and its number is one that there is no room for.
+    """
     p, layout = f.p, f.p.layout
+    p.store(p.word(layout.listed), 0, when=p.thread.equals(0))
+    p.barrier()
     mass_above, above, mass, number = (p.var(0, "f32") for _ in range(4))
     least, greatest = p.var(_HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
 
-    def list_element(address):
-        x = p.elements.float_of_bits(p, p.elements.load_bits(p, address))
+    def add(x, when=None):
         key = p.key(x)
-        p.increase(mass, p.weight(x))
-        p.increase(number, 1)
-        p.update(least, "min", key)
-        p.update(greatest, "max", key)
+        p.increase(mass, p.weight(x), when)
+        p.update(least, "min", key, when)
+        p.update(greatest, "max", key, when)
         return key
 
     def take(words, address):
         some = p.var(1, "u32")
         with p.when(few):  # most have nothing there
             p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
+        with p.when(may_fail & some.equals(1)):
+            fails = p.load(p.word(layout.listed), "u32") > layout.list_size
+            p.increase(number, 1, fails)
+            p.set(some, 0, fails)
         with p.when(some.equals(1)):
             inside = p.var(0, "u32")  # a bit for each element
             for i, x in enumerate(p.floats(words)):
@@ -87,13 +74,20 @@ def _sweep(f: Search, low: Value, high: Value, few: Value) -> _Zone:
                 p.increase(above, 1, is_above)
                 p.update(inside, "or", 1 << i, ~is_above & (x >= low))
             with p.when(p.any(inside > 0)):
-                has_room = p.load(p.word(layout.listed), "u32") < layout.list_size
-                with p.loop() as leave:
+                count = p.count_ones(inside)
+                p.increase(number, p.convert(count, "f32"))
+                slot = p.take_from(p.word(layout.listed), count, when=inside > 0, default=0)
+                has_room = p.var(slot + count <= layout.list_size)
+                with p.when(~has_room):  # in the same order, so that the mass is the same bits
+                    for x in p.floats(words):
+                        add(x, (x >= low) & (x <= high))
+                with p.when(has_room), p.loop() as leave:
                     leave(inside.equals(0))
-                    key = list_element(_address_of(p, address, p.lowest_bit(inside)))
+                    at = _address_of(p, address, p.lowest_bit(inside))
+                    key = add(p.elements.float_of_bits(p, p.elements.load_bits(p, at)))
+                    p.store(p.word(layout.keys, slot), key)
+                    p.increase(slot, 1)
                     p.set(inside, inside & (inside - 1))
-                    slot = p.take_from(p.word(layout.listed), 1, when=has_room)
-                    p.store(p.word(layout.keys, slot), key, when=has_room & (slot < layout.list_size))
 
     p.sweep(take)
     p.over_cta(
@@ -103,10 +97,10 @@ def _sweep(f: Search, low: Value, high: Value, few: Value) -> _Zone:
         layout.zone,
     )
     p.meet()
-    mass_above, mass = p.of_ctas(layout.zone, "f32", 2)
-    above, number_of_cta = p.of_ctas(layout.zone + 2, "u32", 2)
-    (least,) = p.of_ctas(layout.zone + 4, "s32", default=_HIGHEST)
-    (greatest,) = p.of_ctas(layout.zone + 5, "s32", default=KEEP_ALL)
+    mass_above, mass, above, number_of_cta, least, greatest, _, _ = p.of_ctas(layout.zone, 8)
+    mass_above, mass, inside = mass_above.bits("f32"), mass.bits("f32"), p.lane < p.ctas
+    least = p.select(inside, least.bits("s32"), _HIGHEST)
+    greatest = p.select(inside, greatest.bits("s32"), KEEP_ALL)
     least, greatest, most, all_above, mass, above, number = p.over_warp(
         ["min", "max", "max", "add", "add", "add", "add"],
         [least, greatest, number_of_cta, mass_above, mass, above, number_of_cta],
@@ -114,7 +108,7 @@ def _sweep(f: Search, low: Value, high: Value, few: Value) -> _Zone:
     before = f.measure(all_above, p.convert(above, "f32"))
     reached = f.measure(mass, p.convert(number, "f32")) + before >= f.goal
     found = (reached | (low <= LOWEST)) & (before < f.goal)
-    return _Zone(found, least, greatest, number, number_of_cta, most, before, mass_above)
+    return Zone(found, least, greatest, number, number_of_cta, most, mass, before, mass_above)
 
 
 def _address_of(p: Row, address: Value, number: Value) -> Value:
@@ -124,52 +118,13 @@ def _address_of(p: Row, address: Value, number: Value) -> Value:
     return address + chunk * CHUNK_BYTES + element * itemsize
 
 
-def _threshold(f: Search, zone: _Zone) -> None:
+def _threshold(f: Search, zone: Zone, fits: Value) -> None:
     """Finds the last key in the zone, or in the row if it is not in the zone, and keeps what is down to it."""
-    p, layout = f.p, f.p.layout
-    fits = (zone.number <= MAX_LISTED) & (zone.most <= layout.list_size)
+    p = f.p
     listed = p.var(fits & zone.found)
-    high = p.var(p.select(zone.found, zone.greatest, p.key(p.top)))
-    low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
-    above = p.select(zone.found, zone.above, 0.0)
-
-    keys = []
-    for cta in range(p.ctas):
-        number = p.select(listed, p.shuffle(zone.number_of_cta, "idx", cta), 0)
-        for first in range(0, layout.list_size, layout.threads):
-            slot = p.thread + first
-            at = p.word(layout.keys, slot)
-            (key,) = p.of_cta(at, cta, "s32", when=slot < number, default=KEEP_ALL)
-            keys.append((cta, key))
-
-    lists = digits_ptx.Lists(keys, listed)
-    number, masses = digits_ptx.last_key(f, high, low, above, lists)
-    mass, equal = p.var(zone.mass_above_of_cta), p.var(0, "u32")
     with p.when(listed):
-        more, of_lists = _kept_of_lists(p, high, lists, masses)
-        p.increase(mass, more)
-        p.set(equal, of_lists)
+        lists_ptx.search(f, zone)
     with p.when(~listed):
-        for register, value in zip((mass, equal), digits_ptx.of_row(p, high)):
-            p.set(register, value)
-    f.kept.down_to(high, number, mass, equal)
-
-
-def _kept_of_lists(
-    p: Row, key: Value, lists: digits_ptx.Lists, masses: digits_ptx.Masses
-) -> tuple[Value, Value]:
-    """Returns the mass that the list of each CTA has above a key, and how many of its keys are equal to it."""
-    counters = p.layout.counters
-    p.store(p.word(counters, p.thread), 0, when=p.thread < 4 * p.ctas)
-    p.barrier()
-    for cta, each in lists.keys:
-        amount = p.select(each > key, masses.of(each), 0)
-        same = p.select(each.equals(key), 1, 0, "u32")
-        for i, of_warp in enumerate(p.over_warp(["add"] * 3, [amount & 0xFFFF, amount >> 16, same])):
-            p.add_to(p.word(counters, cta, 4), of_warp, offset=4 * i, when=p.first_lane)
-    p.barrier()
-    of_cta = [p.var(0, "u32") for _ in range(4)]
-    p.load_vector_into(of_cta, p.word(counters, p.lane, 4), when=p.lane < p.ctas)
-    low, high, number, _ = of_cta
-    mass = p.multiply_add(p.convert(high, "f32"), 2.0**16, p.convert(low, "f32"))
-    return mass * masses.unit, number
+        high = p.select(zone.found, zone.greatest, p.key(p.top))
+        low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
+        digits_ptx.search(f, high, low, p.select(zone.found, zone.above, 0.0))
