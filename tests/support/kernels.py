@@ -15,7 +15,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program 
 from pallas_softmax.implementations.mosaic_gpu.sample import draw_ptx as sample_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
 from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
-from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
+from pallas_softmax.implementations.mosaic_gpu.sample.draw import SamplingParams
 from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, columns_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
@@ -426,7 +426,7 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
       where: None, or (rows or 1, V or 1).
       plan: how a row lies over CTAs, if it is not what the package chooses.
     """
-    x, request = jnp.asarray(x), Request(*map(jnp.asarray, (u, *parameters)))
+    x, request = jnp.asarray(x), SamplingParams(*map(jnp.asarray, (u, *parameters)))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
     plan = plan or plan_sample(*x.shape, x.dtype)
     return sample_kernel.sample_rows(x, mask, request, plan, interpret=interpret)

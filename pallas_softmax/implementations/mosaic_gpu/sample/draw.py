@@ -1,4 +1,4 @@
-"""What is asked of a row of `sample`, and the draw from a row in plain JAX: a twin, which the interpreter runs."""
+"""The parameters of a row of `sample`, and the draw from a row in plain JAX: a twin, which the interpreter runs."""
 
 from typing import Any, NamedTuple
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from pallas_softmax.implementations import xla_sample
 
 
-class Request(NamedTuple):
-    """What is asked of a row, in numbers as `xla_sample.sample` takes them.
+class SamplingParams(NamedTuple):
+    """The parameters of a row, as numbers that `xla_sample.sample` takes.
 
     A filter that is not wanted has a number that filters nothing: a top_k of the row's length, a top_p of 1, a min_p
     of 0.
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     min_p: Any
 
 
-def draw(x, request: Request) -> tuple[jax.Array, ...]:
+def draw(x, request: SamplingParams) -> tuple[jax.Array, ...]:
     """Draws from the row that a CTA has, as the program of `draw_ptx` does.
 
     Args:

@@ -31,7 +31,7 @@ from pallas_softmax.implementations.folding import Mask
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.sample import draw_ptx
-from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request, draw
+from pallas_softmax.implementations.mosaic_gpu.sample.draw import SamplingParams, draw
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import Layout
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
 from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
@@ -47,7 +47,9 @@ _LOG2_E = float(1 / np.log(2))
 _TINY = float(np.finfo(np.float32).tiny)  # the least temperature, in place of 0, and the least scale
 
 
-def sample_rows(x, mask: Mask | None, request: Request, layout: Layout, *, interpret=None) -> list[jax.Array]:
+def sample_rows(
+    x, mask: Mask | None, request: SamplingParams, layout: Layout, *, interpret=None
+) -> list[jax.Array]:
     """Draws from each row.
 
     Args:
@@ -67,7 +69,7 @@ def sample_rows(x, mask: Mask | None, request: Request, layout: Layout, *, inter
     def sample(x_gmem, request_gmem, mask_gmem, *out, landed, scratch, x_smem, met: Any = None):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         # Before the part has landed, so that nobody waits for these when it has.
-        of_row = Request(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
+        of_row = SamplingParams(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
         _copy_and_mask(window, part, x_smem, landed, interpret)
         if interpret:
             _draw_by_twin(part, x_smem, of_row, out, met)
@@ -101,7 +103,7 @@ def scale_of(temperature):
     return jnp.maximum(_LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
 
-def _draw_by_twin(part: Part, x_smem, of_row: Request, out, met) -> None:
+def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, met) -> None:
     """Draws in one warpgroup, after all have met, and writes the results."""
     plgpu.barrier_arrive(met)
     plgpu.barrier_wait(met)
