@@ -44,7 +44,8 @@ LINE_BYTES = 128
 SHORT_LINE_BYTES = 64
 # Clusters of 16 CTAs for which there is room where each CTA fills a multiprocessor. They take the strips of float32
 # columns in turns: (1, 25000, 4000) takes 313 us so, by shorter pieces 363, a copy 264. In bfloat16 one CTA has too
-# much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%).
+# much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%). That was with a slot
+# for each of 14 steps. The plan has as many as there is room for, 15: not measured, and nor were shorter columns.
 TURNING_CLUSTERS = {9: 7}
 FEWEST_TURNS = 4  # of which the first read and the last write have nothing beside them (not measured)
 # Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
@@ -162,10 +163,8 @@ def plan_columns(
         if not in_turns:
             return plan
         if turns := _turns(strips, itemsize, arrays, capability):
-            slots = min(
-                smem * plan.slots // held, turns * plan.steps, MAX_SLOTS
-            )  # all that there is room for
-            return dataclasses.replace(plan, slots=slots, turns=turns)
+            slots = smem // (held // plan.slots)  # all that there is room for
+            return dataclasses.replace(plan, slots=min(slots, MAX_SLOTS), turns=turns)
     return None
 
 
