@@ -100,7 +100,7 @@ def _topk_unsupported(call: Call) -> str | None:
 
 
 def _topk_grad_unsupported(call: Call) -> str | None:
-    """Why the kernels cannot run the backward of top-k; None if they can."""
+    """Returns why the kernels cannot run the backward of top-k; None if they can."""
     if call.masked:
         return "no kernel for topk_grad with where"
     if plan_topk_grad(call.vocab, call.dtype) is None:

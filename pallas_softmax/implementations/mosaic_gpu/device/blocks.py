@@ -157,7 +157,7 @@ def store_to_row(ref, row, *, start, held, block, interpret):
 
 
 def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False, interpret):
-    """A block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
+    """Returns a block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
 
     Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.
     `aligned` says that element `start` is a multiple of vec bytes from the start of the mask, whatever `vocab` is.

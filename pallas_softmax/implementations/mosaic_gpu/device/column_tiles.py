@@ -26,12 +26,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 
 
 def laid_out(value, tile: Tile, *, interpret):
-    """An array of a tile's shape in the layout of the tile; as it is for the interpreter, which has no layouts."""
+    """Returns an array in the layout of a tile of its shape; as it is for the interpreter, which has no layouts."""
     return value if interpret else plgpu.layout_cast(value, tiles.layout(tile))
 
 
 def load(ref, tile: Tile, at, fill, *, interpret):
-    """The tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
+    """Returns the tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
     _, vocab, inner = ref.shape
     if interpret:
         outer, lines, columns = _indices(tile, at)
@@ -70,7 +70,7 @@ def store(ref, tile: Tile, at, value, *, interpret) -> None:
 
 
 def load_smem(ref, tile: Tile, *, interpret):
-    """The tile that `ref`, lines of shared memory, holds."""
+    """Returns the tile that `ref`, lines of shared memory, holds."""
     if interpret:
         return ref[...]
 
@@ -100,7 +100,7 @@ def store_smem(ref, tile: Tile, value, *, interpret) -> None:
 
 
 def load_from_ctas(ref, tile: Tile, count: int, empty: float):
-    """A tile whose line i is `ref` of CTA number i of the cluster, and `empty` from line `count` on.
+    """Returns a tile whose line i is `ref` of CTA number i of the cluster, and `empty` from line `count` on.
 
     Args:
       ref: numbers in shared memory, float32 (columns of the tile,), that all CTAs have.

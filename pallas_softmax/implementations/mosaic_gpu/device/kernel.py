@@ -20,7 +20,7 @@ def gpu_kernel(
     approximate: bool = False,
     interpret: Any = None,
 ) -> Callable[..., Any]:
-    """The function that launches a kernel on its inputs, with CTAs of one warpgroup, or of more.
+    """Returns the function that launches a kernel on its inputs, with CTAs of one warpgroup, or of more.
 
     Args:
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the

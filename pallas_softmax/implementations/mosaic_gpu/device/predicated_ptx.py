@@ -21,7 +21,7 @@ def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
 
 
 def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
-    """A vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
+    """Returns a vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
 
     Args:
       pointer: to element 0.
@@ -68,7 +68,7 @@ def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
 
 
 def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
-    """A vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
+    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
 
     Of a mask of one column all bytes are that of the row. `aligned` says that they start at a multiple of `vec`.
     """

@@ -41,14 +41,14 @@ class PartPlace(NamedTuple):
     first: Any
 
     def in_view(self, gmem):
-        """The row of the view `gmem` that holds the part, from whose element `first` on it lies."""
+        """Returns the row of the view `gmem` that holds the part, from whose element `first` on it lies."""
         return gmem if self.view_row is None else gmem.at[self.view_row]
 
 
 def part_place(
     cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False, row: Any = None
 ) -> PartPlace:
-    """The place of the part that belongs to this CTA of a grid with the axes "row" and, of several parts, "part".
+    """Returns the place of this CTA's part; the axes of the grid are "row" and, of several parts, "part".
 
     Args:
       cut: how each row is cut into parts.
@@ -101,11 +101,11 @@ class StagedRow:
         self.freed = freed
 
     def slot(self, i):
-        """The number of the slot, and of the barrier, of step i."""
+        """Returns the number of the slot, and of the barrier, of step i."""
         return i if self.slots is None else lax.rem(self.steps_before + jnp.int32(i), jnp.int32(self.slots))
 
     def filled(self, value):
-        """A float32 block whose elements are all `value`."""
+        """Returns a float32 block whose elements are all `value`."""
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
     def copy_in(self, gmem, smem, landed, start, i) -> None:
@@ -155,7 +155,7 @@ class StagedRow:
             yield at, min(self.walk.block_size, size - start)
 
     def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
-        """The blocks of step i of `size` elements, in float32, with `fill` after the last element."""
+        """Yields the blocks of step i of `size` elements, in float32, with `fill` after the last element."""
         for at, held in self.blocks(i, size):
             x = blocks.load(smem.at[at], self.walk.vec, interpret=self.interpret).astype(jnp.float32)
             if held < self.walk.block_size:

@@ -230,7 +230,7 @@ def _meet_in_warp() -> Program:
 
 
 def spread(of_row, tile: Tile, out: Tile, *, interpret):
-    """A tile `out` of the numbers that a tile, whose rows lie in the same lanes, has one of for a whole row."""
+    """Returns a tile `out` of the numbers that a tile, whose rows lie in the same lanes, has one of for a whole row."""
     if interpret:
         return jnp.broadcast_to(of_row[:, :1], out.shape)
 

@@ -206,12 +206,12 @@ class _Part:
         return lax.div(strip, self.across), line, lax.rem(strip, self.across) * self.plan.width
 
     def _lines(self, gmem, number):
-        """A step of an array in device memory. What is beyond the array reads as 0, and is not written."""
+        """Returns a step of an array in device memory. What is beyond the array reads as 0, and is not written."""
         outer, line, column = self._place(number)
         return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
 
     def _slot(self, number):
-        """The lines of shared memory that a step has: the slots are taken in turn."""
+        """Returns the lines of shared memory that a step has: the slots are taken in turn."""
         return pl.ds(lax.rem(number, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
 
     def _fetch(self, number) -> None:
@@ -246,7 +246,7 @@ class _Part:
         return lax.broadcast_in_dim(per_column, self.plan.block.shape, (1,))
 
     def _filled(self, value):
-        """A float32 block whose elements are all `value`."""
+        """Returns a float32 block whose elements are all `value`."""
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
         return column_tiles.laid_out(full, self.plan.block, interpret=self.interpret)
 
@@ -271,7 +271,7 @@ class _Part:
         return lanes
 
     def _merge(self, total):
-        """The reductions of the cluster's CTAs merged, in the same order by each of them.
+        """Returns the reductions of the cluster's CTAs merged, in the same order by each of them.
 
         They are the lines of a tile, whose threads read them from the CTAs.
         """

@@ -130,7 +130,7 @@ class Strips:
 def plan_columns(
     op: str, outer: int, vocab: int, inner: int, dtype, capability: tuple[int, int]
 ) -> Tile | Strips | None:
-    """How the columns of an operation lie over a GPU of this compute capability; None if transposing them is better.
+    """Returns how the columns of an operation lie over a GPU of this capability; None if transposing is better.
 
     Args:
       op: a name in `operations.TABLE`.
@@ -177,7 +177,7 @@ def _turns(strips: int, itemsize: int, arrays: int, capability: tuple[int, int])
 
 
 def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
-    """The tile that holds whole columns in registers; None if they are too long."""
+    """Returns the tile that holds whole columns in registers; None if they are too long."""
     vec = math.gcd(inner, VEC)
     vectors = -(-inner // vec)
     found = None

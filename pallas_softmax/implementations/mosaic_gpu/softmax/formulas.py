@@ -78,7 +78,7 @@ class Formula(NamedTuple):
     row_dtypes: tuple = ()
 
     def row_results(self, shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """The constants of all rows, in arrays of this shape; `dtype` is that of the elements."""
+        """Returns the constants of all rows, in arrays of this shape; `dtype` is that of the elements."""
         return [jax.ShapeDtypeStruct(shape, own or dtype) for own in self.row_dtypes]
 
 

@@ -121,7 +121,7 @@ class _Job:
     def launch(
         self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
     ) -> list[jax.Array]:
-        """The results of a launch, with a CTA for each part of each row, or of every so many rows in turns.
+        """Returns the results of a launch, with a CTA for each part of each row, or of every so many rows in turns.
 
         Args:
           kernel: what a CTA does, a function of the job and its `_Refs`.
@@ -240,7 +240,7 @@ def _write_only(job: _Job, refs: _Refs) -> None:
 
 
 def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
-    """The only part that this CTA takes: starts the copies of its body, and loads its edges."""
+    """Returns the only part that this CTA takes: starts the copies of its body, and loads its edges."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
     part = _Part(job, refs, place, StagedRow(job.parts.walk, job.interpret))
     for i in range(job.parts.walk.steps):
@@ -289,12 +289,12 @@ class _Part:
             self.edges.append(_Edge(at, arrays, mask, counted))
 
     def _load_body(self, i, size: int):
-        """The blocks of step i of the body: for each block, those of all arrays."""
+        """Returns the blocks of step i of the body: for each block, those of all arrays."""
         fill = self.job.formula.reduction.neutral
         return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
-        """The mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
+        """Returns the mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
         walk = self.job.parts.walk
         if self.job.mask is None:
             return [None] * walk.step_blocks
@@ -302,7 +302,7 @@ class _Part:
         return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
     def _load_mask(self, at, held, vec: int):
-        """A block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+        """Returns a block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
@@ -317,7 +317,7 @@ class _Part:
     # --- Reduction
 
     def reduce(self):
-        """The reduction of the part's elements, each counted once."""
+        """Returns the reduction of the part's elements, each counted once."""
         if not self.edges:
             return self._reduce_body()
         # Few rows do not miss the registers that this takes: the edges are reduced while the body is on its way.
@@ -328,14 +328,14 @@ class _Part:
         return self.job.formula.reduction.merge(of_body, of_edges)
 
     def _reduce_edges(self):
-        """The reduction of the elements of the edges that count there."""
+        """Returns the reduction of the elements of the edges that count there."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
         terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
         return reduction.across(reduction.absorb(lanes, terms))
 
     def _reduce_body(self):
-        """The reduction of the body, step by step as they arrive."""
+        """Returns the reduction of the body, step by step as they arrive."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
@@ -363,7 +363,7 @@ class _Part:
         return formula.reduction.absorb(lanes, terms), next_masks
 
     def _term(self, x, *conditions):
-        """What is reduced of the blocks x, one of each array; neutral where a condition is False."""
+        """Returns what is reduced of the blocks x, one of each array; neutral where a condition is False."""
         term = self.job.formula.term(*x)
         for condition in conditions:
             if condition is not None:
@@ -390,7 +390,7 @@ class _Part:
         return total
 
     def merge_from_device_memory(self):
-        """The reductions of the row's parts, which the launch before has written, merged."""
+        """Returns the reductions of the row's parts, which the launch before has written, merged."""
         reduction, count = self.job.formula.reduction, self.job.parts.count
 
         def of_parts(first: int):

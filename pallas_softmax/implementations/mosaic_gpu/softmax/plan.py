@@ -148,7 +148,7 @@ class Parts:
         return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
 
     def body_start(self, row, start):
-        """Element of a part at which its body starts, if the part starts at element `start` of a row.
+        """Returns the element of a part at which its body starts, if the part starts at element `start` of a row.
 
         The body starts on LINE_BYTES of device memory.
         """
@@ -176,14 +176,14 @@ class Parts:
         return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
 
     def start(self, part):
-        """First element of a part, which owns those up to the start of the next one."""
+        """Returns the first element of a part, which owns those up to the start of the next one."""
         return self.cut.start(part)
 
 
 def plan_softmax(
     op: str, rows: int, vocab: int, dtype, capability: tuple[int, int], *, masked: bool = False
 ) -> Tile | Parts:
-    """How the rows of an operation lie over a GPU of this compute capability.
+    """Returns how the rows of an operation lie over a GPU of this compute capability.
 
     Args:
       op: a name in `operations.TABLE`.
@@ -229,7 +229,7 @@ def plan_softmax(
 
 
 def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
-    """The same parts, of several rows in turns, if there are slots for one row.
+    """Returns the same parts, of several rows in turns, if there are slots for one row.
 
     All clusters take about as many, and as many clusters are launched as are on the device at once, or a multiple.
     """
@@ -241,7 +241,7 @@ def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:
-    """Number of elements of a row, in all arrays, up to which it is held in registers."""
+    """Returns the number of elements of a row, in all arrays, up to which it is held in registers."""
     if not aligned:
         return UNALIGNED_TILE_ELEMENTS  # more loads would be needed than are fast
     if rows <= FEW_ROWS:
@@ -250,7 +250,7 @@ def _tile_elements(rows: int, aligned: bool) -> int:
 
 
 def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int:
-    """Number of elements of each of `count` parts at most, unless the cluster is the largest."""
+    """Returns the number of elements of each of `count` parts at most, unless the cluster is the largest."""
     if rows <= FEW_ROWS:  # to have many CTAs at work on each row
         return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
     if only_read and itemsize == 2:
@@ -263,7 +263,7 @@ def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int
 
 
 def approximate(dtype) -> bool:
-    """Whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
+    """Returns whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
 
     It is for 16-bit results, in whose rounding the error is lost. The exp that is exact to an ulp or two costs
     nothing in float32, where the kernel waits for memory. (Top-k has no time for it, 8% at 4000 x 25000 float32,

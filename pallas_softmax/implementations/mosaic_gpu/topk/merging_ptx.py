@@ -188,7 +188,7 @@ def _best(p: Program, words: list[Value], count: int) -> list[Value]:
 
 
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """The comparisons that find the best `count` of n elements, and the places where these are afterwards, in order.
+    """Returns the comparisons that find the best `count` of n elements, and the places of these afterwards, in order.
 
     A comparison (i, j) leaves the larger element in place i. It is Batcher's odd-even merge sort (Knuth, volume 3,
     5.3.4), of which each list keeps `count` elements: of 32 elements the best 8 take 248 minima and maxima, which a

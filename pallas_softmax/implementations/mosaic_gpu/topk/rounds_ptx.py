@@ -114,7 +114,7 @@ def column_result(p: Program, row: int, i: int) -> Value:
 
 
 def columns_of_thread(tile: Tile) -> list[int]:
-    """The columns of a thread's elements, but for the first column of its lane."""
+    """Returns the columns of a thread's elements, but for the first column of its lane."""
     return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
 
 
@@ -166,7 +166,7 @@ def _sorted(p: Program, values: list[Value], k: int) -> list[Value]:
 
 
 def network(n: int) -> list[tuple[int, int]]:
-    """The comparisons that sort n elements: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
+    """Returns the comparisons that sort n elements: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
     out = []
     p = top = 1 << max(0, (n - 1).bit_length() - 1)
     while p:

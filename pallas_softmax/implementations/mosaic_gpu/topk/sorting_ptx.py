@@ -95,7 +95,7 @@ def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list
 
 
 def bitonic(n: int) -> list[tuple[int, int]]:
-    """The comparisons that sort n elements that are bitonic."""
+    """Returns the comparisons that sort n elements that are bitonic."""
     strides = [n >> level for level in range(1, n.bit_length())]
     return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
 
