@@ -118,7 +118,7 @@ SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
 
 # A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each:
 # 4000 x 25000 float32 takes 146 us, not 210 (k = 300), and 158 us, not 244 (k = 512); 4000 x 16000, k = 2048, takes
-# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, takes 322 us, not 316.
+# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, took 322 us, not 316.
 # A compact window numbers its positions and groups with 16 bits.
 MAX_COMPACT_SIZE = 2**16  # positions
 MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of the search for a threshold
