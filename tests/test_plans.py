@@ -254,8 +254,8 @@ COMPACT = {
     (4000, 25000, 256, "float32"): False,
     (4000, 25000, 512, "float32"): True,
     (4000, 24576, 1024, "float32"): True,
-    (4000, 25000, 1024, "float32"): False,  # for which there is no room
-    (4000, 25000, 2048, "float32"): False,
+    (4000, 25000, 1024, "float32"): True,
+    (4000, 25000, 2048, "float32"): False,  # for which there is no room
     (4000, 18000, 2048, "float32"): True,
     (4000, 12289, 512, "float32"): False,
     (4000, 50000, 512, "bfloat16"): False,
@@ -344,9 +344,10 @@ def check_window(plan, rows, k, itemsize):
     if plan.compact:
         assert itemsize == 4 and plan.count == 1
         assert 2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024  # with what CUDA keeps of each
-        assert topk_plan.ordering_words(k)[-1] <= plan.size <= 2**16
-        assert k + max(2, k // 16) <= topk_plan.listed_groups(plan, k)  # as many as may reach the threshold
-        assert 2 * topk_plan.candidate_slots(k) >= 4 * 512  # the counters of the threshold
+        assert sum(topk_plan.ordering_words(k)) <= plan.size <= 2**16
+        positions, groups = topk_plan.listed_items(plan, k)
+        assert k + max(2, k // 16) <= groups  # as many as may reach the threshold
+        assert 2 * positions >= 4 * 512  # the counters of the threshold
     assert (
         plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
     )

@@ -172,7 +172,9 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
         assert n > capacity
     else:
         if window.compact:
-            code = kernels.ptx_of(monkeypatch, "fill_slots", refs[0], listed, n, extent.origin)
+            code = kernels.ptx_of(
+                monkeypatch, "fill_slots", refs[0], listed, Ref(2 * capacity), n, extent.origin
+            )
             ptx.run(code, memory, x=0, positions=starts["slots"], n=int(n), origin=extent.origin)
         slots = words(memory, 0 if window.compact else starts["slots"], capacity, "uint64")
         np.testing.assert_array_equal(np.sort(slots[:n]), np.sort(slots_of(keys[reach], reach + 7)))

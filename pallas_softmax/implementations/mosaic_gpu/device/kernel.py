@@ -18,6 +18,7 @@ def gpu_kernel(
     cluster: int = 1,
     warpgroups: int | None = None,
     approximate: bool = False,
+    reduction_bytes: int = 2048,
     interpret: Any = None,
 ) -> Callable[..., Any]:
     """Returns the function that launches a kernel on its inputs, with CTAs of one warpgroup, or of more.
@@ -35,6 +36,7 @@ def gpu_kernel(
         "warpgroup". By default there is one, and no such axis.
       approximate: whether exp and log are computed by the fast instructions of the GPU; see
         `softmax.plan.approximate`.
+      reduction_bytes: shared memory in which the warps of a CTA reduce what they have.
       interpret: as for `pallas_call`.
     """
     if cluster > 1:
@@ -57,7 +59,9 @@ def gpu_kernel(
             grid_names=tuple(names),
             # Versions of jax differ in their default, which is Lane in 0.10 and Warpgroup from 0.11 on.
             compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=approximate
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+                approx_math=approximate,
+                reduction_scratch_bytes=reduction_bytes,
             ),
             interpret=interpret,
             **cluster_axis,

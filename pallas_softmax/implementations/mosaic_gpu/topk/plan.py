@@ -26,7 +26,6 @@ element of each group in it. Group number g * 128 + t is that of thread t and of
 """
 
 import dataclasses
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -119,15 +118,15 @@ SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
 
 # A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each:
 # 4000 x 25000 float32 takes 146 us, not 210 (k = 300), and 158 us, not 244 (k = 512); 4000 x 16000, k = 2048, takes
-# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, takes 322 us, not 316.
+# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, took 322 us, not 316.
 # A compact window numbers its positions and groups with 16 bits.
 MAX_COMPACT_SIZE = 2**16  # positions
+MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of the search for a threshold
 
 # What a CTA takes is as jax 0.10.2 to 0.12 lower it. With 114,744 bytes each (4000 x 25000, k = 512) two share a
-# multiprocessor of an H100; with 117,816 (k = 1024, half the groups) they do not, and take 339 us.
+# multiprocessor of an H100; with 117,816 (k = 1024, half the groups, before their lists were one) they did not.
 SMEM_ALIGNMENT = 1_024  # bytes, to multiples of which Mosaic rounds an array up
-COUNTS_BYTES = 512  # of the two counts of the search
-REDUCTION_BYTES = 2_048  # that Mosaic reduces with
+REDUCTION_BYTES = 1_024  # that Mosaic reduces with; half of what it keeps otherwise
 SYSTEM_BYTES = 1_024  # of each CTA that CUDA keeps
 
 # The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
@@ -306,7 +305,7 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
     The last one has half as many groups: a bound that is looser costs less than a CTA.
     """
     window = _window(vocab, k, itemsize, 1)
-    if itemsize != 4 or not ordering_words(k)[-1] <= window.size <= MAX_COMPACT_SIZE:
+    if itemsize != 4 or not sum(ordering_words(k)) <= window.size <= MAX_COMPACT_SIZE:
         return [window]
     compact = dataclasses.replace(window, compact=True)
     fewer = dataclasses.replace(compact, group_blocks=2 * window.group_blocks)
@@ -321,7 +320,7 @@ def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
 
 def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     """Returns the bytes of shared memory that a CTA takes: Mosaic rounds arrays up, and keeps some to reduce with."""
-    arrays = [window.size * itemsize, *_arrays_beside_row(window, k), COUNTS_BYTES, REDUCTION_BYTES]
+    arrays = [window.size * itemsize, *_arrays_beside_row(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 
@@ -412,24 +411,30 @@ def group_words(window: Window, k: int) -> int:
     return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
 
 
-def ordering_words(k: int) -> list[int]:
-    """Returns where slots, buckets and ranked winners start in the memory of a compact window's row, and their end."""
-    sizes = 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
-    return [0, *itertools.accumulate(sizes)]
+def ordering_words(k: int) -> tuple[int, int, int]:
+    """Returns the words of slots, buckets and ranked winners, which a compact window has where its row was."""
+    return 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
 
 
-def listed_groups(window: Window, k: int) -> int:
-    """Returns how many groups that reach the threshold a window's search has room for."""
-    return padded_winners(k + k // 4) if window.compact else candidate_slots(k)
+def listed_items(window: Window, k: int) -> tuple[int, int]:
+    """Returns the lengths of the list of candidates, and of that of groups that reach the threshold, which is scratch.
+
+    Their items are words, of which a candidate has two; or numbers of 16 bits in a compact window, of which it has one.
+    Of 25,000 numbers, 1,593 are candidates for k = 1024 and groups of 16, with a deviation of 33.
+    """
+    slots = candidate_slots(k)
+    if not window.compact:
+        return 2 * slots, slots
+    return max(MIN_POSITIONS, slots - slots // 8), padded_winners(k + k // 4)
 
 
 def selection_bytes(window: Window, k: int) -> int:
-    """Returns the bytes of shared memory that top-k takes beside the row: `group_words`, slots, and groups to read."""
+    """Returns the bytes of shared memory that top-k takes beside the row."""
     return sum(_arrays_beside_row(window, k))
 
 
 def _arrays_beside_row(window: Window, k: int) -> list[int]:
-    slot_bytes, group_bytes = (2, 2) if window.compact else (8, 4)
     return [
-        4 * group_words(window, k), slot_bytes * candidate_slots(k), group_bytes * listed_groups(window, k)
-    ]  # fmt: skip
+        4 * (group_words(window, k) + WARPGROUP),
+        (2 if window.compact else 4) * sum(listed_items(window, k)),
+    ]

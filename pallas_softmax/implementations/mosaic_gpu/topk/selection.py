@@ -19,11 +19,11 @@ shared memory is in references to
 
     x_smem      (window.size,), the elements of the part; where the part has none, and where it is to be left out, -inf
     group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
-    hits        (listed_groups(window, k),) int32, scratch: the numbers of the groups that reach the threshold
-    slots       (2 * candidate_slots(k),) int32, the list of candidates
+    slots       int32, two words for each of candidate_slots(k), the list of candidates
+    hits        int32, scratch: the numbers of the groups that reach the threshold (`plan.listed_items` of both)
     counts      (128,) int32, of which two are used: the number of candidates, and of groups in `hits`
 
-In a compact window `hits` and `slots` are int16, and `slots` has one number for each candidate, its position.
+In a compact window `slots` and `hits` are int16, and `slots` has one number for each candidate, its position.
 """
 
 from typing import Any, NamedTuple
@@ -245,12 +245,12 @@ def _indices(window: Window, extent: Extent):
     return extent.origin + jnp.arange(window.size, dtype=jnp.int32)
 
 
-def fill_slots(x_smem, positions, n, origin):
+def fill_slots(x_smem, positions, slots, n, origin):
     """Makes slots of a list of n positions, at the start of the row's shared memory, which must not be read after it.
 
     On the GPU alone: the interpreter lists slots.
     """
-    selection_ptx.fill_slots(x_smem, positions, n, origin)
+    selection_ptx.fill_slots(x_smem, positions, slots, n, origin)
 
 
 # ---- the order

@@ -399,7 +399,7 @@ def _add_lower_warps(
 # ---- from positions to slots
 
 
-def fill_slots(x_smem, positions, n, origin) -> None:
+def fill_slots(x_smem, positions, slots, n, origin) -> None:
     """A thread keeps every 128th candidate in registers; when all have read the row, it writes their slots there.
 
     The slots after those of candidates are made empty, as all were where the search lists slots.
@@ -409,7 +409,7 @@ def fill_slots(x_smem, positions, n, origin) -> None:
     thread, x, own, first_index = p.operands("u32", "thread", "x", "positions", "origin")
     candidates = p.operand("n", "u32")
     own = p.at(own, thread, POSITION_BYTES)
-    slots = [p.var(0, "u64") for _ in range(each)]
+    values = [p.var(0, "u64") for _ in range(capacity_of(slots) // WARPGROUP)]
     with p.block() as leave:
         for first in range(0, each, _LOADED_AT_ONCE):
             leave(candidates <= WARPGROUP * first)
@@ -420,11 +420,11 @@ def fill_slots(x_smem, positions, n, origin) -> None:
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
                 loaded.append((i, listed, position, kind.load_bits(p, p.at(x, position, kind.itemsize))))
             for i, listed, position, bits in loaded:
-                p.set(slots[i], slot_of(p, kind.key(bits), position + first_index), when=listed)
+                p.set(values[i], slot_of(p, kind.key(bits), position + first_index), when=listed)
     p.barrier()
     at = p.at(x, thread, SLOT_BYTES)
-    for i, slot in enumerate(slots):
-        p.store(at, slot, offset=SLOT_BYTES * WARPGROUP * i)
+    for i, value in enumerate(values):
+        p.store(at, value, offset=SLOT_BYTES * WARPGROUP * i)
     p.barrier()
     insert(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
 

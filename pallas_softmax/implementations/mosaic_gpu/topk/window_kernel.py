@@ -19,6 +19,7 @@ Winners and normalizers of the parts of a row are merged by a second launch; see
 steps and groups are drawn in `plan.py`, the list of candidates in `slots.py`.
 """
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -38,12 +39,11 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.device.rows import part_place
 from pallas_softmax.implementations.mosaic_gpu.topk import merge_kernel, selection
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
+    REDUCTION_BYTES,
     Window,
-    candidate_slots,
     group_words,
-    listed_groups,
+    listed_items,
     ordering_words,
-    padded_winners,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.search import Search
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
@@ -86,21 +86,28 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     """Returns a list of winners for each part of each row."""
     rows, vocab = x.shape
     k, interpret, final = request.k, request.interpret, window.count == 1
+    if interpret:
+        window = dataclasses.replace(window, compact=False)  # which lists slots
     view = aligned_view(rows, vocab, window.vec)
 
     def softmax_topk(
-        x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *, landed, **search_smem
-    ):
+        x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *,
+        groups_smem, landed, lists_smem, x_smem,
+    ):  # fmt: skip
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        search = Search(window, part.extent, part.owned, interpret=interpret, **search_smem)
+        group_keys_smem, counts_smem = _pieces(groups_smem, words, WARPGROUP)
+        slots_smem, hits_smem = _pieces(lists_smem, *listed_items(window, k))
+        search = Search(
+            window, part.extent, part.owned, counts_smem, group_keys_smem, hits_smem, slots_smem, x_smem, interpret
+        )  # fmt: skip
         row_scale = scale_gmem[part.row if scale.size > 1 else 0]
         normalizer = _arrive(part, search, landed, row_scale)
         n = search.find(k)
-        lists = search.slots_smem, search.hits_smem, search.group_keys_smem
-        if compact:
-            selection.fill_slots(search.x_smem, search.slots_smem, n, part.extent.origin)
-            lists = in_row(search.x_smem)
-        slots_smem, buckets_smem, ranked_smem = lists
+        buckets_smem, ranked_smem = hits_smem, group_keys_smem
+        if window.compact:
+            positions_smem = slots_smem
+            slots_smem, buckets_smem, ranked_smem = _pieces(x_smem, *ordering_words(k))
+            selection.fill_slots(x_smem, positions_smem, slots_smem, n, part.extent.origin)
         number = part.row * window.count + part.index
         selection.rank(slots_smem, n, buckets_smem, ranked_smem, k, interpret=interpret)
         write_winners(
@@ -108,28 +115,26 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
             request, final,
         )  # fmt: skip
 
-    slots, compact = candidate_slots(k), window.compact and not interpret
-
-    def in_row(x_smem):
-        """Returns slots, buckets and ranked winners, one after another where the row was."""
-        return [x_smem.at[pl.ds(start, end - start)] for start, end in itertools.pairwise(ordering_words(k))]
-
-    words = max(group_words(window, k), 0 if compact else 2 * padded_winners(k))
+    words, item = group_words(window, k), jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
         softmax_topk,
         grid={"row": rows} if final else {"row": rows, "part": window.count},
         out_type=lists_type(rows * window.count, request, final),
         scratch_types={
-            "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
-            "group_keys_smem": plgpu.SMEM((words,), jnp.int32),
-            "hits_smem": plgpu.SMEM((listed_groups(window, k),), jnp.int16 if compact else jnp.int32),
+            "groups_smem": plgpu.SMEM((words + WARPGROUP,), jnp.int32),
             "landed": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
-            "slots_smem": plgpu.SMEM((slots,), jnp.int16) if compact else plgpu.SMEM((2 * slots,), jnp.int32),
+            "lists_smem": plgpu.SMEM((sum(listed_items(window, k)),), item),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
         },
         approximate=True,
+        reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )(x.reshape(view), scale, None if mask is None else mask.array)
+
+
+def _pieces(ref, *sizes: int) -> list:
+    """Returns references to pieces of a one-dimensional array, one after another, of these lengths."""
+    return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
 class Part(NamedTuple):
