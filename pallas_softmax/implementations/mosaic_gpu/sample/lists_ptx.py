@@ -2,7 +2,7 @@
 
     lists       12 40 | 7 31 | 40 3      of three CTAs, as distances from the least key
     merged      12 40 7 31 40 3          in each CTA, with the mass of each
-    all warps   40                       they find the last key, five bits of it at a time
+    one warp    40                       it finds the last key bit by bit
     all warps   40 | - | 40              what the list of each CTA has above it, and how many of it
 
 Masses are added as integers, in units of which that of the whole zone has 2^31: keys come in any order, and the sums
@@ -17,13 +17,9 @@ from pallas_softmax.implementations.mosaic_gpu.sample.digits_ptx import number_o
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
-_GROUP = 8  # keys that a warp loads at once
-_ROUND_BITS = LANES.bit_length() - 1
-_ROUNDS = -(-32 // _ROUND_BITS)
-# The histogram has room for so many keys and a group of none, with a measure for each, and for a sum of each lane in
-# each round.
-MAX_KEYS = (BUCKETS - LANES * _ROUNDS) // 2 - _GROUP
-_SUMS = 2 * (MAX_KEYS + _GROUP)  # words before the sums
+_OF_LANE = 6  # keys that a lane has in registers
+_FEW = LANES * _OF_LANE
+MAX_KEYS = BUCKETS // 2 - _FEW  # the histogram has room for all of them and for few, with a measure for each
 _LARGEST = 2.0**31  # the mass of all keys as an integer
 
 
@@ -64,12 +60,16 @@ def search(f: Search, zone: Zone) -> None:
 
     first_of_cta, _ = p.before(zone.number_of_cta)
     _merge(f, zone, first_of_cta, mass_of)
-    rest = f.goal - zone.above
-    goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")
-    distance, above = _last(f, zone, goal)
-    left = p.convert((goal - above), "f32")
-    each = p.convert(p.max(mass_of(distance), 1), "f32")
-    number = number_of(p, f.measure(p.divide(left, each), left))
+    with p.when(p.warp.equals(0)):
+        rest = f.goal - zone.above
+        goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")
+        distance, above = _last(f, zone, goal)
+        left = p.convert((goal - above), "f32")
+        each = p.convert(p.max(mass_of(distance), 1), "f32")
+        number = number_of(p, f.measure(p.divide(left, each), left))
+        p.store(p.word(layout.picked), distance, number, when=p.first_lane)
+    p.barrier()
+    distance, number = p.load_vector(p.word(layout.picked), "u32", 2)
 
     cta = p.var(p.warp)  # that the warp looks at, one after another
     with p.loop() as leave:
@@ -107,16 +107,8 @@ def _each_key(f: Search, zone: Zone, first_of_cta: Value, cta: Value, body) -> N
 
 
 def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
-    """Writes the distance from the least key and the measure of the keys in all lists to one, a CTA for each warp.
-
-    A group of keys without a measure follows them. The sums of the rounds become 0.
-    """
+    """Writes the distance from the least key and the measure of the keys in all lists to one, a CTA for each warp."""
     p, layout = f.p, f.p.layout
-    nothing = p.var(0, "u32")
-    p.store(p.word(layout.histogram, zone.number + p.thread, 2), nothing, nothing, when=p.thread < _GROUP)
-    for first in range(0, LANES * _ROUNDS, layout.threads):
-        inside = p.thread < LANES * _ROUNDS - first
-        p.store(p.word(layout.histogram + _SUMS + first, p.thread), nothing, when=inside)
     cta = p.var(p.warp)
     with p.loop() as leave:
         leave(cta >= p.ctas)
@@ -132,35 +124,76 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 
 def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
-    """Returns the last distance, and the measure above it, in all threads.
+    """Returns the last distance, and the measure above it; called in one warp.
 
-    Measures are integers. The distance is found five bits at a time: a lane for each of 32 candidates, whose measure,
-    that of the keys from there up, all warps add up, a part of the list each.
+    Measures are integers. From the highest bit down, a bit is 1 if the goal is reached by the keys from there up.
     """
     p, layout = f.p, f.p.layout
     extent = zone.greatest.bits("u32") - zone.least.bits("u32")
-    shift = p.var(p.highest_bit(extent).bits("s32") - (_ROUND_BITS - 1))
-    distance, above = p.var(0, "u32"), p.var(0, "u32")
-    sums = p.var(p.word(layout.histogram + _SUMS, p.lane))  # of this round
-    with p.repeat() as again:
-        bits = p.max(shift, 0).bits("u32")
-        candidate = distance + (p.lane << bits)
-        measures = [p.var(0, "u32") for _ in range(2)]
-        group = p.var(p.warp)
+    bit = p.var(p.highest_bit(extent).bits("s32"))  # the next one; -1 if there is none
+    distance, above = p.var(0, "u32"), p.var(0, "u32")  # what is found, and the measure of what is too large
+    number, number_above = (
+        p.var(zone.number),
+        p.var(0, "u32"),
+    )  # of keys that are not less, and that are too large
+    keys = p.var(p.word(layout.histogram))
+
+    def load(first_slot, number):
+        out = [[p.var(0, "u32"), p.var(0, "u32")] for _ in range(_OF_LANE)]
+        at = keys + first_slot * 8
+        for i, key in enumerate(out):
+            p.load_vector_into(key, at, offset=8 * LANES * i, when=first_slot + LANES * i < number)
+        return out
+
+    def decide(candidate, measure, its_number):
+        reached = measure >= goal
+        p.set(distance, candidate, reached)
+        p.set(number, its_number, reached)
+        p.set(above, measure, ~reached)
+        p.set(number_above, its_number, ~reached)
+        p.increase(bit, -1)
+
+    # Of many keys, until few are left.
+    with p.loop() as leave:
+        leave((bit < 0) | (number - number_above <= _FEW))
+        candidate = distance | (p.var(1, "u32") << bit.bits("u32"))
+        measure, its_number, slot = p.var(0, "u32"), p.var(0, "u32"), p.var(p.lane)
         with p.loop() as leave_keys:
-            leave_keys(group * _GROUP >= zone.number)
-            words = p.load_vector(p.word(layout.histogram, group, 2 * _GROUP), "u32", 2 * _GROUP)
-            for i, (its, measure) in enumerate(zip(words[::2], words[1::2])):
-                p.increase(measures[i % 2], measure, its >= candidate)
-            p.increase(group, p.warps)
-        p.add_to(sums, measures[0] + measures[1])
-        p.barrier()
-        measure = p.load(sums, "u32")
-        lane = p.last_that(measure >= goal)
-        p.set(distance, p.shuffle(candidate, "idx", lane))
-        next_measure = p.shuffle(measure, "idx", p.min(lane + 1, LANES - 1))
-        p.set(above, next_measure, lane < LANES - 1)
-        p.increase(sums, 4 * LANES)
-        p.increase(shift, -_ROUND_BITS)
-        again(shift > -_ROUND_BITS)
+            leave_keys(slot >= zone.number)
+            for its, amount in load(slot, zone.number):
+                reaches = its >= candidate
+                p.increase(measure, amount, reaches)
+                p.increase(its_number, 1, reaches)
+            p.increase(slot, LANES * _OF_LANE)
+        decide(candidate, *p.over_warp(["add"] * 2, [measure, its_number]))
+
+    # They are written to one place, and from there to registers.
+    left = p.var(zone.number)
+    with p.when((zone.number > _FEW) & (bit >= 0)):
+        few_keys = p.word(layout.histogram + 2 * MAX_KEYS)
+        end, slot = p.var(0, "u32"), p.var(p.lane)
+        with p.loop() as leave:
+            leave(slot - p.lane >= zone.number)
+            its, amount = p.var(0, "u32"), p.var(0, "u32")
+            inside = slot < zone.number
+            p.load_vector_into([its, amount], keys + slot * 8, when=inside)
+            keep = (its - distance < p.var(2, "u32") << bit.bits("u32")) & inside
+            kept = p.ballot(keep)
+            own = end + p.count_ones(kept & p.special("lanemask_lt"))
+            p.store(few_keys + own * 8, its, amount, when=keep)
+            p.increase(end, p.count_ones(kept))
+            p.increase(slot, LANES)
+        p += "bar.warp.sync 0xffffffff;"
+        p.set(keys, few_keys)
+        p.set(left, end)
+    few = load(p.lane, left)
+    too_large = p.var(above)
+    with p.loop() as leave:
+        leave(bit < 0)
+        candidate = distance | (p.var(1, "u32") << bit.bits("u32"))
+        sums = [p.var(0, "u32") for _ in range(2)]
+        for i, (its, amount) in enumerate(few):
+            p.increase(sums[i % 2], amount, its >= candidate)
+        measure = p.over_lanes("add", sums[0] + sums[1]) + too_large
+        decide(candidate, measure, number)
     return distance, above
