@@ -126,12 +126,13 @@ def test_plans_fit_the_gpu(op, dtype):
         ((1, 1000, 100000), F32, Strips(1000, 32, 4, 4, 96, 3)),
         ((1, 12000, 8000), F32, Strips(12000, 16, 4, 16, 192, 4)),
         ((1, 25000, 4000), F32, Strips(25000, 16, 4, 16, 224, 7)),
-        ((1, 25000, 4000), BF16, None),
+        ((1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
+        ((1, 27000, 4000), F32, None),
     ],
     ids=str,
 )
 def test_backwards_over_clusters(shape, dtype, want):
-    """Two arrays; where one CTA fills a multiprocessor, in float32 alone."""
+    """Two arrays, as far as shared memory holds the columns of both."""
     outer, vocab, inner = shape
     assert kernels.plan_columns("softmax_grad", outer, vocab, inner, dtype) == want
 
@@ -140,9 +141,9 @@ def test_backwards_over_clusters(shape, dtype, want):
     ("op", "shape", "dtype", "want"),
     [
         ("softmax", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 15, turns=18)),
-        ("log_softmax", (1, 13312, 704), F32, Strips(13312, 32, 4, 16, 112, 15, turns=4)),
+        ("log_softmax", (1, 13312, 2048), F32, Strips(13312, 32, 4, 16, 112, 15, turns=10)),
         ("softmax", (1, 12544, 4000), F32, Strips(12544, 32, 4, 16, 112, 7)),
-        ("softmax", (1, 25000, 672), F32, Strips(25000, 16, 4, 16, 224, 7)),
+        ("softmax", (1, 25000, 2016), F32, Strips(25000, 16, 4, 16, 224, 7)),
         ("softmax", (1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
         ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 4, 16, 224, 15)),
         ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 3)),
@@ -150,7 +151,7 @@ def test_backwards_over_clusters(shape, dtype, want):
     ids=str,
 )
 def test_strips_in_turns(op, shape, dtype, want):
-    """Tall float32 columns of which a cluster has four strips or more, and that its shared memory holds."""
+    """Tall float32 columns of which a cluster has ten strips or more, and that its shared memory holds."""
     assert kernels.plan_columns(op, *shape, dtype) == want
 
 
@@ -216,12 +217,6 @@ def test_what_is_left_to_xla(shape, axes, masked):
     for choice in (forward, backward):
         assert choice.cuda == "xla"
         assert "transposed" in dict(choice.reasons)["mosaic_gpu"]
-
-
-def test_backward_of_tall_bfloat16_columns_is_left_to_xla():
-    for dtype, taken in (("float32", "mosaic_gpu"), ("bfloat16", "xla")):
-        forward, backward = ps.explain(lambda x: ps.softmax(x, 0), array(25000, 4000, dtype=dtype))
-        assert (forward.cuda, backward.cuda) == ("mosaic_gpu", taken)
 
 
 @pytest.mark.slow

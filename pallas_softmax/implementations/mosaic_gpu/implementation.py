@@ -16,7 +16,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import DTYPES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces as projection
 from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
-from pallas_softmax.implementations.mosaic_gpu.sample.draw import Request
+from pallas_softmax.implementations.mosaic_gpu.sample.draw import SamplingParams
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.rows import softmax_rows
 from pallas_softmax.implementations.mosaic_gpu.support import slower, unsupported
@@ -98,7 +98,7 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p):
         numbers = jnp.asarray(default if numbers is None else numbers, dtype)
         return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
-    numbers = Request(
+    numbers = SamplingParams(
         per_row(u, None, jnp.float32),
         per_row(temperature, None, jnp.float32),
         per_row(top_k, vocab, jnp.int32),

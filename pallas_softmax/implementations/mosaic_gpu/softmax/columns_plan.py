@@ -31,11 +31,12 @@ FEWEST_LANES = 8  # where a line has as many vectors; (1, 1000, 100000) float32 
 # Elements of a tile at least: (32768, 21, 32) reaches 64%, XLA 46%, and (131072, 21, 8) 16%, XLA 38%.
 TILE_ELEMENTS = 512
 ENOUGH_CTAS = 264  # two for each multiprocessor: up to here, more tiles are better than longer lines
-# Elements of a thread in a line of an odd number of elements, at most, WARPGROUP apart: (8, 21, 262143) float32
-# reaches 82% by 3, 81% by 2, 77% by 1. And of a thread in all lines: each has an address, and 96 of them would spill.
+# Float32 elements of a thread in a line of an odd number of elements, at most, WARPGROUP apart: (8, 21, 262143)
+# reaches 82% by 3, 81% by 2, 77% by 1; bfloat16 74% by 3, 77% by 1. And of a thread in all lines: each has an address,
+# and 96 of them would spill.
 LINE_STEPS = 3
 STEPS_REGISTERS = 64
-FEWEST_CTAS = 64  # of strips: with fewer, most multiprocessors idle (not measured)
+FEWEST_CTAS = 32  # of strips: (1, 4096, 32) takes 4 us by them, XLA 14
 
 # Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 87% by 128, 73% by 64, 60% by 32.
 LINE_BYTES = 128
@@ -43,17 +44,18 @@ LINE_BYTES = 128
 # of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
 SHORT_LINE_BYTES = 64
 # Clusters of 16 CTAs for which there is room where each CTA fills a multiprocessor. They take the strips of float32
-# columns in turns: (1, 25000, 4000) takes 313 us so, by shorter pieces 363, a copy 264. In bfloat16 one CTA has too
-# much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%). That was with a slot
-# for each of 14 steps. The plan has as many as there is room for, 15: not measured, and nor were shorter columns.
+# columns in turns: (1, 25000, 4000) reaches 81% so, by shorter pieces 72%, (1, 14000, 8000) 85%, 75%. In bfloat16 one
+# CTA has too much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%).
 TURNING_CLUSTERS = {9: 7}
-FEWEST_TURNS = 4  # of which the first read and the last write have nothing beside them (not measured)
+# Turns at least: the first read and the last write have nothing beside them. 18 of (1, 20000, 4000) reach 81%, shorter
+# pieces 73%; 4 of (1, 25000, 704) 68%, shorter pieces 76%.
+FEWEST_TURNS = 10
 # Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
 PART_BYTES = 72 * 1024
 # Bytes of a part up to which two CTAs have room: (1, 4096, 4096) reaches 84%, its backward 84%, in bfloat16 85%, of
 # which XLA reaches 59% and 40%; that of (1, 1000, 100000) 89% and 85%, XLA 59% and 57%. One CTA that fills a
-# multiprocessor reaches 58% of (2, 50257, 768), and 71% of the backward of (1, 25000, 4000) float32, XLA 60%; in
-# bfloat16 this was not measured, and left to XLA.
+# multiprocessor reaches 58% of (2, 50257, 768), and 70% of the backward of (1, 25000, 4000), in bfloat16 68%, XLA 60%
+# and 57%.
 HALF_SMEM_BYTES = 104 * 1024
 EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
 STEP_BYTES = 14 * 1024  # of a step, about, in each array
@@ -141,7 +143,7 @@ def plan_columns(
     itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
     if vocab * inner < TILE_ELEMENTS:
         return None  # most threads of a tile would have nothing
-    if tile := _tile(outer, vocab, inner, arrays):
+    if tile := _tile(outer, vocab, inner, itemsize, arrays):
         return tile
     if inner * itemsize % ACCESS_BYTES:
         return None  # bulk copies need lines that start on 16 bytes
@@ -151,7 +153,7 @@ def plan_columns(
     for line, most, in_turns in (
         (LINE_BYTES, half, False),  # two CTAs on a multiprocessor, or more
         (LINE_BYTES, smem, True),  # one of them
-        (SHORT_LINE_BYTES, smem if arrays == 1 or itemsize == 4 else half, False),  # one of them, or two
+        (SHORT_LINE_BYTES, smem, False),  # one of them, or two
     ):
         plan = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
@@ -176,7 +178,7 @@ def _turns(strips: int, itemsize: int, arrays: int, capability: tuple[int, int])
     return -(-strips // clusters)
 
 
-def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
+def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Tile | None:
     """Returns the tile that holds whole columns in registers; None if they are too long."""
     vec = math.gcd(inner, VEC)
     vectors = -(-inner // vec)
@@ -193,7 +195,7 @@ def _tile(outer: int, vocab: int, inner: int, arrays: int) -> Tile | None:
         found = Tile(rows, lanes, vec, 1)
         if outer * -(-inner // (lanes * vec)) >= ENOUGH_CTAS:
             break
-    if found and (found.lanes, vec) == (WARPGROUP, 1):
+    if found and (found.lanes, vec, itemsize) == (WARPGROUP, 1, 4):
         for steps in range(LINE_STEPS, 1, -1):
             tiles = outer * -(-inner // (WARPGROUP * steps))
             if found.rows * steps <= min(STEPS_REGISTERS, TILE_REGISTERS // arrays) and tiles >= ENOUGH_CTAS:

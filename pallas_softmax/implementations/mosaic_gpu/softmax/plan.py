@@ -35,12 +35,13 @@ MANY_ROWS = 2_000  # rows from which the time when the last of them leave multip
 # multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
 HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
+MASKED_PART_ELEMENTS = 6_500  # with a mask: (1024, 25000) in 4: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
 # The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
-# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.9 us in 16, 6.2 us in 8; (1, 128256) 4.3 us in 16.
+# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.2 us in 16, 6.1 us in 8; (1, 50257) 3.2 us in 16, 3.7 us in 8.
 FEW_ROWS_PART_ELEMENTS = 3_100
-FEW_ROWS_PART_ELEMENTS_OF_8 = 12_000
+FEW_ROWS_PART_ELEMENTS_OF_8 = 6_200
 
 # The same for rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
@@ -53,8 +54,9 @@ FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would
 SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
 
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
-# The same for rows that are only read, and for the longest parts: logsumexp of (64, 128256) bfloat16 in 4 parts takes
-# 7.8 us, with steps of 4 blocks 8.4 us; softmax of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
+# The same for rows that are only read, for few that are written, and for the longest parts: logsumexp of (64, 128256)
+# bfloat16 in 4 parts takes 7.8 us, with steps of 4 blocks 8.4 us; softmax of (1, 128256) 4.1 us, with 4 blocks 4.3 us;
+# of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
@@ -69,13 +71,13 @@ HALF_MASKED_STEP_BLOCKS = 2
 MASK_REGISTERS = 32
 
 # Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
-# and written: (2000, 516096) takes 2.81 ms, 97%, in turns of 4 rows, 2.80 of 8, 2.82 of 16, and 3.01 without. More
-# turns leave more multiprocessors idle at the end: (512, 500009) takes 866 us with 4, 883 with 8, 893 with 16.
+# and written: (2000, 516096) takes 2.82 ms, 97%, in turns of 4 rows, as of 8 and 16, and 3.03 without. More
+# turns may leave more multiprocessors idle at the end: (512, 500009) takes 723 us with 4, 760 with 2, 729 with 8, and
+# 776 without.
 TURNS = 4  # rows at most
 CLUSTERS = 7  # of 16 CTAs, one on a multiprocessor, are on an H100 at once (cudaOccupancyMaxActiveClusters)
 
-# Bulk copies are in lines of device memory. Without this, bodies started on 16 bytes, and (512, 500009) took 12 us for
-# each row of a cluster, (2000, 516096), whose parts all start on lines, 10.5 us, by the same instructions.
+# Bulk copies are in lines of device memory: (512, 500009) takes 723 us, where bodies start on 16 bytes 874.
 LINE_BYTES = 128
 
 EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
@@ -196,7 +198,10 @@ def plan_softmax(
     only_read = operations.TABLE[op].results == operations.PER_ROW
 
     def parts(count: int, cluster: bool) -> Parts:
-        long = rows > FEW_ROWS and (only_read or vocab > count * LONG_PART_ELEMENTS)
+        if rows <= FEW_ROWS:
+            long = cluster and not only_read
+        else:
+            long = only_read or vocab > count * LONG_PART_ELEMENTS
         steps = HALF_MASKED_STEP_BLOCKS if masked and itemsize == 2 else STEP_BLOCKS
         return Parts(vocab, vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
 
@@ -210,7 +215,7 @@ def plan_softmax(
     # In the shared memory of one CTA, or of a cluster: the row is read once. The smallest cluster that will do.
     count, most = 1, MAX_CLUSTER[capability[0]]
     while count < most and not (
-        vocab <= count * _part_elements(count, rows, itemsize, only_read) and fits(parts(count, True))
+        vocab <= count * _part_elements(count, rows, itemsize, only_read, masked) and fits(parts(count, True))
     ):
         count *= 2
     clustered = parts(count, cluster=True)
@@ -249,7 +254,7 @@ def _tile_elements(rows: int, aligned: bool) -> int:
     return TILE_ELEMENTS  # as many as the registers hold
 
 
-def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int:
+def _part_elements(count: int, rows: int, itemsize: int, only_read: bool, masked: bool) -> int:
     """Returns the number of elements of each of `count` parts at most, unless the cluster is the largest."""
     if rows <= FEW_ROWS:  # to have many CTAs at work on each row
         return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
@@ -259,7 +264,9 @@ def _part_elements(count: int, rows: int, itemsize: int, only_read: bool) -> int
         return HALF_PART_ELEMENTS
     if rows >= MANY_ROWS:
         return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
-    return READ_PART_ELEMENTS if only_read else PART_ELEMENTS  # to have shorter CTAs at the end
+    if only_read:
+        return READ_PART_ELEMENTS
+    return MASKED_PART_ELEMENTS if masked else PART_ELEMENTS  # to have shorter CTAs at the end
 
 
 def approximate(dtype) -> bool:
