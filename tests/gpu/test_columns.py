@@ -35,7 +35,7 @@ PLANS = [
     (Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN),
     (Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN),
     (Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN),
-    (Strips(25000, 16, 4, 16, 112, 15, turns=2), 25000, F32, EVEN * 5),
+    (Strips(25000, 32, 4, 16, 112, 15, turns=2), 25000, F32, EVEN * 5),
     (Tile(24, 128, 1, 3), 21, F32, EVEN * 13),
 ]
 

@@ -35,7 +35,7 @@ MANY_ROWS = 2_000  # rows from which the time when the last of them leave multip
 # multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
 HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
-MASKED_PART_ELEMENTS = 6_500  # with a mask: (1024, 25000) in 4: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
+MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
 # The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
