@@ -28,5 +28,5 @@ def triton_results(request):
         return {
             item.nodeid: pool.submit(item.function, **item.callspec.params)
             for item in request.session.items
-            if item.function in SIDE_BY_SIDE and item.callspec.params["implementation"] == "triton"
+            if item.function in SIDE_BY_SIDE and item.callspec.params.get("implementation") == "triton"
         }

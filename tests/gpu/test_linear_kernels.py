@@ -63,7 +63,7 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
     )
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 127, 255])
+@pytest.mark.parametrize("vocab", [127, 255])
 def test_few_columns(vocab):
     """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, a cluster's second half none."""
     linear.assert_operations(

@@ -41,7 +41,7 @@ TOPK = [
     (2, 2048, "bfloat16", Window(2048, 8, 1, 1), False, (5, 300)),
     (2, 1003, "bfloat16", Window(1003, 8, 1, 1, 3), False, (1, 5, 300)),
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
-    (2, 4003, "float32", Window(4003, 4, 2, 1, compact=True), True, (300, 513)),
+    (2, 9203, "float32", Window(9203, 4, 8, 1, compact=True), True, (300, 1024)),
 ]
 
 # (rows, V, dtype, CTAs, warpgroups, masked), of sample. One CTA; a cluster, off 16 bytes.
