@@ -160,7 +160,9 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
         position = first + b * window.block
         from_head = position >= window.head
         in_body = from_head & (position < window.head + window.body)
-        words = kind.vector(p, address, b * block_bytes)
+        # Beside the body, another warpgroup's `fill_edges` may be writing.
+        words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
+        p.load_vector_into(words, address, offset=b * block_bytes, when=in_body)
         for j in range(window.vec):
             keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
             masked = keep.equals(0)
