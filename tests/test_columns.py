@@ -31,7 +31,7 @@ def test_columns_in_registers(name, case):
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    first(2, pairs(oracle.OPERATIONS, COLUMN_STRIPS) + pairs(["logsumexp"], READ_STRIPS)),
+    first(1, pairs(oracle.OPERATIONS, COLUMN_STRIPS) + pairs(["logsumexp"], READ_STRIPS)),
     ids=str,
 )
 def test_columns_in_shared_memory(name, case):

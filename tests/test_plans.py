@@ -285,7 +285,7 @@ def test_plans_of_the_backward_of_topk(vocab, dtype):
     assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
-@settings(FREE, max_examples=150)
+@settings(FREE, max_examples=100)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
     lengths,

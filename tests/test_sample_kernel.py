@@ -110,6 +110,7 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
     assert_drawn(names, v, dtype, count, warpgroups, masked=False, step=13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "step"),
     first(
