@@ -75,7 +75,8 @@ def losses_and_gradients(
     Tokens of weight 0 are left out, whatever is in them. x is (n, D).
     """
     kept = np.asarray(weights) != 0
-    x = np.where(kept[:, None], wide(x), 0)
+    x = np.array(x)
+    x[~kept] = 0
     labels = np.where(kept, labels, 0)
     z, slope = logits(x, w, bias=bias, transpose_w=transpose_w, **head)
     rows = np.arange(len(z))
@@ -95,7 +96,7 @@ def losses_and_gradients(
     else:
         dz[rows, labels] -= 1 - label_smoothing
     dz = dz * slope * np.where(kept, weights, 0)[:, None]
-    w = wide(w)
+    x, w = wide(x), wide(w)
     dx = dz @ (w if transpose_w else w.T)
     dw = dz.T @ x if transpose_w else x.T @ dz
     return losses, np.abs(z).max(1), dx, dw, dz.sum(0)
