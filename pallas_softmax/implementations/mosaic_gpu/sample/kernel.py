@@ -70,7 +70,7 @@ def sample_rows(
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         # Before the part has landed, so that nobody waits for these when it has.
         of_row = SamplingParams(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
-        _copy_and_mask(window, part, x_smem, landed, interpret)
+        _copy_and_mask(window, part, x_smem, landed, met, interpret)
         if interpret:
             _draw_by_twin(part, x_smem, of_row, out, met)
             return
@@ -105,8 +105,7 @@ def scale_of(temperature):
 
 def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, met) -> None:
     """Draws in one warpgroup, after all have met, and writes the results."""
-    plgpu.barrier_arrive(met)
-    plgpu.barrier_wait(met)
+    _meet(met)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def write():
@@ -116,7 +115,13 @@ def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, met) -> None:
             gmem[part.row] = result
 
 
-def _copy_and_mask(window: Window, part: Part, x_smem, landed, interpret) -> None:
+def _meet(met) -> None:
+    """Waits, in the interpreter, until all warpgroups are here."""
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
+
+
+def _copy_and_mask(window: Window, part: Part, x_smem, landed, met, interpret) -> None:
     """Copies the part to shared memory, where each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
@@ -137,6 +142,8 @@ def _copy_and_mask(window: Window, part: Part, x_smem, landed, interpret) -> Non
         selection.mask_step(window, x_smem, warpgroup, [*keep], infinite=True, interpret=interpret)
 
     if part.mask is not None:
+        if interpret:  # where a step is written as a whole, with what `fill_edges` has written
+            _meet(met)
         if window.full:
             pl.when(warpgroup < window.full)(functools.partial(mask, window.step_blocks))
         if window.rest:
