@@ -151,7 +151,7 @@ def test_backwards_over_clusters(shape, dtype, want):
     ids=str,
 )
 def test_strips_in_turns(op, shape, dtype, want):
-    """Tall float32 columns of which a cluster has ten strips or more, and that its shared memory holds."""
+    """Tall float32 columns of which a cluster has ten strips or more, and whose parts fit into its shared memory."""
     assert kernels.plan_columns(op, *shape, dtype) == want
 
 

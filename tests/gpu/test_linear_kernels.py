@@ -65,7 +65,10 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
 
 @pytest.mark.parametrize("vocab", [127, 255])
 def test_few_columns(vocab):
-    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, a cluster's second half none."""
+    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, a cluster's second half none.
+
+    With 1 or 2 columns gradients are wrong on a GPU, which is not understood; `support` takes no fewer than 256.
+    """
     linear.assert_operations(
         pieces.operations(),
         *(257, 64, vocab, "bfloat16"),

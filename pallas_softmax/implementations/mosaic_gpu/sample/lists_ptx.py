@@ -132,10 +132,8 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
     extent = zone.greatest.bits("u32") - zone.least.bits("u32")
     bit = p.var(p.highest_bit(extent).bits("s32"))  # the next one; -1 if there is none
     distance, above = p.var(0, "u32"), p.var(0, "u32")  # what is found, and the measure of what is too large
-    number, number_above = (
-        p.var(zone.number),
-        p.var(0, "u32"),
-    )  # of keys that are not less, and that are too large
+    # The number of keys that are not less, and of those that are too large.
+    number, number_above = p.var(zone.number), p.var(0, "u32")
     keys = p.var(p.word(layout.histogram))
 
     def load(first_slot, number):

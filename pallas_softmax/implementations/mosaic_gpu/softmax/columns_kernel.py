@@ -168,7 +168,7 @@ class _Part:
             self._take(jnp.int32(0))
 
     def _take(self, turn) -> None:
-        """Reduce, merge with the other CTAs, write; while the next strip is loaded."""
+        """Reduces a strip, merges it with the other CTAs, and writes it, while the next strip is loaded."""
         plan, refs, reduction = self.plan, self.refs, self.formula.reduction
         first = turn * plan.steps
         lanes = jax.tree.map(self._filled, reduction.empty)
@@ -199,7 +199,7 @@ class _Part:
         return self.plan.turns > 1 or self.plan.steps > self.plan.slots
 
     def _place(self, number):
-        """Index along the outer axis, first line and first column of a step."""
+        """Returns the index along the outer axis, the first line and the first column of a step."""
         turn, step = lax.div(number, self.plan.steps), lax.rem(number, self.plan.steps)
         strip = self.team + turn * self.teams
         line = (self.part * self.plan.steps + step) * self.plan.step_rows
@@ -230,7 +230,7 @@ class _Part:
             fetch()
 
     def _blocks(self, number):
-        """For each block of a step: its lines of shared memory, and the block of each array, in float32."""
+        """Yields, for each block of a step, its lines of shared memory, and the block of each array, in float32."""
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(self._slot(number).start + start, block.rows)

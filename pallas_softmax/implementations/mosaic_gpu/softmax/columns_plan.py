@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_softmax import operations
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
+    FULL_CLUSTERS,
     MAX_CLUSTER,
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
@@ -43,12 +44,10 @@ LINE_BYTES = 128
 # Where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 73%, and in bfloat16 by 128 as well. The backward
 # of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
 SHORT_LINE_BYTES = 64
-# Clusters of 16 CTAs for which there is room where each CTA fills a multiprocessor. They take the strips of float32
-# columns in turns: (1, 25000, 4000) reaches 81% so, by shorter pieces 72%, (1, 14000, 8000) 85%, 75%. In bfloat16 one
-# CTA has too much to compute (69%), and so it has in a backward (62%, of shorter pieces without turns 71%).
-TURNING_CLUSTERS = {9: 7}
-# Turns at least: the first read and the last write have nothing beside them. 18 of (1, 20000, 4000) reach 81%, shorter
-# pieces 73%; 4 of (1, 25000, 704) 68%, shorter pieces 76%.
+# Turns at least in which FULL_CLUSTERS take the strips of float32 columns, on Hopper: (1, 25000, 4000) reaches 81% so,
+# by shorter pieces 72%, (1, 14000, 8000) 85%, 75%. In bfloat16 one CTA has too much to compute (69%), and so it has in
+# a backward (62%, of shorter pieces without turns 71%). The first read and the last write have nothing beside them: 18
+# turns of (1, 20000, 4000) reach 81%, shorter pieces 73%; 4 of (1, 25000, 704) 68%, shorter pieces 76%.
 FEWEST_TURNS = 10
 # Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
 PART_BYTES = 72 * 1024
@@ -149,9 +148,8 @@ def plan_columns(
         return None  # bulk copies need lines that start on 16 bytes
     only_read = operations.TABLE[op].results == operations.PER_ROW
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
-    half = min(smem, HALF_SMEM_BYTES)
     for line, most, in_turns in (
-        (LINE_BYTES, half, False),  # two CTAs on a multiprocessor, or more
+        (LINE_BYTES, min(smem, HALF_SMEM_BYTES), False),  # two CTAs on a multiprocessor, or more
         (LINE_BYTES, smem, True),  # one of them
         (SHORT_LINE_BYTES, smem, False),  # one of them, or two
     ):
@@ -171,11 +169,9 @@ def plan_columns(
 
 
 def _turns(strips: int, itemsize: int, arrays: int, capability: tuple[int, int]) -> int:
-    """Number of strips that a cluster takes in turns where its CTAs fill their multiprocessors; 0 if not so."""
-    clusters = TURNING_CLUSTERS.get(capability[0])
-    if itemsize < 4 or arrays > 1 or not clusters or strips <= clusters * (FEWEST_TURNS - 1):
-        return 0
-    return -(-strips // clusters)
+    """Returns how many strips a cluster takes in turns if its CTAs fill their multiprocessors; 0 if none."""
+    turns = -(-strips // FULL_CLUSTERS)
+    return turns if itemsize == 4 and arrays == 1 and capability[0] == 9 and turns >= FEWEST_TURNS else 0
 
 
 def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Tile | None:
@@ -204,7 +200,7 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
 
 
 def _strips(outer: int, vocab: int, inner: int, line: int, itemsize: int, arrays: int, most: int) -> Strips:
-    """Strips of `line` bytes, or of half an array's line, over as few CTAs as have a part of PART_BYTES, up to `most`.
+    """Returns strips of `line` bytes, or half an array's line, over as few CTAs as have a part of PART_BYTES, up to `most`.
 
     Where there are few strips, they are over more CTAs, so that more multiprocessors have work.
     """

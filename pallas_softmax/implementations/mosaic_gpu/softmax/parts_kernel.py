@@ -189,7 +189,7 @@ def _compute(job: _Job, refs: _Refs) -> None:
 
 
 def _compute_in_turns(job: _Job, refs: _Refs) -> None:
-    """The same for several rows, one after the other: the next row's steps arrive as this one's leave.
+    """Takes several rows, one after the other, each in one launch: the next row's steps arrive as this one's leave.
 
     With slots for one row and a half, time goes to the right:
 
@@ -371,9 +371,7 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """The reductions of the cluster's CTAs merged: thread i takes that of CTA i, and the threads of each CTA
-        merge them in the same order.
-        """
+        """Returns the reductions of the cluster's CTAs, merged in the same order by each: thread i takes CTA i's."""
         interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
         reduction, count = self.job.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):

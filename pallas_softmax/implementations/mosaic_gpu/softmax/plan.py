@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_softmax import operations
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
+    FULL_CLUSTERS,
     MAX_CLUSTER,
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
@@ -75,7 +76,6 @@ MASK_REGISTERS = 32
 # turns may leave more multiprocessors idle at the end: (512, 500009) takes 723 us with 4, 760 with 2, 729 with 8, and
 # 776 without.
 TURNS = 4  # rows at most
-CLUSTERS = 7  # of 16 CTAs, one on a multiprocessor, are on an H100 at once (cudaOccupancyMaxActiveClusters)
 
 # Bulk copies are in lines of device memory: (512, 500009) takes 723 us, where bodies start on 16 bytes 874.
 LINE_BYTES = 128
@@ -241,7 +241,9 @@ def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
     slots = smem_elements // parts.walk.step_size
     if slots < parts.walk.steps:
         return parts
-    launched = CLUSTERS * -(-rows // (CLUSTERS * TURNS))  # so many times all that are on the device at once
+    launched = FULL_CLUSTERS * -(
+        -rows // (FULL_CLUSTERS * TURNS)
+    )  # so many times all that are on the device at once
     return dataclasses.replace(parts, turns=-(-rows // launched), slots=slots)
 
 

@@ -93,9 +93,7 @@ MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiproc
 # Then a row that fills a multiprocessor is faster whole, and searched once. 4000 x 50257 float32 takes 270, 277 and
 # 299 us whole and 286, 293 and 426 us in 2 parts, for k = 65, 128 and 256; 4000 x 40000, k = 128, 228 and 233 us. But
 # 3001 x 33333 takes 165 and 158 us, and 777 x 100003 bfloat16 89 and 69 us.
-WHOLE_ROW_BYTES = {
-    4: 160_000
-}  # bytes of a row from which on it is not cut if it fits, by bytes of an element
+WHOLE_ROW_BYTES = 160_000  # bytes of a float32 row from which on it is not cut if it fits
 
 # An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
 # second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
@@ -248,7 +246,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
             if cta_bytes(window, k, itemsize) <= bytes_of_two(capability):
                 return window
     whole = _window(vocab, k, itemsize, 1)
-    fills = k >= MANY_WINNERS and vocab * itemsize >= WHOLE_ROW_BYTES.get(itemsize, math.inf)
+    fills = k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES
     if rows > FEW_ROWS and fills and _fits(whole, k, itemsize, smem):
         return whole
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
