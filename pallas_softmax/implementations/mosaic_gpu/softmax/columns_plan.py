@@ -200,7 +200,7 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
 
 
 def _strips(outer: int, vocab: int, inner: int, line: int, itemsize: int, arrays: int, most: int) -> Strips:
-    """Returns strips of `line` bytes, or half an array's line, over as few CTAs as have a part of PART_BYTES, up to `most`.
+    """Returns strips of `line` bytes, or half an array's line, over as few CTAs, up to `most`, as have PART_BYTES.
 
     Where there are few strips, they are over more CTAs, so that more multiprocessors have work.
     """

@@ -189,7 +189,7 @@ def _compute(job: _Job, refs: _Refs) -> None:
 
 
 def _compute_in_turns(job: _Job, refs: _Refs) -> None:
-    """Takes several rows, one after the other, each in one launch: the next row's steps arrive as this one's leave.
+    """Takes several rows, one after the other: the next row's steps arrive as this one's leave.
 
     With slots for one row and a half, time goes to the right:
 

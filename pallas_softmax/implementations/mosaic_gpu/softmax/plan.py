@@ -241,9 +241,8 @@ def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
     slots = smem_elements // parts.walk.step_size
     if slots < parts.walk.steps:
         return parts
-    launched = FULL_CLUSTERS * -(
-        -rows // (FULL_CLUSTERS * TURNS)
-    )  # so many times all that are on the device at once
+    waves = -(-rows // (FULL_CLUSTERS * TURNS))  # how many times all clusters that are on the device at once
+    launched = FULL_CLUSTERS * waves
     return dataclasses.replace(parts, turns=-(-rows // launched), slots=slots)
 
 
