@@ -140,7 +140,7 @@ def test_kernels_run_and_memory():
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    options = ["--tool", tool, "--error-exitcode", "9"]
+    options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=mosaic_gpu"]
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
     done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=["projection"])
