@@ -90,13 +90,14 @@ def check(how, layout, reduction):
         assert linear.rounded_errors(got, expected) <= 2e-6  # float32, each a sum of some hundred terms
     for got, spec in zip(grads, specs):
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), got.ndim), (got.sharding, spec)
-    found = links.collectives(compiled.as_text())
+    # A group of one device sends nothing; XLA leaves such collectives in the program.
+    found = [c for c in links.collectives(compiled.as_text()) if c.group > 1]
     reduced, gathered = sent(layout, reduction, devices)
     small = 16  # the loss itself
     by_kind = {kind: sum(c.bytes for c in found if c.kind == kind) for kind in {c.kind for c in found}}
     if (
         how == "shard_map" and layout == "fsdp" and reduced
-    ):  # there JAX transposes the all-gather to a reduce-scatter
+    ):  # JAX transposes the all-gather to a reduce-scatter
         assert by_kind.pop("reduce-scatter", 4 * D * V) in (4 * D * V, 4 * D * V // (devices // 2))
         reduced -= 4 * D * V
     assert by_kind.pop("all-gather", 0) == gathered, found

@@ -2,14 +2,14 @@
 
 import re
 
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+
 
 def hazards(report, implementation):
-    """The hazards that racecheck reports, but those of Mosaic's cluster barrier and of Triton's reductions.
+    """The hazards that racecheck reports, but those that docs/racecheck.md explains.
 
-    Triton's reductions across warps have all lanes of a warp write the warp's result to one slot, by one
-    instruction, or several warps write the same value: of a byte, which is what racecheck compares, so that of other
-    values another byte is reported. Mosaic's cluster barrier is an mbarrier: what a CTA reads of its peers'
-    normalizers is reported. With barrier.cluster in its place nothing was, and the kernels were slower.
+    These are of Triton's reductions; and of Mosaic, what a CTA reads that another one wrote before both met at an
+    mbarrier, or in `sample` what a warpgroup reads that another one wrote before both met at `bar.sync 0`.
     """
     triton = implementation == "triton"
     found = []
@@ -21,7 +21,10 @@ def hazards(report, implementation):
         values = re.search(r"Current Value : (\S+), Incoming Value : (\S+)", hazard)
         one_slot = hazard.startswith("WAW") and at_a == at_b and int(a) // 32 == int(b) // 32
         one_value = hazard.startswith("WAW") and values is not None and values[1] == values[2]
-        peers = hazard.startswith("RAW") and rank_a != rank_b and access == "Read"
-        if not (triton and (one_slot or one_value) or not triton and peers):
+        apart = rank_a != rank_b
+        if at_a.startswith("sample_"):
+            apart |= int(a) // WARPGROUP != int(b) // WARPGROUP
+        met = hazard.startswith("RAW") and apart and access == "Read"
+        if not (triton and (one_slot or one_value) or not triton and met):
             found.append(hazard)
     return found
