@@ -120,9 +120,8 @@ def _by_search(key, mass, where, u, temperature, top_k, top_p, min_p, row: "_Row
         wanted = jnp.where(top_k < row.length, top_k, _NOWHERE)
         kept = jnp.where(_first_entries(key, one, wanted, row), kept, 0)
     kept_total = row.sum(kept)
-    if top_p is not None:  # at least 1, which is the mass of the first entry
-        wanted = jnp.where(top_p < 1, jnp.maximum(top_p * kept_total, 1), jnp.inf)
-        kept = jnp.where(_first_entries(key, kept, wanted, row), kept, 0)
+    if top_p is not None:
+        kept = jnp.where(_first_entries(key, kept, _mass_wanted(top_p, kept_total), row), kept, 0)
     if min_p is not None:
         kept = jnp.where(mass >= min_p, kept, 0)
     if top_p is not None or min_p is not None:
@@ -165,9 +164,8 @@ def _among_candidates(index, mass, u, temperature, top_k, top_p, min_p):
     kept = jnp.where(lax.broadcasted_iota(jnp.int32, mass.shape, mass.ndim - 1) < top_k, mass, 0)
     kept_total = jnp.sum(kept, -1, keepdims=True)
     if top_p is not None:
-        wanted = jnp.where(top_p < 1, jnp.maximum(top_p * kept_total, 1), jnp.inf)
         before = jnp.pad(jnp.cumsum(kept, -1), [(0, 0)] * (kept.ndim - 1) + [(1, 0)])[..., :-1]
-        kept = jnp.where(before < wanted, kept, 0)
+        kept = jnp.where(before < _mass_wanted(top_p, kept_total), kept, 0)
     if min_p is not None:
         kept = jnp.where(mass >= min_p, kept, 0)
     kept_total = jnp.sum(kept, -1, keepdims=True)
@@ -223,6 +221,11 @@ class _Row:
         own = (index >= 0) & (index < self.vocab)
         found = jnp.take_along_axis(x, jnp.where(own, index, 0), -1)
         return lax.psum(jnp.where(own, found, 0), self.mesh_axes)
+
+
+def _mass_wanted(top_p, total):
+    """Returns the mass that top_p keeps of a total: at least 1, which is that of the first entry."""
+    return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
 
 
 def _first_entries(key, weight, target, row: _Row):
