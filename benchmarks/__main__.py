@@ -12,6 +12,7 @@ benchmarks.programs         What does ours save in whole programs?
 benchmarks.linear           How fast is the cross entropy of a projection?
 benchmarks.beam_search      How fast is beam search with fused_topk?
 benchmarks.sample           How fast is sample?
+benchmarks.serve            How fast does a server decode with sample?
 benchmarks.sharded          How do softmax and top-k scale over devices?
 benchmarks.support.redraw   Draws pictures of results again, from their JSON
 """

@@ -137,7 +137,7 @@ def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> 
     return update * hidden + (1 - update) * new
 
 
-def _model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the next hidden state and the logits, in the dtype of the output layer (which embeds, too).
 
     The barriers keep the compiler from mixing the model with a selection, or from leaving out the rounding
@@ -241,13 +241,17 @@ def selection(contender: str) -> Select:
     return select_by_rows(functools.partial(_ours, implementation=None if contender == "auto" else contender))
 
 
+def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:
+    """Returns the hidden state of each prompt, (batch, width), before its last token."""
+    hidden = jnp.zeros((len(prompts), weights["hidden"].shape[0]))
+    return lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)[0]
+
+
 def _start(
     weights: dict[str, jax.Array], prompts: jax.Array, beams: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns hidden state, last token and score of every beam; only a prompt's first has a score above -inf."""
-    batch = len(prompts)
-    hidden = jnp.zeros((batch, weights["hidden"].shape[0]))
-    hidden, _ = lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)
+    batch, hidden = len(prompts), prefill(weights, prompts)
     scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     return (
         jnp.broadcast_to(hidden[:, None], (batch, beams, hidden.shape[-1])),
@@ -263,7 +267,7 @@ def decode(
 
     def step(carry: Any, _: None) -> tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]:
         hidden, token, scores = carry
-        hidden, logits = _model(weights, hidden, token)
+        hidden, logits = model(weights, hidden, token)
         scores, parents, token = select(scores, logits)
         return (_of(hidden, parents), token, scores), (token, parents, scores)
 
@@ -296,7 +300,7 @@ def replay(
 
     def step(carry: Any, chosen: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         hidden, token, scores = carry
-        hidden, logits = _model(weights, hidden, token)
+        hidden, logits = model(weights, hidden, token)
         scores = all_scores(scores, logits).reshape(search.batch, -1)
         token, parents = chosen
         best, _ = lax.top_k(scores, search.beams)
@@ -391,8 +395,21 @@ def _explain(row: Row) -> None:
         raise AssertionError(f"asked for {name}, explained as {said}, lowered to {row.ran}")
 
 
-def _write_times(rows: dict[str, Row], calls: dict[str, Call], chosen: flags.Settings) -> None:
-    """Times the calls together and writes into the rows what follows from their times."""
+def write_times(
+    rows: Mapping[str, Any],
+    calls: dict[str, Call],
+    chosen: flags.Settings,
+    tokens: int,
+    steps: int,
+    baseline: str,
+) -> None:
+    """Times the calls together and writes into the rows what follows from their times.
+
+    Args:
+      rows: of the contenders, by name; with the columns of `Row` for times.
+      calls: each makes so many tokens, in so many steps.
+      baseline: the contender that the others' speed-up is over.
+    """
     times = timing.interleave(
         calls,
         chosen.repeats,
@@ -403,9 +420,9 @@ def _write_times(rows: dict[str, Row], calls: dict[str, Call], chosen: flags.Set
     for name, seconds in times.items():
         row = rows[name]
         timing.write_samples(row, seconds)
-        row.tokens_per_s = row.search.batch * row.search.sequence / float(np.median(seconds))
-        if "jax" in times:
-            row.speedup = float(np.median(times["jax"]) / np.median(seconds))
+        row.tokens_per_s = tokens / float(np.median(seconds))
+        if baseline in times:
+            row.speedup = float(np.median(times[baseline]) / np.median(seconds))
     if timing.on_gpu():
 
         def failed(name: str, error: Exception) -> None:
@@ -413,7 +430,7 @@ def _write_times(rows: dict[str, Row], calls: dict[str, Call], chosen: flags.Set
 
         kernels = timing.interleave(calls, chosen.repeats, chosen.seconds, failed)
         for name, seconds in kernels.items():
-            rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / rows[name].search.sequence
+            rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / steps
 
 
 def run_search(
@@ -436,7 +453,7 @@ def run_search(
             expected = hypotheses
         if row.status == "ok":  # the time of a wrong search is worth nothing
             calls[name] = call
-    _write_times(rows, calls, chosen)
+    write_times(rows, calls, chosen, search.batch * search.sequence, search.sequence, "jax")
     return list(rows.values()), None if expected is None else expected[:, :, 0].T
 
 

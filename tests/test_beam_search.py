@@ -205,7 +205,7 @@ def test_training_teaches_which_tokens_there_are(small):
     assert loss < 7 < np.log(vocab)
     hidden = jnp.zeros((3, 32))
     for token in beam_search.choose_prompts(beam_search.token_ids(vocab), 3).T:
-        hidden, logits = beam_search._model(weights, hidden, jnp.asarray(token))
+        hidden, logits = beam_search.model(weights, hidden, jnp.asarray(token))
     padding = np.arange(vocab) >= len(words)
     assert np.mean(padding) > 0.3
     assert (np.sum(jax.nn.softmax(logits)[:, padding], axis=-1) < 0.1).all()

@@ -13,7 +13,7 @@ import pytest
 from absl.flags import IllegalFlagValueError, UnrecognizedFlagError
 
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, paper, programs, sample, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
 from benchmarks.support import cases, driver, flags
 from benchmarks.support.flags import Settings
 
@@ -58,6 +58,7 @@ BINARIES = {
     "benchmarks.paper": paper,
     "benchmarks.programs": programs,
     "benchmarks.sample": sample,
+    "benchmarks.serve": serve,
     "benchmarks.sharded": sharded,
     "benchmarks.softmax": softmax,
     "benchmarks.topk": topk,
@@ -67,22 +68,11 @@ INPUT = {"batch", "vocab", "shapes", "dtype", "logits", "seed"}
 CALL = {"direction", "implementations"}
 SAMPLING = {"repeats", "seconds"}
 OUTPUT = {"output_dir", "commit"}
+MODEL = {"tokens", "width", "training_steps"}
+DECODING = MODEL | {"batch", "vocab", "sequence", "dtype", "implementations", "seed"}
 FLAGS = {
     "benchmarks.accuracy": INPUT | CALL | OUTPUT | {"function", "where", "axis"},
-    "benchmarks.beam_search": SAMPLING
-    | OUTPUT
-    | {
-        "batch",
-        "k",
-        "vocab",
-        "sequence",
-        "tokens",
-        "width",
-        "training_steps",
-        "dtype",
-        "implementations",
-        "seed",
-    },
+    "benchmarks.beam_search": SAMPLING | OUTPUT | DECODING | {"k"},
     "benchmarks.linear": SAMPLING
     | CALL
     | OUTPUT
@@ -95,6 +85,7 @@ FLAGS = {
     | OUTPUT
     | {"programs", "sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
     "benchmarks.sample": INPUT | SAMPLING | OUTPUT | {"filters", "implementations", "peers"},
+    "benchmarks.serve": SAMPLING | OUTPUT | DECODING,
     "benchmarks.sharded": (INPUT - {"logits"})
     | SAMPLING
     | OUTPUT
@@ -156,6 +147,7 @@ def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch
         "benchmarks.paper": lambda chosen: paper.benchmark(chosen).cases(chosen),
         "benchmarks.programs": programs.make_programs,
         "benchmarks.sample": sample.make_draws,
+        "benchmarks.serve": serve.make_services,
         "benchmarks.sharded": sharded.make_layouts,
         "benchmarks.topk": topk.BENCHMARK.cases,
     }.get(name, cases.make_cases)

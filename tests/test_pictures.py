@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, paper, programs, sample, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
 from benchmarks.support import cases, flags, plot, redraw, report
 from benchmarks.support.report import Row
 from tests.support.covering import first_values
@@ -22,7 +22,7 @@ FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent != LOCAL
 PICTURES = sorted(file.parent.name for file in RESULTS.glob("*/*.png") if file.parent != LOCAL)
 MODULES = {
     module.__name__.split(".")[-1]: module
-    for module in (accuracy, beam_search, linear, programs, sample, sharded)
+    for module in (accuracy, beam_search, linear, programs, sample, serve, sharded)
 }
 
 
