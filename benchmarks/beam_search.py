@@ -493,16 +493,7 @@ def define_flags() -> None:
     """Defines the flags of this benchmark."""
     flags.define_integers("batch", "How many prompts are searched at a time.")
     flags.define_integers("k", "How many beams a prompt has.")
-    flags.define_integers("vocab", "Sizes V of the vocabulary.")
-    flags.define_integers("sequence", "Lengths of the hypotheses.")
-    flags.define_integer("tokens", "Tokens of a step of training.")
-    flags.define_integer("width", "Size of the hidden state.")
-    flags.define_integer("training_steps", "Steps that the language model is trained.")
-    flags.define_dtype()
-    flags.define_implementations()
-    flags.define_seed()
-    flags.define_sampling()
-    flags.define_output()
+    flags.define_decoding()
 
 
 def main(argv: list[str]) -> int:

@@ -32,7 +32,8 @@ from benchmarks.support.driver import note, progress, require_extra
 from tests.support import bounds
 
 _CHECKED = 8  # requests, each with every step
-# What requests ask for, in turn: temperature, top_k, top_p, min_p. The first is greedy.
+# What requests ask for, in turn. The first is greedy.
+_NAMES = ("temperature", "top_k", "top_p", "min_p")
 _KINDS = [
     (0.0, 1, 1.0, 0.0),
     (0.7, 50, 0.9, 0.0),
@@ -89,8 +90,7 @@ class Row:
 def requests(batch: int) -> dict[str, jax.Array]:
     """Returns what each request asks for, by the name of the argument of `sample`."""
     columns = zip(*(_KINDS[i % len(_KINDS)] for i in range(batch)))
-    names, dtypes = ("temperature", "top_k", "top_p", "min_p"), ("float32", "int32", "float32", "float32")
-    return {name: jnp.array(column, dtype) for name, column, dtype in zip(names, columns, dtypes)}
+    return {name: jnp.array(column) for name, column in zip(_NAMES, columns)}
 
 
 def keys_of(seeds: jax.Array, step: Any) -> jax.Array:
@@ -100,7 +100,7 @@ def keys_of(seeds: jax.Array, step: Any) -> jax.Array:
 
 def by_sort(keys: jax.Array, logits: jax.Array, asked: dict[str, jax.Array]) -> tuple[jax.Array]:
     """Returns a token for each row, by a sort of it."""
-    temperature, top_k, top_p, min_p = (asked[name][:, None] for name in requests(1))
+    temperature, top_k, top_p, min_p = (asked[name][:, None] for name in _NAMES)
     x = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
     tokens = jnp.argsort(x, -1, descending=True)
     x = jnp.take_along_axis(x, tokens, -1)
@@ -234,16 +234,7 @@ def table(rows: list[Row]) -> str:
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
     flags.define_integers("batch", "How many requests are decoded at a time.")
-    flags.define_integers("vocab", "Sizes V of the vocabulary.")
-    flags.define_integers("sequence", "How many tokens a request gets.")
-    flags.define_integer("tokens", "Tokens of a step of training.")
-    flags.define_integer("width", "Size of the hidden state.")
-    flags.define_integer("training_steps", "Steps that the language model is trained.")
-    flags.define_dtype()
-    flags.define_implementations()
-    flags.define_seed()
-    flags.define_sampling()
-    flags.define_output()
+    flags.define_decoding()
 
 
 def main(argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Every test that is not marked `gpu` computes on the CPU, also where a GPU is visible."""
 
+import csv
 import dataclasses
 
 import jax
@@ -66,3 +67,18 @@ def small(tmp_path, monkeypatch):
         return Settings(**(quick | changed))
 
     return make
+
+
+@pytest.fixture
+def run_benchmark(parse, monkeypatch, tmp_path):
+    """Runs a benchmark, given as its module, with flags; returns its exit code and the lines of its CSV."""
+
+    def run(benchmark, *args):
+        chosen = parse(benchmark, f"--output_dir={tmp_path}", *args)
+        monkeypatch.setattr(flags, "read", lambda argv: chosen)
+        monkeypatch.setattr(flags, "defined", lambda: {})
+        code = benchmark.main([])
+        with open(tmp_path / f"{benchmark.__name__.split('.')[-1]}.csv", newline="") as file:
+            return code, list(csv.DictReader(file))
+
+    return run

@@ -1,30 +1,20 @@
 """benchmarks.sample: every contender is checked before it is timed, and a wrong one is not."""
 
-import csv
+import functools
 
 import numpy as np
 import pytest
 
 from benchmarks import sample
-from benchmarks.support import flags, timing
+from benchmarks.support import timing
 
 
 @pytest.fixture
-def run(parse, monkeypatch, tmp_path):
-    """Runs the benchmark on a small input, and returns its exit code and the lines of its CSV."""
+def run(run_benchmark, monkeypatch):
+    """Runs the benchmark on a small input."""
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 1e9)
-
-    def run(*arguments):
-        small = "--shapes=3x60", "--seconds=0", "--repeats=3", f"--output_dir={tmp_path}"
-        chosen = parse(sample, *small, *arguments)
-        monkeypatch.setattr(flags, "read", lambda argv: chosen)
-        monkeypatch.setattr(flags, "defined", lambda: {})
-        code = sample.main([])
-        with open(tmp_path / "sample.csv", newline="") as file:
-            return code, list(csv.DictReader(file))
-
-    return run
+    return functools.partial(run_benchmark, sample, "--shapes=3x60", "--seconds=0", "--repeats=3")
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """benchmarks.serve: its draws are held against the oracle, and a wrong one fails."""
 
-import csv
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,26 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks import serve
-from benchmarks.support import flags
 from tests.support import oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture
-def run(parse, monkeypatch, tmp_path):
-    """Runs the benchmark on a small model, and returns its exit code and the lines of its CSV."""
-
-    def run(*arguments):
-        small = "--batch=9", "--vocab=90", "--sequence=3", "--tokens=64", "--width=16", "--training_steps=2"
-        chosen = parse(serve, *small, "--repeats=2", "--seconds=0", f"--output_dir={tmp_path}", *arguments)
-        monkeypatch.setattr(flags, "read", lambda argv: chosen)
-        monkeypatch.setattr(flags, "defined", lambda: {})
-        code = serve.main([])
-        with open(tmp_path / "serve.csv", newline="") as file:
-            return code, list(csv.DictReader(file))
-
-    return run
+def run(run_benchmark):
+    """Runs the benchmark on a small model."""
+    small = "--batch=9", "--vocab=90", "--sequence=3", "--tokens=64", "--width=16", "--training_steps=2"
+    return functools.partial(run_benchmark, serve, *small, "--repeats=2", "--seconds=0")
 
 
 @pytest.mark.slow

@@ -252,6 +252,20 @@ def define_peers(*of: dict[str, str]) -> None:
     define_words("peers", names, f"What to compare with: {'. Of top-k: '.join(texts)}.", default)
 
 
+def define_decoding() -> None:
+    """Defines the flags of a language model that is trained and then decodes, and those of measuring it."""
+    define_integers("vocab", "Sizes V of the vocabulary.")
+    define_integers("sequence", "How many tokens are decoded, one after the other.")
+    define_integer("tokens", "Tokens of a step of training.")
+    define_integer("width", "Size of the hidden state.")
+    define_integer("training_steps", "Steps that the language model is trained.")
+    define_dtype()
+    define_implementations()
+    define_seed()
+    define_sampling()
+    define_output()
+
+
 # --- How it is measured, and where that is written ------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ to where their weights reach a target: top_k by their number, top_p by their mas
 
 A row that is spread over a mesh is searched alike, with sums over its devices: 4 bits a round instead of one.
 
-On a CPU `lax.top_k` of a few elements is faster than that search. So a small top_k, and with it the other filters, has
-the best elements of a row as its candidates, in order, and searches only where these may not be all: `_candidates`.
+On a CPU `lax.top_k` of a few elements of a long row is faster than that search. So there a small top_k, and with it the
+other filters, has the best elements of a row as its candidates, in order; the search is for rows where these may not be
+all: `_candidates`.
 
 One sort of the row, which serves top_k and top_p together, was tried for short rows. The choice would have to rest on
 the row's length alone, since the two round otherwise, and a draw does not depend on the other rows of its batch. At no
@@ -36,9 +37,11 @@ from pallas_softmax.varying import is_tracked, vary_together
 
 # Elements of a row that are summed up before the cumulative sum: about the root of a vocabulary.
 _BLOCK = 256
-# Of the best elements, which `lax.top_k` finds: it takes 13 ms for 128 of each of 64 rows of 128,256 on two CPU cores,
-# 39 ms for 1,024, and the search by bits takes 80 ms (jax 0.11.2, 2026-11-23).
-_CANDIDATES = 128
+# The best elements of a row that are looked at on a CPU, and the shortest rows where that is worth it. `lax.top_k`
+# takes 13 ms for 128 of each of 64 rows of 128,256 on two CPU cores, 39 ms for 1,024. With top_k = 50 the search and
+# the candidates take 1.4 and 3.1 ms for 64 rows of 4,096, 2.7 and 3.8 of 8,192, 5.6 and 4.8 of 16,384; with top_p
+# besides 2.4 and 3.1, 4.5 and 3.9, 8.6 and 5.0 (jax 0.11.2, 2026-11-23).
+_CANDIDATES, _LONG_ROW = 128, 2**14
 _NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
 
 
@@ -87,7 +90,8 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
         others = lax.cond(jnp.all(complete | ~drawable), lambda _: found, by_search, logits)
         return tuple(jnp.where(complete, *both) for both in zip(found, others))
 
-    if top_k is not None and not mesh_axes and x.dtype == jnp.float32 and _has_many(row):
+    is_long = isinstance(row.vocab, int) and row.vocab >= _LONG_ROW
+    if top_k is not None and not mesh_axes and x.dtype == jnp.float32 and is_long:
         drawn, kept_total = lax.platform_dependent(logits, cpu=by_candidates, default=by_search)
     else:
         drawn, kept_total = by_search(logits)
@@ -130,11 +134,6 @@ def _by_search(key, mass, where, u, temperature, top_k, top_p, min_p, row: "_Row
     first = (key == row.max(key)) & (mass == 1)  # the mass of what is masked is 0
     first = row.min(jnp.where(first, row.indices(key.ndim), _NOWHERE))
     return jnp.where(temperature == 0, first, drawn), kept_total
-
-
-def _has_many(row: "_Row") -> bool:
-    """Returns whether rows are so long that it pays to look at candidates."""
-    return isinstance(row.vocab, int) and row.vocab >= 8 * _CANDIDATES
 
 
 def _candidates(logits, where, x, top_k, row: "_Row"):
