@@ -60,9 +60,10 @@ def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, b
     min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
     by_number, by_mass, by_weight = top_k < p.layout.window.vocab, top_p < 1.0, min_p > 0.0
     filtered = by_number | by_mass | by_weight
+    filters = filters_ptx.Filters(top_k, by_number, top_p, by_mass, min_p, by_weight)
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.search(p, kept, total, top_k, by_number, top_p, by_mass, few, bound)
+    filters_ptx.search(p, kept, total, filters, few, bound)
     least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
     known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
 

@@ -1,51 +1,66 @@
 """The filters, one after another: top_k, then top_p of what that keeps, then min_p."""
 
+import dataclasses
+
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
-from pallas_softmax.implementations.mosaic_gpu.sample import distances_ptx, values_ptx, zone_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LOWEST, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept, Search
 
 _LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
 
 
-def search(
-    p: Row,
-    kept: Kept,
-    total: Value,
-    top_k: Value,
-    by_number: Value,
-    top_p: Value,
-    by_mass: Value,
-    few: Value,
-    bound: Value,
-) -> None:
-    """Keeps what top_k keeps, where `by_number` holds, and of that what top_p keeps, where `by_mass` does.
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """The filters of a row: its numbers, and conditions whether they filter anything."""
 
-    The text of a search is there once, in a loop that runs for each of both. If top_k is small, `few`, all of what it
-    keeps is not below `bound`, and so a zone from there to the largest has what both search. If that is too much, as of
-    a sorted row, whose bound is of its least CTA, the loop runs once more, and then without the bound.
+    top_k: Value
+    by_number: Value
+    top_p: Value
+    by_mass: Value
+    min_p: Value
+    by_weight: Value
+
+
+def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound: Value) -> None:
+    """Keeps what top_k keeps, and of that what top_p keeps; and what min_p keeps, where lists have all that is kept.
+
+    The text of a search is there once, in a loop that runs for each of them. If top_k is small, `few`, all of what it
+    keeps is not below `bound`. So the lists of a zone from there to the largest have all that any filter keeps, and are
+    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more, and
+    then without the bound.
     """
-    counted, again, few = p.var(p.lane < 0), p.var(p.lane < 0), p.var(few)
-    is_mass, left = p.var(~by_number), p.var(by_number | by_mass)
+    never = p.lane < 0
+    counted, is_mass, is_weight, few = p.var(never), p.var(~filters.by_number), p.var(never), p.var(few)
+    left = p.var(filters.by_number | filters.by_mass)
     low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
+    zone = lists_ptx.zone_of(p)
     with p.loop() as leave:
         leave(~left)
         _, all_kept = p.before(kept.mass)
-        goal = p.select(is_mass, p.max(top_p * all_kept, _LEAST_GOAL), p.convert(top_k, "f32"))
+        of_mass = p.max(filters.top_p * all_kept, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
+        again, to_weight = p.var(never), p.var(never)
         f = Search(p, kept, goal, is_mass)
         if p.layout.by_value:
             values_ptx.search(f, counted)
         else:
+            with p.when(is_weight):
+                p.set(goal, lists_ptx.number_from(p, zone, filters.min_p))
             with p.when(~few):
                 for edge, found in zip((low, high), distances_ptx.zone(f, total)):
                     p.set(edge, found)
-            p.set(again, zone_ptx.search(f, low, high, few))
+            p.set(again, zone_ptx.search(f, zone, low, high, few))
             p.set(few, few & ~again)
-        p.set(left, again | (by_mass & ~is_mass))
-        p.set(is_mass, left & ~again)  # if it runs again
-        with p.when(few & left):
-            p.set(low, p.max(p.of_key(kept.key), LOWEST))
-            p.meet()  # others may still read the lists
+            p.set(zone.known, zone.known & few)
+            is_first = filters.by_weight & zone.known & ~is_weight
+            p.set(to_weight, is_first & (p.weight(p.of_key(kept.key)) < filters.min_p))
+        to_mass = p.var(filters.by_mass & ~is_mass & ~is_weight & ~again)
+        p.set(is_weight, to_weight & ~to_mass)
+        p.set(is_mass, to_mass)
+        p.set(left, again | is_mass | is_weight)
+        with p.when(few & left & ~zone.known):
+            p.meet()  # others may still read what was found of the zone
 
 
 def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:

@@ -2,8 +2,8 @@
 
     lists       12 40 | 7 31 | 40 3      of three CTAs, as distances from the least key
     merged      12 40 7 31 40 3          in each CTA, with the mass of each
-    one warp    40                       it finds the last key bit by bit
-    all warps   40 | - | 40              what the list of each CTA has above it, and how many of it
+    last        40                       which each CTA finds by itself
+    counts      0, 1 | 0, 0 | 0, 1       what the list of each CTA has above it, and how many of it
 
 Masses are added as integers, in units of which that of the whole zone has 2^31: keys come in any order, and the sums
 are the same bits again.
@@ -15,11 +15,14 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.digits_ptx import number_of
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
-_OF_LANE = 6  # keys that a lane has in registers
-_FEW = LANES * _OF_LANE
-MAX_KEYS = BUCKETS // 2 - _FEW  # the histogram has room for all of them and for few, with a measure for each
+_AT_ONCE = 4  # keys that a lane compares in one turn
+_SUMS = 2 * LANES  # words of a round's sums: the mass and the number of keys of each lane
+_BUFFERS = 3  # rounds that have sums of their own
+# The histogram has room for all of them and for one of each lane, with a mass for each.
+MAX_KEYS = BUCKETS // 2 - LANES
 _LARGEST = 2.0**31  # the mass of all keys as an integer
 
 
@@ -35,6 +38,7 @@ class Zone:
       most: the greatest of those.
       mass: of all of them.
       above, mass_above_of_cta: the measure of what is above them in all CTAs, and the mass of it in each.
+      known: a condition: whether all this is known, and lists of several keys are merged.
     """
 
     found: Value
@@ -46,6 +50,13 @@ class Zone:
     mass: Value
     above: Value
     mass_above_of_cta: Value
+    known: Value
+
+
+def zone_of(p: Row) -> Zone:
+    """Returns variables for a zone of which nothing is known yet."""
+    kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
+    return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(p.lane < 0))
 
 
 def search(f: Search, zone: Zone) -> None:
@@ -59,30 +70,31 @@ def search(f: Search, zone: Zone) -> None:
         return p.convert(p.weight(p.of_key(key)) * per_unit, "u32", "rni")
 
     first_of_cta, _ = p.before(zone.number_of_cta)
-    _merge(f, zone, first_of_cta, mass_of)
-    with p.when(p.warp.equals(0)):
-        rest = f.goal - zone.above
-        goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")
-        distance, above = _last(f, zone, goal)
-        left = p.convert((goal - above), "f32")
-        each = p.convert(p.max(mass_of(distance), 1), "f32")
-        number = number_of(p, f.measure(p.divide(left, each), left))
-        p.store(p.word(layout.picked), distance, number, when=p.first_lane)
+    _clear(p)
+    with p.when(~zone.known):
+        _merge(f, zone, first_of_cta, mass_of)
+        p.set(zone.known, p.lane < LANES)
     p.barrier()
-    distance, number = p.load_vector(p.word(layout.picked), "u32", 2)
+    rest = f.goal - zone.above
+    goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")
+    distance, above = _last(f, zone, goal)
+    left = p.convert((goal - above), "f32")
+    each = p.convert(p.max(mass_of(distance), 1), "f32")
+    number = number_of(p, f.measure(p.divide(left, each), left))
 
     cta = p.var(p.warp)  # that the warp looks at, one after another
     with p.loop() as leave:
         leave(cta >= p.ctas)
         mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
-
-        def add(slot):
-            its = p.load(p.word(layout.histogram, slot, 2), "u32")
-            with p.when(its >= distance):
-                p.increase(mass_above, mass_of(its), its > distance)
-                p.increase(equal, 1, its.equals(distance))
-
-        _each_key(f, zone, first_of_cta, cta, lambda _, slot: add(slot))
+        slot = p.var(p.shuffle(first_of_cta, "idx", cta))
+        end = slot + p.shuffle(zone.number_of_cta, "idx", cta)
+        p.increase(slot, p.lane)
+        with p.loop() as leave_keys:
+            leave_keys(slot >= end)
+            its, amount = p.load_vector(p.word(layout.histogram, slot, 2), "u32", 2)
+            p.increase(mass_above, amount, its > distance)
+            p.increase(equal, 1, its.equals(distance))
+            p.increase(slot, LANES)
         p.store(
             p.word(layout.counters, cta, 4), *p.over_warp(["add"] * 2, [mass_above, equal]), when=p.first_lane
         )
@@ -94,104 +106,132 @@ def search(f: Search, zone: Zone) -> None:
     f.kept.down_to(key, number, zone.mass_above_of_cta + p.convert(mass_above, "f32") * unit, equal)
 
 
-def _each_key(f: Search, zone: Zone, first_of_cta: Value, cta: Value, body) -> None:
-    """Calls body(slot, merged_slot) to write what a lane does with a key in the list of a CTA; a warp takes all."""
-    p = f.p
-    number = p.shuffle(zone.number_of_cta, "idx", cta)
-    first = p.shuffle(first_of_cta, "idx", cta)
-    slot = p.var(p.lane)
-    with p.loop() as leave:
-        leave(slot >= number)
-        body(slot, first + slot)
-        p.increase(slot, LANES)
-
-
 def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
-    """Writes the distance from the least key and the measure of the keys in all lists to one, a CTA for each warp."""
+    """Writes the distance from the least key and the mass of the keys in all lists to one, a key for each thread."""
     p, layout = f.p, f.p.layout
-    cta = p.var(p.warp)
+    slot = p.var(p.thread)
     with p.loop() as leave:
-        leave(cta >= p.ctas)
+        leave(slot - p.lane >= zone.number)
+        cta, first = p.var(0, "u32"), p.var(0, "u32")
+        for i in range(1, p.ctas):
+            its_first = p.shuffle(first_of_cta, "idx", i)
+            is_later = slot >= its_first
+            p.set(cta, i, when=is_later)
+            p.set(first, its_first, when=is_later)
+        is_key = slot < zone.number
+        (key,) = p.of_cta(p.word(layout.keys, slot - first), cta, "s32", when=is_key)
+        distance = key.bits("u32") - zone.least.bits("u32")
+        p.store(p.word(layout.histogram, slot, 2), distance, mass_of(distance), when=is_key)
+        p.increase(slot, layout.threads)
 
-        def copy(slot, merged_slot):
-            (key,) = p.of_cta(p.word(layout.keys, slot), cta, "s32")
-            distance = key.bits("u32") - zone.least.bits("u32")
-            p.store(p.word(layout.histogram, merged_slot, 2), distance, f.measure(mass_of(distance), 1))
 
-        _each_key(f, zone, first_of_cta, cta, copy)
-        p.increase(cta, p.warps)
-    p.barrier()
+def _clear(p: Row) -> None:
+    """Makes the sums over parts of a range 0, and the number of keys in the last of them."""
+    zero = p.var(0, "u32")
+    for first in range(0, _BUFFERS * _SUMS, p.layout.threads):
+        inside = p.thread < _BUFFERS * _SUMS - first
+        p.store(p.word(p.layout.drawn + first, p.thread), zero, when=inside)
+    p.store(p.word(p.layout.picked), zero, when=p.thread.equals(0))
+
+
+def number_from(p: Row, zone: Zone, least: Value) -> Value:
+    """Returns how many keys of the merged lists have at least this mass, a float."""
+    number, slot = p.var(0, "u32"), p.var(p.lane)
+    with p.loop() as leave:
+        leave(slot >= zone.number)
+        distance = p.load(p.word(p.layout.histogram, slot, 2), "u32")
+        key = (zone.least.bits("u32") + distance).bits("s32")
+        p.increase(number, 1, p.weight(p.of_key(key)) >= least)
+        p.increase(slot, LANES)
+    return p.convert(p.over_lanes("add", number), "f32")
 
 
 def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
-    """Returns the last distance, and the measure above it; called in one warp.
+    """Returns the last distance, and the measure above it, in all threads.
 
-    Measures are integers. From the highest bit down, a bit is 1 if the goal is reached by the keys from there up.
+    Measures are integers. A range of distances, at first that of the zone, is cut into 32 parts, and the goal is
+    reached in one of them, until one has no more keys than a warp has lanes, or one distance. Each warp looks at some
+    of the keys, and a lane adds up those from the start of its part on. Then a lane has a key, and adds up all from
+    there on.
     """
     p, layout = f.p, f.p.layout
-    extent = zone.greatest.bits("u32") - zone.least.bits("u32")
-    bit = p.var(p.highest_bit(extent).bits("s32"))  # the next one; -1 if there is none
-    distance, above = p.var(0, "u32"), p.var(0, "u32")  # what is found, and the measure of what is too large
-    # The number of keys that are not less, and of those that are too large.
-    number, number_above = p.var(zone.number), p.var(0, "u32")
-    keys = p.var(p.word(layout.histogram))
+    low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
+    keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
+    # How many keys are in the range; and the mass and the number of those above it.
+    inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
+    turns = (zone.number + (p.warps * _AT_ONCE - 1)) >> _bits(p.warps * _AT_ONCE)  # of a warp
+    each = turns * _AT_ONCE
+    first_key = p.warp * each
+    zero = p.var(0, "u32")
+    sums, other_sums, last_sums = (p.var(p.word(layout.drawn + i * _SUMS, p.lane)) for i in range(_BUFFERS))
 
-    def load(first_slot, number):
-        out = [[p.var(0, "u32"), p.var(0, "u32")] for _ in range(_OF_LANE)]
-        at = keys + first_slot * 8
-        for i, key in enumerate(out):
-            p.load_vector_into(key, at, offset=8 * LANES * i, when=first_slot + LANES * i < number)
-        return out
-
-    def decide(candidate, measure, its_number):
-        reached = measure >= goal
-        p.set(distance, candidate, reached)
-        p.set(number, its_number, reached)
-        p.set(above, measure, ~reached)
-        p.set(number_above, its_number, ~reached)
-        p.increase(bit, -1)
-
-    # Of many keys, until few are left.
     with p.loop() as leave:
-        leave((bit < 0) | (number - number_above <= _FEW))
-        candidate = distance | (p.var(1, "u32") << bit.bits("u32"))
-        measure, its_number, slot = p.var(0, "u32"), p.var(0, "u32"), p.var(p.lane)
+        leave((inside <= LANES) | low.equals(high))
+        step = ((high - low) >> _bits(LANES)) + 1
+        # Where the lane's part starts, or right above the range; no overflow, since keys are of finite numbers.
+        first = p.min(p.multiply_add(p.lane, step, low), high + 1)
+        mass, number = p.var(0, "u32"), p.var(0, "u32")
+        at = p.var(keys + first_key * 8)
+        left = p.var(p.min((zone.number - first_key).bits("s32"), each.bits("s32")))
         with p.loop() as leave_keys:
-            leave_keys(slot >= zone.number)
-            for its, amount in load(slot, zone.number):
-                reaches = its >= candidate
-                p.increase(measure, amount, reaches)
-                p.increase(its_number, 1, reaches)
-            p.increase(slot, LANES * _OF_LANE)
-        decide(candidate, *p.over_warp(["add"] * 2, [measure, its_number]))
+            leave_keys(left <= 0)
+            of_keys = p.load_vector(at, "u32", 2 * _AT_ONCE)
+            for i, (its, amount) in enumerate(zip(of_keys[::2], of_keys[1::2])):
+                reaches = (left > i) & (its >= first)
+                p.increase(mass, amount, reaches)
+                p.increase(number, 1, reaches)
+            p.increase(at, 8 * _AT_ONCE)
+            p.increase(left, -_AT_ONCE)
+        p.add_to(sums, mass)
+        p.add_to(sums, number, offset=4 * LANES)
+        p.barrier()
+        mass, number = (p.load(sums, "u32", offset=4 * i) for i in (0, LANES))
+        # All have read the sums of the last round, whose words are used again in the next round but one.
+        for i in (0, LANES):
+            p.store(last_sums, zero, offset=4 * i, when=p.warp.equals(0))
+        lane = p.last_that(f.measure(mass, number) >= goal)
+        is_last = lane.equals(LANES - 1)
+        for above, of_lane in ((mass_above, mass), (number_above, number)):
+            p.set(above, p.shuffle(of_lane, "idx", p.min(lane + 1, LANES - 1)), when=~is_last)
+        p.set(inside, p.shuffle(number, "idx", lane) - number_above)
+        p.set(low, p.shuffle(first, "idx", lane))
+        p.set(high, p.min(high, low + (step - 1)), when=~is_last)
+        read = p.var(sums)
+        p.set(sums, other_sums)
+        p.set(other_sums, last_sums)
+        p.set(last_sums, read)
 
-    # They are written to one place, and from there to registers.
-    left = p.var(zone.number)
-    with p.when((zone.number > _FEW) & (bit >= 0)):
-        few_keys = p.word(layout.histogram + 2 * MAX_KEYS)
-        end, slot = p.var(0, "u32"), p.var(p.lane)
+    distance, above = p.var(low), p.var(f.measure(mass_above, number_above))
+    several = p.var(low.differs(high))
+    with p.when(several):
+        slot = p.var(p.thread)
         with p.loop() as leave:
-            leave(slot - p.lane >= zone.number)
-            its, amount = p.var(0, "u32"), p.var(0, "u32")
-            inside = slot < zone.number
-            p.load_vector_into([its, amount], keys + slot * 8, when=inside)
-            keep = (its - distance < p.var(2, "u32") << bit.bits("u32")) & inside
-            kept = p.ballot(keep)
-            own = end + p.count_ones(kept & p.special("lanemask_lt"))
-            p.store(few_keys + own * 8, its, amount, when=keep)
-            p.increase(end, p.count_ones(kept))
-            p.increase(slot, LANES)
-        p += "bar.warp.sync 0xffffffff;"
-        p.set(keys, few_keys)
-        p.set(left, end)
-    few = load(p.lane, left)
-    too_large = p.var(above)
-    with p.loop() as leave:
-        leave(bit < 0)
-        candidate = distance | (p.var(1, "u32") << bit.bits("u32"))
-        sums = [p.var(0, "u32") for _ in range(2)]
-        for i, (its, amount) in enumerate(few):
-            p.increase(sums[i % 2], amount, its >= candidate)
-        measure = p.over_lanes("add", sums[0] + sums[1]) + too_large
-        decide(candidate, measure, number)
+            leave(slot >= zone.number)
+            its, amount = p.load_vector(keys + slot * 8, "u32", 2)
+            with p.when(its - low <= high - low):
+                place = p.take_from(p.word(layout.picked), 1)
+                p.store(few_keys + place * 8, its, f.measure(amount, 1))
+            p.increase(slot, layout.threads)
+    p.barrier()
+    with p.when(several):
+        own = p.load(few_keys + p.lane * 8, "u32", when=p.lane < inside, default=0)
+        before, upto = p.var(above), p.var(above)
+        at, number = p.var(few_keys), p.var(0, "u32")
+        with p.loop() as leave:
+            leave(number >= inside)
+            its, amount = p.load_vector(at, "u32", 2)
+            p.increase(before, amount, its > own)
+            p.increase(upto, amount, its >= own)
+            p.increase(at, 8)
+            p.increase(number, 1)
+        # A goal that rounding has put above all is that of the last of all.
+        reached = (p.lane < inside) & (upto >= p.min(goal, p.over_lanes("max", upto)))
+        p.set(distance, p.over_lanes("max", p.select(reached, own, low)))
+        lane = p.first_that((p.lane < inside) & own.equals(distance))
+        p.set(above, p.shuffle(before, "idx", lane))
     return distance, above
+
+
+def _bits(number: int) -> int:
+    """Returns the logarithm to base 2, without its fraction."""
+    return number.bit_length() - 1

@@ -19,17 +19,19 @@ from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 _HIGHEST = 2**31 - 1  # a key above all others
 
 
-def search(f: Search, low: Value, high: Value, few: Value) -> Value:
+def search(f: Search, zone: Zone, low: Value, high: Value, few: Value) -> Value:
     """Keeps what the filter keeps, or returns that it does not: if `few`, and the lists have no room for the zone.
 
     Args:
       f: the search.
+      zone: what is known of the zone, or is to be found.
       low, high: the least and the greatest element of the zone, which need not be in the row.
       few: whether nothing is above the zone, and little in it, as far as one can tell.
     """
     p = f.p
     may_fail = few & (low < high)  # else nothing need be listed
-    zone = _sweep(f, low, high, few, may_fail)
+    with p.when(~zone.known):
+        _sweep(f, zone, low, high, few, may_fail)
     fits = (zone.number <= lists_ptx.MAX_KEYS) & (zone.most <= p.layout.list_size)
     failed = p.var(may_fail & ~fits)
     with p.when(~failed):
@@ -41,7 +43,7 @@ def search(f: Search, low: Value, high: Value, few: Value) -> Value:
     return failed
 
 
-def _sweep(f: Search, low: Value, high: Value, few: Value, may_fail: Value) -> Zone:
+def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail: Value) -> None:
     """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for.
 
     If it `may_fail`, a CTA takes no more when there is no room, and its number is one that there is no room for.
@@ -68,12 +70,14 @@ def _sweep(f: Search, low: Value, high: Value, few: Value, may_fail: Value) -> Z
             p.increase(number, 1, fails)
             p.set(some, 0, fails)
         with p.when(some.equals(1)):
-            inside = p.var(0, "u32")  # a bit for each element
-            for i, x in enumerate(p.floats(words)):
-                is_above = x > high
-                p.increase(mass_above, p.weight(x), is_above)
-                p.increase(above, 1, is_above)
-                p.update(inside, "or", 1 << i, ~is_above & (x >= low))
+            elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
+            for i, x in enumerate(elements):
+                p.update(inside, "or", 1 << i, (x >= low) & (x <= high))
+            with p.when(~few):
+                for x in elements:
+                    is_above = x > high
+                    p.increase(mass_above, p.weight(x), is_above)
+                    p.increase(above, 1, is_above)
             with p.when(p.any(inside > 0)):
                 count = p.count_ones(inside)
                 p.increase(number, p.convert(count, "f32"))
@@ -91,25 +95,41 @@ def _sweep(f: Search, low: Value, high: Value, few: Value, may_fail: Value) -> Z
                     p.set(inside, inside & (inside - 1))
 
     p.sweep(take)
-    p.over_cta(
-        ["add"] * 4 + ["min", "max"],
-        [mass_above, mass, p.convert(above, "u32"), p.convert(number, "u32"), least, greatest],
-        [0.0, 0.0, 0, 0, _HIGHEST, KEEP_ALL],
-        layout.zone,
-    )
+    number = p.convert(number, "u32")
+    with p.when(few):  # the rest is known
+        p.over_cta(["add", "add"], [mass, number], [0.0, 0], layout.zone)
+    with p.when(~few):
+        p.over_cta(
+            ["add", "add", "add", "add", "min", "max"],
+            [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
+            [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
+            layout.zone,
+        )
     p.meet()
-    mass_above, mass, above, number_of_cta, least, greatest, _, _ = p.of_ctas(layout.zone, 8)
-    mass_above, mass, inside = mass_above.bits("f32"), mass.bits("f32"), p.lane < p.ctas
-    least = p.select(inside, least.bits("s32"), _HIGHEST)
-    greatest = p.select(inside, greatest.bits("s32"), KEEP_ALL)
-    least, greatest, most, all_above, mass, above, number = p.over_warp(
-        ["min", "max", "max", "add", "add", "add", "add"],
-        [least, greatest, number_of_cta, mass_above, mass, above, number_of_cta],
-    )
-    before = f.measure(all_above, p.convert(above, "f32"))
-    reached = f.measure(mass, p.convert(number, "f32")) + before >= f.goal
-    found = (reached | (low <= LOWEST)) & (before < f.goal)
-    return Zone(found, least, greatest, number, number_of_cta, most, mass, before, mass_above)
+    mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(layout.zone, 8)
+    mass, mass_above = mass.bits("f32"), mass_above.bits("f32")
+    p.set(zone.number_of_cta, number)
+    for found, value in zip(
+        (zone.mass, zone.number, zone.most), p.over_warp(["add", "add", "max"], [mass, number, number])
+    ):
+        p.set(found, value)
+    p.set(zone.least, p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low)))
+    p.set(zone.greatest, p.key(high))
+    p.set(zone.above, 0)
+    p.set(zone.mass_above_of_cta, 0)
+    with p.when(~few):
+        inside = p.lane < p.ctas
+        least = p.select(inside, least.bits("s32"), _HIGHEST)
+        greatest = p.select(inside, greatest.bits("s32"), KEEP_ALL)
+        least, greatest, all_above, above = p.over_warp(
+            ["min", "max", "add", "add"], [least, greatest, mass_above, above]
+        )
+        p.set(zone.least, least)
+        p.set(zone.greatest, greatest)
+        p.set(zone.above, f.measure(all_above, p.convert(above, "f32")))
+        p.set(zone.mass_above_of_cta, mass_above)
+    reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
+    p.set(zone.found, (reached | (low <= LOWEST)) & (zone.above < f.goal))
 
 
 def _address_of(p: Row, address: Value, number: Value) -> Value:
@@ -122,10 +142,17 @@ def _address_of(p: Row, address: Value, number: Value) -> Value:
 def _threshold(f: Search, zone: Zone, fits: Value) -> None:
     """Finds the last key in the zone, or in the row if it is not in the zone, and keeps what is down to it."""
     p = f.p
-    listed = p.var(fits & zone.found)
+    one_key = p.var(zone.found & zone.least.equals(zone.greatest))
+    with p.when(one_key):
+        rest = f.goal - zone.above
+        number = f.measure(p.divide(rest, p.weight(p.of_key(zone.least))), rest)
+        number = digits_ptx.number_of(p, number)
+        f.kept.down_to(zone.least, number, zone.mass_above_of_cta, zone.number_of_cta)
+        p.set(zone.known, one_key)
+    listed = p.var(fits & zone.found & ~one_key)
     with p.when(listed):
         lists_ptx.search(f, zone)
-    with p.when(~listed):
+    with p.when(~(listed | one_key)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
         digits_ptx.search(f, high, low, p.select(zone.found, zone.above, 0.0))
