@@ -34,8 +34,8 @@ def part_of(layout, x, i):
     return part, start - low
 
 
-def draw(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
-    """Returns index, log probability and log of the kept share of a row x, which is -inf where it is masked."""
+def machine_of(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
+    """Returns a machine that has drawn from a row x, which is -inf where it is masked."""
     count = layout.window.count
     parts, origins = zip(*(part_of(layout, x, i) for i in range(count)))
     size = parts[0].nbytes
@@ -54,6 +54,12 @@ def draw(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
     text = kernels.sample_ptx_of(layout, x.dtype)
     machine = ptx.Machine(text, memory, layout.threads, operands, rng)
     machine.run()
+    return machine
+
+
+def draw(layout, x, *parameters, rng=None):
+    """Returns index, log probability and log of the kept share of a row x, which is -inf where it is masked."""
+    machine = machine_of(layout, x, *parameters, rng=rng)
     assert sorted(machine.stored) == sorted(_RESULTS.values())
     index, *logs = (np.array([machine.stored[at]], "uint32") for at in _RESULTS.values())
     return index.view("int32"), *(bits.view("float32") for bits in logs)
@@ -121,6 +127,7 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
             ([-5, -6, -1e-20], 1),
             ([-5, -6, -7], 1),
             ([0, -0.0, -1e-30, 1e-30], 1),
+            ([1, 2.0**-14, 2.0**-14 * (1 + 2.0**-7), 2.0**-14 * (1 + 2.0**-6), 0, -0.0, -(2.0**-13)], 3),
         ],
     ),
     ids=str,
@@ -133,6 +140,19 @@ def test_ptx_of_values_near_zero(row, step):
         one = slice(i, i + 1)
         got = draw(layout, x[i], u[i], *(a[i] for a in parameters))
         judged(got, x[one], u[one], labels[one], [a[one] for a in parameters])
+
+
+@pytest.mark.parametrize("row", ([0], [0, -0.0], [0, 1], [-1, 0]), ids=str)
+def test_ptx_of_zeros_is_short(row):
+    """Rows with many zeros, as a batch may be padded with, are not searched digit by digit, which takes long."""
+    layout = kernels.sample_layout(300, BF16, 2, 1)
+    u, *parameters = 0.3, 1.0, 300, 0.95, 0.0
+    zeros, others = (np.resize(np.array(of, BF16), 300) for of in (row, [3, 2]))
+    machines = [machine_of(layout, x, u, *parameters) for x in (zeros, others)]
+    assert machines[0].arrived.max() == machines[1].arrived.max()  # at the barrier of the cluster
+    got = draw(layout, zeros, u, *parameters)
+    given = [np.array([a]) for a in parameters]
+    judged(got, zeros[None], np.array([u], F32), [str(row)], given)
 
 
 def test_ptx_of_sorted_rows():

@@ -1,11 +1,11 @@
 """The last entry that a filter keeps of a row of bfloat16: from how many elements have which value.
 
 Of bfloat16 there are few values, and so each has a bucket of the histogram, from the largest element down. Values of
-one sign are neighbours as integers, but for those near 0, which are so many that they share a bucket:
+one sign are neighbours as integers, but for those near 0, which are so many that they share a bucket; 0 has its own:
 
-    bucket    0 to 7     ..    zero - 1      |  zero          |  zero + 1      |  ..    4095
-    value     largest,         above 2^-14   |  2^-14 to +0   |  -0 to -2^-14  |        all that are further away
-              next ones
+    bucket    0 to 7     ..  zero - 2   |  zero - 1  |  zero  |  zero + 1  |  zero + 2  |  ..   4095
+    value     largest,       above      |  near 0    |  +0    |  -0        |  near 0,   |       all that are
+              next ones      2^-14      |            |        |            |  negative  |       further away
 
 So the mass in each bucket is known, and the last key with it, after one exchange over the cluster. If the goal lies in
 a bucket of many values, or if those near 0 are so many that their mass is not known well enough, the row is searched
@@ -17,7 +17,7 @@ from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import SECTIONS, VALUE_BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
-_NEAR_ZERO = 14  # values up to 2^-14 share a bucket
+_NEAR_ZERO = 14  # values up to 2^-14, and the next one, share a bucket
 _FIRST = (127 - _NEAR_ZERO) << 7  # the bits of 2^-14
 _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
@@ -34,12 +34,13 @@ def search(f: Search, counted: Value) -> None:
     zero = _zero_bucket(f)
 
     def number_and_mass(bucket, numbers):
-        # The values of eight buckets have one exponent, and so lie at equal distances.
-        first, fifth = (_value(f, zero, bucket + i) for i in (0, 4))
-        step = (fifth - first) * 0.25
+        # The values of eight buckets have one exponent, and so lie at equal distances, but for 0 at an end of them.
+        fourth, fifth = (_value(f, zero, bucket + i) for i in (3, 4))
+        values = [p.multiply_add(fifth - fourth, float(i - 4), fifth) for i in range(8)]
+        for i, of_zero in ((0, _negative_zero(zero)), (7, zero)):
+            values[i] = p.select((bucket + i).equals(of_zero), 0.0, values[i])
         numbers = [p.convert(number, "f32") for number in numbers]
-        masses = [n * _weight(f, p.multiply_add(step, float(i), first)) for i, n in enumerate(numbers)]
-        mass = p.reduce("add", masses)
+        mass = p.reduce("add", [n * _weight(f, x) for n, x in zip(numbers, values)])
         return [p.reduce("add", numbers), mass]
 
     with p.when(~counted):
@@ -52,10 +53,11 @@ def search(f: Search, counted: Value) -> None:
     bucket = p.load(p.word(layout.picked), "u32")
     above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
 
-    # What the mass of those near 0 may be off, since they count as 2^-14 or as -2^-14.
+    # What the mass of those near 0 may be off, since they count as the greatest or the least of them.
     off = near_zero * p.weight(p.var(0, "f32")) * p.scale * 2.0 ** (1 - _NEAR_ZERO)
-    off = p.select(bucket >= _negative_zero(zero), off, 0.0)
-    is_one_value = (bucket < _LAST) & (((bucket - zero) & 0xFFFF) > 1)
+    off = p.select(bucket + 1 >= _negative_zero(zero), off, 0.0)
+    positive, negative = _near_zero(zero)
+    is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
     exact = is_one_value & (off <= all_mass_above * 2.0**-22)
     with p.when(exact):
         rest = f.goal - above
@@ -77,7 +79,8 @@ def _zero_bucket(f: Search) -> Value:
     """
     p = f.p
     bits = p.top.bits("u32") >> 16
-    size = p.max((bits & 0x7FFF).bits("s32") - _FIRST, 0).bits("u32")
+    size = bits & 0x7FFF
+    size = p.max((size - _FIRST).bits("s32"), p.min(size, 1).bits("s32")).bits("u32")
     negative = p.op("sub", "u32", 7, size) & -8
     return (p.select(p.top < 0.0, negative, (size + 8) & -8) - 1) & 0xFFFF
 
@@ -87,19 +90,25 @@ def _negative_zero(zero: Value) -> Value:
     return (zero + 1) & 0xFFFF
 
 
+def _near_zero(zero: Value) -> tuple[Value, Value]:
+    """Returns the bucket of the positive elements near 0, and that of the negative ones."""
+    return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
+
+
 def _count(f: Search, zero: Value) -> None:
     """Counts elements by value, the two of a word at a time."""
     p = f.p
     base = p.word(p.layout.histogram)
     of_negative_zero = _negative_zero(zero)
     offset = of_negative_zero | (of_negative_zero << 16)
-    minus_first, last, none = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 0))
+    minus_first, last, one = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 1))
 
     def take(words, _):
         for word in words:
             not_negative = (~word).bits("s16x2").sign().bits("u32")  # a half of ones, or of zeros
-            size = p.op("add", "s16x2", word & 0x7FFF7FFF, minus_first)
-            size = p.max(size, none).bits("u32")
+            size = word & 0x7FFF7FFF
+            least = p.min(size.bits("s16x2"), one)  # 0 for 0
+            size = p.max(p.op("add", "s16x2", size, minus_first), least).bits("u32")
             bucket = p.min(p.op("add", "u16x2", size ^ not_negative, offset), last).bits("u32")
             p.add_to(base + ((bucket & 0xFFFF) << 2), 1)
             p.add_to(base + ((bucket >> 16) << 2), 1)
@@ -108,13 +117,13 @@ def _count(f: Search, zero: Value) -> None:
 
 
 def _value(f: Search, zero: Value, bucket: Value) -> Value:
-    """Returns the value of a bucket; those of the two near 0 are 2^-14 and -2^-14."""
+    """Returns the value of a bucket; that of those near 0 is the greatest of them, or the least."""
     p = f.p
     from_zero = (bucket - zero - 1) & 0xFFFF  # of numbers that are not negative its bits are inverted
     positive = from_zero >= 0x8000
     size = p.select(positive, from_zero ^ 0xFFFF, from_zero)
     sign = p.select(positive, 0, 0x80000000, "u32")
-    return (((size + _FIRST) << 16) | sign).bits("f32")
+    return ((p.select(size.equals(0), 0, size + _FIRST) << 16) | sign).bits("f32")
 
 
 def _weight(f: Search, x: Value) -> Value:
@@ -175,7 +184,7 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
         for i, value in enumerate(p.over_warp(["add"] * 3, [measure, mass, equal])):
             p.store(p.word(layout.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
         near_zero = p.var(0, "u32")
-        for one in (zero, _negative_zero(zero)):
+        for one in _near_zero(zero):
             at = p.word(layout.histogram, p.min(one, _LAST))
             p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
         p.store(p.word(layout.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
