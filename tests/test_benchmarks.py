@@ -22,7 +22,7 @@ import pallas_softmax
 from benchmarks import __main__ as both
 from benchmarks import softmax, topk
 from benchmarks.support import answers, cases, driver, flags, plot, timing
-from benchmarks.support.contenders import jax_call, prepare_jax
+from benchmarks.support.contenders import Contender, jax_call, prepare_jax
 from benchmarks.support.flags import Settings
 from benchmarks.support.report import Row
 from tests.support.benchmark_cases import case_of, rows_of
@@ -307,6 +307,14 @@ def test_nothing_is_timed_under_another_name(small, monkeypatch):
     chosen = small(implementations=("mosaic_gpu",))
     assert driver.run(softmax.BENCHMARK, chosen) == 1
     assert "asked for mosaic_gpu, explained as {'xla'}" in rows_of(chosen, "softmax")["mosaic_gpu"]["reason"]
+
+
+def test_a_gradient_without_a_kernel_is_not_timed_under_its_name():
+    contender = Contender("mosaic_gpu", True, pallas_softmax.logsumexp, prepare_jax, asked="mosaic_gpu")
+    choices = pallas_softmax.explain(pallas_softmax.logsumexp, np.zeros((2, 3), np.float32))
+    case = case_of(function="logsumexp", direction="backward")
+    with pytest.raises(NotImplementedError, match="gradient of logsumexp is plain JAX"):
+        driver._require_name(contender, case, choices, "xla")
 
 
 def test_a_users_file_decides_the_result(small, tmp_path):

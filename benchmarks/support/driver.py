@@ -84,6 +84,8 @@ def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str
         if case.direction in ("both", "backward" if is_gradient else "forward"):
             said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
     asked = {contender.asked} if contender.asked else said
+    if choices and not said and asked - {"xla"}:
+        raise NotImplementedError(f"the gradient of {case.function} is plain JAX: it has no kernel")
     said = said or asked  # the paper's algorithms leave nothing to explain
     if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
         raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
