@@ -93,17 +93,38 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     return (drawn if tokens is None else tokens.gather(-1, drawn))[:, 0], None
 
 
+def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
+    """Returns the draws of FlashInfer, whose last filter is a part of the draw.
+
+    It draws by rejection (for top_k and top_p) and with random numbers of its own, so that its draws are checked
+    only for being among what the filters keep. It keeps all that equals the last of top_k, and so top_p after it
+    may keep more than ours does.
+    """
+    from flashinfer import sampling  # pyright: ignore[reportMissingImports]
+
+    filters = [of for of in ("top_k", "top_p", "min_p") if of in given]  # in the order of ours
+    if not filters:
+        return sampling.sampling_from_logits(x / given["temperature"][:, None]), None
+    p = sampling.softmax(x, given["temperature"])
+    for of in filters[:-1]:
+        p = getattr(sampling, f"{of}_renorm_probs")(p, given[of])
+    return getattr(sampling, f"{filters[-1]}_sampling_from_probs")(p, given[filters[-1]]), None
+
+
 def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
     """Returns the call of a contender: of ours {"sample": Sample}, of a peer {"y": indices}."""
     if name == "jax":
         peer = Contender(name, False, lambda x: (by_jax(key, x, given), None), prepare_jax)
         return prepare_jax(peer, "forward", (x,), None)
-    if name == "torch":
+    if name in ("torch", "flashinfer"):
+        if name == "flashinfer" and not timing.on_gpu():
+            raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
         import torch  # pyright: ignore[reportMissingImports]
 
+        draw = by_torch if name == "torch" else by_flashinfer
         shared = {of: torch.from_dlpack(a) for of, a in given.items()}
         return prepare_torch(
-            Contender(name, False, functools.partial(by_torch, given=shared), prepare_torch),
+            Contender(name, False, functools.partial(draw, given=shared), prepare_torch),
             "forward",
             (x,),
             None,

@@ -40,3 +40,9 @@ def test_a_wrong_draw_fails(run, monkeypatch):
     assert code == 1
     assert [row["status"] for row in rows] == ["FAILED", "differs"]
     assert not any(row["p50_us"] for row in rows)
+
+
+def test_flashinfer_is_not_run_without_a_gpu(run):
+    code, rows = run("--filters=none", "--peers=flashinfer")
+    assert code == 0
+    assert [row["status"] for row in rows] == ["ok", "not run"] and "GPU" in rows[1]["reason"]

@@ -35,6 +35,7 @@ PROGRAMS = ("block", "block_where", "attention", "attention_causal", "loss_take"
 SAMPLE_PEERS = {
     "jax": "jax.random.categorical, after lax.top_k or a sort for filters",
     "torch": "softmax and multinomial of torch, after its topk or sort",
+    "flashinfer": "FlashInfer's softmax and sampling, by rejection for top_k and top_p",
 }
 SAMPLE_FILTERS = ("none", "min_p", "top_k", "top_p", "all")
 SOFTMAX_ALGORITHMS = ("naive", "safe", "online")

@@ -24,6 +24,7 @@ COLORS = {
     "jax_raft": "#bcbd22",
     "torch": "#d62728",
     "quack": "#8c564b",
+    "flashinfer": "#98df8a",
     "naive": "#2ca02c",
     "safe": "#ff7f0e",
     "online": "#e377c2",
