@@ -22,7 +22,7 @@ FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent != LOCAL
 PICTURES = sorted(file.parent.name for file in RESULTS.glob("*/*.png") if file.parent != LOCAL)
 MODULES = {
     module.__name__.split(".")[-1]: module
-    for module in (accuracy, beam_search, linear, programs, sample, serve, sharded)
+    for module in (accuracy, beam_search, linear, programs, serve, sharded)
 }
 
 
@@ -260,7 +260,7 @@ def test_wide_tables_fit():
 
 def test_help_lists_every_benchmark():
     files = {file.stem for file in (RESULTS.parent).glob("*.py")} - {"__init__", "__main__"}
-    modules = [*MODULES.values(), paper, softmax, topk, redraw]
+    modules = [*MODULES.values(), paper, sample, softmax, topk, redraw]
     assert {f"benchmarks.{name}" for name in files} | {redraw.__name__} == {
         module.__name__ for module in modules
     }
