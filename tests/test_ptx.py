@@ -233,3 +233,49 @@ def test_merges(tile, vocab, k):
     best = np.lexsort((np.broadcast_to(np.arange(vocab), keys.shape), -keys), -1)[:, :k]
     np.testing.assert_array_equal(0xFFFF - (words & 0xFFFF), best)
     np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))
+
+
+def near_keys(rng, shape, kind):
+    """Keys of rows that a sort of packed keys leaves in the wrong order in few places, in many, or in none."""
+    x = rng.standard_normal(shape).astype(F32)
+    match kind:
+        case "few":  # two or three that differ in the lowest bits, and some that are the same
+            bits = x.view("i4")
+            for row in bits:
+                places = rng.choice(len(row), 6, replace=False)
+                row[places] = np.repeat(row[places[::3]], 3) ^ rng.integers(0, 3, 6)
+        case "many":
+            x = 5 + 1e-5 * x
+        case "ties":
+            x = np.round(2 * x)
+    return oracle.order_key(x).astype("int64")
+
+
+@pytest.mark.parametrize("kind", ["normal", "few", "many", "ties"])
+@pytest.mark.parametrize(
+    ("tile", "vocab", "k"),
+    [
+        (Tile(4, 32, 4, 4), 512, 64),
+        (Tile(4, 32, 4, 4), 512, 512),
+        (Tile(8, 16, 4, 2), 128, 33),
+        (Tile(16, 16, 1, 5), 77, 76),  # two rows of a thread
+    ],
+    ids=str,
+)
+def test_sorts(tile, vocab, k, kind):
+    """The k best of 32-bit rows, lower columns first among ties, also where packed keys do not tell their order."""
+    rng = np.random.default_rng(k)
+    keys = near_keys(rng, tile.shape, kind)
+    code, out = kernels.sorting_ptx_of(tile, vocab, k)
+    held = keys.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
+    held = held.reshape(128, -1, tile.steps * tile.vec)  # as a thread has them
+    rows, count = held.shape[1:]
+    operands = {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
+    machine = ptx.run(code, np.zeros(16, "u1"), **operands)
+    columns = [[machine.registers[f"%column{row}_{i}"] for i in range(out.steps)] for row in range(rows)]
+    columns = np.moveaxis(np.array(columns), -1, 0).astype("int64")
+    columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
+    columns = columns.reshape(out.shape)[:, :k]
+    keys = keys[:, :vocab]
+    best = np.lexsort((np.broadcast_to(np.arange(vocab), keys.shape), -keys), -1)[:, :k]
+    np.testing.assert_array_equal(columns, best)

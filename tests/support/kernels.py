@@ -28,7 +28,9 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     merge_kernel,
     merging_ptx,
     ranking_ptx,
+    rounds_ptx,
     selection_ptx,
+    sorting_ptx,
     threshold_ptx,
     window_kernel,
 )
@@ -205,6 +207,12 @@ def threshold_ptx_of(groups, k):
 def merging_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile, and the tile of the packed keys <word0_0>, ..., a lane's one by one."""
     return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
+
+
+def sorting_ptx_of(tile, vocab, k):
+    """Returns the text of a sort in a tile of 32-bit keys, and the tile of the columns <column0_0>, ..."""
+    out = topk_plan.sorted_tile(tile)
+    return sorting_ptx._text(tile, vocab, k, rounds_ptx.rows_of_thread(tile), out.steps, narrow=False), out
 
 
 def merge_so_many_lists(monkeypatch, lists):

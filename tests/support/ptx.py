@@ -19,7 +19,14 @@ _DTYPES = {
     **dict.fromkeys(("u16", "b16", "bf16"), np.uint16),
     **dict.fromkeys(("u32", "b32", "f16x2", "bf16x2", "u16x2", "s16x2"), np.uint32),
     **dict.fromkeys(("u64", "b64"), np.uint64),
-    **{"s16": np.int16, "s32": np.int32, "f16": np.float16, "f32": np.float32, "pred": np.bool_},
+    **{
+        "s16": np.int16,
+        "s32": np.int32,
+        "s64": np.int64,
+        "f16": np.float16,
+        "f32": np.float32,
+        "pred": np.bool_,
+    },
 }
 _PAIRS = {"u16x2": np.uint16, "s16x2": np.int16, "f16x2": np.float16, "bf16x2": np.uint16}
 _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,

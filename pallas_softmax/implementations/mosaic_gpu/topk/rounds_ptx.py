@@ -118,7 +118,7 @@ def columns_of_thread(tile: Tile) -> list[int]:
     return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
 
 
-def _keys(p: Program, tile: Tile, row: int) -> list[Value]:
+def keys_of_thread(p: Program, tile: Tile, row: int) -> list[Value]:
     """Returns the operands <x{row}_{i}>: the keys of the thread's elements of a row."""
     return [p.operand(f"x{row}_{i}", "s32") for i in range(tile.steps * tile.vec)]
 
@@ -137,7 +137,7 @@ def packed_keys(
     """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
     ones = (1 << bits) - 1
     packed = []
-    for key, column in zip(_keys(p, tile, row), columns_of_thread(tile)):
+    for key, column in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
         complement = ones - column - first_column
         if narrow:
             packed.append(key << _HALF_BITS | complement)
@@ -231,7 +231,7 @@ def leave_if_exact(
     """
     leave(~p.any(alike))
     union = p.var(0, "s32")
-    for key in itertools.chain(*(_keys(p, tile, row) for row in range(rows))):
+    for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
         # Of a negative float, the bits of the key are turned.
         union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
     leave(~p.any((union & (1 << bits) - 1).differs(0)))
@@ -278,7 +278,7 @@ def load_keys(
 ) -> tuple[list[Value], list[Value]]:
     """Returns registers with the keys of a row of the thread, and with their columns."""
     keys, columns = [], []
-    for of_element, start in zip(_keys(p, tile, row), columns_of_thread(tile)):
+    for of_element, start in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
         key, column = p.var(of_element), first_column + start
         keys.append(key)
         columns.append(column.bits("s32"))

@@ -8,16 +8,21 @@ in pairs until one run is the row. Position p of the sorted row is in lane p / h
     runs of 2      7 5 | 3 1 | 6 2 | 1 0
     runs of 4      7 6 | 5 3 | 2 1 | 1 0
 
-Elements are packed keys (see `rounds_ptx`), in words of 32 bits. Those of 32-bit keys lack their lowest bits, so where
-two neighbours have the same upper bits, the warp sorts its rows again in words of 64 bits, which have the whole key.
+Elements are packed keys (see `rounds_ptx`), in words of 32 bits. Those of 32-bit keys lack their lowest bits, so two
+neighbours may be alike: they have the same upper bits. Where a warp has few such pairs it looks at their whole keys,
+and exchanges those that are in the wrong order. Else it sorts its rows again in words of 64 bits, with the whole key.
 """
 
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile
 
 _LOWEST_WIDE = -(2**63)
+# Normal logits have 0.3 and 0.6 such pairs in a row of 512 for k = 64 and 128, each of which takes some 160
+# instructions of PTX in a pass. A sort of such a row takes 1,400, and in words of 64 bits four times as many.
+_MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
@@ -33,23 +38,104 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
     lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
     bits = rounds_ptx.column_bits(tile, narrow)
     ones = (1 << bits) - 1
-    alike = p.var(False, "pred")
+    words_of_rows = []
     for row in range(rows):
         words = rounds_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow)
         words += [p.var(rounds_ptx.LOWEST, "s32") for _ in range(held - len(words))]
-        words = _sorted_row(p, words, lane, tile.lanes)
+        words_of_rows.append(_sorted_row(p, words, lane, tile.lanes))
+
+    def keep(row, words):
         for i, word in enumerate(words):
             p.set(rounds_ptx.column_result(p, row, i), ~word & ones)
-        if not narrow:
-            alike |= _any_alike(p, words, lane, ones, min(k, vocab - 1))
-    if not narrow:
-        with p.block() as finish:
-            rounds_ptx.leave_if_exact(p, tile, rows, bits, alike, finish)
+
+    for row, words in enumerate(words_of_rows):
+        keep(row, words)
+    if narrow:
+        return p
+    pairs = [_alike(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
+    number = p.reduce("add", [p.count_ones(of_row) for of_row in pairs])
+    with p.block() as finish:
+        rounds_ptx.leave_if_exact(p, tile, rows, bits, number > 0, finish)
+        goes_on = (
+            p.reduce("or", pairs) >> (k % held) & 1
+        )  # the two after the k-th are alike, and maybe others
+        goes_on = goes_on.differs(0) & lane.equals(k // held)
+        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_ALIKE))
+        with p.when(~wide):
+            for row, words in enumerate(words_of_rows):
+                _put_in_order(p, tile, row, words, pairs[row], ones)
+                keep(row, words)
+        with p.when(wide):
             for row in range(rows):
-                wide = _wide_keys(p, tile, vocab, row, first_column, held)
-                for i, word in enumerate(_sorted_row(p, wide, lane, tile.lanes)):
+                keys = _wide_keys(p, tile, vocab, row, first_column, held)
+                for i, word in enumerate(_sorted_row(p, keys, lane, tile.lanes)):
                     p.set(rounds_ptx.column_result(p, row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
+
+
+def _alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
+    """Returns bit i where the words at position i of a lane and the next one differ in their low bits only.
+
+    Of each row it looks at the first `count` pairs of neighbours.
+    """
+    bits = p.var(0, "u32")
+    of_next_lane = p.shuffle(words[0], "down", 1)
+    left = (count - lane * len(words)).bits("s32")  # pairs from the first position of this lane on
+    for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
+        near = (word ^ other).bits("u32") <= ones
+        p.update(bits, "or", 1 << i, when=near & (left > i))
+    return bits
+
+
+def _put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
+    """Exchanges neighbours that are in the wrong order, pair by pair, until a pass over all pairs finds none.
+
+    Args:
+      words: the packed keys at the positions of a lane.
+      pairs: bit i where the word at position i and the next one are alike.
+    """
+    own_lane = p.operand("thread", "u32") & (LANES - 1)
+    keys = rounds_ptx.keys_of_thread(p, tile, row)
+
+    def at(values, i, lane):
+        """Value i of a lane; the number and the lane are the same for the warp."""
+        out = p.var(values[0])
+        for j, value in enumerate(values[1:], 1):
+            p.set(out, value, when=i.equals(j))
+        return p.shuffle(out, "idx", lane)
+
+    def key_of(word, lane):
+        """The whole key of a word, which some lane of the row has; `lane` is one of them."""
+        column = (~word & ones).bits("u32")
+        of_step = column & (tile.lanes * tile.vec - 1)
+        step = column >> (tile.lanes * tile.vec).bit_length() - 1
+        i = step * tile.vec + (of_step & (tile.vec - 1))
+        owner = (lane & -tile.lanes) + (of_step >> tile.vec.bit_length() - 1)
+        return at(keys, i, owner)
+
+    def put(i, lane, word):
+        here = own_lane.equals(lane)
+        for j, register in enumerate(words):
+            p.set(register, word, when=here & i.equals(j))
+
+    exchanged = p.var(True, "pred")
+    with p.loop() as leave:
+        leave(~exchanged)
+        p.set(exchanged, False)
+        left = p.var(pairs)
+        with p.loop() as leave_pass:
+            lanes = p.ballot(left.differs(0))
+            leave_pass(lanes.equals(0))
+            lane = p.lowest_bit(lanes)
+            i = p.shuffle(p.lowest_bit(left), "idx", lane)
+            p.set(left, left & (left - 1), when=own_lane.equals(lane))
+            is_last = i.equals(len(words) - 1)
+            next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
+            word, next_word = at(words, i, lane), at(words, next_i, next_lane)
+            with p.when(key_of(word, lane) < key_of(next_word, lane)):
+                put(i, lane, next_word)
+                put(next_i, next_lane, word)
+                p.set(exchanged, True)
 
 
 def _wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, held: int) -> list[Value]:
@@ -57,17 +143,6 @@ def _wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value
     keys, columns = rounds_ptx.load_keys(p, tile, vocab, row, first_column)
     wide = [p.join(~column, key, "s64") for key, column in zip(keys, columns)]
     return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(held - len(wide))]
-
-
-def _any_alike(p: Program, words: list[Value], lane: Value, ones: int, pairs: int) -> Value:
-    """Returns whether the words at some position below `pairs` and at the next one differ in their low bits only."""
-    alike = p.var(False, "pred")
-    of_next_lane = p.shuffle(words[0], "down", 1)
-    left = (pairs - lane * len(words)).bits("s32")  # pairs from the first position of this lane on
-    for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
-        near = (word ^ other).bits("u32") <= ones
-        alike |= near & (left > i)
-    return alike
 
 
 def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list[Value]:
