@@ -112,14 +112,12 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
     slot = p.var(p.thread)
     with p.loop() as leave:
         leave(slot - p.lane >= zone.number)
-        cta, first = p.var(0, "u32"), p.var(0, "u32")
-        for i in range(1, p.ctas):
-            its_first = p.shuffle(first_of_cta, "idx", i)
-            is_later = slot >= its_first
-            p.set(cta, i, when=is_later)
-            p.set(first, its_first, when=is_later)
-        is_key = slot < zone.number
-        (key,) = p.of_cta(p.word(layout.keys, slot - first), cta, "s32", when=is_key)
+        cta, is_key = p.var(0, "u32"), slot < zone.number
+        for bit in reversed(range((p.ctas - 1).bit_length())):
+            later = cta + (1 << bit)
+            p.set(cta, later, is_key & (slot >= p.shuffle(first_of_cta, "idx", later)))
+        slot_of_cta = slot - p.shuffle(first_of_cta, "idx", cta)
+        (key,) = p.of_cta(p.word(layout.keys, slot_of_cta), cta, "s32", when=is_key)
         distance = key.bits("u32") - zone.least.bits("u32")
         p.store(p.word(layout.histogram, slot, 2), distance, mass_of(distance), when=is_key)
         p.increase(slot, layout.threads)

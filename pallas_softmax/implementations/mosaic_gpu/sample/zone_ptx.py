@@ -65,27 +65,31 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
         some = p.var(1, "u32")
         with p.when(few):  # most have nothing there
             p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
-        with p.when(may_fail & some.equals(1)):
-            fails = p.load(p.word(layout.listed), "u32") > layout.list_size
-            p.increase(number, 1, fails)
-            p.set(some, 0, fails)
+            with p.when(may_fail & some.equals(1)):
+                fails = p.load(p.word(layout.listed), "u32") > layout.list_size
+                p.increase(number, 1, fails)
+                p.set(some, 0, fails)
         with p.when(some.equals(1)):
             elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
-            for i, x in enumerate(elements):
-                p.update(inside, "or", 1 << i, (x >= low) & (x <= high))
+            with p.when(few):  # nothing is above
+                for i, x in enumerate(elements):
+                    p.update(inside, "or", 1 << i, x >= low)
             with p.when(~few):
-                for x in elements:
+                for i, x in enumerate(elements):
                     is_above = x > high
+                    p.update(inside, "or", 1 << i, (x >= low) & ~is_above)
                     p.increase(mass_above, p.weight(x), is_above)
-                    p.increase(above, 1, is_above)
+                with p.when(~f.is_mass):
+                    for x in elements:
+                        p.increase(above, 1, x > high)
             with p.when(p.any(inside > 0)):
                 count = p.count_ones(inside)
                 p.increase(number, p.convert(count, "f32"))
                 slot = p.take_from(p.word(layout.listed), count, when=inside > 0, default=0)
                 has_room = p.var(slot + count <= layout.list_size)
                 with p.when(~has_room):  # in the same order, so that the mass is the same bits
-                    for x in p.floats(words):
-                        add(x, (x >= low) & (x <= high))
+                    for i, x in enumerate(p.floats(words)):
+                        add(x, (inside & (1 << i)).differs(0))
                 with p.when(has_room), p.loop() as leave:
                     leave(inside.equals(0))
                     at = _address_of(p, address, p.lowest_bit(inside))
