@@ -148,15 +148,47 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
     p = f.p
     one_key = p.var(zone.found & zone.least.equals(zone.greatest))
     with p.when(one_key):
-        rest = f.goal - zone.above
-        number = f.measure(p.divide(rest, p.weight(p.of_key(zone.least))), rest)
-        number = digits_ptx.number_of(p, number)
-        f.kept.down_to(zone.least, number, zone.mass_above_of_cta, zone.number_of_cta)
+        _keep_of_key(f, zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
         p.set(zone.known, one_key)
     listed = p.var(fits & zone.found & ~one_key)
     with p.when(listed):
         lists_ptx.search(f, zone)
-    with p.when(~(listed | one_key)):
+    two_keys = p.var(zone.found & ~fits & (zone.greatest - zone.least).equals(1))
+    with p.when(two_keys):
+        _of_two_keys(f, zone)
+    with p.when(~(listed | one_key | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
         digits_ptx.search(f, high, low, p.select(zone.found, zone.above, 0.0))
+
+
+def _keep_of_key(f: Search, key: Value, above: Value, mass_above_of_cta: Value, number_of_cta: Value) -> None:
+    """Keeps what is above a key, which has this measure, and as many with that key as reach the goal."""
+    p = f.p
+    rest = f.goal - above
+    number = digits_ptx.number_of(p, f.measure(p.divide(rest, p.weight(p.of_key(key))), rest))
+    f.kept.down_to(key, number, mass_above_of_cta, number_of_cta)
+
+
+def _of_two_keys(f: Search, zone: Zone) -> None:
+    """Keeps what the filter keeps if the zone has two keys, such as those of +0 and -0: a sweep counts them."""
+    p = f.p
+    number = p.var(0, "u32")
+
+    def take(words, _):
+        for x in p.floats(words):
+            p.increase(number, 1, p.key(x).equals(zone.greatest))
+
+    p.sweep(take)
+    p.over_cta(["add"], [number], [0], p.layout.kept)
+    p.meet()
+    (greater,) = p.of_ctas(p.layout.kept, 1)
+    of_greater = p.convert(p.over_lanes("add", greater), "f32")
+    weight = p.weight(p.of_key(zone.greatest))
+    above = zone.above + f.measure(of_greater * weight, of_greater)
+    mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
+    is_greater = p.var(above >= f.goal)
+    with p.when(is_greater):
+        _keep_of_key(f, zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+    with p.when(~is_greater):
+        _keep_of_key(f, zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
