@@ -18,9 +18,7 @@ from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
-_AT_ONCE = 4  # keys that a lane compares in one turn
-_SUMS = 2 * LANES  # words of a round's sums: the mass and the number of keys of each lane
-_BUFFERS = 3  # rounds that have sums of their own
+_PARTS = 2 * LANES  # into which a round cuts a range, two for each lane
 # The histogram has room for all of them and for one of each lane, with a mass for each.
 MAX_KEYS = BUCKETS // 2 - LANES
 _LARGEST = 2.0**31  # the mass of all keys as an integer
@@ -71,6 +69,7 @@ def search(f: Search, zone: Zone) -> None:
 
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear(p)
+    p.store(p.word(layout.picked), 0, when=p.thread.equals(0))
     with p.when(~zone.known):
         _merge(f, zone, first_of_cta, mass_of)
         p.set(zone.known, p.lane < LANES)
@@ -124,12 +123,8 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 
 def _clear(p: Row) -> None:
-    """Makes the sums over parts of a range 0, and the number of keys in the last of them."""
-    zero = p.var(0, "u32")
-    for first in range(0, _BUFFERS * _SUMS, p.layout.threads):
-        inside = p.thread < _BUFFERS * _SUMS - first
-        p.store(p.word(p.layout.drawn + first, p.thread), zero, when=inside)
-    p.store(p.word(p.layout.picked), zero, when=p.thread.equals(0))
+    """Makes the sums over parts of a range 0."""
+    p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _PARTS)
 
 
 def number_from(p: Row, zone: Zone, least: Value) -> Value:
@@ -147,69 +142,70 @@ def number_from(p: Row, zone: Zone, least: Value) -> Value:
 def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
     """Returns the last distance, and the measure above it, in all threads.
 
-    Measures are integers. A range of distances, at first that of the zone, is cut into 32 parts, and the goal is
-    reached in one of them, until one has no more keys than a warp has lanes, or one distance. Each warp looks at some
-    of the keys, and a lane adds up those from the start of its part on. Then a lane has a key, and adds up all from
-    there on.
+    Measures are integers. A range of distances, at first that of the zone, is cut into 64 parts from its greatest on,
+    to which the threads add the masses of the keys. The goal is reached in one of them, which is the next range, until
+    one has no more keys than a warp has lanes, or one distance. Then a lane has a key, and adds up all from there on.
     """
     p, layout = f.p, f.p.layout
     low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
     keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
+    masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _PARTS)
     # How many keys are in the range; and the mass and the number of those above it.
     inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
-    turns = (zone.number + (p.warps * _AT_ONCE - 1)) >> _bits(p.warps * _AT_ONCE)  # of a warp
-    each = turns * _AT_ONCE
-    first_key = p.warp * each
-    zero = p.var(0, "u32")
-    sums, other_sums, last_sums = (p.var(p.word(layout.drawn + i * _SUMS, p.lane)) for i in range(_BUFFERS))
-
-    with p.loop() as leave:
-        leave((inside <= LANES) | low.equals(high))
-        step = ((high - low) >> _bits(LANES)) + 1
-        # Where the lane's part starts, or right above the range; no overflow, since keys are of finite numbers.
-        first = p.min(p.multiply_add(p.lane, step, low), high + 1)
-        mass, number = p.var(0, "u32"), p.var(0, "u32")
-        at = p.var(keys + first_key * 8)
-        left = p.var(p.min((zone.number - first_key).bits("s32"), each.bits("s32")))
-        with p.loop() as leave_keys:
-            leave_keys(left <= 0)
-            of_keys = p.load_vector(at, "u32", 2 * _AT_ONCE)
-            for i, (its, amount) in enumerate(zip(of_keys[::2], of_keys[1::2])):
-                reaches = (left > i) & (its >= first)
-                p.increase(mass, amount, reaches)
-                p.increase(number, 1, reaches)
-            p.increase(at, 8 * _AT_ONCE)
-            p.increase(left, -_AT_ONCE)
-        p.add_to(sums, mass)
-        p.add_to(sums, number, offset=4 * LANES)
-        p.barrier()
-        mass, number = (p.load(sums, "u32", offset=4 * i) for i in (0, LANES))
-        # All have read the sums of the last round, whose words are used again in the next round but one.
-        for i in (0, LANES):
-            p.store(last_sums, zero, offset=4 * i, when=p.warp.equals(0))
-        lane = p.last_that(f.measure(mass, number) >= goal)
-        is_last = lane.equals(LANES - 1)
-        for above, of_lane in ((mass_above, mass), (number_above, number)):
-            p.set(above, p.shuffle(of_lane, "idx", p.min(lane + 1, LANES - 1)), when=~is_last)
-        p.set(inside, p.shuffle(number, "idx", lane) - number_above)
-        p.set(low, p.shuffle(first, "idx", lane))
-        p.set(high, p.min(high, low + (step - 1)), when=~is_last)
-        read = p.var(sums)
-        p.set(sums, other_sums)
-        p.set(other_sums, last_sums)
-        p.set(last_sums, read)
-
-    distance, above = p.var(low), p.var(f.measure(mass_above, number_above))
     several = p.var(low.differs(high))
-    with p.when(several):
+
+    def each_key(body):
         slot = p.var(p.thread)
         with p.loop() as leave:
             leave(slot >= zone.number)
             its, amount = p.load_vector(keys + slot * 8, "u32", 2)
             with p.when(its - low <= high - low):
-                place = p.take_from(p.word(layout.picked), 1)
-                p.store(few_keys + place * 8, its, f.measure(amount, 1))
+                body(its, amount)
             p.increase(slot, layout.threads)
+
+    with p.loop() as leave:
+        leave((inside <= LANES) | ~several)
+        width = p.max(p.highest_bit(high - low).bits("s32") - (_PARTS.bit_length() - 2), 0).bits("u32")
+
+        def add(its, amount):
+            at = ((high - its) >> width) * 4
+            p.add_to(masses + at, amount)
+            p.add_to(numbers + at, 1)
+
+        each_key(add)
+        p.barrier()
+        first_mass, second_mass = p.load_vector(masses + p.lane * 8, "u32", 2)
+        first_number, second_number = p.load_vector(numbers + p.lane * 8, "u32", 2)
+        mass, mass_upto = p.scan(first_mass + second_mass)
+        number, number_upto = p.scan(first_number + second_number)
+        mass, number = mass + mass_above, number + number_above
+        upto = f.measure(mass_upto + mass_above, number_upto + number_above)
+        # Rounding may have put the goal above all.
+        goal_here = p.min(goal, p.shuffle(upto, "idx", LANES - 1))
+        lane = p.first_that(upto >= goal_here)
+        in_second = f.measure(mass + first_mass, number + first_number) < goal_here
+        part = p.lane * 2 + p.select(in_second, 1, 0, "u32")
+        p.increase(mass, first_mass, in_second)
+        p.increase(number, first_number, in_second)
+        p.set(mass_above, p.shuffle(mass, "idx", lane))
+        p.set(number_above, p.shuffle(number, "idx", lane))
+        p.set(inside, p.shuffle(p.select(in_second, second_number, first_number), "idx", lane))
+        p.set(high, high - (p.shuffle(part, "idx", lane) << width))
+        p.set(low, p.select(high - low >> width > 0, high - ((p.var(1, "u32") << width) - 1), low))
+        p.set(several, low.differs(high))
+        with p.when((inside > LANES) & several):
+            p.barrier()
+            _clear(p)
+            p.barrier()
+
+    distance, above = p.var(low), p.var(f.measure(mass_above, number_above))
+    with p.when(several):
+
+        def copy(its, amount):
+            place = p.take_from(p.word(layout.picked), 1)
+            p.store(few_keys + place * 8, its, f.measure(amount, 1))
+
+        each_key(copy)
     p.barrier()
     with p.when(several):
         own = p.load(few_keys + p.lane * 8, "u32", when=p.lane < inside, default=0)
@@ -228,8 +224,3 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
         lane = p.first_that((p.lane < inside) & own.equals(distance))
         p.set(above, p.shuffle(before, "idx", lane))
     return distance, above
-
-
-def _bits(number: int) -> int:
-    """Returns the logarithm to base 2, without its fraction."""
-    return number.bit_length() - 1
