@@ -251,6 +251,23 @@ def near_keys(rng, shape, kind):
     return oracle.order_key(x).astype("int64")
 
 
+def columns_found(code, out, tile, keys):
+    """The columns that a text finds in rows of 32-bit keys, in registers as a thread has them."""
+    held = keys.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
+    held = held.reshape(128, -1, tile.steps * tile.vec)
+    rows, count = held.shape[1:]
+    operands = {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
+    machine = ptx.run(code, np.zeros(16, "u1"), **operands)
+    columns = [[machine.registers[f"%column{row}_{i}"] for i in range(out.steps)] for row in range(rows)]
+    columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
+    return columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
+
+
+def assert_best(columns, keys, k):
+    best = np.lexsort((np.broadcast_to(np.arange(keys.shape[1]), keys.shape), -keys), -1)[:, :k]
+    np.testing.assert_array_equal(columns.reshape(len(keys), -1)[:, :k], best)
+
+
 @pytest.mark.parametrize("kind", ["normal", "few", "many", "ties"])
 @pytest.mark.parametrize(
     ("tile", "vocab", "k"),
@@ -264,18 +281,29 @@ def near_keys(rng, shape, kind):
 )
 def test_sorts(tile, vocab, k, kind):
     """The k best of 32-bit rows, lower columns first among ties, also where packed keys do not tell their order."""
-    rng = np.random.default_rng(k)
-    keys = near_keys(rng, tile.shape, kind)
+    keys = near_keys(np.random.default_rng(k), tile.shape, kind)
     code, out = kernels.sorting_ptx_of(tile, vocab, k)
-    held = keys.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
-    held = held.reshape(128, -1, tile.steps * tile.vec)  # as a thread has them
-    rows, count = held.shape[1:]
-    operands = {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
-    machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    columns = [[machine.registers[f"%column{row}_{i}"] for i in range(out.steps)] for row in range(rows)]
-    columns = np.moveaxis(np.array(columns), -1, 0).astype("int64")
-    columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
-    columns = columns.reshape(out.shape)[:, :k]
-    keys = keys[:, :vocab]
-    best = np.lexsort((np.broadcast_to(np.arange(vocab), keys.shape), -keys), -1)[:, :k]
-    np.testing.assert_array_equal(columns, best)
+    columns = columns_found(code, out, tile, keys).reshape(out.shape)
+    assert_best(columns, keys[:, :vocab], k)
+
+
+@pytest.mark.parametrize("kind", ["normal", "few", "one lane", "ties"])
+@pytest.mark.parametrize(
+    ("tile", "vocab", "k"),
+    [
+        (Tile(4, 32, 4, 4), 512, 16),
+        (Tile(4, 32, 4, 4), 500, 33),
+        (Tile(32, 4, 4, 4), 64, 6),
+        (Tile(16, 16, 1, 5), 77, 9),
+    ],
+    ids=str,
+)
+def test_rounds(tile, vocab, k, kind):
+    """The same by rounds, also where one lane has more winners than its list has room for."""
+    keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
+    if kind == "one lane":
+        keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
+    code, out = kernels.rounds_ptx_of(tile, vocab, k)
+    columns = columns_found(code, out, tile, keys)
+    columns = columns.transpose(0, 1, 3, 2).reshape(len(keys), -1)  # round r is in lane r % lanes
+    assert_best(columns, keys[:, :vocab], k)

@@ -352,18 +352,31 @@ def merges(vocab: int, k: int, itemsize: int) -> bool:
 
 
 def list_length(tile: Tile, k: int) -> int:
-    """Returns how many of its best elements a lane lists, a power of two, which merges need.
-
-    Of a row in any order the number of winners in one lane is binomial. A warp has to make more lists if as many as a
-    list holds are in one of its 32 lanes.
-    """
-    share, length = 1 / tile.lanes, 1
-    while length < min(k, tile.steps * tile.vec):
-        fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
-        if 32 * (1 - fewer) < TOO_SHORT:
-            break
+    """Returns how many of its best elements a lane lists, a power of two, which merges need."""
+    length = 1
+    while length < min(k, tile.steps * tile.vec) and _too_short(tile, k, length, 32) >= TOO_SHORT:
         length *= 2
     return length
+
+
+def list_length_of_rounds(tile: Tile, vocab: int, k: int) -> int:
+    """Returns the same for rounds: any number, that each lane has so many of."""
+    most, length = min(k, tile.steps * tile.vec), 1
+    lanes = tile.rows * tile.lanes // (WARPGROUP // 32)  # of all rows of a warp
+    while length < most and _too_short(tile, k, length, lanes) >= TOO_SHORT:
+        length += 1
+    has_so_many = tile.shape[1] == vocab or length <= (tile.steps - 1) * tile.vec
+    return length if has_so_many else most
+
+
+def _too_short(tile: Tile, k: int, length: int, lanes: int) -> float:
+    """Returns the share of warps of which one of the lanes has as many of the k best of a row as a list holds.
+
+    Of a row in any order that number is binomial. Such a warp has to look further.
+    """
+    share = 1 / tile.lanes
+    fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
+    return lanes * (1 - fewer)
 
 
 def merged_tile(tile: Tile, k: int) -> Tile:

@@ -1,7 +1,7 @@
 """The k best of rows in registers, in inline PTX: `selection.take`, by rounds in which a row loses its best element.
 
-A row lies over the `lanes` lanes of a tile, and a thread may have several rows. Each lane first sorts the elements
-that it holds of a row, so that a round looks at one element a lane. For k = 2, and 4 lanes of 2 elements:
+A row lies over the `lanes` lanes of a tile, and a thread may have several rows. Each lane first lists the best of the
+elements that it holds of a row, so that a round looks at one element a lane. For k = 2, and 4 lanes of 2 elements:
 
     lists       7 3 | 7 5 | 1 0 | 6 2      round 0: 7 is the best of the first ones; of two, that of the lower column
                 3 . | 7 5 | 1 0 | 6 2      round 1: 7, of lane 1
@@ -15,6 +15,9 @@ No two packed keys are equal, and those of 16 bits have room for the whole key. 
 differ in the lowest b bits only come in the order of their columns. So each winner is compared with the next one,
 and if their upper bits are the same, the warp takes its winners again by whole keys, which is slower. That is rare
 in logits without ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
+
+A lane lists no more elements than it is likely to have winners, 5 of 16 for k = 16 over 32 lanes. Where all of a list
+are winners, what comes after them is not known, and the warp takes its winners by whole keys, too.
 """
 
 import itertools
@@ -36,7 +39,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import winners_tile
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length_of_rounds, winners_tile
 
 # The key, packed or not, and the column of an element that is out.
 LOWEST, _HIGHEST = -(2**31), 2**31 - 1
@@ -94,10 +97,14 @@ def _text(tile: Tile, vocab: int, k: int, rows: int) -> Program:
     bits = column_bits(tile, narrow=False)
     packed = [packed_keys(p, tile, vocab, row, first_column, bits, narrow=False) for row in range(rows)]
     rounds = min(k + 1, vocab)
-    lists = [_sorted(p, of_row, rounds) for of_row in packed]
+    length = list_length_of_rounds(tile, vocab, rounds)
+    lists = [_sorted(p, of_row, length) for of_row in packed]
     alike = _take_packed(p, tile, k, rounds, lists, lane, bits)
+    used_up = None
+    if length < min(rounds, tile.steps * tile.vec):
+        used_up = p.reduce("or", [first.equals(LOWEST) for first, *_ in lists])
     with p.block() as finish:
-        leave_if_exact(p, tile, rows, bits, alike, finish)
+        leave_if_exact(p, tile, rows, bits, alike, finish, used_up)
         _take_whole(p, tile, vocab, k, rows, lane, first_column)
     return p
 
@@ -223,18 +230,28 @@ def _take_packed(
 
 
 def leave_if_exact(
-    p: Program, tile: Tile, rows: int, bits: int, alike: Value, leave: Callable[[Value], None]
+    p: Program,
+    tile: Tile,
+    rows: int,
+    bits: int,
+    alike: Value,
+    leave: Callable[[Value], None],
+    used_up: Value | None = None,
 ) -> None:
-    """Leaves a block if the order of packed keys is that of the keys, for all rows of the warp.
+    """Leaves a block if the order of packed keys is that of the keys, for all rows of the warp, and no list `used_up`.
 
     It is if no two neighbours are alike, and also if all floats, as bits, end in so many zeros.
     """
-    leave(~p.any(alike))
+
+    def leave_unless(condition):
+        leave(~p.any(condition if used_up is None else condition | used_up))
+
+    leave_unless(alike)
     union = p.var(0, "s32")
     for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
         # Of a negative float, the bits of the key are turned.
         union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
-    leave(~p.any((union & (1 << bits) - 1).differs(0)))
+    leave_unless((union & (1 << bits) - 1).differs(0))
 
 
 # ---- by whole keys
