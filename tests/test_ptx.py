@@ -307,3 +307,24 @@ def test_rounds(tile, vocab, k, kind):
     columns = columns_found(code, out, tile, keys)
     columns = columns.transpose(0, 1, 3, 2).reshape(len(keys), -1)  # round r is in lane r % lanes
     assert_best(columns, keys[:, :vocab], k)
+
+
+@pytest.mark.parametrize("kind", ["normal", "few", "one lane", "ties"])
+@pytest.mark.parametrize(
+    ("tile", "vocab", "k"),
+    [
+        (Tile(4, 32, 4, 4), 512, 16),
+        (Tile(4, 32, 4, 4), 500, 100),
+        (Tile(8, 16, 4, 4), 256, 8),
+        (Tile(16, 8, 4, 4), 128, 5),
+        (Tile(16, 16, 1, 5), 77, 9),
+    ],
+    ids=str,
+)
+def test_merges_of_32_bits(tile, vocab, k, kind):
+    """The same by merges of lists."""
+    keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
+    if kind == "one lane":
+        keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
+    code, out = kernels.merged_columns_ptx_of(tile, vocab, k)
+    assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)

@@ -220,6 +220,11 @@ def rounds_ptx_of(tile, vocab, k):
     return rounds_ptx._text(tile, vocab, k, rounds_ptx.rows_of_thread(tile)), topk_plan.winners_tile(tile, k)
 
 
+def merged_columns_ptx_of(tile, vocab, k):
+    """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <column0_0>, ..."""
+    return merging_ptx.text_of_columns(tile, vocab, k), topk_plan.merged_tile(tile, k)
+
+
 def merge_so_many_lists(monkeypatch, lists):
     """Has a launch merge so many lists of winners into one."""
     monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)

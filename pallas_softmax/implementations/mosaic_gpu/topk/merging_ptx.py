@@ -1,4 +1,4 @@
-"""The k best of rows of 16-bit floats in registers, in inline PTX, by merges of short lists: `selection.take_words`.
+"""The k best of rows in registers, in inline PTX, by merges of short lists: `selection.take_words`, `selection.take`.
 
 A row lies over the `lanes` lanes of a tile. Each lane finds the best few of its elements, its list, and runs of lanes
 are merged in pairs: element i of one run meets element -1 - i of the other. As long as two runs have no more than
@@ -23,6 +23,10 @@ and the winners' keys need not be read again. Words are made from two elements a
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
     two complements   ~c1 ~c0                     of the columns
     two words         k1 ~c1 | k0 ~c0
+
+Packed keys of 32 bits lack the lowest bits of the key. So winners that are alike are put in order by their whole keys,
+as in `sorting_ptx`, and others that are alike the last winner are compared with it, and take its place if they are
+larger. Where these are many, or a list was too short, the warp takes its winners one after another, by whole keys.
 """
 
 from collections.abc import Sequence
@@ -89,6 +93,88 @@ def _words(registers) -> list[ir.Value]:
     held = [elements(register)[0] for register in registers]
     pairs = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
     return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
+
+
+def take_columns(tile: Tile, vocab: int, k: int, key, per_row):
+    """Returns the columns of the k best of each row of a tile of 32-bit keys; the arguments are those of `take`."""
+    code = text_of_columns(tile, vocab, k)
+    return rounds_ptx.insert_in_tile(code, tile, merged_tile(tile, k), key, per_row)
+
+
+def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
+    """Returns the text of `take_columns`.
+
+    <x{row}_{i}> has key i of a row of the thread; <column{row}_{i}> gets the column of winner lane * held + i.
+    """
+    p = Program()
+    lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
+    bits, rows = rounds_ptx.column_bits(tile, narrow=False), rounds_ptx.rows_of_thread(tile)
+    ones, size, length = (1 << bits) - 1, power_of_two(k, 1), list_length(tile, k)
+    held = merged_tile(tile, k).steps
+    last_lane, last = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
+    winners, pairs, lists, others = [], [], [], []
+    too_short, surely = p.var(False, "pred"), p.var(False, "pred")
+    for row in range(rows):
+        words = rounds_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
+        listed = _best(p, words, length)
+        lists.append(listed)
+        winners.append([p.var(word) for word in _merged(p, listed, lane, tile.lanes, size)])
+        pairs.append(sorting_ptx.pairs_alike(p, winners[-1], lane, ones, min(k, vocab) - 1))
+        worst = p.shuffle(winners[-1][last], "idx", last_lane)
+        others.append(p.var(0, "u32"))
+        for i, word in enumerate(listed):
+            p.update(others[-1], "or", 1 << i, when=(word < worst) & (word >= worst & ~ones))
+        if length < len(words):
+            surely |= listed[-1] >= worst
+            too_short |= listed[-1] >= worst & ~ones
+    number = p.reduce("add", [p.count_ones(of_row) for of_row in [*pairs, *others]])
+    numbers = [lane * held + i for i in range(held)]
+
+    def keep(row):
+        for i, word in enumerate(winners[row]):
+            p.set(rounds_ptx.column_result(p, row, i), ~word & ones)
+
+    for row in range(rows):
+        keep(row)
+    with p.block() as finish:
+        rounds_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | too_short, finish, surely)
+        one_by_one = p.any(too_short | (p.over_lanes("add", number) > sorting_ptx.MOST_ALIKE))
+        with p.when(~one_by_one):
+            for row in range(rows):
+                _mend(
+                    p, tile, row, winners[row], pairs[row], others[row], lists[row], (last_lane, last), ones
+                )
+                keep(row)
+        with p.when(one_by_one):
+            rounds_ptx.take_whole(p, tile, vocab, k, rows, numbers)
+    return p
+
+
+def _mend(
+    p: Program, tile: Tile, row: int, words, pairs, others, listed, place: tuple[Value, int], ones: int
+) -> None:
+    """Puts winners in the order of their whole keys, and larger elements in the place of the last one.
+
+    Args:
+      words: the packed keys of a lane's winners.
+      pairs: bit i where winner i of a lane and the next one are alike.
+      listed, others: the list of a lane, and bit i where element i is no winner and alike the last one.
+      place: the lane of the last winner, and its number there.
+    """
+    own_lane = p.operand("thread", "u32") & (LANES - 1)
+    with p.loop() as leave:
+        sorting_ptx.put_in_order(p, tile, row, words, pairs, ones)
+        lanes = p.ballot(others.differs(0))
+        leave(lanes.equals(0))
+        lane = p.lowest_bit(lanes)
+        i = p.shuffle(p.lowest_bit(others), "idx", lane)
+        p.set(others, others & (others - 1), when=own_lane.equals(lane))
+        # The lane of the last winner of that row.
+        last_lane = p.shuffle(place[0], "idx", lane)
+        word, last = sorting_ptx.of_lane(p, listed, i, lane), p.shuffle(words[place[1]], "idx", last_lane)
+        key, last_key = (sorting_ptx.whole_key(p, tile, row, w, lane, ones) for w in (word, last))
+        larger = (key > last_key) | (key.equals(last_key) & (word > last))
+        p.set(words[place[1]], word, when=larger & own_lane.equals(last_lane))
 
 
 def text(tile: Tile, vocab: int, k: int) -> Program:

@@ -64,6 +64,8 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 # 64 and 128, in windows 43.8, 69.7 and 78.3 us. Lists of k elements are never too short, and take longer: 131072 x 512,
 # k = 16, takes 92.1 us with them, 86.0 us without.
 MAX_MERGED_K = 128  # winners
+MIN_MERGED_K = 24  # winners of float32 rows, of which fewer are faster taken by rounds
+LONG_MERGED_VOCAB = 1_024  # elements of float32 rows beyond which any number is merged
 MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
 
@@ -229,14 +231,14 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    if sorts(vocab, k):
+    if sorts(vocab, k) and not merges(vocab, k, itemsize):
         tile = _tile(vocab, itemsize, SORTED_LANE_ELEMENTS[itemsize])
         if tile.steps * tile.vec <= MAX_SORTED_LANE_ELEMENTS[itemsize]:
             return tile
     tile = _tile(vocab, itemsize, LANE_ELEMENTS[itemsize])
     held = tile.steps * tile.vec
     if merges(vocab, k, itemsize):
-        if held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
+        if held <= (MERGED_LANE_ELEMENTS if tile.vec * itemsize == ACCESS_BYTES else MAX_LANE_ELEMENTS):
             return tile
     elif not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK:
         return tile  # its rounds take less time than the fixed part of the search in a window
@@ -344,11 +346,10 @@ def sorted_tile(tile: Tile) -> Tile:
 
 
 def merges(vocab: int, k: int, itemsize: int) -> bool:
-    """Returns whether the winners of a row of 16 bits in a tile are found by merges of the lanes' lists.
-
-    Of 32 bits a packed key would not have the whole key.
-    """
-    return itemsize == 2 and k <= MAX_MERGED_K and not sorts(vocab, k)
+    """Returns whether the winners of a row in a tile are found by merges of the lanes' lists."""
+    if itemsize == 2:
+        return k <= MAX_MERGED_K and not sorts(vocab, k)
+    return k <= MAX_MERGED_K and (k >= MIN_MERGED_K or vocab > LONG_MERGED_VOCAB)
 
 
 def list_length(tile: Tile, k: int) -> int:

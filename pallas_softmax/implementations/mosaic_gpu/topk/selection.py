@@ -288,7 +288,9 @@ def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, 
     ranked[padded : padded + k] = index[:k]
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order: bool, interpret):
+def take(
+    tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order: bool, merging: bool, interpret
+):
     """Returns the k best of each row of a tile as tiles of `winners_tile`: their indices, and per_row.
 
     Args:
@@ -297,12 +299,15 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order
       per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
       narrow: whether the keys are those of 16 bits, which are to be sorted.
       in_order: whether the rows are sorted; then the tiles are those of `sorted_tile`, blocked (see `tiles.store`).
+      merging: whether lists of 32-bit keys are merged; then they are those of `merged_tile`, blocked.
     """
     if not interpret:
         if in_order:
             return sorting_ptx.take(tile, vocab, k, key, per_row, narrow)
+        if merging:
+            return merging_ptx.take_columns(tile, vocab, k, key, per_row)
         return rounds_ptx.take(tile, vocab, k, key, per_row)
-    out = sorted_tile(tile) if in_order else winners_tile(tile, k)
+    out = sorted_tile(tile) if in_order else merged_tile(tile, k) if merging else winners_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))

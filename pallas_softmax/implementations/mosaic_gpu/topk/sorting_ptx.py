@@ -22,7 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile
 _LOWEST_WIDE = -(2**63)
 # Normal logits have 0.3 and 0.6 such pairs in a row of 512 for k = 64 and 128, each of which takes some 160
 # instructions of PTX in a pass. A sort of such a row takes 1,400, and in words of 64 bits four times as many.
-_MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
+MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
@@ -52,7 +52,7 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
         keep(row, words)
     if narrow:
         return p
-    pairs = [_alike(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
+    pairs = [pairs_alike(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in pairs])
     with p.block() as finish:
         rounds_ptx.leave_if_exact(p, tile, rows, bits, number > 0, finish)
@@ -60,10 +60,10 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
             p.reduce("or", pairs) >> (k % held) & 1
         )  # the two after the k-th are alike, and maybe others
         goes_on = goes_on.differs(0) & lane.equals(k // held)
-        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_ALIKE))
+        wide = p.any(goes_on | (p.over_lanes("add", number) > MOST_ALIKE))
         with p.when(~wide):
             for row, words in enumerate(words_of_rows):
-                _put_in_order(p, tile, row, words, pairs[row], ones)
+                put_in_order(p, tile, row, words, pairs[row], ones)
                 keep(row, words)
         with p.when(wide):
             for row in range(rows):
@@ -73,7 +73,7 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
     return p
 
 
-def _alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
+def pairs_alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
     """Returns bit i where the words at position i of a lane and the next one differ in their low bits only.
 
     Of each row it looks at the first `count` pairs of neighbours.
@@ -87,7 +87,7 @@ def _alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -
     return bits
 
 
-def _put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
+def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
     """Exchanges neighbours that are in the wrong order, pair by pair, until a pass over all pairs finds none.
 
     Args:
@@ -95,23 +95,6 @@ def _put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: V
       pairs: bit i where the word at position i and the next one are alike.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
-    keys = rounds_ptx.keys_of_thread(p, tile, row)
-
-    def at(values, i, lane):
-        """Value i of a lane; the number and the lane are the same for the warp."""
-        out = p.var(values[0])
-        for j, value in enumerate(values[1:], 1):
-            p.set(out, value, when=i.equals(j))
-        return p.shuffle(out, "idx", lane)
-
-    def key_of(word, lane):
-        """The whole key of a word, which some lane of the row has; `lane` is one of them."""
-        column = (~word & ones).bits("u32")
-        of_step = column & (tile.lanes * tile.vec - 1)
-        step = column >> (tile.lanes * tile.vec).bit_length() - 1
-        i = step * tile.vec + (of_step & (tile.vec - 1))
-        owner = (lane & -tile.lanes) + (of_step >> tile.vec.bit_length() - 1)
-        return at(keys, i, owner)
 
     def put(i, lane, word):
         here = own_lane.equals(lane)
@@ -131,11 +114,30 @@ def _put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: V
             p.set(left, left & (left - 1), when=own_lane.equals(lane))
             is_last = i.equals(len(words) - 1)
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
-            word, next_word = at(words, i, lane), at(words, next_i, next_lane)
-            with p.when(key_of(word, lane) < key_of(next_word, lane)):
+            word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)
+            key, next_key = (whole_key(p, tile, row, w, lane, ones) for w in (word, next_word))
+            with p.when(key < next_key):
                 put(i, lane, next_word)
                 put(next_i, next_lane, word)
                 p.set(exchanged, True)
+
+
+def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
+    """Returns value i of a lane; the number and the lane are the same for the warp."""
+    out = p.var(values[0])
+    for j, value in enumerate(values[1:], 1):
+        p.set(out, value, when=i.equals(j))
+    return p.shuffle(out, "idx", lane)
+
+
+def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: int) -> Value:
+    """Returns the whole key of a packed key of the row of a lane; both are the same for the warp."""
+    column = (~word & ones).bits("u32")
+    of_step = column & (tile.lanes * tile.vec - 1)
+    step = column >> (tile.lanes * tile.vec).bit_length() - 1
+    i = step * tile.vec + (of_step & (tile.vec - 1))
+    owner = (lane & -tile.lanes) + (of_step >> tile.vec.bit_length() - 1)
+    return of_lane(p, rounds_ptx.keys_of_thread(p, tile, row), i, owner)
 
 
 def _wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, held: int) -> list[Value]:

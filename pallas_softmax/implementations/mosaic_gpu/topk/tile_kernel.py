@@ -1,7 +1,7 @@
 """Softmax fused with top-k of short rows, in registers: several rows in a CTA, each over some lanes of a warp.
 
 The k best of a row are found in one of three ways, of which `plan.py` chooses: one after another (`rounds_ptx`), by a
-sort of the row (`sorting_ptx`), or, of 16 bits, by merges of the lanes' lists (`merging_ptx`). The other steps are
+sort of the row (`sorting_ptx`), or by merges of the lanes' lists (`merging_ptx`). The other steps are
 those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over the lanes of a row.
 """
 
@@ -34,7 +34,8 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature
-    merging, in_order = merges(vocab, k, x.dtype.itemsize), sorts(vocab, k)
+    narrow, merging = x.dtype.itemsize == 2, merges(vocab, k, x.dtype.itemsize)
+    in_order = sorts(vocab, k) and not merging
     winners = merged_tile(plan, k) if merging else sorted_tile(plan) if in_order else winners_tile(plan, k)
     blocked = merging or in_order
 
@@ -61,7 +62,7 @@ def topk_rows(
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        if merging:
+        if merging and narrow:
             held = lax.bitcast_convert_type(x, jnp.int16)
             lowest = -1
         else:
@@ -80,7 +81,7 @@ def topk_rows(
         m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
-        if merging:
+        if merging and narrow:
             key, index, (m, d, row_scale) = selection.take_words(
                 plan, vocab, k, held, (m, d, row_scale), interpret=interpret
             )
@@ -91,8 +92,9 @@ def topk_rows(
                 k,
                 held,
                 (m, d, row_scale),
-                narrow=x_gmem.dtype.itemsize == 2,
+                narrow=narrow,
                 in_order=in_order,
+                merging=merging,
                 interpret=interpret,
             )
             key = key_at(x_gmem, mask_gmem, row, index)
