@@ -52,6 +52,9 @@ from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx, sorting_p
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length, merged_tile, power_of_two
 from pallas_softmax.implementations.mosaic_gpu.topk.rounds_ptx import LOWEST
 
+# Elements of a warp's rows that are looked at one by one: a row of 2048 normal logits has some 6 for k = 128, each of
+# which takes 190 instructions of PTX. To take 128 winners by whole keys would take 40,000.
+_MOST_ALIKE = 64
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
 # Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second; 8 more is a byte full of the sign.
@@ -138,7 +141,7 @@ def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
         keep(row)
     with p.block() as finish:
         rounds_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | too_short, finish, surely)
-        one_by_one = p.any(too_short | (p.over_lanes("add", number) > sorting_ptx.MOST_ALIKE))
+        one_by_one = p.any(too_short | (p.over_lanes("add", number) > _MOST_ALIKE))
         with p.when(~one_by_one):
             for row in range(rows):
                 _mend(

@@ -22,7 +22,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile
 _LOWEST_WIDE = -(2**63)
 # Normal logits have 0.3 and 0.6 such pairs in a row of 512 for k = 64 and 128, each of which takes some 160
 # instructions of PTX in a pass. A sort of such a row takes 1,400, and in words of 64 bits four times as many.
-MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
+_MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
@@ -60,7 +60,7 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
             p.reduce("or", pairs) >> (k % held) & 1
         )  # the two after the k-th are alike, and maybe others
         goes_on = goes_on.differs(0) & lane.equals(k // held)
-        wide = p.any(goes_on | (p.over_lanes("add", number) > MOST_ALIKE))
+        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_ALIKE))
         with p.when(~wide):
             for row, words in enumerate(words_of_rows):
                 put_in_order(p, tile, row, words, pairs[row], ones)
@@ -88,7 +88,7 @@ def pairs_alike(p: Program, words: list[Value], lane: Value, ones: int, count: i
 
 
 def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
-    """Exchanges neighbours that are in the wrong order, pair by pair, until a pass over all pairs finds none.
+    """Exchanges neighbours that are in the wrong order, pair by pair; where pairs meet, until a pass finds none.
 
     Args:
       words: the packed keys at the positions of a lane.
@@ -101,9 +101,10 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
         for j, register in enumerate(words):
             p.set(register, word, when=here & i.equals(j))
 
-    exchanged = p.var(True, "pred")
-    with p.loop() as leave:
-        leave(~exchanged)
+    next_pair = pairs >> 1 | (p.shuffle(pairs, "down", 1) & 1) << len(words) - 1
+    meet = p.any((pairs & next_pair).differs(0))
+    exchanged = p.var(False, "pred")
+    with p.repeat() as again:
         p.set(exchanged, False)
         left = p.var(pairs)
         with p.loop() as leave_pass:
@@ -120,14 +121,17 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
                 put(i, lane, next_word)
                 put(next_i, next_lane, word)
                 p.set(exchanged, True)
+        again(exchanged & meet)
 
 
 def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
     """Returns value i of a lane; the number and the lane are the same for the warp."""
-    out = p.var(values[0])
-    for j, value in enumerate(values[1:], 1):
-        p.set(out, value, when=i.equals(j))
-    return p.shuffle(out, "idx", lane)
+    while len(values) > 1:  # a bit of the number at a time
+        odd = (i & 1).differs(0)
+        unpaired = values[len(values) // 2 * 2 :]
+        values = [p.select(odd, b, a) for a, b in zip(values[::2], values[1::2])] + unpaired
+        i = i >> 1
+    return p.shuffle(values[0], "idx", lane)
 
 
 def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: int) -> Value:
