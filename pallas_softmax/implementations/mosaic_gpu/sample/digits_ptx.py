@@ -112,6 +112,19 @@ def number_of(p: Row, rest: Value) -> Value:
     return p.convert(p.min(p.max(rest, 1.0), float(MAX_V)), "u32", "rpi")
 
 
+def keep_down_to(f: Search, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
+    """Keeps what is above a key, and as many entries with that key as reach the goal.
+
+    Args:
+      above: the measure of what is above it, in all CTAs.
+      mass_above, equal: as `Kept.down_to` has them.
+    """
+    p = f.p
+    rest = f.goal - above
+    number = number_of(p, f.measure(p.divide(rest, p.weight(p.of_key(key))), rest))
+    f.kept.down_to(key, number, mass_above, equal)
+
+
 def _bucket_that_reaches(p: Row, sums: Value, rest: Value) -> tuple[Value, Value]:
     """Returns the bucket with which the sums reach `rest`, or all of them if that is less; and what is left for it."""
     amounts = [p.var(0, "f32") for _ in range(_EACH)]

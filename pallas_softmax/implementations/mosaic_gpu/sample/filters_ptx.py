@@ -30,8 +30,8 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
     made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more, and
     then without the bound.
     """
-    never = p.lane < 0
-    counted, is_mass, is_weight, few = p.var(never), p.var(~filters.by_number), p.var(never), p.var(few)
+    counted, is_weight = (p.var(False, "pred") for _ in range(2))
+    is_mass, few = p.var(~filters.by_number), p.var(few)
     left = p.var(filters.by_number | filters.by_mass)
     low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
     zone = lists_ptx.zone_of(p)
@@ -40,7 +40,7 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
         _, all_kept = p.before(kept.mass)
         of_mass = p.max(filters.top_p * all_kept, _LEAST_GOAL)
         goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
-        again, to_weight = p.var(never), p.var(never)
+        again, to_weight = (p.var(False, "pred") for _ in range(2))
         f = Search(p, kept, goal, is_mass)
         if p.layout.by_value:
             values_ptx.search(f, counted)

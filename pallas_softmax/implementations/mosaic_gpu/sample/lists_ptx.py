@@ -54,7 +54,7 @@ class Zone:
 def zone_of(p: Row) -> Zone:
     """Returns variables for a zone of which nothing is known yet."""
     kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
-    return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(p.lane < 0))
+    return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
 
 
 def search(f: Search, zone: Zone) -> None:
@@ -72,7 +72,7 @@ def search(f: Search, zone: Zone) -> None:
     p.store(p.word(layout.picked), 0, when=p.thread.equals(0))
     with p.when(~zone.known):
         _merge(f, zone, first_of_cta, mass_of)
-        p.set(zone.known, p.lane < LANES)
+        p.set(zone.known, True)
     p.barrier()
     rest = f.goal - zone.above
     goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")

@@ -60,10 +60,7 @@ def search(f: Search, counted: Value) -> None:
     is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
     exact = is_one_value & (off <= all_mass_above * 2.0**-22)
     with p.when(exact):
-        rest = f.goal - above
-        key = p.key(_value(f, zero, bucket))
-        number = digits_ptx.number_of(p, f.measure(p.divide(rest, p.weight(p.of_key(key))), rest))
-        f.kept.down_to(key, number, mass_above, equal)
+        digits_ptx.keep_down_to(f, p.key(_value(f, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
         p.meet()  # others may still read the histogram, where the sums over digits will be
         digits_ptx.search_row(f)

@@ -148,7 +148,7 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
     p = f.p
     one_key = p.var(zone.found & zone.least.equals(zone.greatest))
     with p.when(one_key):
-        _keep_of_key(f, zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
+        digits_ptx.keep_down_to(f, zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
         p.set(zone.known, one_key)
     listed = p.var(fits & zone.found & ~one_key)
     with p.when(listed):
@@ -160,14 +160,6 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
         digits_ptx.search(f, high, low, p.select(zone.found, zone.above, 0.0))
-
-
-def _keep_of_key(f: Search, key: Value, above: Value, mass_above_of_cta: Value, number_of_cta: Value) -> None:
-    """Keeps what is above a key, which has this measure, and as many with that key as reach the goal."""
-    p = f.p
-    rest = f.goal - above
-    number = digits_ptx.number_of(p, f.measure(p.divide(rest, p.weight(p.of_key(key))), rest))
-    f.kept.down_to(key, number, mass_above_of_cta, number_of_cta)
 
 
 def _of_two_keys(f: Search, zone: Zone) -> None:
@@ -189,6 +181,6 @@ def _of_two_keys(f: Search, zone: Zone) -> None:
     mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
     is_greater = p.var(above >= f.goal)
     with p.when(is_greater):
-        _keep_of_key(f, zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+        digits_ptx.keep_down_to(f, zone.greatest, zone.above, zone.mass_above_of_cta, greater)
     with p.when(~is_greater):
-        _keep_of_key(f, zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
+        digits_ptx.keep_down_to(f, zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
