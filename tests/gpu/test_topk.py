@@ -133,7 +133,19 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("v", "k"),
-    [(2, 2), (8, 3), (64, 6), (64, 40), (128, 8), (128, 128), (257, 33), (512, 16), (512, 100), (1000, 5)],
+    [
+        (2, 2),
+        (8, 3),
+        (64, 6),
+        (64, 40),
+        (128, 8),
+        (128, 128),
+        (257, 33),
+        (512, 16),
+        (512, 100),
+        (1000, 5),
+        (1000, 100),
+    ],
 )
 def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
     """They are not in the order of their packed keys; a warp has other rows besides."""

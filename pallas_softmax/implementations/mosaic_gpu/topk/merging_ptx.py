@@ -26,7 +26,7 @@ and the winners' keys need not be read again. Words are made from two elements a
 
 Packed keys of 32 bits lack the lowest bits of the key. So winners that are alike are put in order by their whole keys,
 as in `sorting_ptx`, and others that are alike the last winner are compared with it, and take its place if they are
-larger. Where these are many, or a list was too short, the warp takes its winners one after another, by whole keys.
+larger. Where these are many, or a list was too short, the warp merges whole lists again, in words of 64 bits.
 """
 
 from collections.abc import Sequence
@@ -52,9 +52,8 @@ from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx, sorting_p
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length, merged_tile, power_of_two
 from pallas_softmax.implementations.mosaic_gpu.topk.rounds_ptx import LOWEST
 
-# Elements of a warp's rows that are looked at one by one: a row of 2048 normal logits has some 6 for k = 128, each of
-# which takes 190 instructions of PTX. To take 128 winners by whole keys would take 40,000.
-_MOST_ALIKE = 64
+# Elements of a warp's rows that are looked at one by one, each of which takes 190 instructions of PTX.
+_MOST_ALIKE = 16
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
 # Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second; 8 more is a byte full of the sign.
@@ -131,7 +130,6 @@ def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
             surely |= listed[-1] >= worst
             too_short |= listed[-1] >= worst & ~ones
     number = p.reduce("add", [p.count_ones(of_row) for of_row in [*pairs, *others]])
-    numbers = [lane * held + i for i in range(held)]
 
     def keep(row):
         for i, word in enumerate(winners[row]):
@@ -141,15 +139,20 @@ def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
         keep(row)
     with p.block() as finish:
         rounds_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | too_short, finish, surely)
-        one_by_one = p.any(too_short | (p.over_lanes("add", number) > _MOST_ALIKE))
-        with p.when(~one_by_one):
+        wide = p.any(too_short | (p.over_lanes("add", number) > _MOST_ALIKE))
+        with p.when(~wide):
             for row in range(rows):
                 _mend(
                     p, tile, row, winners[row], pairs[row], others[row], lists[row], (last_lane, last), ones
                 )
                 keep(row)
-        with p.when(one_by_one):
-            rounds_ptx.take_whole(p, tile, vocab, k, rows, numbers)
+        with p.when(wide):
+            for row in range(rows):
+                count = power_of_two(tile.steps * tile.vec, 1)
+                keys = sorting_ptx.wide_keys(p, tile, vocab, row, first_column, count)
+                whole = _best(p, keys, min(size, count))
+                for i, word in enumerate(_merged(p, whole, lane, tile.lanes, size)):
+                    p.set(rounds_ptx.column_result(p, row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
 

@@ -65,7 +65,6 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 # k = 16, takes 92.1 us with them, 86.0 us without.
 MAX_MERGED_K = 128  # winners
 MIN_MERGED_K = 24  # winners of float32 rows, of which fewer are faster taken by rounds
-LONG_MERGED_VOCAB = 1_024  # elements of float32 rows beyond which any number is merged
 MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
 
@@ -231,16 +230,16 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    if sorts(vocab, k) and not merges(vocab, k, itemsize):
+    if sorts(vocab, k, itemsize):
         tile = _tile(vocab, itemsize, SORTED_LANE_ELEMENTS[itemsize])
         if tile.steps * tile.vec <= MAX_SORTED_LANE_ELEMENTS[itemsize]:
             return tile
     tile = _tile(vocab, itemsize, LANE_ELEMENTS[itemsize])
     held = tile.steps * tile.vec
     if merges(vocab, k, itemsize):
-        if held <= (MERGED_LANE_ELEMENTS if tile.vec * itemsize == ACCESS_BYTES else MAX_LANE_ELEMENTS):
+        if held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
             return tile
-    elif not sorts(vocab, k) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK:
+    elif not sorts(vocab, k, itemsize) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK:
         return tile  # its rounds take less time than the fixed part of the search in a window
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     if k > MAX_CUT_K:
@@ -266,8 +265,10 @@ def _tile(vocab: int, itemsize: int, most: int) -> Tile:
     return row_tile(vocab, vec, lanes)
 
 
-def sorts(vocab: int, k: int) -> bool:
-    """Returns whether the winners of a row in a tile are found by a sort of the row, and not by k rounds."""
+def sorts(vocab: int, k: int, itemsize: int) -> bool:
+    """Returns whether the winners of a row in a tile are found by a sort of the row."""
+    if itemsize == 4 and k <= MAX_MERGED_K:
+        return k >= 32 and 2 * k > vocab
     return (k >= 32 and 4 * k >= vocab) or (k >= 64 and 8 * k >= vocab)
 
 
@@ -347,9 +348,8 @@ def sorted_tile(tile: Tile) -> Tile:
 
 def merges(vocab: int, k: int, itemsize: int) -> bool:
     """Returns whether the winners of a row in a tile are found by merges of the lanes' lists."""
-    if itemsize == 2:
-        return k <= MAX_MERGED_K and not sorts(vocab, k)
-    return k <= MAX_MERGED_K and (k >= MIN_MERGED_K or vocab > LONG_MERGED_VOCAB)
+    fewest = MIN_MERGED_K if itemsize == 4 else 1
+    return fewest <= k <= MAX_MERGED_K and not sorts(vocab, k, itemsize)
 
 
 def list_length(tile: Tile, k: int) -> int:

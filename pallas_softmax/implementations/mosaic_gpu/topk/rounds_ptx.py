@@ -105,7 +105,7 @@ def _text(tile: Tile, vocab: int, k: int, rows: int) -> Program:
         used_up = p.reduce("or", [first.equals(LOWEST) for first, *_ in lists])
     with p.block() as finish:
         leave_if_exact(p, tile, rows, bits, alike, finish, used_up)
-        take_whole(p, tile, vocab, k, rows, [lane + j * tile.lanes for j in range(-(-k // tile.lanes))])
+        _take_whole(p, tile, vocab, k, rows, lane, first_column)
     return p
 
 
@@ -257,7 +257,9 @@ def leave_if_exact(
 # ---- by whole keys
 
 
-def take_whole(p: Program, tile: Tile, vocab: int, k: int, rows: int, numbers: list[Value]) -> None:
+def _take_whole(
+    p: Program, tile: Tile, vocab: int, k: int, rows: int, lane: Value, first_column: Value
+) -> None:
     """Takes the winners, each the largest key, and of those equal to it the one of the lowest column:
 
     repeat k times, for each row:
@@ -265,11 +267,7 @@ def take_whole(p: Program, tile: Tile, vocab: int, k: int, rows: int, numbers: l
         column = the lowest column that has it
         take the element of that column out
         the lane whose turn it is keeps column
-
-    Args:
-      numbers: of the winners whose columns a lane gets.
     """
-    _, first_column = lane_and_first_column(p, tile)
     keys, columns = zip(*(load_keys(p, tile, vocab, row, first_column) for row in range(rows)))
     round_ = p.var(0, "u32")
     with p.repeat() as again:
@@ -284,8 +282,8 @@ def take_whole(p: Program, tile: Tile, vocab: int, k: int, rows: int, numbers: l
                 taken = column.equals(first[row])
                 p.set(key, LOWEST, when=taken)
                 p.set(column, _HIGHEST, when=taken)
-        for j, number in enumerate(numbers):
-            turn = round_.equals(number)
+        for j in range(-(-k // tile.lanes)):
+            turn = (round_ - j * tile.lanes).equals(lane)
             for row in range(rows):
                 p.set(column_result(p, row, j), first[row], when=turn)
         p.increase(round_, 1)

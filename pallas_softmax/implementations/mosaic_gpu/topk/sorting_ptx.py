@@ -67,7 +67,7 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
                 keep(row, words)
         with p.when(wide):
             for row in range(rows):
-                keys = _wide_keys(p, tile, vocab, row, first_column, held)
+                keys = wide_keys(p, tile, vocab, row, first_column, held)
                 for i, word in enumerate(_sorted_row(p, keys, lane, tile.lanes)):
                     p.set(rounds_ptx.column_result(p, row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
@@ -144,7 +144,7 @@ def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: 
     return of_lane(p, rounds_ptx.keys_of_thread(p, tile, row), i, owner)
 
 
-def _wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, held: int) -> list[Value]:
+def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, held: int) -> list[Value]:
     """Returns numbers of 64 bits: each element's key, above the complement of its column."""
     keys, columns = rounds_ptx.load_keys(p, tile, vocab, row, first_column)
     wide = [p.join(~column, key, "s64") for key, column in zip(keys, columns)]
