@@ -211,19 +211,16 @@ TOPK_PLANS = {
     (4096, 100, 5, "float32"): "tile",
     (4096, 512, 1, "float32"): "tile",
     (4096, 1024, 8, "bfloat16"): "tile",
-    (4096, 128, 64, "float32"): "tile",
-    (4096, 512, 39, "float32"): "tile",
-    (4096, 512, 40, "float32"): "tile",  # too many winners to take one by one
-    (4096, 1024, 19, "float32"): "tile",
-    (4096, 1024, 20, "float32"): 1,
-    (4096, 1024, 127, "bfloat16"): "tile",
+    (4096, 128, 128, "float32"): "tile",
+    (4096, 512, 512, "float32"): "tile",
+    (4096, 516, 128, "float32"): "tile",
+    (4096, 516, 129, "float32"): 1,  # too many elements for the lanes of a warp, of a row that is sorted
+    (4096, 1024, 128, "float32"): "tile",
+    (4096, 1024, 1024, "bfloat16"): "tile",
+    (4096, 1032, 129, "bfloat16"): 1,
     (4096, 2048, 128, "bfloat16"): "tile",
     (4096, 2048, 129, "bfloat16"): 1,
-    (4096, 512, 64, "float32"): "tile",  # but not too many to sort the row
-    (4096, 1024, 128, "float32"): "tile",
-    (4096, 1024, 128, "bfloat16"): "tile",
-    (4096, 1024, 1024, "bfloat16"): "tile",
-    (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
+    (10, 1028, 1, "float32"): 1,  # the same of one that is not
     (10, 2056, 1, "bfloat16"): 1,
     (10, 1025, 1, "bfloat16"): 1,  # whose lanes load one element at a time
     (10, 2052, 1, "float32"): 1,

@@ -218,13 +218,13 @@ def test_merges(tile, vocab, k):
         held = np.concatenate([held, held[..., -1:]], -1)
     pairs = np.ascontiguousarray(held).view("u4")
     operands = {
-        f"pair{row}_{i}": pairs[:, row, i].astype("int64")
+        f"x{row}_{i}": pairs[:, row, i].astype("int64")
         for row in range(pairs.shape[1])
         for i in range(pairs.shape[2])
     }
     machine = ptx.run(code, np.zeros(16, "u1"), **operands)
     rows = range(pairs.shape[1])
-    words = [[machine.registers[f"%word{row}_{i}"] for i in range(winners.steps)] for row in rows]
+    words = [[machine.registers[f"%winner{row}_{i}"] for i in range(winners.steps)] for row in rows]
     words = np.moveaxis(np.array(words), -1, 0).astype("u4")
     words = words.reshape(128 // tile.lanes, tile.lanes, -1, winners.steps).transpose(2, 0, 1, 3)
     words = words.reshape(winners.shape).astype("int64")[:, :k]
@@ -258,7 +258,7 @@ def columns_found(code, out, tile, keys):
     rows, count = held.shape[1:]
     operands = {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
     machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    columns = [[machine.registers[f"%column{row}_{i}"] for i in range(out.steps)] for row in range(rows)]
+    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.steps)] for row in range(rows)]
     columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
     return columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
 

@@ -27,6 +27,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     lists_ptx,
     merge_kernel,
     merging_ptx,
+    packed_ptx,
     ranking_ptx,
     rounds_ptx,
     selection_ptx,
@@ -205,23 +206,23 @@ def threshold_ptx_of(groups, k):
 
 
 def merging_ptx_of(tile, vocab, k):
-    """Returns the text of merges in a tile, and the tile of the packed keys <word0_0>, ..., a lane's one by one."""
+    """Returns the text of merges in a tile, and the tile of the packed keys <winner0_0>, ..., a lane's one by one."""
     return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 
 def sorting_ptx_of(tile, vocab, k):
-    """Returns the text of a sort in a tile of 32-bit keys, and the tile of the columns <column0_0>, ..."""
+    """Returns the text of a sort in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
     out = topk_plan.sorted_tile(tile)
-    return sorting_ptx._text(tile, vocab, k, rounds_ptx.rows_of_thread(tile), out.steps, narrow=False), out
+    return sorting_ptx._text(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow=False), out
 
 
 def rounds_ptx_of(tile, vocab, k):
-    """Returns the text of rounds in a tile of 32-bit keys, and the tile of the columns <column0_0>, ..."""
-    return rounds_ptx._text(tile, vocab, k, rounds_ptx.rows_of_thread(tile)), topk_plan.winners_tile(tile, k)
+    """Returns the text of rounds in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
+    return rounds_ptx._text(tile, vocab, k, packed_ptx.rows_of_thread(tile)), topk_plan.winners_tile(tile, k)
 
 
 def merged_columns_ptx_of(tile, vocab, k):
-    """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <column0_0>, ..."""
+    """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
     return merging_ptx.text_of_columns(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 

@@ -16,7 +16,7 @@ A lane may have had more winners than its list: all lists were too short, if the
 Lists are so long that this is rare in rows in any order (`plan.list_length`). Then the lanes make lists of what comes
 after those, which are merged in, and so on.
 
-An element is one word, its packed key (see `rounds_ptx`): of 16 bits it has the whole key, so no two words are equal,
+An element is one word, its packed key (see `packed_ptx`): of 16 bits it has the whole key, so no two words are equal,
 and the winners' keys need not be read again. Words are made from two elements at a time, which share a register:
 
     two elements      x1 x0                       the upper half is that of the higher column
@@ -25,32 +25,18 @@ and the winners' keys need not be read again. Words are made from two elements a
     two words         k1 ~c1 | k0 ~c0
 
 Packed keys of 32 bits lack the lowest bits of the key. So winners that are alike are put in order by their whole keys,
-as in `sorting_ptx`, and others that are alike the last winner are compared with it, and take its place if they are
+as in `mending_ptx`, and others that are alike the last winner are compared with it, and take its place if they are
 larger. Where these are many, or a list was too short, the warp merges whole lists again, in words of 64 bits.
 """
 
 from collections.abc import Sequence
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
-import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
-
-from pallas_softmax.implementations.mosaic_gpu.device import tiles
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    LANES,
-    array,
-    elements,
-    emit_ptx,
-    inline,
-    pack,
-    thread,
-)
+from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
-from pallas_softmax.implementations.mosaic_gpu.topk import rounds_ptx, sorting_ptx
+from pallas_softmax.implementations.mosaic_gpu.topk import mending_ptx, packed_ptx, sorting_ptx
+from pallas_softmax.implementations.mosaic_gpu.topk.packed_ptx import LOWEST
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length, merged_tile, power_of_two
-from pallas_softmax.implementations.mosaic_gpu.topk.rounds_ptx import LOWEST
 
 # Elements of a warp's rows that are looked at one by one, each of which takes 190 instructions of PTX.
 _MOST_ALIKE = 16
@@ -63,65 +49,34 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 def take(tile: Tile, vocab: int, k: int, bits, per_row):
     """Returns packed keys of the k best of each row of a tile; the arguments are those of `selection.take_words`."""
-    out = merged_tile(tile, k)
-    code = text(tile, vocab, k)
-    layout, out_layout = tiles.layout(tile), tiles.layout(out)
-    dtypes = ["int32"] + ["float32"] * len(per_row)
-    result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
-    rows = rounds_ptx.rows_of_thread(tile)
-
-    @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
-    def emit(_, bits, per_row):
-        operands = {"thread": thread()}
-        for row, registers in enumerate(np.split(bits.registers.flatten(), rows)):
-            operands |= {f"pair{row}_{i}": word for i, word in enumerate(_words(registers))}
-        winners = {f"word{row}_{i}": "i32" for row in range(rows) for i in range(out.steps)}
-        outputs = [[pack([x]) for x in emit_ptx(code, operands, winners)]]
-        for a in per_row:
-            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
-            outputs.append([pack([x]) for x in of_rows for _ in range(out.steps)])
-        return tuple(array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
-
-    word, *per_row = emit(bits, list(per_row))
-    return word, per_row
-
-
-def _words(registers) -> list[ir.Value]:
-    """Returns 16-bit integers of registers two by two, in numbers of 32 bits; one that is left over is there twice."""
-    i32 = ir.IntegerType.get_signless(32)
-    if ir.VectorType(registers[0].type).shape[0] > 1:
-        words = [vector.bitcast(ir.VectorType.get((len(elements(r)) // 2,), i32), r) for r in registers]
-        return [word for of_register in words for word in elements(of_register)]
-    held = [elements(register)[0] for register in registers]
-    pairs = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
-    return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
+    return packed_ptx.insert_in_tile(text(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row)
 
 
 def take_columns(tile: Tile, vocab: int, k: int, key, per_row):
     """Returns the columns of the k best of each row of a tile of 32-bit keys; the arguments are those of `take`."""
     code = text_of_columns(tile, vocab, k)
-    return rounds_ptx.insert_in_tile(code, tile, merged_tile(tile, k), key, per_row)
+    return packed_ptx.insert_in_tile(code, tile, merged_tile(tile, k), key, per_row)
 
 
 def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
     """Returns the text of `take_columns`.
 
-    <x{row}_{i}> has key i of a row of the thread; <column{row}_{i}> gets the column of winner lane * held + i.
+    <x{row}_{i}> has key i of a row of the thread; <winner{row}_{i}> gets the column of winner lane * held + i.
     """
     p = Program()
-    lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
-    bits, rows = rounds_ptx.column_bits(tile, narrow=False), rounds_ptx.rows_of_thread(tile)
-    ones, size, length = (1 << bits) - 1, power_of_two(k, 1), list_length(tile, k)
+    lane, first_column = packed_ptx.lane_and_first_column(p, tile)
+    bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
+    ones, size, length = (1 << bits) - 1, power_of_two(k, 1), list_length(tile, k + 1)
     held = merged_tile(tile, k).steps
     last_lane, last = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     winners, pairs, lists, others = [], [], [], []
     too_short, surely = p.var(False, "pred"), p.var(False, "pred")
     for row in range(rows):
-        words = rounds_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
-        listed = _best(p, words, length)
+        words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
+        listed = packed_ptx.best(p, words, length)
         lists.append(listed)
-        winners.append([p.var(word) for word in _merged(p, listed, lane, tile.lanes, size)])
-        pairs.append(sorting_ptx.pairs_alike(p, winners[-1], lane, ones, min(k, vocab) - 1))
+        winners.append([p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)])
+        pairs.append(mending_ptx.pairs_alike(p, winners[-1], lane, ones, min(k, vocab) - 1))
         worst = p.shuffle(winners[-1][last], "idx", last_lane)
         others.append(p.var(0, "u32"))
         for i, word in enumerate(listed):
@@ -133,12 +88,12 @@ def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
 
     def keep(row):
         for i, word in enumerate(winners[row]):
-            p.set(rounds_ptx.column_result(p, row, i), ~word & ones)
+            p.set(packed_ptx.winner(p, row, i), ~word & ones)
 
     for row in range(rows):
         keep(row)
     with p.block() as finish:
-        rounds_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | too_short, finish, surely)
+        packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | too_short, finish, surely)
         wide = p.any(too_short | (p.over_lanes("add", number) > _MOST_ALIKE))
         with p.when(~wide):
             for row in range(rows):
@@ -149,10 +104,10 @@ def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
         with p.when(wide):
             for row in range(rows):
                 count = power_of_two(tile.steps * tile.vec, 1)
-                keys = sorting_ptx.wide_keys(p, tile, vocab, row, first_column, count)
-                whole = _best(p, keys, min(size, count))
+                keys = packed_ptx.wide_keys(p, tile, vocab, row, first_column, count)
+                whole = packed_ptx.best(p, keys, min(size, count))
                 for i, word in enumerate(_merged(p, whole, lane, tile.lanes, size)):
-                    p.set(rounds_ptx.column_result(p, row, i), ~p.convert(word.bits("u64"), "u32"))
+                    p.set(packed_ptx.winner(p, row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
 
@@ -169,7 +124,7 @@ def _mend(
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     with p.loop() as leave:
-        sorting_ptx.put_in_order(p, tile, row, words, pairs, ones)
+        mending_ptx.put_in_order(p, tile, row, words, pairs, ones)
         lanes = p.ballot(others.differs(0))
         leave(lanes.equals(0))
         lane = p.lowest_bit(lanes)
@@ -177,8 +132,8 @@ def _mend(
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
         # The lane of the last winner of that row.
         last_lane = p.shuffle(place[0], "idx", lane)
-        word, last = sorting_ptx.of_lane(p, listed, i, lane), p.shuffle(words[place[1]], "idx", last_lane)
-        key, last_key = (sorting_ptx.whole_key(p, tile, row, w, lane, ones) for w in (word, last))
+        word, last = mending_ptx.of_lane(p, listed, i, lane), p.shuffle(words[place[1]], "idx", last_lane)
+        key, last_key = (mending_ptx.whole_key(p, tile, row, w, lane, ones) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
         p.set(words[place[1]], word, when=larger & own_lane.equals(last_lane))
 
@@ -186,17 +141,17 @@ def _mend(
 def text(tile: Tile, vocab: int, k: int) -> Program:
     """Returns the text of `take`.
 
-    <pair{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread; <word{row}_{i}> gets the packed key of winner
+    <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread; <winner{row}_{i}> gets the packed key of winner
     lane * held + i, of which a lane gets `held`.
     """
     p = Program()
-    lane, first_column = rounds_ptx.lane_and_first_column(p, tile)
+    lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(p, tile, first_column)
     size, length = power_of_two(k, 1), list_length(tile, k)
-    for row in range(rounds_ptx.rows_of_thread(tile)):
+    for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
-        listed = _best(p, words, length)
-        best = [p.operand(f"word{row}_{i}", "s32") for i in range(max(1, size // tile.lanes))]
+        listed = packed_ptx.best(p, words, length)
+        best = [packed_ptx.winner(p, row, i) for i in range(max(1, size // tile.lanes))]
         _set_all(p, best, _merged(p, listed, lane, tile.lanes, size))
         if length >= min(size, len(words)):
             continue  # no list can be too short
@@ -209,7 +164,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
             words = _packed_keys(p, tile, vocab, row, again, _complements(p, tile, again))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
-            listed = _best(p, words, length)
+            listed = packed_ptx.best(p, words, length)
             p.set(last, listed[-1])
             more = _merged(p, listed, lane, tile.lanes, size)
             _set_all(p, best, _better_half(p, best, more, lane, min(size, tile.lanes)))
@@ -232,7 +187,7 @@ def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
 
 def _complements(p: Program, tile: Tile, first_column: Value) -> list[Value]:
     """Returns the complements of the columns of each two elements of the thread."""
-    columns = rounds_ptx.columns_of_thread(tile)
+    columns = packed_ptx.columns_of_thread(tile)
     first = first_column * (1 << 16 | 1)
     pairs = zip(columns[::2], [*columns[1::2], columns[-1]])
     return [((_HALF_ONES - upper) << 16 | _HALF_ONES - lower) - first for lower, upper in pairs]
@@ -244,70 +199,16 @@ def _packed_keys(
     """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
     words: list[Value] = []
     for i, complement in enumerate(complements):
-        pair = p.operand(f"pair{row}_{i}", "u32")
+        pair = p.operand(f"x{row}_{i}", "u32")
         keys = p.bitwise3(
             lambda pair, signs, m: pair ^ signs & m, pair, p.permute(pair, pair, _SIGNS), _MAGNITUDES
         )
         words += [p.permute(keys, complement, which).bits("s32") for which in (_LOWER_WORD, _UPPER_WORD)]
-    columns = rounds_ptx.columns_of_thread(tile)
+    columns = packed_ptx.columns_of_thread(tile)
     for word, column in zip(words, columns):
         if column + tile.vec * tile.lanes > vocab:
             p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
     return words[: len(columns)]
-
-
-# ---- the best of a lane
-
-
-def _best(p: Program, words: list[Value], count: int) -> list[Value]:
-    """Returns the largest words, the largest first, and the lowest word where there are not so many.
-
-    Of a comparison, a half is left out that nothing needs.
-    """
-    comparisons, best = network(len(words), count)
-    out, needed, steps = list(words), set(best), []
-    for i, j in reversed(comparisons):
-        if {i, j} & needed:
-            steps.append((i, j, i in needed, j in needed))
-            needed |= {i, j}
-    for i, j, upper, lower in reversed(steps):
-        a, b = out[i], out[j]
-        if lower:
-            out[j] = p.min(a, b)
-        if upper:
-            out[i] = p.max(a, b)
-    return [out[i] for i in best] + [p.var(LOWEST, "s32") for _ in range(count - len(best))]
-
-
-def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns the comparisons that find the best `count` of n elements, and the places of these afterwards, in order.
-
-    A comparison (i, j) leaves the larger element in place i. It is Batcher's odd-even merge sort (Knuth, volume 3,
-    5.3.4), of which each list keeps `count` elements: of 32 elements the best 8 take 248 minima and maxima, which a
-    whole sort that leaves out what is not needed takes 280 for.
-    """
-    comparisons: list[tuple[int, int]] = []
-
-    def merged(a: list[int], b: list[int]) -> list[int]:
-        """Merges two lists of places whose elements are in order."""
-        if not (a and b):
-            return a + b
-        if len(a) == len(b) == 1:
-            comparisons.append((a[0], b[0]))
-            return a + b
-        even, odd = merged(a[::2], b[::2]), merged(a[1::2], b[1::2])
-        out = even[:1]
-        for i, j in zip(odd, even[1:]):
-            comparisons.append((i, j))
-            out += [i, j]
-        pairs = min(len(odd), len(even) - 1)
-        return out + odd[pairs:] + even[1 + pairs :]
-
-    def best(places: list[int]) -> list[int]:
-        half = (len(places) + 1) // 2
-        return merged(best(places[:half]), best(places[half:]))[:count] if half < len(places) else places
-
-    return comparisons, best(list(range(n)))
 
 
 # ---- merges

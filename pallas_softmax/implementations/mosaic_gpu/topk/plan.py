@@ -46,36 +46,35 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# A lane of a tile sorts the elements that it holds of a row, and then there are k rounds over the lanes. Fewer lanes
-# with more elements sort more and exchange less: 131072 x 64 float32, k = 6, takes 16.4 us with 4 lanes of 16
-# elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k = 8, takes 29.3 us with 4 lanes of
-# 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken they hold more, up to where a window
-# is faster: 8192 x 2048 float32, 64 a lane, takes 35 us, a window 26 us.
+# Fewer lanes with more elements sort more in a lane and exchange less: by rounds, 131072 x 64 float32, k = 6, takes
+# 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k = 8,
+# takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken they
+# hold more, up to where a window is faster: merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112 us for
+# k = 5, 16 and 128, windows 49.2, 51.8 and 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64 and
+# 128, windows 43.8, 69.7 and 78.3 us.
 LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row that a lane holds at most, by bytes of an element
 MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp hold the row
+MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes at once
 
 # The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
 # lanes still load 64 bytes of a row together where it has 64 elements. 131072 x 128 bfloat16, k = 8, takes 28.5 us,
 # with 8 in a lane 31.5 us; in float32, 51.5 and 51.9 us.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# Rows of 16 bits are merged. Instructions, not memory, take the time: 131072 x 128, k = 8, runs 13 instructions an
-# element at half rate and takes 20.0 us, by rounds 20 and 27.8 us. 16384 x 2048 takes 32.5, 48.4 and 62.2 us for k = 5,
-# 64 and 128, in windows 43.8, 69.7 and 78.3 us. Lists of k elements are never too short, and take longer: 131072 x 512,
-# k = 16, takes 92.1 us with them, 86.0 us without.
+# Of float32 few winners are taken one after another, in rounds: 131072 x 64, k = 2, takes 12.9 us, by merges 18.4 us;
+# k = 6, 16.7 and 16.0 us; 131072 x 512, k = 4, 93.8 and 98.2 us; 100000 x 512, k = 16, 106 and 96.3 us. Rows of 16
+# bits, whose packed keys have the whole key, are always merged: 131072 x 128, k = 8, takes 20.0 us, by rounds 27.8
+# us.
+MIN_MERGED_K = 6  # winners of float32 rows
 MAX_MERGED_K = 128  # winners
-MIN_MERGED_K = 24  # winners of float32 rows, of which fewer are faster taken by rounds
-MERGED_LANE_ELEMENTS = 64  # elements of a lane where all lanes are taken, if it loads 16 bytes at once
+# Lists of k elements are never too short, and take longer: 131072 x 512 bfloat16, k = 16, takes 92.1 us with them, 86.0
+# us without.
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
 
-# The time of the rounds, of float32, goes with the product of lanes, elements in a lane, and winners. A window takes
-# 2.7 ns a row or more. 32768 x 512: k = 32 (16,384) takes 82 us, a window 128 us; k = 64 (32,768) 208 us, and 185 us.
-TILE_WORK = 20_000
-
-# Where k is a large part of V, the rows are sorted. 100000 x 128 float32: k = 16 takes 52 us by a sort, 37 us by
-# rounds; k = 32, 56 and 67 us; k = 64, 60 and 139 us. 32768 x 512 bfloat16: k = 32, 86 and 52 us; k = 64, 86 and 106.
-# A sort is faster with fewer elements in a lane: 65536 x 256 float32, k = 128, takes 109 us with 32 lanes of 8, 136 us
-# with 16 of 16. A window takes 680 us; at 16384 x 1000, k = 128, it takes 133 us and the sort, with 32 a lane, 480 us.
+# Where most of a row are winners, it is sorted. 100000 x 128, k = 128: 57.9 us by a sort and 62.5 us by merges in
+# float32, 49.6 and 74.5 us in bfloat16; k = 64: 57.6 and 46.4 us, 47.8 and 33.8 us; 32768 x 512, k = 128: 100 and 68
+# us, 86.8 and 51.0 us. A sort is faster with fewer elements in a lane: 65536 x 256 float32, k = 128, takes 109 us
+# with 32 lanes of 8, 136 us with 16 of 16.
 SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes of an element
 MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # the same where all 32 lanes of a warp hold the row
 
@@ -230,17 +229,14 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    if sorts(vocab, k, itemsize):
-        tile = _tile(vocab, itemsize, SORTED_LANE_ELEMENTS[itemsize])
-        if tile.steps * tile.vec <= MAX_SORTED_LANE_ELEMENTS[itemsize]:
-            return tile
-    tile = _tile(vocab, itemsize, LANE_ELEMENTS[itemsize])
-    held = tile.steps * tile.vec
-    if merges(vocab, k, itemsize):
-        if held <= (MERGED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS):
-            return tile
-    elif not sorts(vocab, k, itemsize) and held <= MAX_LANE_ELEMENTS and k * held * tile.lanes <= TILE_WORK:
-        return tile  # its rounds take less time than the fixed part of the search in a window
+    in_order = sorts(vocab, k)
+    tile = _tile(vocab, itemsize, (SORTED_LANE_ELEMENTS if in_order else LANE_ELEMENTS)[itemsize])
+    if in_order:
+        most = MAX_SORTED_LANE_ELEMENTS[itemsize]
+    else:
+        most = MAX_PAIRED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS
+    if tile.steps * tile.vec <= most:
+        return tile
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     if k > MAX_CUT_K:
         for window in _whole_windows(vocab, k, itemsize):
@@ -265,11 +261,9 @@ def _tile(vocab: int, itemsize: int, most: int) -> Tile:
     return row_tile(vocab, vec, lanes)
 
 
-def sorts(vocab: int, k: int, itemsize: int) -> bool:
+def sorts(vocab: int, k: int) -> bool:
     """Returns whether the winners of a row in a tile are found by a sort of the row."""
-    if itemsize == 4 and k <= MAX_MERGED_K:
-        return k >= 32 and 2 * k > vocab
-    return (k >= 32 and 4 * k >= vocab) or (k >= 64 and 8 * k >= vocab)
+    return k > MAX_MERGED_K or (k >= 32 and 2 * k > vocab)
 
 
 def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
@@ -348,8 +342,7 @@ def sorted_tile(tile: Tile) -> Tile:
 
 def merges(vocab: int, k: int, itemsize: int) -> bool:
     """Returns whether the winners of a row in a tile are found by merges of the lanes' lists."""
-    fewest = MIN_MERGED_K if itemsize == 4 else 1
-    return fewest <= k <= MAX_MERGED_K and not sorts(vocab, k, itemsize)
+    return (itemsize == 2 or k >= MIN_MERGED_K) and not sorts(vocab, k)
 
 
 def list_length(tile: Tile, k: int) -> int:

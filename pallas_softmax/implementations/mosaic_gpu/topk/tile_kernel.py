@@ -35,7 +35,7 @@ def topk_rows(
     rows, vocab = x.shape
     scale = 1 / temperature
     narrow, merging = x.dtype.itemsize == 2, merges(vocab, k, x.dtype.itemsize)
-    in_order = sorts(vocab, k, x.dtype.itemsize)
+    in_order = sorts(vocab, k)
     winners = merged_tile(plan, k) if merging else sorted_tile(plan) if in_order else winners_tile(plan, k)
     blocked = merging or in_order
 
