@@ -210,7 +210,7 @@ def test_merges(tile, vocab, k):
     bits = rng.integers(0, 2**16, tile.shape).astype("u2")
     bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
     bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
-    code, winners = kernels.merging_ptx_of(tile, vocab, k)
+    code, winners = kernels.merging_words_ptx_of(tile, vocab, k)
     # as a thread has them: its rows, each of steps of vectors
     held = bits.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
     held = held.reshape(128, -1, of_row)
@@ -292,39 +292,18 @@ def test_sorts(tile, vocab, k, kind):
     ("tile", "vocab", "k"),
     [
         (Tile(4, 32, 4, 4), 512, 16),
-        (Tile(4, 32, 4, 4), 500, 33),
-        (Tile(32, 4, 4, 4), 64, 6),
-        (Tile(16, 16, 1, 5), 77, 9),
-    ],
-    ids=str,
-)
-def test_rounds(tile, vocab, k, kind):
-    """The same by rounds, also where one lane has more winners than its list has room for."""
-    keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
-    if kind == "one lane":
-        keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
-    code, out = kernels.rounds_ptx_of(tile, vocab, k)
-    columns = columns_found(code, out, tile, keys)
-    columns = columns.transpose(0, 1, 3, 2).reshape(len(keys), -1)  # round r is in lane r % lanes
-    assert_best(columns, keys[:, :vocab], k)
-
-
-@pytest.mark.parametrize("kind", ["normal", "few", "one lane", "ties"])
-@pytest.mark.parametrize(
-    ("tile", "vocab", "k"),
-    [
-        (Tile(4, 32, 4, 4), 512, 16),
         (Tile(4, 32, 4, 4), 500, 100),
         (Tile(8, 16, 4, 4), 256, 8),
-        (Tile(16, 8, 4, 4), 128, 5),
-        (Tile(16, 16, 1, 5), 77, 9),
+        (Tile(16, 8, 4, 4), 128, 4),
+        (Tile(32, 4, 4, 4), 64, 2),
+        (Tile(16, 16, 1, 5), 77, 1),
     ],
     ids=str,
 )
 def test_merges_of_32_bits(tile, vocab, k, kind):
-    """The same by merges of lists."""
+    """The same by merges, also where one lane has more winners than its list has room for."""
     keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
-    code, out = kernels.merged_columns_ptx_of(tile, vocab, k)
+    code, out = kernels.merging_ptx_of(tile, vocab, k)
     assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)

@@ -29,7 +29,6 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     merging_ptx,
     packed_ptx,
     ranking_ptx,
-    rounds_ptx,
     selection_ptx,
     sorting_ptx,
     threshold_ptx,
@@ -205,9 +204,9 @@ def threshold_ptx_of(groups, k):
     return threshold_ptx.text(groups, k)
 
 
-def merging_ptx_of(tile, vocab, k):
-    """Returns the text of merges in a tile, and the tile of the packed keys <winner0_0>, ..., a lane's one by one."""
-    return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
+def merging_words_ptx_of(tile, vocab, k):
+    """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
+    return merging_ptx.text_of_words(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 
 def sorting_ptx_of(tile, vocab, k):
@@ -216,14 +215,9 @@ def sorting_ptx_of(tile, vocab, k):
     return sorting_ptx._text(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow=False), out
 
 
-def rounds_ptx_of(tile, vocab, k):
-    """Returns the text of rounds in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return rounds_ptx._text(tile, vocab, k, packed_ptx.rows_of_thread(tile)), topk_plan.winners_tile(tile, k)
-
-
-def merged_columns_ptx_of(tile, vocab, k):
+def merging_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.text_of_columns(tile, vocab, k), topk_plan.merged_tile(tile, k)
+    return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 
 def merge_so_many_lists(monkeypatch, lists):

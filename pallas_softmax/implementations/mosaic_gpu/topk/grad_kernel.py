@@ -19,7 +19,6 @@ from pallas_softmax.implementations.mosaic_gpu.device import tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import approximate
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import winners_tile
 
 
 def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool, interpret=None):
@@ -38,7 +37,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
     """
     rows, vocab = x.shape
     k = indices.shape[1]
-    winners = winners_tile(plan, k)
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
     scale = 1 / temperature
 
     def over_winners(per_row):

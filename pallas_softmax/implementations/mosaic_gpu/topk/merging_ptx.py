@@ -1,4 +1,4 @@
-"""The k best of rows in registers, in inline PTX, by merges of short lists: `selection.take_words`, `selection.take`.
+"""The k best of rows in registers, in inline PTX, by merges of short lists: `selection.take`, `selection.take_words`.
 
 A row lies over the `lanes` lanes of a tile. Each lane finds the best few of its elements, its list, and runs of lanes
 are merged in pairs: element i of one run meets element -1 - i of the other. As long as two runs have no more than
@@ -47,26 +47,28 @@ _SIGNS = 0xBB99
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
-def take(tile: Tile, vocab: int, k: int, bits, per_row):
+def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
     """Returns packed keys of the k best of each row of a tile; the arguments are those of `selection.take_words`."""
-    return packed_ptx.insert_in_tile(text(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row)
+    return packed_ptx.insert_in_tile(text_of_words(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row)
 
 
-def take_columns(tile: Tile, vocab: int, k: int, key, per_row):
-    """Returns the columns of the k best of each row of a tile of 32-bit keys; the arguments are those of `take`."""
-    code = text_of_columns(tile, vocab, k)
-    return packed_ptx.insert_in_tile(code, tile, merged_tile(tile, k), key, per_row)
+def take(tile: Tile, vocab: int, k: int, key, per_row):
+    """Returns the columns of the k best of each row of a tile of 32-bit keys; arguments as in `selection.take`."""
+    return packed_ptx.insert_in_tile(text(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
 
 
-def text_of_columns(tile: Tile, vocab: int, k: int) -> Program:
-    """Returns the text of `take_columns`.
+def text(tile: Tile, vocab: int, k: int) -> Program:
+    """Returns the text of `take`.
 
     <x{row}_{i}> has key i of a row of the thread; <winner{row}_{i}> gets the column of winner lane * held + i.
     """
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
-    ones, size, length = (1 << bits) - 1, power_of_two(k, 1), list_length(tile, k + 1)
+    ones, size = (1 << bits) - 1, power_of_two(k, 1)
+    length = min(
+        list_length(tile, k + 1), size + 1
+    )  # one more than winners shows that no other is alike the last one
     held = merged_tile(tile, k).steps
     last_lane, last = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     winners, pairs, lists, others = [], [], [], []
@@ -138,8 +140,8 @@ def _mend(
         p.set(words[place[1]], word, when=larger & own_lane.equals(last_lane))
 
 
-def text(tile: Tile, vocab: int, k: int) -> Program:
-    """Returns the text of `take`.
+def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
+    """Returns the text of `take_words`.
 
     <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread; <winner{row}_{i}> gets the packed key of winner
     lane * held + i, of which a lane gets `held`.

@@ -46,12 +46,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# Fewer lanes with more elements sort more in a lane and exchange less: by rounds, 131072 x 64 float32, k = 6, takes
-# 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k = 8,
-# takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken they
-# hold more, up to where a window is faster: merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112 us for
-# k = 5, 16 and 128, windows 49.2, 51.8 and 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64 and
-# 128, windows 43.8, 69.7 and 78.3 us.
+# Fewer lanes with more elements sort more in a lane and exchange less: taken one by one, 131072 x 64 float32, k = 6,
+# takes 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k
+# = 8, takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken
+# they hold more, up to where a window is faster: merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112
+# us for k = 5, 16 and 128, windows 49.2, 51.8 and 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64
+# and 128, windows 43.8, 69.7 and 78.3 us.
 LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row that a lane holds at most, by bytes of an element
 MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp hold the row
 MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes at once
@@ -61,12 +61,7 @@ MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes a
 # with 8 in a lane 31.5 us; in float32, 51.5 and 51.9 us.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# Of float32 few winners are taken one after another, in rounds: 131072 x 64, k = 2, takes 12.9 us, by merges 18.4 us;
-# k = 6, 16.7 and 16.0 us; 131072 x 512, k = 4, 93.8 and 98.2 us; 100000 x 512, k = 16, 106 and 96.3 us. Rows of 16
-# bits, whose packed keys have the whole key, are always merged: 131072 x 128, k = 8, takes 20.0 us, by rounds 27.8
-# us.
-MIN_MERGED_K = 6  # winners of float32 rows
-MAX_MERGED_K = 128  # winners
+MAX_MERGED_K = 128  # winners of a row that merges find
 # Lists of k elements are never too short, and take longer: 131072 x 512 bfloat16, k = 16, takes 92.1 us with them, 86.0
 # us without.
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
@@ -262,7 +257,7 @@ def _tile(vocab: int, itemsize: int, most: int) -> Tile:
 
 
 def sorts(vocab: int, k: int) -> bool:
-    """Returns whether the winners of a row in a tile are found by a sort of the row."""
+    """Returns whether the winners of a row in a tile are found by a sort of the row, and not by merges."""
     return k > MAX_MERGED_K or (k >= 32 and 2 * k > vocab)
 
 
@@ -330,9 +325,9 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
     return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
 
 
-def winners_tile(tile: Tile, k: int) -> Tile:
-    """Returns the tile that holds the k best of each row of a tile, in the registers of the same lanes."""
-    return Tile(tile.rows, tile.lanes, 1, -(-k // tile.lanes))
+def winners_tile(tile: Tile, vocab: int, k: int) -> Tile:
+    """Returns the tile that holds the winners of each row of a tile, in order: neighbours in each lane."""
+    return sorted_tile(tile) if sorts(vocab, k) else merged_tile(tile, k)
 
 
 def sorted_tile(tile: Tile) -> Tile:
@@ -340,37 +335,22 @@ def sorted_tile(tile: Tile) -> Tile:
     return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
 
 
-def merges(vocab: int, k: int, itemsize: int) -> bool:
-    """Returns whether the winners of a row in a tile are found by merges of the lanes' lists."""
-    return (itemsize == 2 or k >= MIN_MERGED_K) and not sorts(vocab, k)
-
-
 def list_length(tile: Tile, k: int) -> int:
     """Returns how many of its best elements a lane lists, a power of two, which merges need."""
     length = 1
-    while length < min(k, tile.steps * tile.vec) and _too_short(tile, k, length, 32) >= TOO_SHORT:
+    while length < min(k, tile.steps * tile.vec) and _too_short(tile, k, length) >= TOO_SHORT:
         length *= 2
     return length
 
 
-def list_length_of_rounds(tile: Tile, vocab: int, k: int) -> int:
-    """Returns the same for rounds: any number, that each lane has so many of."""
-    most, length = min(k, tile.steps * tile.vec), 1
-    lanes = tile.rows * tile.lanes // (WARPGROUP // 32)  # of all rows of a warp
-    while length < most and _too_short(tile, k, length, lanes) >= TOO_SHORT:
-        length += 1
-    has_so_many = tile.shape[1] == vocab or length <= (tile.steps - 1) * tile.vec
-    return length if has_so_many else most
-
-
-def _too_short(tile: Tile, k: int, length: int, lanes: int) -> float:
+def _too_short(tile: Tile, k: int, length: int) -> float:
     """Returns the share of warps of which one of the lanes has as many of the k best of a row as a list holds.
 
     Of a row in any order that number is binomial. Such a warp has to look further.
     """
     share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
-    return lanes * (1 - fewer)
+    return 32 * (1 - fewer)
 
 
 def merged_tile(tile: Tile, k: int) -> Tile:

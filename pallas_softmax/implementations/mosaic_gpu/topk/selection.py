@@ -10,9 +10,8 @@ the same steps in JAX, which are here. They come in the order of their files:
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
     buckets_ptx.py                                                  or buckets
     lists_ptx.py       rank_lists                                   the order of the winners of few lists
-    rounds_ptx.py      take                                         the k best of rows in registers
-    sorting_ptx.py     take                                         the same, where k is large
-    merging_ptx.py     take_words                                   the same, of 16 bits
+    merging_ptx.py     take, take_words                             the k best of rows in registers
+    sorting_ptx.py     take                                         the same, where most of a row are winners
 
 `plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
 shared memory is in references to
@@ -41,16 +40,14 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     lists_ptx,
     merging_ptx,
     ranking_ptx,
-    rounds_ptx,
     selection_ptx,
     sorting_ptx,
     threshold_ptx,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     Window,
-    merged_tile,
     padded_winners,
-    sorted_tile,
+    sorts,
     winners_tile,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import ranked_slots, write_slots
@@ -288,26 +285,20 @@ def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, 
     ranked[padded : padded + k] = index[:k]
 
 
-def take(
-    tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, in_order: bool, merging: bool, interpret
-):
-    """Returns the k best of each row of a tile as tiles of `winners_tile`: their indices, and per_row.
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpret):
+    """Returns indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked (see `tiles.store`).
 
     Args:
       vocab: number of elements of a row; the tile may have more columns.
       key: tile of the keys of the row's elements.
       per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
       narrow: whether the keys are those of 16 bits, which are to be sorted.
-      in_order: whether the rows are sorted; then the tiles are those of `sorted_tile`, blocked (see `tiles.store`).
-      merging: whether lists of 32-bit keys are merged; then they are those of `merged_tile`, blocked.
     """
     if not interpret:
-        if in_order:
+        if sorts(vocab, k):
             return sorting_ptx.take(tile, vocab, k, key, per_row, narrow)
-        if merging:
-            return merging_ptx.take_columns(tile, vocab, k, key, per_row)
-        return rounds_ptx.take(tile, vocab, k, key, per_row)
-    out = sorted_tile(tile) if in_order else merged_tile(tile, k) if merging else winners_tile(tile, k)
+        return merging_ptx.take(tile, vocab, k, key, per_row)
+    out = winners_tile(tile, vocab, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
@@ -315,19 +306,19 @@ def take(
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
-    """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
+    """Returns keys and indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked.
 
     Args:
       bits: tile of the bits of the row's elements, of 16 bits each; all ones where an element is masked.
       vocab, per_row: as in `take`.
     """
     if not interpret:
-        word, per_row = merging_ptx.take(tile, vocab, k, bits, per_row)
+        word, per_row = merging_ptx.take_words(tile, vocab, k, bits, per_row)
     else:
         negative = bits >> 15
         key = (bits ^ (negative & 0x7FFF)).astype(jnp.int32)[:, :vocab]
         words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-        out = merged_tile(tile, k)
+        out = winners_tile(tile, vocab, k)
         best = ~lax.sort(~words)[:, :k]
         word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
         per_row = [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]

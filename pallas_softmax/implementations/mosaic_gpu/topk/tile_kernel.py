@@ -1,8 +1,8 @@
 """Softmax fused with top-k of short rows, in registers: several rows in a CTA, each over some lanes of a warp.
 
-The k best of a row are found in one of three ways, of which `plan.py` chooses: one after another (`rounds_ptx`), by a
-sort of the row (`sorting_ptx`), or by merges of the lanes' lists (`merging_ptx`). The other steps are
-those of softmax: loads with -inf where a row ends, and the normalizer by ⊕ over the lanes of a row.
+The k best of a row are found by merges of the lanes' lists (`merging_ptx`) or, where most of the row are winners, by a
+sort of it (`sorting_ptx`). The other steps are those of softmax: loads with -inf where a row ends, and the normalizer
+by ⊕ over the lanes of a row.
 """
 
 import functools
@@ -17,13 +17,7 @@ from pallas_softmax.implementations.mosaic_gpu.device import sort_keys, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
-    merged_tile,
-    merges,
-    sorted_tile,
-    sorts,
-    winners_tile,
-)
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorts, winners_tile
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import weight
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -34,10 +28,9 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature
-    narrow, merging = x.dtype.itemsize == 2, merges(vocab, k, x.dtype.itemsize)
-    in_order = sorts(vocab, k)
-    winners = merged_tile(plan, k) if merging else sorted_tile(plan) if in_order else winners_tile(plan, k)
-    blocked = merging or in_order
+    narrow = x.dtype.itemsize == 2
+    by_words = narrow and not sorts(vocab, k)  # keys that come packed, two elements at a time
+    winners = winners_tile(plan, vocab, k)
 
     def broadcast(per_row):
         return lax.broadcast_in_dim(per_row, plan.shape, (0,))
@@ -50,7 +43,7 @@ def topk_rows(
             row=row,
             column=index,
             rows=rows,
-            blocked=blocked,
+            blocked=True,
             interpret=interpret,
         )
         key = sort_keys.key(gather(x_gmem))
@@ -62,7 +55,7 @@ def topk_rows(
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        if merging and narrow:
+        if by_words:
             held = lax.bitcast_convert_type(x, jnp.int16)
             lowest = -1
         else:
@@ -81,7 +74,7 @@ def topk_rows(
         m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
-        if merging and narrow:
+        if by_words:
             key, index, (m, d, row_scale) = selection.take_words(
                 plan, vocab, k, held, (m, d, row_scale), interpret=interpret
             )
@@ -93,14 +86,12 @@ def topk_rows(
                 held,
                 (m, d, row_scale),
                 narrow=narrow,
-                in_order=in_order,
-                merging=merging,
                 interpret=interpret,
             )
             key = key_at(x_gmem, mask_gmem, row, index)
         value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value, blocked=blocked, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, blocked=blocked, interpret=interpret)
+        tiles.store(values_gmem, winners, row, value, blocked=True, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
 
     values, indices, m, d = gpu_kernel(
         softmax_topk,
