@@ -30,6 +30,7 @@ larger. Where these are many, or a list was too short, the warp merges whole lis
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
@@ -66,42 +67,40 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    length = min(
-        list_length(tile, k + 1), size + 1
-    )  # one more than winners shows that no other is alike the last one
+    # One element more than winners shows that no other one is alike the last of them.
+    length = min(list_length(tile, k + 1), size + 1)
     held = merged_tile(tile, k).steps
-    last_lane, last = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
-    winners, pairs, lists, others = [], [], [], []
-    too_short, surely = p.var(False, "pred"), p.var(False, "pred")
+    place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
+    found = []
+    may_miss, misses = p.var(False, "pred"), p.var(False, "pred")  # whether a list may be, or is, too short
     for row in range(rows):
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
         listed = packed_ptx.best(p, words, length)
-        lists.append(listed)
-        winners.append([p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)])
-        pairs.append(mending_ptx.pairs_alike(p, winners[-1], lane, ones, min(k, vocab) - 1))
-        worst = p.shuffle(winners[-1][last], "idx", last_lane)
-        others.append(p.var(0, "u32"))
+        winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
+        pairs = mending_ptx.pairs_alike(p, winners, lane, ones, min(k, vocab) - 1)
+        worst = p.shuffle(winners[place[1]], "idx", place[0])
+        others = p.var(0, "u32")
         for i, word in enumerate(listed):
-            p.update(others[-1], "or", 1 << i, when=(word < worst) & (word >= worst & ~ones))
+            p.update(others, "or", 1 << i, when=(word < worst) & (word >= worst & ~ones))
         if length < len(words):
-            surely |= listed[-1] >= worst
-            too_short |= listed[-1] >= worst & ~ones
-    number = p.reduce("add", [p.count_ones(of_row) for of_row in [*pairs, *others]])
+            misses |= listed[-1] >= worst
+            may_miss |= listed[-1] >= worst & ~ones
+        found.append(_Found(winners, pairs, listed, others))
+    numbers = [f.pairs for f in found] + [f.others for f in found]
+    number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
 
     def keep(row):
-        for i, word in enumerate(winners[row]):
+        for i, word in enumerate(found[row].winners):
             p.set(packed_ptx.winner(p, row, i), ~word & ones)
 
     for row in range(rows):
         keep(row)
     with p.block() as finish:
-        packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | too_short, finish, surely)
-        wide = p.any(too_short | (p.over_lanes("add", number) > _MOST_ALIKE))
+        packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | may_miss, finish, misses)
+        wide = p.any(may_miss | (p.over_lanes("add", number) > _MOST_ALIKE))
         with p.when(~wide):
             for row in range(rows):
-                _mend(
-                    p, tile, row, winners[row], pairs[row], others[row], lists[row], (last_lane, last), ones
-                )
+                _mend(p, tile, row, found[row], place, ones)
                 keep(row)
         with p.when(wide):
             for row in range(rows):
@@ -113,31 +112,37 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     return p
 
 
-def _mend(
-    p: Program, tile: Tile, row: int, words, pairs, others, listed, place: tuple[Value, int], ones: int
-) -> None:
+class _Found(NamedTuple):
+    """What merges of packed keys found of a row."""
+
+    winners: list[Value]  # the packed keys of a lane's winners
+    pairs: Value  # bit i where winner i of a lane and the next one are alike
+    listed: list[Value]  # the list of a lane
+    others: Value  # bit i where its element i is no winner, and alike the last one
+
+
+def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, int], ones: int) -> None:
     """Puts winners in the order of their whole keys, and larger elements in the place of the last one.
 
     Args:
-      words: the packed keys of a lane's winners.
-      pairs: bit i where winner i of a lane and the next one are alike.
-      listed, others: the list of a lane, and bit i where element i is no winner and alike the last one.
       place: the lane of the last winner, and its number there.
+      ones: the bits of a packed key that are those of its column.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
+    winners, others = found.winners, found.others
     with p.loop() as leave:
-        mending_ptx.put_in_order(p, tile, row, words, pairs, ones)
+        mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
         lanes = p.ballot(others.differs(0))
         leave(lanes.equals(0))
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
-        # The lane of the last winner of that row.
-        last_lane = p.shuffle(place[0], "idx", lane)
-        word, last = mending_ptx.of_lane(p, listed, i, lane), p.shuffle(words[place[1]], "idx", last_lane)
+        last_lane = p.shuffle(place[0], "idx", lane)  # of the same row
+        word = mending_ptx.of_lane(p, found.listed, i, lane)
+        last = p.shuffle(winners[place[1]], "idx", last_lane)
         key, last_key = (mending_ptx.whole_key(p, tile, row, w, lane, ones) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
-        p.set(words[place[1]], word, when=larger & own_lane.equals(last_lane))
+        p.set(winners[place[1]], word, when=larger & own_lane.equals(last_lane))
 
 
 def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
