@@ -3,11 +3,12 @@
 It draws from each row with every choice of filters. Each row has its own temperature and its own numbers of the
 filters, all of them traced:
 
-none     a temperature alone
-min_p    entries of at least 0.05 of the largest probability
-top_k    the 50 best entries
-top_p    the best entries that together have 0.9 of the mass
-all      all three filters
+none         a temperature alone
+min_p        entries of at least 0.05 of the largest probability
+top_k        the 50 best entries
+top_p        the best entries that together have 0.9 of the mass
+top_k_top_p  of the 50 best entries, the best that together have 0.9 of their mass
+all          all three filters
 
 Our draws are held against the float64 oracle, which is given the same u. Those of a peer, which has its own random
 numbers, must be among what the filters keep.
@@ -39,6 +40,7 @@ FILTERS = {
     "min_p": {"min_p": MIN_P},
     "top_k": {"top_k": K},
     "top_p": {"top_p": P},
+    "top_k_top_p": {"top_k": K, "top_p": P},
     "all": {"min_p": MIN_P, "top_k": K, "top_p": P},
 }
 
@@ -94,7 +96,7 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
 
 
 def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Returns the draws of FlashInfer, whose last filter is a part of the draw.
+    """Returns the draws of FlashInfer, whose last filter is a part of the draw; it has a function of both top filters.
 
     It draws by rejection (for top_k and top_p) and with random numbers of its own, so that its draws are checked
     only for being among what the filters keep. It keeps all that equals the last of top_k, and so top_p after it
@@ -105,6 +107,9 @@ def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     filters = [of for of in ("top_k", "top_p", "min_p") if of in given]  # in the order of ours
     if not filters:
         return sampling.sampling_from_logits(x / given["temperature"][:, None]), None
+    if filters == ["top_k", "top_p"]:
+        scaled = x / given["temperature"][:, None]
+        return sampling.top_k_top_p_sampling_from_logits(scaled, given["top_k"], given["top_p"]), None
     p = sampling.softmax(x, given["temperature"])
     for of in filters[:-1]:
         p = getattr(sampling, f"{of}_renorm_probs")(p, given[of])

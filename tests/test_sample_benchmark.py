@@ -21,7 +21,7 @@ def run(run_benchmark, monkeypatch):
 def test_every_filter_and_contender(run, capsys, tmp_path):
     code, rows = run("--dtype=float32,bfloat16", "--peers=jax,torch", "--logits=normal,ties")
     assert code == 0
-    assert len(rows) == 2 * 2 * 5 * 3
+    assert len(rows) == 2 * 2 * len(sample.FILTERS) * 3
     for row in rows:
         if row["status"] != "not run":  # torch may not be there
             assert row["status"] == "ok" and float(row["p50_us"]) > 0, row

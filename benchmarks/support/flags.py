@@ -37,7 +37,7 @@ SAMPLE_PEERS = {
     "torch": "softmax and multinomial of torch, after its topk or sort",
     "flashinfer": "FlashInfer's softmax and sampling, by rejection for top_k and top_p",
 }
-SAMPLE_FILTERS = ("none", "min_p", "top_k", "top_p", "all")
+SAMPLE_FILTERS = ("none", "min_p", "top_k", "top_p", "top_k_top_p", "all")
 SOFTMAX_ALGORITHMS = ("naive", "safe", "online")
 TOPK_ALGORITHMS = ("topk", "safe_unfused", "safe_fused", "online_fused")
 LOGITS = {
