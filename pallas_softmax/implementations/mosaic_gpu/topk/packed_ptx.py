@@ -5,10 +5,10 @@ the upper bits of its key, above the complement of its column.
 
     packed key  | key without its lowest b bits    | complement of the column, b bits |
 
-No two packed keys are equal, the lower one of two equal elements' columns comes first, and those of 16 bits have room
-for the whole key. Those of 32 bits do not: elements that are alike, which differ in the lowest b bits only, come in the
-order of their columns. So winners that are alike are looked at again, by whole keys. That is rare in logits without
-ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
+No two packed keys are equal: of equal elements that of the lower column is the larger. Those of 16-bit elements have
+room for the whole key. Those of 32-bit ones have not: elements that are alike, which differ in the lowest b bits only,
+come in the order of their columns. So winners that are alike are looked at again, by whole keys. That is rare in logits
+without ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 
-LOWEST, HIGHEST = -(2**31), 2**31 - 1  # the key, packed or not, and the column of an element that is out
+LOWEST, _HIGHEST = -(2**31), 2**31 - 1  # the key, packed or not, and the column of what is beyond the row
 _LOWEST_WIDE = -(2**63)
 _HALF_BITS = 16  # of the keys of 16-bit floats
 
@@ -135,15 +135,15 @@ def leave_if_exact(
     bits: int,
     alike: Value,
     leave: Callable[[Value], None],
-    used_up: Value | None = None,
+    too_short: Value | None = None,
 ) -> None:
-    """Leaves a block if the order of packed keys is that of the keys, for all rows of the warp, and no list `used_up`.
+    """Leaves a block if the order of packed keys is that of the keys in all rows of the warp, and no list is too short.
 
     It is if no two neighbours are alike, and also if all floats, as bits, end in so many zeros.
     """
 
     def leave_unless(condition):
-        leave(~p.any(condition if used_up is None else condition | used_up))
+        leave(~p.any(condition if too_short is None else condition | too_short))
 
     leave_unless(alike)
     union = p.var(0, "s32")
@@ -153,27 +153,21 @@ def leave_if_exact(
     leave_unless((union & (1 << bits) - 1).differs(0))
 
 
-def load_keys(
-    p: Program, tile: Tile, vocab: int, row: int, first_column: Value
-) -> tuple[list[Value], list[Value]]:
-    """Returns registers with the keys of a row of the thread, and with their columns."""
-    keys, columns = [], []
+def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, count: int) -> list[Value]:
+    """Returns `count` numbers of 64 bits: keys of the thread's elements of a row, above complements of their columns.
+
+    Those of elements beyond the row are lower than all others, and so are those beyond what the thread has.
+    """
+    held = []
     for of_element, start in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
         key, column = p.var(of_element), first_column + start
-        keys.append(key)
-        columns.append(column.bits("s32"))
         if tile.shape[1] > vocab:
             beyond = column >= vocab
             p.set(key, LOWEST, when=beyond)
-            p.set(column, HIGHEST, when=beyond)
-    return keys, columns
-
-
-def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, held: int) -> list[Value]:
-    """Returns numbers of 64 bits: each element's key, above the complement of its column."""
-    keys, columns = load_keys(p, tile, vocab, row, first_column)
-    wide = [p.join(~column, key, "s64") for key, column in zip(keys, columns)]
-    return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(held - len(wide))]
+            p.set(column, _HIGHEST, when=beyond)
+        held.append((column.bits("s32"), key))
+    wide = [p.join(~column, key, "s64") for column, key in held]
+    return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(count - len(wide))]
 
 
 def best(p: Program, words: list[Value], count: int) -> list[Value]:
@@ -181,8 +175,8 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
 
     Of a comparison, a half is left out that nothing needs.
     """
-    comparisons, best = network(len(words), count)
-    out, needed, steps = list(words), set(best), []
+    comparisons, places = network(len(words), count)
+    out, needed, steps = list(words), set(places), []
     for i, j in reversed(comparisons):
         if {i, j} & needed:
             steps.append((i, j, i in needed, j in needed))
@@ -193,7 +187,7 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
             out[j] = p.min(a, b)
         if upper:
             out[i] = p.max(a, b)
-    return [out[i] for i in best] + [p.var(LOWEST, "s32") for _ in range(count - len(best))]
+    return [out[i] for i in places] + [p.var(LOWEST, "s32") for _ in range(count - len(places))]
 
 
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:

@@ -1,4 +1,4 @@
-"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where k is large.
+"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where most are winners.
 
 A row lies over the `lanes` lanes of a tile. Each lane sorts the elements that it holds, then runs of lanes are merged
 in pairs until one run is the row. Position p of the sorted row is in lane p / held, register p % held:
@@ -54,10 +54,9 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
     number = p.reduce("add", [p.count_ones(of_row) for of_row in pairs])
     with p.block() as finish:
         packed_ptx.leave_if_exact(p, tile, rows, bits, number > 0, finish)
-        goes_on = (
-            p.reduce("or", pairs) >> (k % held) & 1
-        )  # the two after the k-th are alike, and maybe others
-        goes_on = goes_on.differs(0) & lane.equals(k // held)
+        # Where the two after the k-th are alike, what comes after them may be, too.
+        pair_after = p.reduce("or", pairs) >> (k % held) & 1
+        goes_on = pair_after.differs(0) & lane.equals(k // held)
         wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_ALIKE))
         with p.when(~wide):
             for row, words in enumerate(words_of_rows):
