@@ -66,7 +66,8 @@ class Layout:
         picked       what one warp has found for all
         listed       how many keys are in the list, or would be if there were room
         warps        eight numbers of each warp
-        drawn        the mass of each warp, and of each chunk of one
+        drawn        the mass of each warp, and of each chunk of one; before that, with `sections`, the sums of
+                     `lists_ptx` over the parts of a range
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
         gathered     eight numbers of each CTA, as all warps read them that one has got

@@ -12,9 +12,9 @@ there on both runs of a pair keep the same. With lists of 2 and a size of 4:
 
 What comes out of a merge is bitonic, and sorted by exchanges between lanes and then within them.
 
-A lane may have had more winners than its list: all lists were too short, if the last of one is among the winners.
-Lists are so long that this is rare in rows in any order (`plan.list_length`). Then the lanes make lists of what comes
-after those, which are merged in, and so on.
+A lane may have had more winners than its list has, if the last of that is among the winners. Lists are so long that
+this is rare in rows in any order (`plan.list_length`). Then, of 16 bits, the lanes make lists of what comes after those,
+which are merged in, and so on.
 
 An element is one word, its packed key (see `packed_ptx`): of 16 bits it has the whole key, so no two words are equal,
 and the winners' keys need not be read again. Words are made from two elements at a time, which share a register:
@@ -153,7 +153,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
     """
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
-    complements = _complements(p, tile, first_column)
+    complements = _complements(tile, first_column)
     size, length = power_of_two(k, 1), list_length(tile, k)
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
@@ -168,7 +168,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
             worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - lane + of_lane)
             leave(~p.any(last >= worst))
             again = first_column + _zero(p)
-            words = _packed_keys(p, tile, vocab, row, again, _complements(p, tile, again))
+            words = _packed_keys(p, tile, vocab, row, again, _complements(tile, again))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
             listed = packed_ptx.best(p, words, length)
@@ -192,7 +192,7 @@ def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
 # ---- packed keys
 
 
-def _complements(p: Program, tile: Tile, first_column: Value) -> list[Value]:
+def _complements(tile: Tile, first_column: Value) -> list[Value]:
     """Returns the complements of the columns of each two elements of the thread."""
     columns = packed_ptx.columns_of_thread(tile)
     first = first_column * (1 << 16 | 1)

@@ -40,13 +40,13 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 
 # What follows rests on device times of one H100 80GB HBM3. They stand in benchmarks/results/topk_targets and
 # topk_shapes, or are named here (those of merges and of the backward are by CUPTI, driver 580.159.04, jax 0.11.2,
-# 2026-11-22); the limits between two plans were tuned on variants whose times were not kept.
+# 2026-11-22 and 23); the limits between two plans were tuned on variants whose times were not kept.
 
 # The lists of 2048 winners take at least 64 KB of shared memory (`selection_bytes`), and a CTA of a GPU of compute
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# Fewer lanes with more elements sort more in a lane and exchange less: taken one by one, 131072 x 64 float32, k = 6,
+# Fewer lanes with more elements sort more in a lane and exchange less: by an earlier search, 131072 x 64 float32, k = 6,
 # takes 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k
 # = 8, takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken
 # they hold more, up to where a window is faster: merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112
@@ -67,8 +67,8 @@ MAX_MERGED_K = 128  # winners of a row that merges find
 TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
 
 # Where most of a row are winners, it is sorted. 100000 x 128, k = 128: 57.9 us by a sort and 62.5 us by merges in
-# float32, 49.6 and 74.5 us in bfloat16; k = 64: 57.6 and 46.4 us, 47.8 and 33.8 us; 32768 x 512, k = 128: 100 and 68
-# us, 86.8 and 51.0 us. A sort is faster with fewer elements in a lane: 65536 x 256 float32, k = 128, takes 109 us
+# float32, 49.6 and 74.5 us in bfloat16; k = 64: 53.0 and 46.4 us, 47.8 and 33.8 us; 32768 x 512, k = 128: 100 and 68
+# us, 86.8 and 51.0 us. A sort is faster with fewer elements in a lane: 65536 x 256 float32, k = 128, took 109 us
 # with 32 lanes of 8, 136 us with 16 of 16.
 SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes of an element
 MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # the same where all 32 lanes of a warp hold the row

@@ -18,8 +18,8 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program,
 from pallas_softmax.implementations.mosaic_gpu.topk import mending_ptx, packed_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile
 
-# Normal logits have 0.3 and 0.6 such pairs in a row of 512 for k = 64 and 128, each of which takes some 160
-# instructions of PTX in a pass. A sort of such a row takes 1,400, and in words of 64 bits four times as many.
+# Each takes some 160 instructions of PTX in a pass; normal logits have 0.6 among the best 128 of a row of 512. A sort
+# of such a row takes 1,400, and in words of 64 bits four times as many.
 _MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
 
 
