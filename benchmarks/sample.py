@@ -96,7 +96,7 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
 
 
 def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Returns the draws of FlashInfer, whose last filter is a part of the draw; for top_k with top_p it has one function.
+    """Returns the draws of FlashInfer, whose last filter is a part of the draw; top_k with top_p has one function.
 
     It draws by rejection (for top_k and top_p) and with random numbers of its own, so that its draws are checked
     only for being among what the filters keep. It keeps all that equals the last of top_k, and so top_p after it

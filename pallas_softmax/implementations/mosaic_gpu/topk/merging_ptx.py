@@ -13,8 +13,8 @@ there on both runs of a pair keep the same. With lists of 2 and a size of 4:
 What comes out of a merge is bitonic, and sorted by exchanges between lanes and then within them.
 
 A lane may have had more winners than its list has, if the last of that is among the winners. Lists are so long that
-this is rare in rows in any order (`plan.list_length`). Then, of 16 bits, the lanes make lists of what comes after those,
-which are merged in, and so on.
+this is rare in rows in any order (`plan.list_length`). Then, of 16 bits, the lanes make lists of what comes after
+those, which are merged in, and so on.
 
 An element is one word, its packed key (see `packed_ptx`): of 16 bits it has the whole key, so no two words are equal,
 and the winners' keys need not be read again. Words are made from two elements at a time, which share a register:

@@ -46,9 +46,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# Fewer lanes with more elements sort more in a lane and exchange less: by an earlier search, 131072 x 64 float32, k = 6,
-# takes 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16, k
-# = 8, takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken
+# Fewer lanes with more elements sort more in a lane and exchange less: by an earlier search, 131072 x 64 float32, k =
+# 6, takes 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16,
+# k = 8, takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken
 # they hold more, up to where a window is faster: merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112
 # us for k = 5, 16 and 128, windows 49.2, 51.8 and 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64
 # and 128, windows 43.8, 69.7 and 78.3 us.
