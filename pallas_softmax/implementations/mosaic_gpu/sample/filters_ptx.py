@@ -27,11 +27,11 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
 
     The text of a search is there once, in a loop that runs for each of them. If top_k is small, `few`, all of what it
     keeps is not below `bound`. So the lists of a zone from there to the largest have all that any filter keeps, and are
-    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more, and
-    then without the bound.
+    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more without
+    the bound, and then with a better one, the last key that top_k keeps.
     """
     counted, is_weight = (p.var(False, "pred") for _ in range(2))
-    is_mass, few = p.var(~filters.by_number), p.var(few)
+    is_mass, is_small, few = p.var(~filters.by_number), few, p.var(few)
     left = p.var(filters.by_number | filters.by_mass)
     low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
     zone = lists_ptx.zone_of(p)
@@ -53,9 +53,14 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
             p.set(again, zone_ptx.search(f, zone, low, high, few))
             p.set(few, few & ~again)
             p.set(zone.known, zone.known & few)
+            ended = ~(few | again | is_mass) & kept.key.differs(KEEP_ALL)  # top_k without the bound
+            has_better = is_small & ended & lists_ptx.have_room(p, zone)
+            p.set(few, few | has_better)
+            p.set(low, p.of_key(kept.key), has_better)
+            p.set(high, p.top, has_better)
             is_first = filters.by_weight & zone.known & ~is_weight
             p.set(to_weight, is_first & (p.weight(p.of_key(kept.key)) < filters.min_p))
-        to_mass = p.var(filters.by_mass & ~is_mass & ~is_weight & ~again)
+        to_mass = p.var(filters.by_mass & ~is_weight & ~(is_mass ^ again))  # the same once more, or the next
         p.set(is_weight, to_weight & ~to_mass)
         p.set(is_mass, to_mass)
         p.set(left, again | is_mass | is_weight)

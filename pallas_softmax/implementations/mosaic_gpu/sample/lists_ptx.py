@@ -57,6 +57,11 @@ def zone_of(p: Row) -> Zone:
     return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
 
 
+def have_room(p: Row, zone: Zone) -> Value:
+    """Returns whether the lists of all CTAs, and that into which they are merged, have room for the zone."""
+    return (zone.number <= MAX_KEYS) & (zone.most <= p.layout.list_size)
+
+
 def search(f: Search, zone: Zone) -> None:
     """Keeps what the filter keeps, whose last key is in the lists."""
     p, layout = f.p, f.p.layout

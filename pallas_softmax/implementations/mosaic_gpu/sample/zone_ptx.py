@@ -33,7 +33,7 @@ def search(f: Search, zone: Zone, low: Value, high: Value, few: Value) -> Value:
     may_fail = few & (low < high)  # else nothing need be listed
     with p.when(~zone.known):
         _sweep(f, zone, low, high, few, may_fail)
-    fits = (zone.number <= lists_ptx.MAX_KEYS) & (zone.most <= p.layout.list_size)
+    fits = lists_ptx.have_room(p, zone)
     failed = p.var(may_fail & ~fits)
     with p.when(~failed):
         nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
