@@ -155,12 +155,14 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(tile, first_column)
     size, length = power_of_two(k, 1), list_length(tile, k)
+    if length == k - 1:
+        length = k  # which is never too short
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
         listed = packed_ptx.best(p, words, length)
         best = [packed_ptx.winner(p, row, i) for i in range(max(1, size // tile.lanes))]
         _set_all(p, best, _merged(p, listed, lane, tile.lanes, size))
-        if length >= min(size, len(words)):
+        if length >= min(k, len(words)):
             continue  # no list can be too short
         last = p.var(listed[-1])
         with p.loop() as leave:
@@ -222,8 +224,9 @@ def _packed_keys(
 
 
 def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) -> list[Value]:
-    """Merges the lists of all lanes of a row, a power of two each; returns the best `size`, in the order of the lanes.
+    """Merges the lists of all lanes of a row; returns the best `size`, in the order of the lanes.
 
+    make the list of each lane longer, to a power of two, by the lowest word
     for run = 1, 2, ... lanes / 2:            two runs of so many lanes, the second in the opposite order
         exchange with lane ^ run, word for word from the other end: each lane keeps all its words,
             the larger or the smaller ones; or, of those in its first half, the larger ones
@@ -233,6 +236,7 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
     A block is what one lane holds. `flips` are the bits of a lane that are the bits of its block's number in the run,
     the highest first; they end in another order than those of the lane's number, and so there is a last shuffle.
     """
+    words = words + [p.var(LOWEST, "s32") for _ in range(power_of_two(len(words), 1) - len(words))]
     flips: list[int] = []
     run = 1
     while run < lanes:

@@ -336,11 +336,15 @@ def sorted_tile(tile: Tile) -> Tile:
 
 
 def list_length(tile: Tile, k: int) -> int:
-    """Returns how many of its best elements a lane lists, a power of two, which merges need."""
-    length = 1
-    while length < min(k, tile.steps * tile.vec) and _too_short(tile, k, length) >= TOO_SHORT:
-        length *= 2
-    return length
+    """Returns how many of its best elements a lane lists."""
+    most = min(k, tile.steps * tile.vec)
+
+    def suffices(length):
+        # Merges make lists longer, to a power of two; a shorter one saves only comparisons in a lane.
+        is_power = power_of_two(length, 1) == length
+        return _too_short(tile, k, length) < (TOO_SHORT if is_power else TOO_SHORT / 3)
+
+    return next((length for length in range(1, most) if suffices(length)), most)
 
 
 def _too_short(tile: Tile, k: int, length: int) -> float:
