@@ -30,7 +30,7 @@ larger. Where these are many, or a list was too short, the warp merges whole lis
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
@@ -155,8 +155,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(tile, first_column)
     size, length = power_of_two(k, 1), list_length(tile, k)
-    if length == k - 1:
-        length = k  # which is never too short
+    length = k if length == k - 1 else length  # which is never too short
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
         listed = packed_ptx.best(p, words, length)
@@ -226,7 +225,7 @@ def _packed_keys(
 def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) -> list[Value]:
     """Merges the lists of all lanes of a row; returns the best `size`, in the order of the lanes.
 
-    make the list of each lane longer, to a power of two, by the lowest word
+    make the list of each lane longer, to a power of two, by lowest words
     for run = 1, 2, ... lanes / 2:            two runs of so many lanes, the second in the opposite order
         exchange with lane ^ run, word for word from the other end: each lane keeps all its words,
             the larger or the smaller ones; or, of those in its first half, the larger ones
@@ -236,51 +235,53 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
     A block is what one lane holds. `flips` are the bits of a lane that are the bits of its block's number in the run,
     the highest first; they end in another order than those of the lane's number, and so there is a last shuffle.
     """
-    words = words + [p.var(LOWEST, "s32") for _ in range(power_of_two(len(words), 1) - len(words))]
+    missing = power_of_two(len(words), 1) - len(words)
+    held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
     flips: list[int] = []
     run = 1
     while run < lanes:
         # Whether the new run is the second of a pair, and so is to have the opposite order.
         turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None
-        half = len(words) // 2
-        if len(words) * run < size:
-            words = _exchanged(p, words, lane, run, turned, mirrored=True)
+        half = len(held) // 2
+        if len(held) * run < size:
+            held = _exchanged(p, held, lane, run, turned, mirrored=True)
             flips, bitonic = [run, *flips], flips
         elif half:
-            others = [p.shuffle(word, "bfly", run) for word in words[: half - 1 : -1]]
-            words = [p.max(word, other) for word, other in zip(words, others)]
+            others = [word and p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]]
+            held = [p.max(word, other) if other else word for word, other in zip(held, others)]
             flips = bitonic = [*flips, run]
         else:
-            words = [p.max(words[0], p.shuffle(words[0], "bfly", run))]
+            held = [p.max(held[0], p.shuffle(held[0], "bfly", run))]
             bitonic = flips
         for flip in bitonic:
             # Where half of the words were kept, a lane of the second run has its words in the opposite order so far.
-            words = _exchanged(p, words, lane, flip, turned, mirrored=flip == run)
-        words = sorting_ptx.exchanged_in_lane(p, words, sorting_ptx.bitonic(len(words)))
+            held = _exchanged(p, held, lane, flip, turned, mirrored=flip == run)
+        held = sorting_ptx.exchanged_in_lane(p, held, sorting_ptx.bitonic(len(held)))
         run *= 2
     if flips == sorted(flips, reverse=True):
-        return words
+        return held
     source = p.operand("thread", "u32") - lane
     for i, flip in enumerate(reversed(flips)):
         moved = flip.bit_length() - 1 - i
         bit = lane & 1 << i
         source = source + (bit << moved if moved >= 0 else bit >> -moved)
-    return [p.shuffle(word, "idx", source) for word in words]
+    return [p.shuffle(word, "idx", source) for word in held]
 
 
 def _exchanged(
-    p: Program, words: list[Value], lane: Value, flip: int, turned: Value | None, *, mirrored: bool
+    p: Program, words: Sequence[Value | None], lane: Value, flip: int, turned: Value | None, *, mirrored: bool
 ) -> list[Value]:
     """Exchanges words with lane ^ flip; lanes without the bit `flip`, or if `turned` those with it, keep the larger.
 
     Args:
       mirrored: whether word i meets word -1 - i of the other lane, or word i.
     """
-    others = [p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
+    others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
     larger = (lane & flip).equals(0)
     if turned is not None:
         larger = larger ^ turned
-    return [p.select(larger, p.max(a, b), p.min(a, b)) for a, b in zip(words, others)]
+    pairs = [(p.max(a, b), p.min(a, b)) if a and b else (a or b, LOWEST) for a, b in zip(words, others)]
+    return [p.select(larger, a, b) for a, b in pairs]
 
 
 def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int) -> list[Value]:
