@@ -58,7 +58,7 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
             p.set(few, few | has_better)
             p.set(low, p.of_key(kept.key), has_better)
             p.set(high, p.top, has_better)
-            is_first = filters.by_weight & zone.known & ~is_weight
+            is_first = filters.by_weight & zone.known & lists_ptx.have_room(p, zone) & ~is_weight
             p.set(to_weight, is_first & (p.weight(p.of_key(kept.key)) < filters.min_p))
         to_mass = p.var(filters.by_mass & ~is_weight & ~(is_mass ^ again))  # the same once more, or the next
         p.set(is_weight, to_weight & ~to_mass)

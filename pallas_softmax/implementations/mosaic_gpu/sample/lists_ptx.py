@@ -36,7 +36,7 @@ class Zone:
       most: the greatest of those.
       mass: of all of them.
       above, mass_above_of_cta: the measure of what is above them in all CTAs, and the mass of it in each.
-      known: a condition: whether all this is known, and lists of several keys are merged.
+      known: a condition: whether all this is known, and lists of several keys are merged, or those of two are counted.
     """
 
     found: Value

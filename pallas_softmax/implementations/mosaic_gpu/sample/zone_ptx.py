@@ -166,15 +166,17 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
 def _of_two_keys(f: Search, zone: Zone) -> None:
     """Keeps what the filter keeps if the zone has two keys, such as those of +0 and -0: a sweep counts them."""
     p = f.p
-    number = p.var(0, "u32")
+    with p.when(~zone.known):
+        number = p.var(0, "u32")
 
-    def take(words, _):
-        for x in p.floats(words):
-            p.increase(number, 1, p.key(x).equals(zone.greatest))
+        def take(words, _):
+            for x in p.floats(words):
+                p.increase(number, 1, p.key(x).equals(zone.greatest))
 
-    p.sweep(take)
-    p.over_cta(["add"], [number], [0], p.layout.kept)
-    p.meet()
+        p.sweep(take)
+        p.over_cta(["add"], [number], [0], p.layout.kept)
+        p.set(zone.known, True)
+        p.meet()
     (greater,) = p.of_ctas(p.layout.kept, 1)
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
