@@ -67,8 +67,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    # One element more than winners shows that no other one is alike the last of them.
-    length = min(list_length(tile, k + 1), size + 1)
+    length = list_length(tile, k)  # with one more than winners, no other is alike the last of them
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
@@ -155,7 +154,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(tile, first_column)
     size, length = power_of_two(k, 1), list_length(tile, k)
-    length = k if length == k - 1 else length  # which is never too short
+    length = k if length >= k - 1 else length  # k elements are never too short
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
         listed = packed_ptx.best(p, words, length)

@@ -336,8 +336,8 @@ def sorted_tile(tile: Tile) -> Tile:
 
 
 def list_length(tile: Tile, k: int) -> int:
-    """Returns how many of its best elements a lane lists."""
-    most = min(k, tile.steps * tile.vec)
+    """Returns how many of its best elements a lane lists: k + 1 if it often has all the winners."""
+    most = min(k + 1, tile.steps * tile.vec)
 
     def suffices(length):
         # Merges make lists longer, to a power of two; a shorter one saves only comparisons in a lane.
