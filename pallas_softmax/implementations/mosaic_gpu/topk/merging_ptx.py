@@ -67,7 +67,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    length = list_length(tile, k)  # with one more than winners, no other is alike the last of them
+    length = list_length(tile, k, 4)  # with one more than winners, no other is alike the last of them
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
@@ -153,7 +153,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(tile, first_column)
-    size, length = power_of_two(k, 1), list_length(tile, k)
+    size, length = power_of_two(k, 1), list_length(tile, k, 2)
     length = k if length >= k - 1 else length  # k elements are never too short
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)

@@ -46,25 +46,30 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# Fewer lanes with more elements sort more in a lane and exchange less: by an earlier search, 131072 x 64 float32, k =
-# 6, takes 16.4 us with 4 lanes of 16 elements, 17.4 us with 2 of 32, and 23.4 us with 16 of 4; 131072 x 128 bfloat16,
-# k = 8, takes 29.3 us with 4 lanes of 32, 29.6 us with 8 of 16, and 58.6 us with 32 of 8. Where all lanes are taken
-# they hold more, up to where a window is faster: merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112
-# us for k = 5, 16 and 128, windows 49.2, 51.8 and 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64
-# and 128, windows 43.8, 69.7 and 78.3 us.
-LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row that a lane holds at most, by bytes of an element
-MAX_LANE_ELEMENTS = 32  # the same where all 32 lanes of a warp hold the row
-MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes at once
+# Fewer lanes with more elements sort more in a lane and exchange less. Where a row lies over many lanes that is faster,
+# for 32 and 16 in a lane of float32: 131072 x 384, k = 8, 80.9 and 85.0 us; 32768 x 512, k = 128, 62.0 and 67.3 us; in
+# bfloat16, for 64 and 32, 53.5 and 57.0 us, 47.0 and 49.4 us. Over few lanes it is not: 131072 x 64 float32, k = 6,
+# 16.2 and 15.7 us; 131072 x 128 bfloat16, k = 8, 20.7 and 19.6 us. 32 lanes of more than that are slower than a window:
+# merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112 us for k = 5, 16 and 128, windows 49.2, 51.8 and
+# 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64 and 128, windows 43.8, 69.7 and 78.3 us.
+LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in each of few lanes at most, by bytes of an element
+MANY_LANES = 8
+MAX_LANE_ELEMENTS = 32  # the same of many lanes
+MAX_PAIRED_LANE_ELEMENTS = 64  # of many lanes, of 16 bits, if a lane loads 16 bytes at once
 
 # The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
 # lanes still load 64 bytes of a row together where it has 64 elements. 131072 x 128 bfloat16, k = 8, takes 28.5 us,
 # with 8 in a lane 31.5 us; in float32, 51.5 and 51.9 us.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-MAX_MERGED_K = 128  # winners of a row that merges find
-# Lists of k elements are never too short, and take longer: 131072 x 512 bfloat16, k = 16, takes 92.1 us with them, 86.0
-# us without.
-TOO_SHORT = 0.03  # share of the warps whose lists may be too short, in rows in any order
+# 32768 x 512, k = 200: 83.2 us by merges and 96.2 us by a sort in float32, 63.4 and 86.1 us in bfloat16; 16384 x 1000,
+# k = 256: 97.3 us by merges and 204 us in a window, 63.2 and 119 us by a sort.
+MAX_MERGED_K = 256  # winners of a row that merges find
+# Where a list is too short, the other warps of a CTA wait until its warp has looked further: in 16 bits once more, in
+# float32 by whole lists, which takes three times as long. 16384 x 1024 float32, k = 64, takes 47.1 us with lists of 8
+# (a share of 0.027) and 44.0 us with 16 (4e-8), for a third more instructions; 131072 x 512 bfloat16, k = 16, takes
+# 92.1 us with lists of 16, which are never too short, 86.0 us with 8. By instructions these shares are the best.
+TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps, of rows in any order, by bytes of an element
 
 # Where most of a row are winners, it is sorted. 100000 x 128, k = 128: 57.9 us by a sort and 62.5 us by merges in
 # float32, 49.6 and 74.5 us in bfloat16; k = 64: 53.0 and 46.4 us, 47.8 and 33.8 us; 32768 x 512, k = 128: 100 and 68
@@ -224,12 +229,14 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    in_order = sorts(vocab, k)
-    tile = _tile(vocab, itemsize, (SORTED_LANE_ELEMENTS if in_order else LANE_ELEMENTS)[itemsize])
-    if in_order:
+    vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
+    if sorts(vocab, k):
+        of_few = of_many = SORTED_LANE_ELEMENTS[itemsize]
         most = MAX_SORTED_LANE_ELEMENTS[itemsize]
     else:
-        most = MAX_PAIRED_LANE_ELEMENTS if tile.vec == 8 else MAX_LANE_ELEMENTS
+        of_few = LANE_ELEMENTS[itemsize]
+        of_many = most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
+    tile = _tile(vocab, vec, of_few, of_many)
     if tile.steps * tile.vec <= most:
         return tile
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
@@ -248,10 +255,15 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     return _window(vocab, k, itemsize, count)
 
 
-def _tile(vocab: int, itemsize: int, most: int) -> Tile:
-    """Returns the tile with the fewest lanes a row, from 2 to 32, that hold `most` elements of it each, or 32 lanes."""
-    vec, lanes = math.gcd(vocab, ACCESS_BYTES // itemsize), 2
-    while lanes < 32 and -(-vocab // (lanes * vec)) * vec > most:
+def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
+    """Returns the tile with the fewest lanes a row, from 2 to 32, that hold it, or 32 lanes.
+
+    Args:
+      vec: number of elements that a lane loads at once.
+      of_few, of_many: how many elements each lane holds at most, of fewer lanes than MANY_LANES, and of others.
+    """
+    lanes = 2
+    while lanes < 32 and -(-vocab // (lanes * vec)) * vec > (of_few if lanes < MANY_LANES else of_many):
         lanes *= 2
     return row_tile(vocab, vec, lanes)
 
@@ -321,7 +333,8 @@ def bytes_of_two(capability: tuple[int, int]) -> int:
 
 def plan_topk_grad(vocab: int, dtype) -> Tile | None:
     """Returns the tile for the backward of rows of `vocab` elements, or None where they are too long for a warp."""
-    tile = _tile(vocab, jnp.dtype(dtype).itemsize, GRAD_LANE_ELEMENTS)
+    vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)
+    tile = _tile(vocab, vec, GRAD_LANE_ELEMENTS, GRAD_LANE_ELEMENTS)
     return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
 
 
@@ -335,16 +348,10 @@ def sorted_tile(tile: Tile) -> Tile:
     return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
 
 
-def list_length(tile: Tile, k: int) -> int:
+def list_length(tile: Tile, k: int, itemsize: int) -> int:
     """Returns how many of its best elements a lane lists: k + 1 if it often has all the winners."""
     most = min(k + 1, tile.steps * tile.vec)
-
-    def suffices(length):
-        # Merges make lists longer, to a power of two; a shorter one saves only comparisons in a lane.
-        is_power = power_of_two(length, 1) == length
-        return _too_short(tile, k, length) < (TOO_SHORT if is_power else TOO_SHORT / 3)
-
-    return next((length for length in range(1, most) if suffices(length)), most)
+    return next((n for n in range(1, most) if _too_short(tile, k, n) < TOO_SHORT[itemsize]), most)
 
 
 def _too_short(tile: Tile, k: int, length: int) -> float:
