@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-_LOG2_E = float(1 / np.log(2))
+LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 
 # Number of elements of a chunk of a long row: XLA sums these up by a tree, which is accurate; ⊕ merges the chunks.
 _CHUNK = 2**16
@@ -218,7 +218,7 @@ def tree(merge: Callable, terms: Sequence):
 
 def _exp(x, scale):
     # A power of two, so that an element is multiplied once on GPUs, whose exponentials are of base 2.
-    return jnp.exp(x) if scale is None else jnp.exp2(x * (scale * _LOG2_E))
+    return jnp.exp(x) if scale is None else jnp.exp2(x * (scale * LOG2_E))
 
 
 # ---- The dtype of the arithmetic, and the order of top-k

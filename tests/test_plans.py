@@ -282,6 +282,29 @@ def test_plans_of_the_backward_of_topk(vocab, dtype):
     assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
+# (vocab, k, dtype) to the lanes of a row, the elements in each, and the length of its list
+MERGES = {
+    (64, 6, "float32"): (4, 16, 7),
+    (384, 8, "float32"): (16, 24, 5),
+    (512, 64, "float32"): (16, 32, 14),
+    (1024, 64, "float32"): (32, 32, 10),
+    (128, 64, "float32"): (8, 16, 16),  # all, since a lane often has more than 15
+    (64, 2, "float32"): (4, 16, 3),  # one more than winners
+    (384, 8, "bfloat16"): (8, 48, 6),
+    (2048, 5, "bfloat16"): (32, 64, 3),
+    (500, 8, "bfloat16"): (16, 32, 5),  # whose lanes load 8 bytes at once
+}
+
+
+@pytest.mark.parametrize("case", MERGES, ids=str)
+def test_lanes_and_lists_of_merges(case):
+    vocab, k, dtype = case
+    tile = topk_plan.plan_topk(4096, vocab, k, dtype, HOPPER)
+    assert isinstance(tile, Tile)
+    length = topk_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
+    assert (tile.lanes, tile.steps * tile.vec, length) == MERGES[case]
+
+
 @settings(FREE, max_examples=100)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),

@@ -42,8 +42,8 @@ from pallas_softmax.implementations.mosaic_gpu.topk.window_kernel import (
     part_of,
     start_copies,
 )
+from pallas_softmax.online import LOG2_E
 
-_LOG2_E = float(1 / np.log(2))
 _TINY = float(np.finfo(np.float32).tiny)  # the least temperature, in place of 0, and the least scale
 
 
@@ -100,7 +100,7 @@ def sample_rows(
 
 def scale_of(temperature):
     """Returns log2(e) / temperature, of which a temperature of 0 has the largest."""
-    return jnp.maximum(_LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
+    return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
 
 def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, met) -> None:

@@ -67,11 +67,12 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    length = list_length(tile, k, 4)  # with one more than winners, no other is alike the last of them
+    # If that is one more than winners, none that is not listed is alike the last of them.
+    length = list_length(tile, k, itemsize=4)
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
-    may_miss, misses = p.var(False, "pred"), p.var(False, "pred")  # whether a list may be, or is, too short
+    maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether a list may be that, or is
     for row in range(rows):
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
         listed = packed_ptx.best(p, words, length)
@@ -82,8 +83,8 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
         for i, word in enumerate(listed):
             p.update(others, "or", 1 << i, when=(word < worst) & (word >= worst & ~ones))
         if length < len(words):
-            misses |= listed[-1] >= worst
-            may_miss |= listed[-1] >= worst & ~ones
+            too_short |= listed[-1] >= worst
+            maybe_short |= listed[-1] >= worst & ~ones
         found.append(_Found(winners, pairs, listed, others))
     numbers = [f.pairs for f in found] + [f.others for f in found]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
@@ -95,8 +96,8 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     for row in range(rows):
         keep(row)
     with p.block() as finish:
-        packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | may_miss, finish, misses)
-        wide = p.any(may_miss | (p.over_lanes("add", number) > _MOST_ALIKE))
+        packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | maybe_short, finish, too_short)
+        wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_ALIKE))
         with p.when(~wide):
             for row in range(rows):
                 _mend(p, tile, row, found[row], place, ones)
@@ -153,7 +154,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(tile, first_column)
-    size, length = power_of_two(k, 1), list_length(tile, k, 2)
+    size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2)
     length = k if length >= k - 1 else length  # k elements are never too short
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
@@ -273,6 +274,7 @@ def _exchanged(
     """Exchanges words with lane ^ flip; lanes without the bit `flip`, or if `turned` those with it, keep the larger.
 
     Args:
+      words: those of a lane, of which None is the lowest one; no two of these meet.
       mirrored: whether word i meets word -1 - i of the other lane, or word i.
     """
     others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]

@@ -46,16 +46,17 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 # capability 12 has 95 KB.
 MAX_K = 2_048  # winners
 
-# Fewer lanes with more elements sort more in a lane and exchange less. Where a row lies over many lanes that is faster,
-# for 32 and 16 in a lane of float32: 131072 x 384, k = 8, 80.9 and 85.0 us; 32768 x 512, k = 128, 62.0 and 67.3 us; in
-# bfloat16, for 64 and 32, 53.5 and 57.0 us, 47.0 and 49.4 us. Over few lanes it is not: 131072 x 64 float32, k = 6,
-# 16.2 and 15.7 us; 131072 x 128 bfloat16, k = 8, 20.7 and 19.6 us. 32 lanes of more than that are slower than a window:
-# merges of 16384 x 2048 float32, 64 a lane, take 51.3, 64.2 and 112 us for k = 5, 16 and 128, windows 49.2, 51.8 and
-# 84.7 us. In bfloat16 they take 32.5, 48.4 and 62.2 us for k = 5, 64 and 128, windows 43.8, 69.7 and 78.3 us.
-LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in each of few lanes at most, by bytes of an element
-MANY_LANES = 8
-MAX_LANE_ELEMENTS = 32  # the same of many lanes
-MAX_PAIRED_LANE_ELEMENTS = 64  # of many lanes, of 16 bits, if a lane loads 16 bytes at once
+# Fewer lanes with more elements sort more in a lane and exchange less. Where a row lies over many lanes that is faster:
+# 131072 x 384 float32, k = 8, takes 80.9 us with 32 elements in a lane, 85.0 us with 16; 32768 x 512, k = 128, 62.0 and
+# 67.3 us; in bfloat16, with 64 and 32, they take 53.5 and 57.0 us, 47.0 and 49.4 us. Over few lanes it is slower:
+# 131072 x 64 float32, k = 6, takes 16.2 and 15.7 us, 131072 x 128 bfloat16, k = 8, 20.7 and 19.6 us. With 64 of float32
+# in each of 32 lanes a window is faster: 16384 x 2048 takes 51.3, 64.2 and 112 us by merges for k = 5, 16 and 128,
+# 49.2, 51.8 and 84.7 us in a window. In bfloat16 it is not: 32.5, 48.4 and 62.2 us for k = 5, 64 and 128, 43.8, 69.7
+# and 78.3.
+LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in a lane at most, of few lanes, by bytes of an element
+MANY_LANES = 8  # of a row at least, each of which may hold more elements
+MAX_LANE_ELEMENTS = 32  # elements of a row in a lane at most, of many lanes
+MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes at once
 
 # The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
 # lanes still load 64 bytes of a row together where it has 64 elements. 131072 x 128 bfloat16, k = 8, takes 28.5 us,
@@ -65,11 +66,13 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 # 32768 x 512, k = 200: 83.2 us by merges and 96.2 us by a sort in float32, 63.4 and 86.1 us in bfloat16; 16384 x 1000,
 # k = 256: 97.3 us by merges and 204 us in a window, 63.2 and 119 us by a sort.
 MAX_MERGED_K = 256  # winners of a row that merges find
-# Where a list is too short, the other warps of a CTA wait until its warp has looked further: in 16 bits once more, in
-# float32 by whole lists, which takes three times as long. 16384 x 1024 float32, k = 64, takes 47.1 us with lists of 8
-# (a share of 0.027) and 44.0 us with 16 (4e-8), for a third more instructions; 131072 x 512 bfloat16, k = 16, takes
-# 92.1 us with lists of 16, which are never too short, 86.0 us with 8. By instructions these shares are the best.
-TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps, of rows in any order, by bytes of an element
+
+# A longer list takes more comparisons. Where one is too short, its warp looks further, in 16 bits by lists of the next
+# elements, in float32 by whole lists, which takes three times as long, and the other warps of the CTA wait. 16384 x
+# 1024 float32, k = 64, takes 47.1 us with lists of 8 (a share of 0.027) and 44.0 us with 16 (4e-8), for a third more
+# instructions; 131072 x 512 bfloat16, k = 16, takes 92.1 us with lists of 16, which are never too short, 86.0 us with
+# 8. The shares here make instructions and waits, as counted in the tests' interpreter of PTX, nearly the fewest.
+TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps at most, of rows in any order, by bytes of an element
 
 # Where most of a row are winners, it is sorted. 100000 x 128, k = 128: 57.9 us by a sort and 62.5 us by merges in
 # float32, 49.6 and 74.5 us in bfloat16; k = 64: 53.0 and 46.4 us, 47.8 and 33.8 us; 32768 x 512, k = 128: 100 and 68

@@ -1,4 +1,4 @@
-"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where most are winners.
+"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where `plan.sorts`.
 
 A row lies over the `lanes` lanes of a tile. Each lane sorts the elements that it holds, then runs of lanes are merged
 in pairs until one run is the row. Position p of the sorted row is in lane p / held, register p % held:

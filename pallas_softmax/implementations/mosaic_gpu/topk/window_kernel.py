@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_softmax import online
@@ -53,8 +52,6 @@ from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
     write_winners,
 )
 from pallas_softmax.online import Candidates, Normalizer
-
-_LOG2_E = float(1 / np.log(2))
 
 
 def topk_rows(
@@ -199,7 +196,7 @@ def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
         if part.mask is not None:
             selection.mask_step(window, x_smem, i, [*keep[:blocks]], interpret=interpret)
         lane = selection.absorb_step(
-            window, x_smem, search.group_keys_smem, i, blocks, lane, scale * _LOG2_E,
+            window, x_smem, search.group_keys_smem, i, blocks, lane, scale * online.LOG2_E,
             masked=part.mask is not None, interpret=interpret,
         )  # fmt: skip
         return lane, next_keep
