@@ -164,16 +164,15 @@ def test_ptx_of_zeros_is_short(row, dtype, more):
 def test_ptx_of_sorted_rows():
     """Most of a row is above the bound for a small top_k, that of its least CTA: too much for the lists.
 
-    What top_k keeps is not, so that top_p, which takes a histogram alone, sweeps the row once and searches the lists.
+    What is above the bound of its best CTA is not, and these lists serve all filters: the CTAs meet twice more.
     """
     v, count = 4099, 3
     layout = kernels.sample_layout(v, F32, count, 1)
     assert v // count > layout.list_size
-    x = np.sort(np.random.default_rng(0).standard_normal(v)).astype(F32)
-    both, top_k, top_p = (
-        machine_of(layout, x, 0.3, 1.0, k, p, 0.0).steps for k, p in [(5, 0.9), (5, 1.0), (v, 0.9)]
-    )
-    assert both - top_k < top_p * 3 / 8  # 0.33; with another histogram 0.42
+    x = np.random.default_rng(0).standard_normal(v).astype(F32)
+    rows = x, np.sort(x), -np.sort(-x)
+    meetings = [machine_of(layout, row, 0.3, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
+    assert meetings[1:] == [meetings[0] + 2] * 2
     # From every 39 combinations of a row, one with top_k = 5 and one with all filters.
     assert_drawn(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)
 

@@ -11,8 +11,15 @@ those of the lanes are combined to that of the warp, and so on, with masses in p
 For a small top_k there is also a bound, an element up to which there are enough for certain. Each CTA is to have its
 share of top_k, so the bound is the least of theirs, and of the 5th largest of the warps' largest for a share of 5. If
 a CTA has fewer warps than its share, it is the least of the warps' second largest of the lanes' largest, or third, ..
+
+Where the largest elements of a row lie in one CTA that says little. Then each CTA is to have all of top_k, and the best
+of their bounds is taken. The elements of its warps alternate, so that neighbours are in all of them:
+
+    vectors    0 .. 7 | 8 .. 15 | .. |      of 16 bytes: 128 bytes, which 8 lanes load at once
+    warp         0    |    1    | .. | 0    and lanes 0 to 7, then 8 to 15, ..
 """
 
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import Layout
@@ -20,6 +27,7 @@ from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, LOWEST
 
 # A small top_k has a bound from the largest elements of threads: about 120 keys are above it for top_k = 50.
 _FEW, _FEW_OF_WARP = 128, 4
+_TOGETHER = 8  # lanes that load neighbouring vectors
 
 
 def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
@@ -69,6 +77,25 @@ def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
     p.top = m + 0.0  # not -0
     (bound,) = p.over_warp(["min"], [p.select(inside, bound, INF)])
     return d, bound
+
+
+def bound_of_best(p: Row, top_k: Value) -> Value:
+    """Returns the largest element of which it is known that as many as a small top_k, of one CTA, are not less."""
+    layout = p.layout
+    together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
+    at = p.var(p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES)
+    end = p.x + layout.window.size * p.elements.itemsize
+    largest = p.var(LOWEST, "f32")
+    with p.loop() as leave:
+        leave(at >= end)
+        p.set(largest, p.max(largest, p.greatest(p.vector(at))))
+        p.increase(at, layout.threads * ACCESS_BYTES)
+    of_each_warp = _divided(top_k + (p.warps - 1), p.warps)
+    p.over_cta(["min"], [_in_rank(p, largest, of_each_warp, LANES)], [INF], layout.kept)
+    p.meet()
+    (bound,) = p.of_ctas(layout.kept, 1)
+    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LOWEST)])
+    return best
 
 
 def most_few(layout: Layout) -> int:

@@ -6,7 +6,8 @@
       the last entry that one keeps         search_ptx
         bfloat16                              values_ptx      1
         float32, float16                      distances_ptx   1
-          near where it is expected             zone_ptx        1, and 1 to count the greater of two keys
+          near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
+                                                                or 2 with a better bound for a small top_k
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, and 1
     the draw                              inverse_ptx       0
 

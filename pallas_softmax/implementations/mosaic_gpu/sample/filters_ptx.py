@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
+from pallas_softmax.implementations.mosaic_gpu.sample.arrival_ptx import bound_of_best
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LOWEST, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept, Search
 
@@ -27,11 +28,11 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
 
     The text of a search is there once, in a loop that runs for each of them. If top_k is small, `few`, all of what it
     keeps is not below `bound`. So the lists of a zone from there to the largest have all that any filter keeps, and are
-    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more without
-    the bound, and then with a better one, the last key that top_k keeps.
+    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more with
+    the bound of its best one; and if that is too much, without.
     """
-    counted, is_weight = (p.var(False, "pred") for _ in range(2))
-    is_mass, is_small, few = p.var(~filters.by_number), few, p.var(few)
+    counted, is_weight, is_best = (p.var(False, "pred") for _ in range(3))
+    is_mass, few = p.var(~filters.by_number), p.var(few)
     left = p.var(filters.by_number | filters.by_mass)
     low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
     zone = lists_ptx.zone_of(p)
@@ -51,20 +52,18 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
                 for edge, found in zip((low, high), distances_ptx.zone(f, total)):
                     p.set(edge, found)
             p.set(again, zone_ptx.search(f, zone, low, high, few))
-            p.set(few, few & ~again)
+            p.set(few, few & ~(again & is_best))
+            with p.when(again & few):
+                p.set(low, p.max(low, bound_of_best(p, filters.top_k)))
+                p.set(is_best, True)
             p.set(zone.known, zone.known & few)
-            ended = ~(few | again | is_mass) & kept.key.differs(KEEP_ALL)  # top_k without the bound
-            has_better = is_small & ended & lists_ptx.have_room(p, zone)
-            p.set(few, few | has_better)
-            p.set(low, p.of_key(kept.key), has_better)
-            p.set(high, p.top, has_better)
             is_first = filters.by_weight & zone.known & lists_ptx.have_room(p, zone) & ~is_weight
             p.set(to_weight, is_first & (p.weight(p.of_key(kept.key)) < filters.min_p))
-        to_mass = p.var(filters.by_mass & ~is_weight & ~(is_mass ^ again))  # the same once more, or the next
+        to_mass = p.var(filters.by_mass & ~is_mass & ~is_weight & ~again)
         p.set(is_weight, to_weight & ~to_mass)
         p.set(is_mass, to_mass)
         p.set(left, again | is_mass | is_weight)
-        with p.when(few & left & ~zone.known):
+        with p.when(few & left & ~zone.known & ~again):
             p.meet()  # others may still read what was found of the zone
 
 

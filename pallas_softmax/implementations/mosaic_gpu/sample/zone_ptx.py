@@ -6,8 +6,8 @@
 
 Every CTA reads the lists of all, and decides by itself (`lists_ptx`). If the goal is not reached in the zone after all,
 or if the lists have no room, the row is searched digit by digit (`digits_ptx`). But of a zone of two keys for which
-they have no room a sweep counts the greater ones, and a zone from the bound for a small top_k is given up for that of
-a histogram.
+they have no room a sweep counts the greater ones, and a zone from the bound for a small top_k is given up for one from
+a better bound, and that for one from a histogram.
 """
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
