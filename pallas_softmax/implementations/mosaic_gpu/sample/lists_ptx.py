@@ -128,8 +128,9 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 
 def _clear(p: Row) -> None:
-    """Makes the sums over parts of a range 0."""
+    """Makes the sums over parts of a range 0, and the few keys that are left."""
     p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _PARTS)
+    p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
 def number_from(p: Row, zone: Zone, least: Value) -> Value:
@@ -218,11 +219,12 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
         at, number = p.var(few_keys), p.var(0, "u32")
         with p.loop() as leave:
             leave(number >= inside)
-            its, amount = p.load_vector(at, "u32", 2)
-            p.increase(before, amount, its > own)
-            p.increase(upto, amount, its >= own)
-            p.increase(at, 8)
-            p.increase(number, 1)
+            words = p.load_vector(at, "u32", 8)
+            for its, amount in zip(words[::2], words[1::2]):  # 0 where there is none
+                p.increase(before, amount, its > own)
+                p.increase(upto, amount, its >= own)
+            p.increase(at, 32)
+            p.increase(number, 4)
         # A goal that rounding has put above all is that of the last of all.
         reached = (p.lane < inside) & (upto >= p.min(goal, p.over_lanes("max", upto)))
         p.set(distance, p.over_lanes("max", p.select(reached, own, low)))
