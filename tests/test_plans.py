@@ -214,13 +214,10 @@ TOPK_PLANS = {
     (4096, 128, 128, "float32"): "tile",
     (4096, 512, 512, "float32"): "tile",
     (4096, 516, 256, "float32"): "tile",
-    (4096, 516, 257, "float32"): 1,  # too many elements for the lanes of a warp, of a row that is sorted
-    (4096, 1024, 256, "float32"): "tile",
+    (4096, 1024, 1024, "float32"): "tile",
     (4096, 1024, 1024, "bfloat16"): "tile",
-    (4096, 1032, 257, "bfloat16"): 1,
-    (4096, 2048, 256, "bfloat16"): "tile",
-    (4096, 2048, 257, "bfloat16"): 1,
-    (10, 1028, 1, "float32"): 1,  # the same of one that is not
+    (4096, 2048, 2048, "bfloat16"): "tile",
+    (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
     (10, 2056, 1, "bfloat16"): 1,
     (10, 1025, 1, "bfloat16"): 1,  # whose lanes load one element at a time
     (10, 2052, 1, "float32"): 1,
@@ -305,6 +302,24 @@ def test_lanes_and_lists_of_merges(case):
     assert (tile.lanes, tile.steps * tile.vec, length) == MERGES[case]
 
 
+# (vocab, k, dtype): whether the row is sorted
+SORTED = {
+    (31, 31, "float32"): False,
+    (32, 32, "float32"): True,
+    (512, 256, "float32"): False,  # not most of the row
+    (512, 257, "float32"): True,
+    (513, 513, "float32"): False,  # longer than a warp's lanes sort
+    (1024, 513, "bfloat16"): True,
+    (1025, 1025, "bfloat16"): False,
+}
+
+
+@pytest.mark.parametrize("case", SORTED, ids=str)
+def test_rows_of_which_most_are_winners_are_sorted(case):
+    vocab, k, dtype = case
+    assert topk_plan.sorts(vocab, k, jnp.dtype(dtype).itemsize) == SORTED[case]
+
+
 @settings(FREE, max_examples=100)
 @given(
     st.one_of(st.integers(1, 200), st.integers(1, 5000)),
@@ -325,10 +340,11 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
     if isinstance(plan, Tile):
         assert plan.shape[1] >= vocab and plan.lanes <= 32  # a row is a warp's
         check_tile(plan, vocab)
-        winners = topk_plan.winners_tile(plan, vocab, k)
+        itemsize = jnp.dtype(dtype).itemsize
+        winners = topk_plan.winners_tile(plan, vocab, k, itemsize)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
-        length = topk_plan.list_length(plan, k, jnp.dtype(dtype).itemsize)
-        assert topk_plan.sorts(vocab, k) or length * plan.lanes >= k
+        length = topk_plan.list_length(plan, k, itemsize)
+        assert topk_plan.sorts(vocab, k, itemsize) or length * plan.lanes >= k
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024

@@ -63,10 +63,6 @@ MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes a
 # with 8 in a lane 31.5 us; in float32, 51.5 and 51.9 us.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# 32768 x 512, k = 200: 83.2 us by merges and 96.2 us by a sort in float32, 63.4 and 86.1 us in bfloat16; 16384 x 1000,
-# k = 256: 97.3 us by merges and 204 us in a window, 63.2 and 119 us by a sort.
-MAX_MERGED_K = 256  # winners of a row that merges find
-
 # A longer list takes more comparisons. Where one is too short, its warp looks further, in 16 bits by lists of the next
 # elements, in float32 by whole lists, which takes three times as long, and the other warps of the CTA wait. 16384 x
 # 1024 float32, k = 64, takes 47.1 us with lists of 8 (a share of 0.027) and 44.0 us with 16 (4e-8), for a third more
@@ -74,10 +70,11 @@ MAX_MERGED_K = 256  # winners of a row that merges find
 # 8. The shares here make instructions and waits, as counted in the tests' interpreter of PTX, nearly the fewest.
 TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps at most, of rows in any order, by bytes of an element
 
-# Where most of a row are winners, it is sorted. 100000 x 128, k = 128: 57.9 us by a sort and 62.5 us by merges in
-# float32, 49.6 and 74.5 us in bfloat16; k = 64: 53.0 and 46.4 us, 47.8 and 33.8 us; 32768 x 512, k = 128: 100 and 68
-# us, 86.8 and 51.0 us. A sort is faster with fewer elements in a lane: 65536 x 256 float32, k = 128, took 109 us
-# with 32 lanes of 8, 136 us with 16 of 16.
+# Where most of a row are winners, it is sorted: 32768 x 512 takes 97.7 us by a sort and 127 us by merges for k = 320 in
+# float32, 86.3 and 98.4 us in bfloat16; k = 256 takes 93.0 and 90.5 us, 86.1 and 80.1 us. A sort is faster with fewer
+# elements in a lane: 65536 x 256 float32, k = 128, took 109 us with 32 lanes of 8, 136 us with 16 of 16. So longer rows
+# are merged whatever k is: 16384 x 1000 float32, k = 600, takes 189 us by merges, 235 us by a sort of 32 elements in a
+# lane and 511 us in a window; 16384 x 2048 bfloat16, k = 2048, takes 308, 327 (64 in a lane) and 1,810 us.
 SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes of an element
 MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # the same where all 32 lanes of a warp hold the row
 
@@ -233,13 +230,10 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     """
     itemsize = jnp.dtype(dtype).itemsize
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
-    if sorts(vocab, k):
-        of_few = of_many = SORTED_LANE_ELEMENTS[itemsize]
-        most = MAX_SORTED_LANE_ELEMENTS[itemsize]
-    else:
-        of_few = LANE_ELEMENTS[itemsize]
-        of_many = most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
-    tile = _tile(vocab, vec, of_few, of_many)
+    if sorts(vocab, k, itemsize):
+        return _tile(vocab, vec, SORTED_LANE_ELEMENTS[itemsize], SORTED_LANE_ELEMENTS[itemsize])
+    most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
+    tile = _tile(vocab, vec, LANE_ELEMENTS[itemsize], most)
     if tile.steps * tile.vec <= most:
         return tile
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
@@ -271,9 +265,9 @@ def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
     return row_tile(vocab, vec, lanes)
 
 
-def sorts(vocab: int, k: int) -> bool:
-    """Returns whether the winners of a row in a tile are found by a sort of the row, and not by merges."""
-    return k > MAX_MERGED_K or (k >= 32 and 2 * k > vocab)
+def sorts(vocab: int, k: int, itemsize: int) -> bool:
+    """Returns whether the winners of a row are found by a sort of the row in a tile, and not by merges."""
+    return k >= 32 and 2 * k > vocab and vocab <= 32 * MAX_SORTED_LANE_ELEMENTS[itemsize]
 
 
 def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
@@ -341,9 +335,9 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
     return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
 
 
-def winners_tile(tile: Tile, vocab: int, k: int) -> Tile:
+def winners_tile(tile: Tile, vocab: int, k: int, itemsize: int) -> Tile:
     """Returns the tile that holds the winners of each row of a tile, in order: neighbours in each lane."""
-    return sorted_tile(tile) if sorts(vocab, k) else merged_tile(tile, k)
+    return sorted_tile(tile) if sorts(vocab, k, itemsize) else merged_tile(tile, k)
 
 
 def sorted_tile(tile: Tile) -> Tile:

@@ -46,6 +46,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     Window,
+    merged_tile,
     padded_winners,
     sorts,
     winners_tile,
@@ -285,20 +286,20 @@ def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, 
     ranked[padded : padded + k] = index[:k]
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, *, narrow: bool, interpret):
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpret):
     """Returns indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked (see `tiles.store`).
 
     Args:
       vocab: number of elements of a row; the tile may have more columns.
       key: tile of the keys of the row's elements.
       per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
-      narrow: whether the keys are those of 16 bits, which are to be sorted.
+      itemsize: bytes of an element: 4, or 2 of a row that is sorted.
     """
     if not interpret:
-        if sorts(vocab, k):
-            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow)
+        if sorts(vocab, k, itemsize):
+            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow=itemsize == 2)
         return merging_ptx.take(tile, vocab, k, key, per_row)
-    out = winners_tile(tile, vocab, k)
+    out = winners_tile(tile, vocab, k, itemsize)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
@@ -318,7 +319,7 @@ def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
         negative = bits >> 15
         key = (bits ^ (negative & 0x7FFF)).astype(jnp.int32)[:, :vocab]
         words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-        out = winners_tile(tile, vocab, k)
+        out = merged_tile(tile, k)
         best = ~lax.sort(~words)[:, :k]
         word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
         per_row = [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]

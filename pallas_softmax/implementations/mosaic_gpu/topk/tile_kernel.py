@@ -28,9 +28,9 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
     rows, vocab = x.shape
     scale = 1 / temperature
-    narrow = x.dtype.itemsize == 2
-    by_words = narrow and not sorts(vocab, k)  # keys that come packed, two elements at a time
-    winners = winners_tile(plan, vocab, k)
+    itemsize = x.dtype.itemsize
+    by_words = itemsize == 2 and not sorts(vocab, k, itemsize)  # keys come packed, two elements at a time
+    winners = winners_tile(plan, vocab, k, itemsize)
 
     def broadcast(per_row):
         return lax.broadcast_in_dim(per_row, plan.shape, (0,))
@@ -85,7 +85,7 @@ def topk_rows(
                 k,
                 held,
                 (m, d, row_scale),
-                narrow=narrow,
+                itemsize=itemsize,
                 interpret=interpret,
             )
             key = key_at(x_gmem, mask_gmem, row, index)
