@@ -47,12 +47,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, r
 MAX_K = 2_048  # winners
 
 # Fewer lanes with more elements sort more in a lane and exchange less. Where a row lies over many lanes that is faster:
-# 131072 x 384 float32, k = 8, takes 80.9 us with 32 elements in a lane, 85.0 us with 16; 32768 x 512, k = 128, 62.0 and
-# 67.3 us; in bfloat16, with 64 and 32, they take 53.5 and 57.0 us, 47.0 and 49.4 us. Over few lanes it is slower:
-# 131072 x 64 float32, k = 6, takes 16.2 and 15.7 us, 131072 x 128 bfloat16, k = 8, 20.7 and 19.6 us. With 64 of float32
-# in each of 32 lanes a window is faster: 16384 x 2048 takes 51.3, 64.2 and 112 us by merges for k = 5, 16 and 128,
-# 49.2, 51.8 and 84.7 us in a window. In bfloat16 it is not: 32.5, 48.4 and 62.2 us for k = 5, 64 and 128, 43.8, 69.7
-# and 78.3.
+# 131072 x 384 float32, k = 8, takes 76.9 us with 32 elements in a lane, 84.9 us with 16; 32768 x 512, k = 64, 42.5 and
+# 53.3 us; in bfloat16, with 64 and 32, they take 53.3 and 55.9 us, both 33.1 us. Over few lanes it is slower: 131072 x
+# 64 float32, k = 6, took 16.2 and 15.7 us, 131072 x 128 bfloat16, k = 8, 20.7 and 19.6 us. With 64 of float32 in each
+# of 32 lanes a window is faster: 16384 x 2048 takes 51.6, 62.4 and 132 us by merges for k = 5, 16 and 128, 49.8, 51.7
+# and 84.9 us in a window. In bfloat16 it is not: 29.8, 49.4 and 60.2 us for k = 5, 64 and 128, 43.8, 69.7 and 78.3.
+# (Merges of float32 also number the elements of a lane's list by the bits of a word, of which there are 32.)
 LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in a lane at most, of few lanes, by bytes of an element
 MANY_LANES = 8  # of a row at least, each of which may hold more elements
 MAX_LANE_ELEMENTS = 32  # elements of a row in a lane at most, of many lanes
@@ -65,9 +65,8 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 
 # A longer list takes more comparisons. Where one is too short, its warp looks further, in 16 bits by lists of the next
 # elements, in float32 by whole lists, which takes three times as long, and the other warps of the CTA wait. 16384 x
-# 1024 float32, k = 64, takes 47.1 us with lists of 8 (a share of 0.027) and 44.0 us with 16 (4e-8), for a third more
-# instructions; 131072 x 512 bfloat16, k = 16, takes 92.1 us with lists of 16, which are never too short, 86.0 us with
-# 8. The shares here make instructions and waits, as counted in the tests' interpreter of PTX, nearly the fewest.
+# 1000 float32, k = 128, takes 59.9, 57.2 and 56.1 us with lists of 12, 13 and 14, 32768 x 512, k = 64, 45.8, 42.5 and
+# 42.6 us with 12, 14 and 15; 100000 x 512 bfloat16, k = 16, takes 58.2, 58.5 and 63.6 us with 8, 9 and 10.
 TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps at most, of rows in any order, by bytes of an element
 
 # Where most of a row are winners, it is sorted: 32768 x 512 takes 97.7 us by a sort and 127 us by merges for k = 320 in
