@@ -14,6 +14,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow
 from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
+from pallas_softmax.implementations.mosaic_gpu.topk import tile_plan
 from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 
@@ -273,10 +274,10 @@ def test_topk_plan(shape):
 @pytest.mark.parametrize("vocab", [1, 2, 7, 64, 127, 128, 512, 1000, 1024])
 def test_plans_of_the_backward_of_topk(vocab, dtype):
     """A row lies over lanes of one warp; rows that do not fit there have no plan."""
-    plan = topk_plan.plan_topk_grad(vocab, dtype)
+    plan = tile_plan.plan_topk_grad(vocab, dtype)
     assert plan is not None and plan.lanes <= 32 and plan.shape[1] >= vocab
     check_tile(plan, vocab)
-    assert topk_plan.plan_topk_grad(1028, dtype) is None
+    assert tile_plan.plan_topk_grad(1028, dtype) is None
 
 
 # (vocab, k, dtype) to the lanes of a row, the elements in each, and the length of its list
@@ -298,7 +299,7 @@ def test_lanes_and_lists_of_merges(case):
     vocab, k, dtype = case
     tile = topk_plan.plan_topk(4096, vocab, k, dtype, HOPPER)
     assert isinstance(tile, Tile)
-    length = topk_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
+    length = tile_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
     assert (tile.lanes, tile.steps * tile.vec, length) == MERGES[case]
 
 
@@ -317,7 +318,7 @@ SORTED = {
 @pytest.mark.parametrize("case", SORTED, ids=str)
 def test_rows_of_which_most_are_winners_are_sorted(case):
     vocab, k, dtype = case
-    assert topk_plan.sorts(vocab, k, jnp.dtype(dtype).itemsize) == SORTED[case]
+    assert tile_plan.sorts(vocab, k, jnp.dtype(dtype).itemsize) == SORTED[case]
 
 
 @settings(FREE, max_examples=100)
@@ -341,10 +342,10 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
         assert plan.shape[1] >= vocab and plan.lanes <= 32  # a row is a warp's
         check_tile(plan, vocab)
         itemsize = jnp.dtype(dtype).itemsize
-        winners = topk_plan.winners_tile(plan, vocab, k, itemsize)
+        winners = tile_plan.winners_tile(plan, vocab, k, itemsize)
         assert (winners.rows, winners.lanes) == (plan.rows, plan.lanes) and winners.shape[1] >= k
-        length = topk_plan.list_length(plan, k, itemsize)
-        assert topk_plan.sorts(vocab, k, itemsize) or length * plan.lanes >= k
+        length = tile_plan.list_length(plan, k, itemsize)
+        assert tile_plan.sorts(vocab, k, itemsize) or length * plan.lanes >= k
     else:
         check_window(plan, rows, k, jnp.dtype(dtype).itemsize)
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
@@ -394,7 +395,7 @@ def test_merges_come_to_an_end(k, count):
     """In a few launches, each of which has room for the lists that it merges."""
     group, launches = topk_plan.lists_per_merge(k), 0
     assert 2 <= group <= hardware.WARPGROUP
-    slots = topk_plan.power_of_two(group * k, hardware.WARPGROUP)
+    slots = layout.power_of_two(group * k, hardware.WARPGROUP)
     assert 8 * slots + 8 * topk_plan.padded_winners(k) <= 95 * 1024
     while count > 1:
         count, launches = -(-count // group), launches + 1

@@ -32,6 +32,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     selection_ptx,
     sorting_ptx,
     threshold_ptx,
+    tile_plan,
     window_kernel,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
@@ -206,18 +207,18 @@ def threshold_ptx_of(groups, k):
 
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging_ptx.text_of_words(tile, vocab, k), topk_plan.merged_tile(tile, k)
+    return merging_ptx.text_of_words(tile, vocab, k), tile_plan.merged_tile(tile, k)
 
 
 def sorting_ptx_of(tile, vocab, k):
     """Returns the text of a sort in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    out = topk_plan.sorted_tile(tile)
+    out = tile_plan.sorted_tile(tile)
     return sorting_ptx._text(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow=False), out
 
 
 def merging_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.text(tile, vocab, k), topk_plan.merged_tile(tile, k)
+    return merging_ptx.text(tile, vocab, k), tile_plan.merged_tile(tile, k)
 
 
 def merge_so_many_lists(monkeypatch, lists):
@@ -247,7 +248,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     """Returns the cotangents of the logits and of each row's temperature, by a tile of few rows."""
-    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
     return grad_kernel.topk_grad_rows(*arrays, fewer_rows(plan), log=log, interpret=interpret)

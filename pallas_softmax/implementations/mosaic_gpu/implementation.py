@@ -26,7 +26,8 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     tile_kernel,
     window_kernel,
 )
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk, plan_topk_grad
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import plan_topk
+from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import plan_topk_grad
 from pallas_softmax.online import Normalizer
 
 

@@ -13,8 +13,8 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     MAX_K,
     lists_per_merge,
-    plan_topk_grad,
 )
+from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import plan_topk_grad
 
 # The calls on a single row that XLA runs faster, measured on an H100. benchmarks/results/launch has the float32
 # softmax_grad of (1, 128256), 5.0 us to XLA's 4.3, and of (1, 50257), 4.2 us for both.

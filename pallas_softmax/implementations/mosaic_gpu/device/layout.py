@@ -63,6 +63,13 @@ def row_tile(vocab: int, vec: int, lanes: int) -> Tile:
     return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
 
 
+def power_of_two(least: int, start: int) -> int:
+    """Returns the first of start, 2 start, 4 start, ... that is not below `least`."""
+    while start < least:
+        start *= 2
+    return start
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """How a CTA goes over `length` elements in shared memory: block by block, `step_blocks` blocks a step.

@@ -22,11 +22,11 @@ from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
+from pallas_softmax.implementations.mosaic_gpu.device.layout import power_of_two
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     lists_per_merge,
     padded_winners,
-    power_of_two,
     searches_lists,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import (

@@ -13,7 +13,7 @@ there on both runs of a pair keep the same. With lists of 2 and a size of 4:
 What comes out of a merge is bitonic, and sorted by exchanges between lanes and then within them.
 
 A lane may have had more winners than its list has, if the last of that is among the winners. Lists are so long that
-this is rare in rows in any order (`plan.list_length`). Then, of 16 bits, the lanes make lists of what comes after
+this is rare in rows in any order (`tile_plan.list_length`). Then, of 16 bits, the lanes make lists of what comes after
 those, which are merged in, and so on.
 
 An element is one word, its packed key (see `packed_ptx`): of 16 bits it has the whole key, so no two words are equal,
@@ -33,11 +33,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
+from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, power_of_two
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import mending_ptx, packed_ptx, sorting_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.packed_ptx import LOWEST
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import list_length, merged_tile, power_of_two
+from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import list_length, merged_tile
 
 # Elements of a warp's rows that are looked at one by one, each of which takes 190 instructions of PTX.
 _MOST_ALIKE = 16

@@ -46,12 +46,10 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     Window,
-    merged_tile,
     padded_winners,
-    sorts,
-    winners_tile,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import ranked_slots, write_slots
+from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import merged_tile, sorts, winners_tile
 from pallas_softmax.online import Normalizer, shift
 
 

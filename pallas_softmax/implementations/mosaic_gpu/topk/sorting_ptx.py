@@ -1,4 +1,4 @@
-"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where `plan.sorts`.
+"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where `tile_plan.sorts`.
 
 A row lies over the `lanes` lanes of a tile. Each lane sorts the elements that it holds, then runs of lanes are merged
 in pairs until one run is the row. Position p of the sorted row is in lane p / held, register p % held:
@@ -16,7 +16,7 @@ and exchanges those that are in the wrong order. Else it sorts its rows again in
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import mending_ptx, packed_ptx
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorted_tile
+from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import sorted_tile
 
 # Each takes some 160 instructions of PTX in a pass; normal logits have 0.6 among the best 128 of a row of 512. A sort
 # of such a row takes 1,400, and in words of 64 bits four times as many.

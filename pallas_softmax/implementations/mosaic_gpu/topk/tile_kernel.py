@@ -17,7 +17,7 @@ from pallas_softmax.implementations.mosaic_gpu.device import sort_keys, tiles
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import sorts, winners_tile
+from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import sorts, winners_tile
 from pallas_softmax.implementations.mosaic_gpu.topk.winners import weight
 from pallas_softmax.online import Candidates, Normalizer
 
