@@ -10,10 +10,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_N
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
 from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_columns
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
-    MAX_K,
-    lists_per_merge,
-)
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
 from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import plan_topk_grad
 
 # The calls on a single row that XLA runs faster, measured on an H100. benchmarks/results/launch has the float32
