@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_softmax.implementations import xla
+from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import BF16, F16, F32
@@ -320,6 +321,15 @@ def test_topk_of_fewer_unmasked_than_winners(kind, log):
     where = np.zeros((4, v), bool)
     where[:, 2:40:3] = where[:, -1] = True
     kernels.assert_topk(x, k, names, plan, where, log=log)
+
+
+def test_topk_of_fewer_candidates_than_winners():
+    """The best elements are in as many groups as can be, so that fewer than k reach a bound for rows in any order."""
+    plan, k, at = Window(1204, 4, 2, 1), 320, np.arange(1204)
+    x = -(at % 4) * 1000.0 - at // 4
+    rank = topk_plan.bound_rank(plan, k, topk_plan.candidate_slots(k))
+    assert np.sum(x >= np.sort(x)[-rank]) == rank < k  # each of them is the largest of its group
+    kernels.assert_topk(x[None].astype(F32), k, ["spread"], plan)
 
 
 @pytest.mark.slow

@@ -263,6 +263,31 @@ def test_candidates_are_listed_by_position_where_two_ctas_fit_then(shape):
     assert topk_plan.plan_topk(*shape, HOPPER).compact == COMPACT[shape]
 
 
+@pytest.mark.parametrize(
+    ("vocab", "k", "dtype"),
+    [
+        (2_048, 512, "float32"),  # as many groups as winners
+        (4_096, 1000, "float32"),
+        (25_000, 1024, "float32"),  # a compact window
+        (2_049, 300, "bfloat16"),
+        (4_800, 2048, "bfloat16"),
+        (16_000, 2048, "bfloat16"),
+    ],
+)
+def test_bound_of_rows_in_any_order(vocab, k, dtype):
+    """The list has room for the elements that reach the bound, and they are k at least, in rows of random numbers."""
+    plan = topk_plan.plan_topk(4000, vocab, k, dtype, HOPPER)
+    items, _ = topk_plan.listed_items(plan, k)
+    room = items if plan.compact else items // 2
+    rank = topk_plan.bound_rank(plan, k, room)
+    size = plan.groups * plan.group_size
+    for seed in range(10):
+        window = np.full(size, -np.inf)
+        window[:vocab] = np.random.default_rng(seed).random(vocab)
+        largest = window.reshape(-1, plan.group_blocks, 128, plan.vec).max((1, 3))
+        assert k <= np.sum(window >= np.sort(largest, None)[-rank]) <= room
+
+
 @pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
 def test_topk_plan(shape):
     """Few rows are split, and rows of which two would not lie in a multiprocessor."""

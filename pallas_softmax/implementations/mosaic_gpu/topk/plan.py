@@ -281,6 +281,26 @@ def candidate_slots(k: int) -> int:
     return power_of_two(2 * k, 256)
 
 
+def bound_rank(window: Window, k: int, room: int) -> int:
+    """Returns which of the groups' largest elements, in order, is the bound for candidates: the k-th or a higher one.
+
+    At least k elements reach the k-th, one in each of k groups. Where k is so large beside the number of groups that in
+    a row in any order too many reach it, the bound is one that about 1.4 k reach.
+
+    Args:
+      room: how many candidates the list has room for.
+    """
+    elements = window.cut.longest
+
+    def groups_with(number: float) -> float:
+        """Returns how many groups have one of so many elements."""
+        return elements / window.group_size * (1 - (1 - number / elements) ** window.group_size)
+
+    if elements <= room or k <= groups_with(0.9 * room):
+        return k
+    return round(groups_with(1.4 * k))
+
+
 def lists_per_merge(k: int) -> int:
     """Returns the number of lists of k winners that one CTA merges into one: at most one for each thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))

@@ -5,7 +5,8 @@
   * more elements reach the threshold than the list has slots for: many are alike, or the best of them are together
     in few groups; or
   * fewer than k do: among the largest keys of groups a NaN is the highest key of all, and a masked element that of
-    -inf, though their own keys may be lower.
+    -inf, though their own keys may be lower; or k is so large that the threshold is one that about 1.4 k elements
+    reach (`plan.bound_rank`), and few of them are together.
 
 Then bisection finds a bound that is exact. It counts over all elements, and ends as soon as the bound
 is reached by at least k elements and either by no more than there are slots, or exceeded by fewer than k:
@@ -29,7 +30,7 @@ from jax import lax
 from pallas_softmax.implementations.mosaic_gpu.device import blocks, sort_keys
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
+from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window, bound_rank
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import capacity_of
 
 
@@ -74,18 +75,18 @@ class Search:
     def find(self, k: int):
         """Collects candidates, among which the k best are, and returns their number: at least k."""
         capacity = capacity_of(self.slots_smem)
-        bound = self._threshold(k)
+        bound = self._threshold(bound_rank(self.window, k, capacity))
         self._collect(bound)
         n = self.counts_smem[0]
         return lax.cond((n < k) | (n > capacity), lambda: self._find_exactly(bound, k, capacity), lambda: n)
 
-    def _threshold(self, k: int):
-        """Returns a key that at least k elements reach, unless there is a NaN."""
+    def _threshold(self, rank: int):
+        """Returns a key that as many groups have an element of, or the lowest one if there are fewer groups."""
         groups = self.window.groups
-        if groups < k:
+        if groups < rank:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
         return selection.threshold(
-            self.group_keys_smem, self.slots_smem, self.counts_smem, groups, k, interpret=self.interpret
+            self.group_keys_smem, self.slots_smem, self.counts_smem, groups, rank, interpret=self.interpret
         )
 
     def _collect(self, bound, *, all_groups=False):
