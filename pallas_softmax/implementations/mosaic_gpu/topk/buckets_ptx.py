@@ -1,7 +1,7 @@
 """The order of many candidates, by buckets, in inline PTX, by the 128 threads of a CTA; see `ranking_ptx`.
 
-The range of the keys is cut into equal pieces, the buckets, as many as there are slots. Candidates are counted in
-their buckets; a running sum of the counts says where in the order each bucket starts; and within its bucket a
+The range of the candidates is cut into equal pieces, the buckets, as many as there are slots. Candidates are counted
+in their buckets; a running sum of the counts says where in the order each bucket starts; and within its bucket a
 candidate is compared with the others there. With 4 buckets, of the keys 9 to 1:
 
     slots      3  8  1  9  5  2  9'      in any order
@@ -11,11 +11,17 @@ candidate is compared with the others there. With 4 buckets, of the keys 9 to 1:
     grouped    8  9  9' | 5 | 3 | 1  2   in any order within a bucket
     ranked     9  9' 8  | 5 | 3 | 2  1
 
-If the keys are spread over the buckets, the time grows with the number of candidates alone. If they are not, there is
-a bucket with many, and `ranking_ptx` sorts.
+If the candidates are spread over the buckets, the time grows with their number alone. If they are not, there is a
+bucket with many, and `ranking_ptx` sorts. So what is cut is the range of the distances from the best one:
+
+  * A distance is a difference of keys, which lie on a scale of logarithms. Of a range around 0 most keys are those of
+    tiny numbers. So if there are both signs, what is below 2^-16 of the largest magnitude counts as 0.
+  * In 16 bits many candidates have the same key, so their indices count too: V * the difference of keys + index.
 """
 
 from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
@@ -24,23 +30,33 @@ from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, index_and_key
 
 _CHUNK = 4  # candidates of a thread that are handled together
+_OCTAVES = 16  # powers of two from the largest magnitude to what counts as 0
+_INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
 # A word has two numbers of 16 bits: below, a bucket or where it starts; above, a count. The place of a candidate is
 #     in `_count`   | how many its bucket had before it | number of its bucket    |
 #     from `_group` | how many its bucket has           | where its bucket starts |
 _HALF, _LOWER = 16, 0xFFFF
 
+_OF_ZERO = 2**31  # the key of +0 in a slot; that of -0 comes before it
 _ROUNDED_DOWN = 1 - 2.0**-20  # makes a factor less than it is exactly, by more than float32 rounds
 
 
 def rank_by_buckets(
-    p: Program, capacity: int, k: int, padded: int, most: int, otherwise: Callable[[Value], None]
+    p: Program,
+    capacity: int,
+    k: int,
+    padded: int,
+    dtype,
+    vocab: int | None,
+    most: int,
+    otherwise: Callable[[Value], None],
 ) -> None:
     """Writes the k best of the first <n> slots to <ranked>; a thread has slots thread, thread + 128, ...
 
     Args:
       capacity: number of slots, and of the words of <buckets>.
-      padded: as in `ranking_ptx.rank`.
+      padded, dtype, vocab: as in `ranking_ptx.rank`.
       most: number of candidates of a bucket up to which they are compared.
       otherwise: leaves the buckets, where a condition holds: a bucket has more. The slots then are as they were.
     """
@@ -48,8 +64,9 @@ def rank_by_buckets(
     each = capacity // WARPGROUP
     mine = p.at(buckets, thread, 4 * each)  # the thread's counters
     p.store(mine, *[0] * each)
-    values, largest, factor = _load_and_bracket(p, each)
-    places = _count(p, values, largest, factor)
+    values, greatest, least = _load_and_bracket(p, each)
+    distance, distances = _distances(p, greatest, least, dtype, vocab)
+    places = _count(p, values, distance, _factor(p, distances, capacity))
     _start(p, mine, each, most, otherwise)
     _group(p, values, places)
     for have, chunk in _chunks(p, each):
@@ -72,15 +89,9 @@ def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
 
 
 def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
-    """Loads the thread's slots; finds the largest key of all, and the factor by which keys become buckets:
-
-    bucket = (largest - key) * factor / 2^32
-
-    It is a little less than slots * 2^32 / (largest - least + 1), by more than float32 rounds, and at most
-    2^32 - 1. It only matters that better keys do not have later buckets.
-    """
+    """Loads the thread's slots; returns them, and the greatest and the least of all keys, as slots have them."""
     thread, slots, ranked = p.operands("u32", "thread", "slots", "ranked")
-    largest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
+    greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
     own = p.at(slots, thread, SLOT_BYTES)
     values = []
     for have, chunk in _chunks(p, each):
@@ -88,24 +99,62 @@ def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]
         values += [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
         for has, value in zip(have, values[chunk]):
             _, key = p.split(value)
-            p.update(largest, "max", key, when=has)
+            p.update(greatest, "max", key, when=has)
             p.update(least, "min", key, when=has)
-    of_warp = [p.over_lanes("max", largest), p.over_lanes("min", least)]
-    larger, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
-    largest = p.reduce("max", larger)
-    span = p.convert(largest - p.reduce("min", smaller), "f32") + 1.0
-    factor = p.reciprocal(span) * (each * WARPGROUP * 2.0**32 * _ROUNDED_DOWN)
-    return values, largest, p.convert(factor, "u32")
+    of_warp = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
+    greater, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
+    return values, p.reduce("max", greater), p.reduce("min", smaller)
 
 
-def _count(p: Program, values: list[Value], largest: Value, factor: Value) -> list[Value]:
+def _distances(
+    p: Program, greatest: Value, least: Value, dtype, vocab: int | None
+) -> tuple[Callable[[Value], Value], Value]:
+    """Returns a function from a slot to its distance from the best one, and how many distances there are, a float.
+
+    Distances are below 2^32. It only matters that better candidates are not farther away.
+    """
+    largest = p.max(greatest - _OF_ZERO, _OF_ZERO - 1 - least).bits("s32")
+    small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
+    # What counts as 0: +0 and -0, and what is small if there are both signs.
+    small = p.select((least < _OF_ZERO) & (greatest >= _OF_ZERO), small, 0)
+    first, last = small + _OF_ZERO, _OF_ZERO - 1 - small
+
+    def nearest(key: Value) -> Value:
+        return p.max(p.min(key, first), last)
+
+    best, indices, shift = greatest - nearest(greatest), 1, 0
+    if vocab is not None and jnp.dtype(dtype).itemsize == 2:
+        shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
+        indices = (vocab - 1 >> shift) + 1
+
+    def distance(slot: Value) -> Value:
+        complement, key = p.split(slot)
+        at = nearest(key)
+        between = best - (key - at)
+        if indices == 1:
+            return between
+        # Of what counts as 0 a better key may have the higher index.
+        return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
+
+    last_distance = best - (least - nearest(least))
+    return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
+
+
+def _factor(p: Program, distances: Value, capacity: int) -> Value:
+    """Returns the factor by which distances become buckets: bucket = distance * factor / 2^32.
+
+    It is a little less than slots * 2^32 / distances, by more than float32 rounds, and at most 2^32 - 1.
+    """
+    return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+
+
+def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], factor: Value) -> list[Value]:
     """Counts the candidates in their buckets; returns the places: bucket, and above 16 bits how many it had before."""
     buckets = p.operand("buckets", "u32")
     places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
     for have, chunk in _chunks(p, len(values)):
         for has, value, place, number in zip(have, values[chunk], places[chunk], before):
-            _, key = p.split(value)
-            p.set(place, p.multiply_high(largest - key, factor))
+            p.set(place, p.multiply_high(distance(value), factor))
             p.take_into(number, p.at(buckets, place, 4), 1, when=has)
         for place, number in zip(places[chunk], before):
             p.set(number, number << _HALF)

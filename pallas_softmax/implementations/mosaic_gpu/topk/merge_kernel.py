@@ -133,7 +133,8 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
                 slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
                 interpret=interpret,
             )  # fmt: skip
-            selection.rank(slots_smem, counts_smem[0], buckets_smem, best_smem, k, interpret=interpret)
+            n, dtype = counts_smem[0], request.logits_dtype
+            selection.rank(slots_smem, n, buckets_smem, best_smem, k, dtype, None, interpret=interpret)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
             best_smem, normalizer, row_scale, request, final,

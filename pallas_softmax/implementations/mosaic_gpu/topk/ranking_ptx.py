@@ -15,7 +15,7 @@ _AT_ONCE = 4  # slots that a thread compares with its own at once
 _IN_BUCKET = 32  # candidates of one bucket above which buckets are slower than either
 
 
-def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
+def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | None) -> None:
     """Writes the k best candidates in order: of few found by counting, of many by buckets.
 
     Where many lie in one bucket, they are found by counting or, if there is room for more candidates, by sorting.
@@ -23,6 +23,10 @@ def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
         up to 96 candidates              counting
         more, none of the buckets full   buckets
         more, a bucket is full           buckets, and then counting (room for 256 candidates) or sorting (for more)
+
+    Args:
+      dtype: that of the logits.
+      vocab: a number that the indices are below, or None.
     """
     capacity = slots.shape[0] // 2
     p = Program()
@@ -32,7 +36,7 @@ def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
             with p.block() as count:
                 count(few)
                 with p.block() as crowded:
-                    rank_by_buckets(p, capacity, k, padded, _IN_BUCKET, otherwise=crowded)
+                    rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=crowded)
                     finish()
                 p.barrier()  # all threads have read what they reduced in <ranked>
             _rank_by_counting(p, k, padded)
@@ -40,7 +44,7 @@ def rank(slots, n, buckets, ranked, k: int, padded: int) -> None:
             with p.block() as sort:
                 with p.block() as count:
                     count(few)
-                    rank_by_buckets(p, capacity, k, padded, _IN_BUCKET, otherwise=sort)
+                    rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=sort)
                     finish()
                 _rank_by_counting(p, k, padded)
                 finish()

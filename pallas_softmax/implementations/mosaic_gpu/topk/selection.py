@@ -252,16 +252,18 @@ def fill_slots(x_smem, positions, slots, n, origin):
 # ---- the order
 
 
-def rank(slots, n, buckets, ranked, k: int, *, interpret):
+def rank(slots, n, buckets, ranked, k: int, dtype, vocab: int | None, *, interpret):
     """Writes the k best of the first n slots, in order, to `ranked`: keys, and after padded_winners(k) indices.
 
     Args:
       buckets: scratch in shared memory, a word for each slot.
       ranked: shared memory, at least 2 * padded_winners(k) words.
+      dtype: that of the logits.
+      vocab: a number that the indices are below, or None.
     """
     padded = padded_winners(k)
     if not interpret:
-        return ranking_ptx.rank(slots, n, buckets, ranked, k, padded)
+        return ranking_ptx.rank(slots, n, buckets, ranked, k, padded, dtype, vocab)
     key, index = ranked_slots(slots, n)
     ranked[:k] = key[:k]
     ranked[padded : padded + k] = index[:k]

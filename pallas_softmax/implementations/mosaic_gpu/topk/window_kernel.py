@@ -106,7 +106,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
             slots_smem, buckets_smem, ranked_smem = _pieces(x_smem, *ordering_words(k))
             selection.fill_slots(x_smem, positions_smem, slots_smem, n, part.extent.origin)
         number = part.row * window.count + part.index
-        selection.rank(slots_smem, n, buckets_smem, ranked_smem, k, interpret=interpret)
+        selection.rank(slots_smem, n, buckets_smem, ranked_smem, k, x.dtype, vocab, interpret=interpret)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), number, ranked_smem, normalizer, row_scale,
             request, final,
