@@ -311,6 +311,9 @@ MERGES = {
     (384, 8, "float32"): (16, 24, 5),
     (512, 64, "float32"): (16, 32, 14),
     (1024, 64, "float32"): (32, 32, 10),
+    (512, 200, "float32"): (32, 16, 16),  # whose lanes would hold half as many winners as elements
+    (1000, 256, "bfloat16"): (16, 64, 32),
+    (1000, 257, "bfloat16"): (32, 32, 20),
     (128, 64, "float32"): (8, 16, 16),  # all, since a lane often has more than 15
     (64, 2, "float32"): (4, 16, 3),  # one more than winners
     (384, 8, "bfloat16"): (8, 48, 6),

@@ -25,6 +25,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, power_
 # of 32 lanes a window is faster: 16384 x 2048 takes 51.6, 62.4 and 132 us by merges for k = 5, 16 and 128, 49.8, 51.7
 # and 84.9 us in a window. In bfloat16 it is not: 29.8, 49.4 and 60.2 us for k = 5, 64 and 128, 43.8, 69.7 and 78.3.
 # (Merges of float32 also number the elements of a lane's list by the bits of a word, of which there are 32.)
+# Where the winners of a lane are half as many as its elements, they need so many registers that fewer elements are
+# faster again: 32768 x 512, k = 256, takes 83.9 us with 16 in a lane, 90.4 us with 32, in bfloat16 63.3 with 32, 79.7
+# us with 64 (k = 200: 126 and 197 registers a thread); 16384 x 1000 bfloat16, k = 400, 85.5 and 98.5 us.
 LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in a lane at most, of few lanes, by bytes of an element
 MANY_LANES = 8  # of a row at least, each of which may hold more elements
 MAX_LANE_ELEMENTS = 32  # elements of a row in a lane at most, of many lanes
@@ -56,7 +59,10 @@ def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
     if sorts(vocab, k, itemsize):
         return _tile(vocab, vec, SORTED_LANE_ELEMENTS[itemsize], SORTED_LANE_ELEMENTS[itemsize])
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
-    tile = _tile(vocab, vec, LANE_ELEMENTS[itemsize], most)
+    few = LANE_ELEMENTS[itemsize]
+    tile = _tile(vocab, vec, few, most)
+    if 2 * merged_tile(tile, k).steps >= tile.steps * tile.vec:
+        tile = _tile(vocab, vec, few, few)
     return tile if tile.steps * tile.vec <= most else None
 
 
