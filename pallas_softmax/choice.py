@@ -25,12 +25,22 @@ def choose(call: Call, implementation: str | None) -> Choice:
     Raises:
       ValueError: the name is unknown.
     """
+    check_name(implementation)
+    choice = choose_again(call, implementation)
+    record(choice)
+    return choice
+
+
+def check_name(implementation: str | None) -> None:
+    """Raises ValueError if the name is unknown."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    choice = choose_again(call, implementation)
-    if (record := _recorder.get()) is not None:
-        record.append(choice)
-    return choice
+
+
+def record(choice: Choice) -> None:
+    """Adds the choice to what `explain` lists."""
+    if (choices := _recorder.get()) is not None:
+        choices.append(choice)
 
 
 def choose_again(call: Call, implementation: str | None) -> Choice:

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_softmax import execution, operations
 from pallas_softmax.call import Call, Choice
-from pallas_softmax.choice import choose, choose_if_able, choose_plain
+from pallas_softmax.choice import choose, choose_if_able, choose_plain, record
 from pallas_softmax.compiled import compiled
 from pallas_softmax.implementations import xla
 from pallas_softmax.operations import PER_ROW
@@ -66,10 +66,10 @@ def choose_all(
     chosen = choose(forward, implementation)
     if operation.gradient_has_kernels:
         backward = choose(gradient, implementation)
-    elif operation.gradient_has_some_kernels:
-        backward = choose_if_able(gradient, implementation)
     else:
-        backward = choose_plain(gradient)
+        backward = choose_if_able(gradient, implementation)
+        if backward.cuda != "xla":
+            record(backward)
     symmetric = operation.tangent == operation.gradient
     return Static(
         chosen,

@@ -408,4 +408,6 @@ def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
         raise ValueError(
             f"{name}: labels must have the shape of x without its last dimension, {shape}, got {labels.shape}"
         )
+    if labels.dtype.itemsize < 4:  # 8 and 16 bits may hold neither V nor -1
+        labels = labels.astype(jnp.int32)
     return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)

@@ -35,8 +35,8 @@ class Operation:
       on_shard: the operation that each device computes on its shard of a row that is spread over a mesh; None
         if the plain JAX form is computed there, with sums over the mesh.
       is_gradient: whether it is the backward of another operation.
-      gradient_has_kernels: whether its gradient is chosen among all implementations, and not always plain JAX.
-      gradient_has_some_kernels: the same, but plain JAX takes what a named implementation has no kernel for.
+      gradient_has_kernels: whether an implementation that is named must have a kernel for the gradient, too; else plain
+        JAX takes a gradient for which there is none.
       divided_by_xla: whether XLA by itself divides the plain JAX form over a mesh as well as `sharding` does.
     """
 
@@ -47,7 +47,6 @@ class Operation:
     on_shard: str | None = None
     is_gradient: bool = False
     gradient_has_kernels: bool = False
-    gradient_has_some_kernels: bool = False
     divided_by_xla: bool = True
 
     @property
@@ -87,7 +86,6 @@ TABLE = {
         gradient="topk_grad",
         tangent="topk_tangent",
         on_shard="topk",
-        gradient_has_some_kernels=True,
         divided_by_xla=False,
     ),
     "topk_grad": Operation(
@@ -99,9 +97,9 @@ TABLE = {
     "topk_tangent": Operation(
         ((ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), MASK, ROW, PER_ROW), PER_ROW, divided_by_xla=False
     ),
-    "projection": Operation((), (), gradient="projection_grad", on_shard="projection"),
-    "projection_grad": Operation((), (), on_shard="projection_grad", is_gradient=True),
-    "projection_with_grad": Operation((), (), on_shard="projection_with_grad", is_gradient=True),
+    "projection": Operation((), (), on_shard="projection"),
+    "projection_grad": Operation((), (), on_shard="projection_grad"),
+    "projection_with_grad": Operation((), (), on_shard="projection_with_grad"),
     "sample": Operation(  # u, temperature, top_k, top_p and min_p; and indices, log_probs and log_mass
         (ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), PER_ROW, divided_by_xla=False
     ),

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution, online
 from pallas_softmax.arguments import Axis, AxisName
 from pallas_softmax.call import describe
+from pallas_softmax.choice import check_name
 from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
 from pallas_softmax.eager import at_once
 
@@ -140,7 +141,7 @@ def logsumexp(
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
       axis: the axis, axes or (None, the default) all axes of a row.
       b: factors of the exponentials, broadcastable to `a`. With them, and for complex `a` or `return_sign`, the call
-        is JAX's own, in float32 for 16-bit logits.
+        is JAX's own, in float32 for 16-bit logits, and takes no `axis_name` and no implementation but "xla".
       keepdims: whether the reduced dimensions stay, with size 1.
       return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
       where: boolean, broadcastable to `a`. Masked positions are left out.
@@ -151,7 +152,7 @@ def logsumexp(
     Returns:
       An array of the shape of `a` without the reduced dimensions. An empty or fully masked row, or one of nothing
       but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN. Differentiable as `softmax`; the gradient of a
-      row with a +inf is 1 there and 0 elsewhere, not NaN as JAX's.
+      row with one +inf is NaN there and 0 elsewhere, as JAX's.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
@@ -166,6 +167,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
         or return_sign
         or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
     ):
+        check_name(implementation)
         if implementation not in (None, "xla") or axis_name is not None:
             raise NotImplementedError(
                 f"{name}: b, return_sign and complex a need implementation=None or 'xla' and no axis_name, "

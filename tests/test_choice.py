@@ -276,6 +276,9 @@ def test_explain_of_a_gradient():
     short = jax.ShapeDtypeStruct((128, 4096), "float32")
     got = ops(ps.explain(jax.grad(lambda x: ps.softmax(x).sum()), short))
     assert got == [("softmax", "xla"), ("softmax_grad", "mosaic_gpu")]
+    router = jax.ShapeDtypeStruct((4096, 64), "float32")
+    got = ops(ps.explain(jax.grad(lambda x: ps.fused_topk(x, 4).values.sum()), router))
+    assert got == [("topk", "mosaic_gpu"), ("topk_grad", "mosaic_gpu")]
 
 
 def test_explain_of_logsumexp_is_one_line():

@@ -235,6 +235,8 @@ def test_static_arguments_are_asked_for_by_name():
 
 
 def test_what_of_logsumexp_no_kernel_has():
+    with pytest.raises(ValueError, match="implementation must be None or one of"):
+        ps.logsumexp(X, b=X, implementation="cuda")
     for arguments in ({"b": X}, {"return_sign": True}):
         with pytest.raises(NotImplementedError, match="logsumexp: b, return_sign and complex a need"):
             ps.logsumexp(X, implementation="mosaic_gpu", **arguments)

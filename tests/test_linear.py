@@ -140,6 +140,17 @@ def test_labels_out_of_range_are_nan():
         np.testing.assert_array_equal(found, [False, True, True, True, False, False])
 
 
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(256, "uint8"), (300, "uint8"), (300, "int8"), (70000, "int16")]
+)
+def test_labels_of_few_bits(vocab, dtype):
+    """They are columns as they stand, also where their dtype does not hold V."""
+    x, w, _, _ = arrays(3, 8, vocab, "float32")
+    labels = np.asarray([3, 100, np.iinfo(dtype).max], dtype)
+    got, want = (ps.linear_cross_entropy(x, w, labels) for labels in (labels, labels.astype("int32")))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_no_token_is_left():
     x, w, labels, _ = arrays(6, 8, 100, "float32")

@@ -79,13 +79,14 @@ def _check(
 def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str) -> None:
     """Raises unless the program runs what was asked for and explained: nothing is timed under another name."""
     said = set()
-    for choice in choices:  # an operation without a gradient of its own has a plain one
+    for choice in choices:  # a gradient without kernels is plain JAX, and not among them
         is_gradient = choice.call.op.endswith("_grad")
         if case.direction in ("both", "backward" if is_gradient else "forward"):
             said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
     asked = {contender.asked} if contender.asked else said
     if choices and not said and asked - {"xla"}:
-        raise NotImplementedError(f"the gradient of {case.function} is plain JAX: it has no kernel")
+        function = case.function if case.k is None else "fused_topk"
+        raise NotImplementedError(f"the gradient of {function} is plain JAX: it has no kernel here")
     said = said or asked  # the paper's algorithms leave nothing to explain
     if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
         raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")

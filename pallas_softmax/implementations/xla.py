@@ -106,7 +106,7 @@ def _exponentials(x, where, m):
 
 
 def _finite_d(m, d):
-    """Returns d, but 1 for a row with a +inf among numbers, which has all the weight."""
+    """Returns d, but 1 where m is +inf, so that numbers beside a +inf get 0; the +inf itself gets NaN."""
     return jnp.where(m == jnp.inf, 1, d)
 
 
