@@ -1,4 +1,7 @@
-"""Softmax and fused softmax + top-k for JAX, in one read of the logits."""
+"""Softmax, top-k, sampling and softmax losses for JAX, by the online normalizer: few reads of the logits, or none.
+
+The source of the normalizer is Milakov and Gimelshein (2018), arXiv 1805.02867.
+"""
 
 from pallas_softmax import online
 from pallas_softmax.choice import IMPLEMENTATIONS, explain

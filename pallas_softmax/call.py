@@ -142,7 +142,7 @@ class Implementation:
 
     Attributes:
       functions: for each operation that it has, the function; all implementations of one operation take the
-        same arguments, those described in `implementations/xla.py`.
+        same arguments, described in `implementations/xla.py`, or, of a projection, in `implementations/projection.py`.
       unsupported: (call, compute capability) -> why it cannot run the call, or None if it can.
       slower: call -> why another implementation should be chosen for a call that this one can run, or None.
     """

@@ -48,9 +48,10 @@ def linear_logsumexp(
       softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
       transpose_w: whether `w` is (V, D), as an embedding table is that the model uses here, too. No transposed copy is
         made of it.
-      workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of some rows, a chunk.
-        Gradients by kernels may take more. A chunk may be as large as dw, which is written when the chunk is gone; and
-        all rows are one chunk if their logits take no more memory than the float32 sum for dw that chunks need.
+      workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of a chunk of rows, of 8
+        at least. Kernels that compute the gradient of a bfloat16 `w` may take more: a chunk of 2 D V bytes, the size of
+        that gradient, which is written when the chunk is gone; or one of all rows, up to 4 D V bytes, the size of the
+        float32 sum that the gradients of several chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
         columns, the same on all devices.
@@ -92,8 +93,9 @@ def linear_cross_entropy(
     The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
     The source is that of `linear_logsumexp`.
 
-    A mean or sum that is differentiated computes its gradients along with it: three matrix products in all. One loss
-    per token makes the logits again in its backward: four products. A loss that is not differentiated takes one.
+    A mean or sum that is differentiated computes its gradients along with it: three matrix products in all (four by
+    kernels, for float16 or with label smoothing). One loss per token makes the logits again in its backward: four
+    products. A loss that is not differentiated takes one.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.

@@ -3,9 +3,9 @@
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
 
 ⊕ is defined here, in plain jax.numpy, once for two normalizers (`combine`) and in the forms that compute it for many
-at a time. Plain JAX, the JAX parts of the Mosaic GPU kernels and the exchange between devices call these functions.
-Two other languages restate it: inline PTX (`implementations/mosaic_gpu/topk`) and Triton
-(`implementations/triton/language.py`).
+at a time. Plain JAX, the JAX parts of the Mosaic GPU kernels and the exchange between devices call these functions
+(`merge`, of lists of winners, is for users). Two other languages restate it: inline PTX (`implementations/mosaic_gpu`,
+its `topk` and `sample`) and Triton (`implementations/triton/language.py`).
 """
 
 import operator

@@ -60,6 +60,7 @@ def sample(
     after the other: `top_k` keeps the first entries; `top_p`, of what is left, normalised again, keeps each entry whose
     predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p`
     times the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
+    The filters and their order are those of Hugging Face's transformers; the draw is by inversion of the kept masses.
 
     Args:
       key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one for each row, so that a draw

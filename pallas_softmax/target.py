@@ -14,6 +14,7 @@ _CAPABILITIES = {
     "L4": (8, 9),
     "RTX 40": (8, 9),
     "B200": (10, 0),
+    "B300": (10, 3),
     "RTX 50": (12, 0),
 }
 _HOPPER = (9, 0)
@@ -22,7 +23,8 @@ _HOPPER = (9, 0)
 def capability() -> tuple[int, int]:
     """Returns the compute capability (major, minor) of the GPU that a computation is lowered for.
 
-    It is that of the abstract device if one is set, else that of a visible GPU, else Hopper's.
+    It is that of the abstract device if one is set (Hopper's if its kind is none of those above), else that of a
+    visible GPU, else Hopper's.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu":

@@ -71,14 +71,15 @@ def fused_topk(
     Returns:
       TopK(values, indices). `indices` (int32) are exactly those of `lax.top_k(logits, k)`: descending by
       +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked
-      winners have value 0 (log: -inf); a row with an unmasked NaN or +inf has NaN values.
+      winners come last, by the lowest index, with value 0 (log: -inf), so that those of a fully masked row are 0 to
+      k - 1; a row with an unmasked NaN or +inf has NaN values.
       Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
-      TypeError: `logits` is no real array, `k` is traced or not an integer, `axis` is not an int, or
-        `dtype` is not floating.
-      ValueError: `k` or `axis` is out of range, `temperature` is not positive or does not fit, `where` is
-        not boolean or does not fit, or `implementation` is unknown.
+      TypeError: `logits` or `temperature` is no real array, `k` is traced or not an integer, `axis` is not an int,
+        `dtype` is not floating, or `axis_name` is no name.
+      ValueError: `k` or `axis` is out of range, `temperature` is not positive, does not fit or differs along
+        `axis_name`, `where` is not boolean or does not fit, `axis_name` is not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"

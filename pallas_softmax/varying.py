@@ -1,4 +1,4 @@
-"""Mesh axes in the types of arrays: over which an array varies inside `jax.shard_map`, and how it is sharded outside.
+"""Mesh axes in the types of arrays: over which an array varies inside `jax.shard_map`, and its cotangents with it.
 
 Inside `shard_map` the type of an array says over which mesh axes its value may differ from device to device
 (`check_vma`). Operands of an operation must agree in that, so what varies over fewer axes is cast. Where `check_vma`

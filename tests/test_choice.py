@@ -31,7 +31,7 @@ def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
 
 # (what is changed in a supported call, compute capability, the reason)
 UNSUPPORTED = {
-    "A100": (dict(), (8, 0), "compute capability 9.0 or newer, not 8.0"),
+    "A100": (dict(), (8, 0), "compute capability 9 or 10 or 12, not 8.0"),
     "L4": (dict(), (8, 9), "not 8.9"),
     "float64": (dict(dtype="float64"), HOPPER, "no kernel for float64, only float32, bfloat16, float16"),
     "int32": (dict(op="topk", dtype="int32"), HOPPER, "no kernel for int32"),
@@ -239,7 +239,7 @@ def test_the_abstract_device_decides(kind, chosen):
     assert choice.cuda == chosen
     assert ("custom_call @mosaic_gpu" in text) == (chosen == "mosaic_gpu")
     if chosen == "xla":
-        assert "compute capability 9.0" in str(choice)
+        assert "compute capability 9 or" in str(choice)
 
 
 def test_a_named_kernel_refuses_the_abstract_device():

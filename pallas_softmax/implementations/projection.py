@@ -2,7 +2,7 @@
 
     projection             the statistics of each row                                     1 matrix product
     projection_grad        the gradients of x, w and bias, the statistics being known     3 products
-    projection_with_grad   both at once, for losses whose weights are known               3 products
+    projection_with_grad   both at once, for losses whose weights are known               3 products, or 4
 
 Rows are taken in chunks, so that what is stored of their logits stays within a bound:
 
@@ -117,7 +117,7 @@ def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_byt
       bias: (V,) or None.
       labels: int32 (n,), columns of whole rows; or None.
       head: what is static of the projection and its loss.
-      workspace_bytes: the bound of what is stored of the logits at a time; see `gradient_rows`.
+      workspace_bytes: the bound of what is stored of the logits at a time; see `chunk_rows`.
       mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
     """
     labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)

@@ -7,7 +7,7 @@ with the same names and arguments:
     where         None, or a boolean of the rank of the logits that broadcasts to them; False leaves a logit out
     axes          the reduced axes, whose dimensions stay with size 1; top-k reduces the last one
     temperature   (1, ..., 1) or (..., 1), positive; the logits of a row are divided by it
-    mesh_axes     for gradients, the mesh axes that each row is spread over, if any
+    mesh_axes     here only, where no kernel has rows that are spread over a mesh: the mesh axes, if any
 
 Arithmetic is in float32, or wider where the logits are.
 """
@@ -27,7 +27,7 @@ from pallas_softmax.online import Candidates, Normalizer, widen
 
 
 def softmax(x, where, *, axes):
-    """exp(x - m) / d; 0 where masked.
+    """Returns exp(x - m) / d; 0 where masked.
 
     Nothing but the exponentials may use m here, and no select may lie between, if XLA is to fuse the maximum with them.
     So a row of nothing but -inf is NaN by itself, and a fully masked one is put right by the mask.
@@ -38,7 +38,7 @@ def softmax(x, where, *, axes):
 
 
 def softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
-    """dx = y (dy - sum(y dy)) for the result y of `softmax`."""
+    """Returns dx = y (dy - sum(y dy)) for the result y of `softmax`."""
     (y,) = residuals
     p, g = widen(y), masked(widen(dy), where, 0)
     dx = p * (g - _sum(p * g, axes, mesh_axes))
@@ -46,7 +46,7 @@ def softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
 
 
 def log_softmax(x, where, *, axes):
-    """x - m - log(d); -inf where masked."""
+    """Returns x - m - log(d); -inf where masked."""
     return log_normalized(x, where, online.reduce(logits_of(x, where), axes))
 
 
@@ -57,7 +57,7 @@ def log_normalized(x, where, normalizer: Normalizer):
 
 
 def log_softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
-    """dx = dy - exp(y) sum(dy) for the result y of `log_softmax`."""
+    """Returns dx = dy - exp(y) sum(dy) for the result y of `log_softmax`."""
     (y,) = residuals
     g = masked(widen(dy), where, 0)
     dx = g - jnp.exp(widen(y)) * _sum(g, axes, mesh_axes)
@@ -65,7 +65,7 @@ def log_softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
 
 
 def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
-    """dx - sum(exp(y) dx) for the result y of `log_softmax`: the transpose of its gradient."""
+    """Returns dx - sum(exp(y) dx) for the result y of `log_softmax`: the transpose of its gradient."""
     (y,) = residuals
     g = masked(widen(dx), where, 0)
     dy = g - _sum(jnp.exp(widen(y)) * g, axes, mesh_axes)
@@ -73,7 +73,7 @@ def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
 
 
 def logsumexp(x, where, *, axes):
-    """m + log(d), in the dtype of x; and the normalizer (m, d)."""
+    """Returns m + log(d), in the dtype of x, and the normalizer (m, d)."""
     normalizer = online.reduce(logits_of(x, where), axes)
     return log_of(normalizer).astype(x.dtype), normalizer
 
@@ -85,8 +85,9 @@ def log_of(normalizer: Normalizer):
 
 
 def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
-    """dx = exp(x - m) / d dy, for exp(x - lse) would have the rounding of lse in it; `dd` is the cotangent of d.
+    """Returns dx = exp(x - m) (dy / d + dd), where dy and dd are the cotangents of the result and of d.
 
+    It is not exp(x - lse) dy + ..., which would have the rounding of lse in it.
     The normalizer is that of the whole row, so devices that a row is spread over (`mesh_axes`) exchange nothing.
     """
     x, m, d = residuals
@@ -95,7 +96,7 @@ def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
 
 
 def logsumexp_tangent(residuals, where, dx, *, axes, mesh_axes=()):
-    """sum(exp(x - m) dx) / d, and for d without the division: the transpose of `logsumexp_grad`."""
+    """Returns sum(exp(x - m) dx) / d, and for d the same without the division: the transpose of `logsumexp_grad`."""
     x, m, d = residuals
     weighted = _sum(_exponentials(x, where, m) * masked(widen(dx), where, 0), axes, mesh_axes)
     return (weighted / _finite_d(m, d)).astype(x.dtype), weighted
@@ -231,7 +232,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):
-    """(x - m) / T and its softmax, both 0 where masked; so are their derivatives, also in a fully masked row."""
+    """Returns (x - m) / T and its softmax; they and their derivatives are 0 where masked, in fully masked rows, too."""
     scaled = masked(x - m, where, 0) / temperature
     return scaled, masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
 

@@ -13,15 +13,7 @@ On a CPU `lax.top_k` of a few elements of a long row is faster than that search.
 other filters, has the best elements of a row as its candidates, in order; the search is for rows where these may not be
 all: `_candidates`.
 
-One sort of the row, which serves top_k and top_p together, was tried for short rows. The choice would have to rest on
-the row's length alone, since the two round otherwise, and a draw does not depend on the other rows of its batch. At no
-length was the sort the faster one for one row and for many: time with it as a multiple of that without, on a CPU of two
-cores that were busy otherwise (jax 0.11.2, 2026-11-22, lower quintiles of interleaved calls):
-
-    rows x V               1 x 32   1 x 64   1 x 128   64 x 32   64 x 64   64 x 128
-    top_k                    0.99     0.99      1.02      1.54      1.51       1.57
-    top_p                    1.00     0.98      0.88      1.29      1.36       1.66
-    top_k, top_p, min_p      0.88     0.52      0.82      1.21      1.25       1.42
+One sort of a short row in place of the search is slower for many rows (docs/performance.md, "Without a GPU").
 """
 
 import dataclasses

@@ -54,7 +54,8 @@ def _across_slower(call: Call) -> str | None:
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     """Returns why the kernels cannot run a call on a GPU of this compute capability; None if they can."""
     if capability[0] not in SMEM_BYTES:
-        return f"needs compute capability 9.0 or newer, not {capability[0]}.{capability[1]}"
+        majors = " or ".join(map(str, SMEM_BYTES))
+        return f"needs a GPU of compute capability {majors}, not {capability[0]}.{capability[1]}"
     if call.dtype not in DTYPES:
         return f"no kernel for {call.dtype}, only {', '.join(DTYPES)}"
     if call.depth is not None:

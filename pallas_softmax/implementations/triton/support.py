@@ -117,5 +117,5 @@ def _parse(version: str) -> tuple[int, ...]:
 
 
 def _dotted(version: tuple[int, ...]) -> str:
-    """(8, 0) as "8.0"."""
+    """Returns a version with dots: (8, 0) as "8.0"."""
     return ".".join(map(str, version))

@@ -1,4 +1,4 @@
-"""`plgpu.kernel` with the settings that all kernels of this package share."""
+"""`plgpu.kernel` with the settings that the kernels of this package share, but for that of `linear/product.py`."""
 
 from collections.abc import Callable
 from typing import Any

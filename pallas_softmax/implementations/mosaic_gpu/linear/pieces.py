@@ -169,7 +169,7 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
-    """Four float32 for each row of a tile; and the gradients, beside which these do not count."""
+    """Returns the bytes stored for each logit: four float32 for each row of a tile; where gradients are made, these."""
     return 16 / TILE_N, itemsize
 
 

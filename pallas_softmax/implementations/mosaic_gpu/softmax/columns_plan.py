@@ -94,8 +94,8 @@ class Strips:
 
     Attributes:
       vocab: number of lines.
-      width: number of columns of a strip, fewer than the array has side by side: a copy of whole lines would be one
-        of bytes in a row, which does not end where the lines end.
+      width: number of columns of a strip, fewer than the array has side by side. Otherwise lines would follow each
+        other without a gap, so that a copy would be a flat run, which is not cut off where the array ends.
       vec: number of elements of a thread in a line.
       count: number of CTAs of a cluster.
       step_rows: number of lines of a step.

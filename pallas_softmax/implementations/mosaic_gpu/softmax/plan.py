@@ -39,8 +39,9 @@ PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
-# The same for few rows, which up to 8 CTAs share at once: (10, 12000) takes 2.9 us in 4 parts, 3.9 us in 2;
-# (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.2 us in 16, 6.1 us in 8; (1, 50257) 3.2 us in 16, 3.7 us in 8.
+# The same for few rows: in up to 4 parts, and in 8 or 16, which only longer rows are worth. (10, 12000) takes 2.9 us in
+# 4 parts, 3.9 us in 2; (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.2 us in 16, 6.1 us in 8; (1, 50257) 3.2 us
+# in 16, 3.7 us in 8.
 FEW_ROWS_PART_ELEMENTS = 3_100
 FEW_ROWS_PART_ELEMENTS_OF_8 = 6_200
 
