@@ -185,9 +185,8 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
     about = plot.logits_line(row.case.logits for row in rows)
     figure.suptitle(f"{where['device']}, jax {where['jax']}{kind}\n{about}", fontsize=10)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    with plt.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "paper"}
-    ):  # text stays text, and ids stay the same
+    # Text stays text, and ids stay the same.
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paper"}):
         figure.savefig(path, dpi=130)
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     plt.close(figure)

@@ -107,9 +107,8 @@ def test_plans_fit_the_gpu(op, dtype):
             assert rows * width * arrays <= 12_288  # registers
         elif plan is not None:
             assert plan.vocab == vocab and inner * itemsize % 16 == 0
-            assert (
-                plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
-            )  # of a bulk copy, and barriers
+            # Of a bulk copy, and barriers.
+            assert plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
             assert plan.step_rows % plan.block.rows == 0 and plan.width * itemsize % 16 == 0
             assert plan.width < inner  # or copies would not end where lines end
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 217 * 1024

@@ -117,9 +117,8 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability):
         check_parts(plan, rows, vocab, jnp.dtype(dtype).itemsize)
         arrays = 2 if op in oracle.BACKWARD else 1
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
-        assert (
-            arrays * plan.smem_elements * jnp.dtype(dtype).itemsize + 2048 <= smem
-        )  # barriers, and what is sent
+        # Barriers, and what is sent.
+        assert arrays * plan.smem_elements * jnp.dtype(dtype).itemsize + 2048 <= smem
 
 
 def check_tile(tile, vocab):

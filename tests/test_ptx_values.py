@@ -138,6 +138,5 @@ def test_functions_of_three_numbers():
     """One instruction computes any function of three numbers bit by bit."""
     p = kernels.Program()
     p.bitwise3(lambda key, low, ones: key & ~ones | low, *p.operands("u32", "a", "b", "c"))
-    assert str(p).endswith(
-        "<a>, <b>, <c>, 220;"
-    )  # 0xdc, as PTX's manual computes it from 0xf0, 0xcc and 0xaa
+    # 0xdc, as PTX's manual computes it from 0xf0, 0xcc and 0xaa.
+    assert str(p).endswith("<a>, <b>, <c>, 220;")

@@ -37,9 +37,8 @@ def period(starts: list[list[float]], calls: int) -> float:
     """
     steps = []
     for each in starts:
-        kernels = (
-            len(each) // calls
-        )  # what is left over, such as a first clearing of memory, comes before the calls
+        # What is left over, such as a first clearing of memory, comes before the calls.
+        kernels = len(each) // calls
         if not kernels:
             raise RuntimeError(f"the trace has {len(each)} kernels of {calls} calls")
         ordered = np.sort(each)

@@ -218,9 +218,8 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
         return jnp.take_along_axis(a, indices, -1, mode="fill", fill_value=0)
 
     scaled, p = _scaled_and_softmax(x, where, m, d, temperature)
-    by_temperature = jnp.where(
-        dt == 0, 0, scaled * dt
-    )  # 0 also where x is -inf, if the temperature is constant
+    # 0 also where x is -inf, if the temperature is constant.
+    by_temperature = jnp.where(dt == 0, 0, scaled * dt)
     ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
     mean = _sum(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
     dlog_p = at_winners(ds) - mean

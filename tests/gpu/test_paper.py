@@ -45,9 +45,8 @@ def test_paper_accesses():
     reads, writes = accesses.values()
     # naive, safe, online; top-k; safe and then top-k; safe fused, online fused
     np.testing.assert_allclose(reads, [2, 3, 2, 1, 3, 1, 2, 1], atol=0.03)
-    np.testing.assert_allclose(
-        writes, [1, 1, 1, 0, 1, 0, 0, 0], atol=0.06
-    )  # the last of it stays in the L2 cache
+    # The last of it stays in the L2 cache.
+    np.testing.assert_allclose(writes, [1, 1, 1, 0, 1, 0, 0, 0], atol=0.06)
     launches = np.add(reads, writes)
     launches[4:6] = launches[4:6].sum()
     counted = [algorithm.accesses for algorithm in paper_checks.ALGORITHMS.values()]

@@ -95,9 +95,8 @@ def check(how, layout, reduction):
     reduced, gathered = sent(layout, reduction, devices)
     small = 16  # the loss itself
     by_kind = {kind: sum(c.bytes for c in found if c.kind == kind) for kind in {c.kind for c in found}}
-    if (
-        how == "shard_map" and layout == "fsdp" and reduced
-    ):  # JAX transposes the all-gather to a reduce-scatter
+    # JAX transposes the all-gather to a reduce-scatter.
+    if how == "shard_map" and layout == "fsdp" and reduced:
         assert by_kind.pop("reduce-scatter", 4 * D * V) in (4 * D * V, 4 * D * V // (devices // 2))
         reduced -= 4 * D * V
     assert by_kind.pop("all-gather", 0) == gathered, found

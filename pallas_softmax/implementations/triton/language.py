@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e to base 2
-_SERIES_BOUND = tl.constexpr(
-    2**-6
-)  # |d - 1| below which four terms of a series are as accurate as float32 is
+# |d - 1| below which four terms of a series are as accurate as float32 is.
+_SERIES_BOUND = tl.constexpr(2**-6)
 
 
 # --- The normalizer -----------------------------------------------------------------------------------

@@ -74,10 +74,9 @@ def load_smem(ref, tile: Tile, *, interpret):
     if interpret:
         return ref[...]
 
+    # Inline: for a load by Pallas, Mosaic would choose another order of the lines in shared memory.
     @inline(arg_types=(REF,), return_type=tiles.type_of(tile, ref.dtype))
-    def load(
-        _, ref
-    ):  # inline: for a load by Pallas, Mosaic would choose another order of the lines in shared memory
+    def load(_, ref):
         return fragmented_array.FragmentedArray.load_untiled(
             ref, layout=tiles.layout(tile).to_mgpu(), optimized=False
         )

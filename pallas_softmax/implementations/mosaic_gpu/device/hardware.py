@@ -1,8 +1,7 @@
 """Numbers of the GPUs and of the kernels' thread blocks (CTAs), on which every launch plan rests."""
 
-WARPGROUP = (
-    128  # threads of a warpgroup, of four warps; a CTA has one, and several where a launch plan says so
-)
+# Threads of a warpgroup, of four warps; a CTA has one, and several where a launch plan says so.
+WARPGROUP = 128
 ACCESS_BYTES = 16  # bytes that a thread loads at once at most; bulk copies start at multiples of it, too
 DTYPES = ("float32", "bfloat16", "float16")  # of the arrays that the kernels read
 

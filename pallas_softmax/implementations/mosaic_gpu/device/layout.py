@@ -145,9 +145,8 @@ class Cut:
     def start(self, part):
         """Returns the first element of the part with this number; that of number `count` is the row's end."""
         units, left = divmod(self.vocab // self.unit, self.count)
-        longer_before = jnp.maximum(
-            part - (self.count - left), 0
-        )  # parts before this one that have a unit more
+        # Parts before this one that have a unit more.
+        longer_before = jnp.maximum(part - (self.count - left), 0)
         return (part * units + longer_before) * self.unit
 
 

@@ -165,9 +165,8 @@ class Row(Program):
         for i, (op, value) in enumerate(zip(ops, out)):
             if value.kind != "f32":
                 out[i] = self.over_lanes(op, value)
-            elif (
-                op != "add"
-            ):  # by one instruction for integers; the NaN that max.NaN returns has the highest key
+            elif op != "add":
+                # By one instruction for integers; the NaN that max.NaN returns has the highest key.
                 bits = self.over_lanes(op.removesuffix(".NaN"), _flipped(value.bits("s32")))
                 out[i] = _flipped(bits).bits("f32")
         return out
