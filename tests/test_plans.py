@@ -409,8 +409,8 @@ def check_window(plan, rows, k, itemsize):
         assert 2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024  # with what CUDA keeps of each
         assert sum(topk_plan.ordering_words(k)) <= plan.size <= 2**16
         positions, groups = topk_plan.listed_items(plan, k)
-        assert k + max(2, k // 16) <= groups  # as many as may reach the threshold
-        assert 2 * positions >= 4 * 512  # the counters of the threshold
+        assert k + max(2, k // 16) <= groups  # as many as may reach the bound
+        assert 2 * positions >= 4 * 512  # the counters of the search for a bound
     assert (
         plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
     )

@@ -121,13 +121,13 @@ def test_rank_lists(monkeypatch, lists, k):
         pytest.param(6272, 2048, "spread", marks=pytest.mark.slow),
     ],
 )
-def test_threshold(groups, k, kind):
+def test_bound(groups, k, kind):
     """At least k keys reach it, and few more, but for ties; the slots are empty again."""
     keys = keys_of(np.random.default_rng(k), groups, kind)
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
     slots, counts = 4 * groups, SMEM - 512
-    code = kernels.threshold_ptx_of(groups, k)
+    code = kernels.bound_ptx_of(groups, k)
     machine = ptx.run(code, memory, group_keys=0, slots=slots, counts=counts, bound=0)
     (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))

@@ -23,6 +23,7 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strip
 from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
 from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
 from pallas_softmax.implementations.mosaic_gpu.topk import (
+    bound_ptx,
     grad_kernel,
     lists_ptx,
     merge_kernel,
@@ -31,7 +32,6 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     ranking_ptx,
     selection_ptx,
     sorting_ptx,
-    threshold_ptx,
     tile_plan,
     window_kernel,
 )
@@ -200,9 +200,9 @@ def ptx_of(monkeypatch, step, *args, **kwargs):
     return texts.pop()
 
 
-def threshold_ptx_of(groups, k):
-    """Returns the text of the search for a threshold, in which <bound> gets it."""
-    return threshold_ptx.text(groups, k)
+def bound_ptx_of(groups, k):
+    """Returns the text of the search for a bound, in which <bound> gets it."""
+    return bound_ptx.text(groups, k)
 
 
 def merging_words_ptx_of(tile, vocab, k):

@@ -23,7 +23,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYT
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import Layout
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, LEAST_FINITE, Row
 
 # A small top_k has a bound from the largest elements of threads: about 120 keys are above it for top_k = 50.
 _FEW, _FEW_OF_WARP = 128, 4
@@ -38,15 +38,15 @@ def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
       top_k: a number of elements.
 
     Returns:
-      The mass of each CTA, in the lane of its number; and, if `few`, an element than which so many are not less.
+      The mass of each CTA, in the lane of its number; and, if `few`, an element that at least `top_k` elements reach.
     """
     layout = p.layout
-    m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LOWEST, "f32")
+    m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
 
     def absorb(words, _):
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
         p.set(m, largest)
-        finite = p.max(largest, LOWEST)  # so that -inf minus it is -inf
+        finite = p.max(largest, LEAST_FINITE)  # so that -inf minus it is -inf
         p.set(d, d * p.exp2((finite_m - finite) * p.scale))
         p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
         p.set(finite_m, finite)
@@ -85,7 +85,7 @@ def bound_of_best(p: Row, top_k: Value) -> Value:
     together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
     at = p.var(p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES)
     end = p.x + layout.window.size * p.elements.itemsize
-    largest = p.var(LOWEST, "f32")
+    largest = p.var(LEAST_FINITE, "f32")
     with p.loop() as leave:
         leave(at >= end)
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
@@ -94,7 +94,7 @@ def bound_of_best(p: Row, top_k: Value) -> Value:
     p.over_cta(["min"], [_in_rank(p, largest, of_each_warp, LANES)], [INF], layout.kept)
     p.meet()
     (bound,) = p.of_ctas(layout.kept, 1)
-    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LOWEST)])
+    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LEAST_FINITE)])
     return best
 
 
@@ -140,4 +140,4 @@ def _over_warp(p: Row, m: Value, d: Value) -> tuple[Value, Value]:
 def _relative_to_largest(p: Row, m: Value, d: Value) -> tuple[Value, Value]:
     """Returns the largest of the lanes' m, and each lane's mass relative to that."""
     (largest,) = p.over_warp(["max.NaN"], [m])
-    return largest, d * p.exp2((p.max(m, LOWEST) - p.max(largest, LOWEST)) * p.scale)
+    return largest, d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.scale)

@@ -15,7 +15,7 @@ others.
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import DIGIT, MAX_V
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LEAST_FINITE, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _LARGEST = 2.0**31  # the greatest mass as an integer
@@ -44,7 +44,7 @@ class Masses:
 def search_row(f: Search) -> None:
     """Keeps what the filter keeps of the elements of the row."""
     p = f.p
-    search(f, p.key(p.top), p.key(p.var(LOWEST, "f32")), p.var(0, "f32"))
+    search(f, p.key(p.top), p.key(p.var(LEAST_FINITE, "f32")), p.var(0, "f32"))
 
 
 def search(f: Search, high: Value, low: Value, above: Value) -> None:
@@ -117,7 +117,7 @@ def keep_down_to(f: Search, key: Value, above: Value, mass_above: Value, equal: 
 
     Args:
       above: the measure of what is above it, in all CTAs.
-      mass_above, equal: as `Kept.down_to` has them.
+      mass_above, equal: as `above` and `equal` of `Kept.down_to`.
     """
     p = f.p
     rest = f.goal - above

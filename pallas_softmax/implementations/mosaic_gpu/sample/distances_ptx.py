@@ -5,14 +5,14 @@ Here top_p is 0.5 of the mass:
     histogram    2 7 9 | 30 41 38 | 60 ...    elements in buckets of equal width, in all CTAs of the row, which tell
                        '---zone---'           the masses nearly, and so where the goal is reached
     zone         0.43 of the mass above       one sweep: the exact mass above, and lists of the 109 keys in it
-    digits       0.4996 | 0.5003              the key in the lists
+    lists        0.4996 | 0.5003              the last key, among those listed
 
 This file has the histogram, and finds the edges of the zone; the rest is done by `zone_ptx`.
 """
 
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS, SECTIONS
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LEAST_FINITE, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _EACH = BUCKETS // SECTIONS  # buckets of a section, one for each lane
@@ -100,9 +100,9 @@ def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
         distance = p.divide(p.convert(bucket, "f32") + half, widths.per_unit)
         edge = p.top - distance
         slack = p.absolute(edge) * 2.0**-23 + p.absolute(distance) * 2.0**-20 + 1e-44
-        edge = p.select(is_greatest, edge + slack, p.max(edge - slack, LOWEST))
+        edge = p.select(is_greatest, edge + slack, p.max(edge - slack, LEAST_FINITE))
         is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
-        edge = p.select(is_outermost, p.select(is_greatest, p.top, LOWEST), edge)
+        edge = p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), edge)
         p.store(p.word(layout.picked, p.warp), edge, when=p.first_lane)
     p.barrier()
     greatest, least = p.load_vector(p.word(layout.picked), "f32", 2)

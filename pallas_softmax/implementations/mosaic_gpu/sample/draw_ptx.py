@@ -8,7 +8,9 @@
         float32, float16                      distances_ptx   1
           near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
                                                                 or 2 with a better bound for a small top_k
+            among the keys listed there           lists_ptx     0
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, and 1
+                                                                (of bfloat16 3, of a small top_k 2)
     the draw                              inverse_ptx       0
 
 They stand on `row_ptx` (elements, sums over warps, CTAs and clusters) and on the words that `plan.Layout` draws. The
@@ -56,7 +58,12 @@ def text(layout: Layout, dtype) -> Row:
 
 
 def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, bound: Value) -> None:
-    """Draws, and writes the results; the arguments are those of `arrival_ptx.arrive`, and what it returns."""
+    """Draws, and writes the results.
+
+    Args:
+      greedy: whether the temperature is 0.
+      mass_of_cta, top_k, few, bound: the arguments of `arrival_ptx.arrive`, and what it returns.
+    """
     top_p = p.select(greedy, 1.0, p.operand("top_p", "f32"))
     min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
     by_number, by_mass, by_weight = top_k < p.layout.window.vocab, top_p < 1.0, min_p > 0.0

@@ -5,7 +5,7 @@ import dataclasses
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.arrival_ptx import bound_of_best
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LEAST_FINITE, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept, Search
 
 _LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
@@ -13,7 +13,7 @@ _LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """The filters of a row: its numbers, and conditions whether they filter anything."""
+    """The filters of a row: its numbers top_k, top_p and min_p; and whether these filter anything, in this order."""
 
     top_k: Value
     by_number: Value
@@ -29,12 +29,16 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
     The text of a search is there once, in a loop that runs for each of them. If top_k is small, `few`, all of what it
     keeps is not below `bound`. So the lists of a zone from there to the largest have all that any filter keeps, and are
     made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more with
-    the bound of its best one; and if that is too much, without.
+    the bound of its best one; and if that is too much, without. So the turns of the loop are, with their goals:
+
+        top_k                    a number of entries; once more, or twice (`again`), where `few` make too many keys
+        top_p   `is_mass`        a share of the kept mass
+        min_p   `is_weight`      the number of keys in the lists that it keeps, where these have all that is kept
     """
     counted, is_weight, is_best = (p.var(False, "pred") for _ in range(3))
     is_mass, few = p.var(~filters.by_number), p.var(few)
     left = p.var(filters.by_number | filters.by_mass)
-    low, high = p.var(p.max(bound, LOWEST)), p.var(p.top)
+    low, high = p.var(p.max(bound, LEAST_FINITE)), p.var(p.top)
     zone = lists_ptx.zone_of(p)
     with p.loop() as leave:
         leave(~left)

@@ -15,7 +15,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import arrival_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, KEEP_ALL, LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Kept
 
 _EVERYWHERE = 0x7FFFFFFF  # a position after all others
@@ -160,7 +160,7 @@ def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
         return mass
     with p.when(known.from_arrival):
         m, d = arrival_ptx.of_warp(p)
-        p.set(mass, d * p.exp2((p.max(m, LOWEST) - p.top) * p.scale))
+        p.set(mass, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
     with p.when(known.from_filter):
         p.set(mass, p.sum_of_warp())
     with p.when(~(known.from_arrival | known.from_filter)):

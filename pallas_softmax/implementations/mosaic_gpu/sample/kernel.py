@@ -60,7 +60,8 @@ def sample_rows(
       interpret: as for `pallas_call`; the interpreter runs a twin of the program in plain JAX, in one CTA.
 
     Returns:
-      Arrays (rows,): the index drawn, its log probability, and the log of the share of the mass that is kept.
+      Arrays (rows,): the index drawn, int32, its log probability, and the log of the share of the mass that is kept,
+      float32; -1 and NaNs where the largest logit is not finite, or the temperature is negative or NaN.
     """
     rows, vocab = x.shape
     window = layout.window
@@ -99,7 +100,7 @@ def sample_rows(
 
 
 def scale_of(temperature):
-    """Returns log2(e) / temperature, of which a temperature of 0 has the largest."""
+    """Returns log2(e) / temperature; that of 0 is that of the least normal float32, that of infinity this number."""
     return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
 

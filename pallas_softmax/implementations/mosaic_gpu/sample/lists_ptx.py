@@ -18,7 +18,7 @@ from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
-_PARTS = 2 * LANES  # into which a round cuts a range, two for each lane
+_BUCKETS = 2 * LANES  # into which a round cuts a range, two for each lane
 # The histogram has room for all of them and for one of each lane, with a mass for each.
 MAX_KEYS = BUCKETS // 2 - LANES
 _LARGEST = 2.0**31  # the mass of all keys as an integer
@@ -128,8 +128,8 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 
 def _clear(p: Row) -> None:
-    """Makes the sums over parts of a range 0, and the few keys that are left."""
-    p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _PARTS)
+    """Makes the sums over buckets 0, and the few keys that are left."""
+    p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
     p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
@@ -148,14 +148,14 @@ def number_from(p: Row, zone: Zone, least: Value) -> Value:
 def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
     """Returns the last distance, and the measure above it, in all threads.
 
-    Measures are integers. A range of distances, at first that of the zone, is cut into 64 parts from its greatest on,
+    Measures are integers. A range of distances, at first that of the zone, is cut into 64 buckets from its greatest on,
     to which the threads add the masses of the keys. The goal is reached in one of them, which is the next range, until
     one has no more keys than a warp has lanes, or one distance. Then a lane has a key, and adds up all from there on.
     """
     p, layout = f.p, f.p.layout
     low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
     keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
-    masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _PARTS)
+    masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _BUCKETS)
     # How many keys are in the range; and the mass and the number of those above it.
     inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
     several = p.var(low.differs(high))
@@ -171,7 +171,7 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
 
     with p.loop() as leave:
         leave((inside <= LANES) | ~several)
-        width = p.max(p.highest_bit(high - low).bits("s32") - (_PARTS.bit_length() - 2), 0).bits("u32")
+        width = p.max(p.highest_bit(high - low).bits("s32") - (_BUCKETS.bit_length() - 2), 0).bits("u32")
 
         def add(its, amount):
             at = ((high - its) >> width) * 4
@@ -190,13 +190,13 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
         goal_here = p.min(goal, p.shuffle(upto, "idx", LANES - 1))
         lane = p.first_that(upto >= goal_here)
         in_second = f.measure(mass + first_mass, number + first_number) < goal_here
-        part = p.lane * 2 + p.select(in_second, 1, 0, "u32")
+        bucket = p.lane * 2 + p.select(in_second, 1, 0, "u32")
         p.increase(mass, first_mass, in_second)
         p.increase(number, first_number, in_second)
         p.set(mass_above, p.shuffle(mass, "idx", lane))
         p.set(number_above, p.shuffle(number, "idx", lane))
         p.set(inside, p.shuffle(p.select(in_second, second_number, first_number), "idx", lane))
-        p.set(high, high - (p.shuffle(part, "idx", lane) << width))
+        p.set(high, high - (p.shuffle(bucket, "idx", lane) << width))
         p.set(low, p.select(high - low >> width > 0, high - ((p.var(1, "u32") << width) - 1), low))
         p.set(several, low.differs(high))
         with p.when((inside > LANES) & several):

@@ -67,7 +67,7 @@ class Layout:
         listed       how many keys are in the list, or would be if there were room
         warps        eight numbers of each warp
         drawn        the mass of each warp, and of each chunk of one; before that, with `sections`, the sums of
-                     `lists_ptx` over the parts of a range
+                     `lists_ptx` over the buckets of a range
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
         gathered     eight numbers of each CTA, as all warps read them that one has got
@@ -78,13 +78,11 @@ class Layout:
       window: how the part lies in shared memory.
       warpgroups: number of them in a CTA.
       by_value: whether the histogram has a bucket for each value, and no list is needed.
-      turn_elements: number of elements that a thread has in registers at once.
     """
 
     window: Window
     warpgroups: int
     by_value: bool
-    turn_elements: int = TURN_ELEMENTS
 
     total, zone, kept, least, picked, listed, warps = 0, 4, 12, 14, 16, 20, 24
     warp_words = 8
@@ -124,7 +122,7 @@ class Layout:
     @property
     def turn(self) -> int:
         """Number of chunks of a warp that its lanes have in registers at once."""
-        return self.turn_elements // self.window.vec
+        return TURN_ELEMENTS // self.window.vec
 
     @property
     def smem_bytes(self) -> int:

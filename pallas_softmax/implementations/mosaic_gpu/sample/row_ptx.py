@@ -11,7 +11,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, W
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Condition, Program, Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES, Layout
 
-LOWEST = float(np.finfo(np.float32).min)
+LEAST_FINITE = float(np.finfo(np.float32).min)  # of float32
 INF = float("inf")
 KEEP_ALL = -(2**31)  # a key below those of all numbers
 
@@ -79,7 +79,7 @@ class Row(Program):
         return self.reduce("max.NaN", self.floats(words))
 
     def sweep(self, body: Callable[[list[Value], Value], object]) -> None:
-        """Calls body(words, address) to write what a thread does with the words of its next elements, the first there.
+        """Calls body(words, address) to write what a thread does with the words of its next elements, and their address.
 
         They are `turn` vectors, one of each of as many chunks; in the end one vector at a time.
         """

@@ -91,8 +91,8 @@ class Search:
         """Sums up each section of the buckets, for all CTAs to see.
 
         Args:
-          of_eight: called as of_eight(bucket, numbers), writes one or two sums over eight buckets, of which the first
-            is given; they have so many elements.
+          of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements,
+            writes one or two sums over them.
         """
         p, layout = self.p, self.p.layout
         p.barrier()

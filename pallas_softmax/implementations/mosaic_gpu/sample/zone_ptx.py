@@ -14,7 +14,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import digits_ptx, lists_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.lists_ptx import Zone
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES
-from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LOWEST, Row
+from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import KEEP_ALL, LEAST_FINITE, Row
 from pallas_softmax.implementations.mosaic_gpu.sample.search_ptx import Search
 
 _HIGHEST = 2**31 - 1  # a key above all others
@@ -134,7 +134,7 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
         p.set(zone.above, f.measure(all_above, p.convert(above, "f32")))
         p.set(zone.mass_above_of_cta, mass_above)
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
-    p.set(zone.found, (reached | (low <= LOWEST)) & (zone.above < f.goal))
+    p.set(zone.found, (reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
 
 def _address_of(p: Row, address: Value, number: Value) -> Value:
@@ -159,7 +159,7 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
         _of_two_keys(f, zone)
     with p.when(~(listed | one_key | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
-        low = p.select(zone.found, zone.least, p.key(p.var(LOWEST, "f32")))
+        low = p.select(zone.found, zone.least, p.key(p.var(LEAST_FINITE, "f32")))
         digits_ptx.search(f, high, low, p.select(zone.found, zone.above, 0.0))
 
 

@@ -12,7 +12,8 @@ candidate is compared with the others there. With 4 buckets, of the keys 9 to 1:
     ranked     9  9' 8  | 5 | 3 | 2  1
 
 If the candidates are spread over the buckets, the time grows with their number alone. If they are not, there is a
-bucket with many, and `ranking_ptx` sorts. So what is cut is the range of the distances from the best one:
+bucket with many, and `ranking_ptx` sorts, or compares each with all. So what is cut is the range of the distances from
+the best one:
 
   * A distance is a difference of keys, which lie on a scale of logarithms. Of a range around 0 most keys are those of
     tiny numbers. So if there are both signs, what is below 2^-16 of the largest magnitude counts as 0.
@@ -111,7 +112,11 @@ def _distances(
 ) -> tuple[Callable[[Value], Value], Value]:
     """Returns a function from a slot to its distance from the best one, and how many distances there are, a float.
 
-    Distances are below 2^32. It only matters that better candidates are not farther away.
+    Distances are below 2^32. It only matters that better candidates are not farther away. Keys from `last` to `first`
+    count as one, that of 0, to which others have the distance from the nearer end:
+
+        key        least ... last           | last ... first | first ... greatest
+        distance   best + (last - key)      | best           | greatest - key           best = greatest - first
     """
     largest = p.max(greatest - _OF_ZERO, _OF_ZERO - 1 - least).bits("s32")
     small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")

@@ -1,8 +1,9 @@
 """The backward of top-k for short rows, in registers: one read of the logits, one write of their cotangents.
 
 With p = softmax(x / T), and r = g_d d - sum over the winners of g p (with log: of g), the cotangent of each logit is
-p r / T, and that of a winner g p / T (with log: g / T) more. So a row lies in the registers of some lanes of a warp, a
-`Tile`, and its winners over the same lanes, k / lanes each:
+p r / T, and that of a winner g p / T (with log: g / T) more. That of T is minus the sum over all logits of their
+cotangent times (x - m) / T: `slope` has what p r / T adds to it, `slope_won` what winners have more. So a row lies in
+the registers of some lanes of a warp, a `Tile`, and its winners over the same lanes, k / lanes each:
 
     winners   loads g and the indices, reads the logits there again, from the cache; r of the row
     tile      writes p r / T of all elements
@@ -64,6 +65,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         direct = g if log else g * p_won
         rest = of_row(g_d_gmem) * d - over_winners(jnp.sum(direct, 1))
         won = (direct + p_won * rest) * scale
+        # Where a factor is 0, (x - m) / T may be -inf.
         slope_won = over_winners(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
 
         weight = spread(rest / d)

@@ -67,7 +67,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    # If that is one more than winners, none that is not listed is alike the last of them.
+    # Of k + 1 listed the last may be alike the last winner; then so may others that are not listed: `maybe_short`.
     length = list_length(tile, k, itemsize=4)
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
@@ -232,8 +232,8 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
         for flip of the lanes that hold a half: exchange with lane ^ flip, one keeps the larger ones
         sort the words of each lane, which are bitonic now
 
-    A block is what one lane holds. `flips` are the bits of a lane that are the bits of its block's number in the run,
-    the highest first; they end in another order than those of the lane's number, and so there is a last shuffle.
+    `flips` are the bits of a lane's number that give the place of its words in the run, the highest first. They end in
+    another order than those of the lane's number, and so there is a last shuffle.
     """
     missing = power_of_two(len(words), 1) - len(words)
     held: list[Any] = [*words, *[None] * missing]  # None is the lowest word

@@ -72,8 +72,8 @@ FEW_ROWS_PART = 8_192  # elements of a part, about
 FEW_ROWS_MERGED = 512  # winners that are merged at most, as long as there are more than MIN_PARTS
 MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
 
-# Merging more winners takes longer than parts save. Also, their lists (25 to 50 KB) leave room for one CTA only
-# beside 100 KB of the row.
+# Merging more winners takes longer than parts save. Also, what their search takes (16 to 73 KB) leaves room for one CTA
+# only beside 100 KB of the row, unless the window is compact.
 MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
 
 # A search of each winner in the other list has fewer steps than an order of those that reach a bound. Lists of 2 parts
@@ -84,13 +84,13 @@ SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
 
 # A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each:
 # 4000 x 25000 float32 takes 146 us, not 210 (k = 300), and 158 us, not 244 (k = 512); 4000 x 16000, k = 2048, takes
-# 285 us, not 436. Where there is one CTA nevertheless, it is no faster: 4000 x 25000, k = 1024, took 322 us, not 316.
-# A compact window numbers its positions and groups with 16 bits.
+# 285 us, not 436. Where one CTA was left nevertheless, it was no faster: k = 1024, before it fitted twice, took 322 us,
+# not 316. A compact window numbers its positions and groups with 16 bits.
 MAX_COMPACT_SIZE = 2**16  # positions
-MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of the search for a threshold
+MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of the search for a bound
 
-# What a CTA takes is as jax 0.10.2 to 0.12 lower it. With 114,744 bytes each (4000 x 25000, k = 512) two share a
-# multiprocessor of an H100; with 117,816 (k = 1024, half the groups, before their lists were one) they did not.
+# What a CTA takes is as jax 0.10.2 to 0.12 lower it: for 4000 x 25000, k = 512, 112,696 bytes, for k = 1024 114,744. Two
+# of these share a multiprocessor of an H100; two of 117,816 did not.
 SMEM_ALIGNMENT = 1_024  # bytes, to multiples of which Mosaic rounds an array up
 REDUCTION_BYTES = 1_024  # that Mosaic reduces with; half of what it keeps otherwise
 SYSTEM_BYTES = 1_024  # of each CTA that CUDA keeps
@@ -330,7 +330,7 @@ def ordering_words(k: int) -> tuple[int, int, int]:
 
 
 def listed_items(window: Window, k: int) -> tuple[int, int]:
-    """Returns the lengths of the list of candidates, and of that of groups that reach the threshold, which is scratch.
+    """Returns the lengths of the list of candidates, and of that of groups that reach the bound, which is scratch.
 
     Their items are words, of which a candidate has two; or numbers of 16 bits in a compact window, of which it has one.
     Of 25,000 numbers, 1,593 are candidates for k = 1024 and groups of 16, with a deviation of 33.

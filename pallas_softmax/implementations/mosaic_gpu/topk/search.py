@@ -1,11 +1,11 @@
-"""The search of a CTA for the k best of its part: threshold and candidates, and bisection where these fail.
+"""The search of a CTA for the k best of its part: a bound and candidates, and bisection where these fail.
 
 `window_kernel.py` shows the usual way on an example. It fails, which the number of candidates shows, if
 
-  * more elements reach the threshold than the list has slots for: many are alike, or the best of them are together
+  * more elements reach the bound than the list has slots for: many are alike, or the best of them are together
     in few groups; or
   * fewer than k do: among the largest keys of groups a NaN is the highest key of all, and a masked element that of
-    -inf, though their own keys may be lower; or k is so large that the threshold is one that about 1.4 k elements
+    -inf, though their own keys may be lower; or k is so large that the bound is one that about 1.4 k elements
     reach (`plan.bound_rank`), and few of them are together.
 
 Then bisection finds a bound that is exact. It counts over all elements, and ends as soon as the bound
@@ -41,7 +41,7 @@ class _Bracket(NamedTuple):
       low: a key that at least k elements reach.
       high: a key not below it; fewer than k elements reach high + 1.
       reach: number of elements that reach low.
-      exceed: number of elements that exceed low.
+      exceed: number of elements that exceed low; while low is the lowest key, which is not counted, of all elements.
       turn: number of keys that were tried so far.
     """
 
@@ -75,17 +75,17 @@ class Search:
     def find(self, k: int):
         """Collects candidates, among which the k best are, and returns their number: at least k."""
         capacity = capacity_of(self.slots_smem)
-        bound = self._threshold(bound_rank(self.window, k, capacity))
+        bound = self._usual_bound(bound_rank(self.window, k, capacity))
         self._collect(bound)
         n = self.counts_smem[0]
         return lax.cond((n < k) | (n > capacity), lambda: self._find_exactly(bound, k, capacity), lambda: n)
 
-    def _threshold(self, rank: int):
-        """Returns a key that as many groups have an element of, or the lowest one if there are fewer groups."""
+    def _usual_bound(self, rank: int):
+        """Returns a key that the largest elements of at least `rank` groups reach; if there are fewer, the lowest."""
         groups = self.window.groups
         if groups < rank:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
-        return selection.threshold(
+        return selection.bound(
             self.group_keys_smem, self.slots_smem, self.counts_smem, groups, rank, interpret=self.interpret
         )
 
@@ -100,12 +100,12 @@ class Search:
         """Collects again, neither too few candidates nor too many; returns their number.
 
         Args:
-          failed: the threshold that the usual way took.
+          failed: the bound that the usual way took.
           capacity: number of slots of the list.
         """
         found = self._bisect(failed, k, capacity)
         bound, all_fit = found.low, found.reach <= capacity
-        _, above = self._count(bound)
+        _, above = self._count(bound)  # `found.exceed` is no count where low is still the lowest key
         selection.clear(self.slots_smem, self.counts_smem, interpret=self.interpret)
         lax.cond(
             all_fit | (above > 0),
@@ -116,11 +116,11 @@ class Search:
         return jnp.where(all_fit, found.reach, k)
 
     def _bisect(self, failed, k: int, capacity: int) -> _Bracket:
-        """Returns a bracket whose low reaches as few elements as there are slots, or is exceeded by fewer than k."""
+        """Returns a bracket whose low no more elements reach than there are slots, or fewer than k exceed."""
         dtype = self.x_smem.dtype
         lowest = sort_keys.lowest_key(dtype)
         # Each of these keys, tried first, ends the bisection at once in a case that is not rare: ties at the
-        # threshold, fewer than k elements that are not masked, NaNs.
+        # bound, fewer than k elements that are not masked, NaNs.
         likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
 
         def is_open(bracket: _Bracket):

@@ -4,7 +4,7 @@ On the GPU the steps are inline PTX, for Pallas has no scatter, sort or warp ope
 the same steps in JAX, which are here. They come in the order of their files:
 
     arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
-    threshold_ptx.py   threshold                                    the search for the candidates in it
+    bound_ptx.py       bound                                        the search for the candidates in it
     selection_ptx.py   collect, count, collect_ties, fill_slots
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
@@ -16,11 +16,12 @@ the same steps in JAX, which are here. They come in the order of their files:
 `plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
 shared memory is in references to
 
-    x_smem      (window.size,), the elements of the part; where the part has none, and where it is to be left out, -inf
+    x_smem      (window.size,), the elements of the part; -inf where the part has none; for a masked element the float
+                of the lowest key
     group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
     slots       int32, two words for each of candidate_slots(k), the list of candidates
-    hits        int32, scratch: the numbers of the groups that reach the threshold (`plan.listed_items` of both)
-    counts      (128,) int32, of which two are used: the number of candidates, and of groups in `hits`
+    hits        int32, scratch: the numbers of the groups that reach the bound (`plan.listed_items` of both)
+    counts      (128,) int32: the number of candidates, and of groups in `hits`; the rest is scratch
 
 In a compact window `slots` and `hits` are int16, and `slots` has one number for each candidate, its position.
 """
@@ -37,12 +38,12 @@ from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import (
     arrival_ptx,
+    bound_ptx,
     lists_ptx,
     merging_ptx,
     ranking_ptx,
     selection_ptx,
     sorting_ptx,
-    threshold_ptx,
 )
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import (
     Window,
@@ -160,7 +161,7 @@ def absorb_step(
 # ---- the search
 
 
-def threshold(group_keys, slots, counts, groups: int, k: int, *, interpret):
+def bound(group_keys, slots, counts, groups: int, k: int, *, interpret):
     """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
 
     Args:
@@ -168,7 +169,7 @@ def threshold(group_keys, slots, counts, groups: int, k: int, *, interpret):
       counts: of which all but the two counts may be used.
     """
     if not interpret:
-        return threshold_ptx.threshold(group_keys, slots, counts, groups, k)
+        return bound_ptx.bound(group_keys, slots, counts, groups, k)
     return lax.sort(group_keys[:groups])[groups - k]
 
 

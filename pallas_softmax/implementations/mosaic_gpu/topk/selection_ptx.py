@@ -53,7 +53,8 @@ def collect(
         place = reserve as many places as mask has bits
         while mask: take its lowest bit, and write that element to slot `place`, and go to the next
 
-    All threads leave at once where the list is too short for the groups, or the slots for the elements.
+    Where the list is too short for the groups, all threads leave at once. Where the slots are too few, they only count
+    from there on.
     """
     kind, capacity = Elements(x_smem.dtype), capacity_of(slots)
     p = Program()
@@ -143,8 +144,9 @@ def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = No
 def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value, hits) -> Value:
     """Returns a bit for each element of groups turn, turn + 128, ... in the extent that reaches <bound>.
 
-    Bits above compare as keys do: those of a negative bound are turned first. The groups are those listed in `hits`,
-    or all where that is None.
+    Bits are compared, not keys. With a bound that is not negative they compare alike, since those of negative elements
+    are less than 0. For a negative bound all bits but the signs are inverted first, which makes keys of negative
+    elements and leaves the others above the bound. The groups are those listed in `hits`, or all where that is None.
     """
     group_keys, x = p.operands("u32", "group_keys", "x")
     bound = p.operand("bound", "s32")

@@ -14,7 +14,7 @@ equal keys the one of lower index. No two candidates are equal, and an empty slo
 A compact window lists the positions of its candidates instead, as numbers of 16 bits, since there is no room for slots
 as long as the row is needed. Then `selection.fill_slots` makes slots of them where the row was.
 
-The functions are in pairs: in JAX for the interpreter, and in PTX for one thread.
+`write_slots` and `ranked_slots` are JAX, for the interpreter; functions of a `Program` are PTX, for one thread.
 """
 
 import jax.numpy as jnp

@@ -92,15 +92,15 @@ def sorts(vocab: int, k: int, itemsize: int) -> bool:
 
 
 def list_length(tile: Tile, k: int, itemsize: int) -> int:
-    """Returns how many of its best elements a lane lists: k + 1 if it often has all the winners."""
+    """Returns how many of its best elements a lane lists: as few as TOO_SHORT allows, k + 1, or all."""
     most = min(k + 1, tile.steps * tile.vec)
     return next((n for n in range(1, most) if _too_short(tile, k, n) < TOO_SHORT[itemsize]), most)
 
 
 def _too_short(tile: Tile, k: int, length: int) -> float:
-    """Returns the share of warps of which one of the lanes has as many of the k best of a row as a list holds.
+    """Returns a bound of the share of warps of which a lane has as many of the k best of a row as a list holds.
 
-    Of a row in any order that number is binomial. Such a warp has to look further.
+    Such a warp has to look further. It is the probability for one lane, of a row in any order, times 32 lanes.
     """
     share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))

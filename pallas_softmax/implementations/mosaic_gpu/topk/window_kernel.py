@@ -5,7 +5,7 @@ The logits are read once from device memory. A CTA finds the k best of its part 
     arrive      5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
     group_keys     5         9         2         8         1        and keeps the largest key of each of its groups
 
-    threshold   5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
+    bound       5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
                 elements of all are >= 5
 
     collect     5 | 9 | 8 6 7     the elements >= 5, from the groups whose largest is >= 5: the candidates
@@ -13,7 +13,7 @@ The logits are read once from device memory. A CTA finds the k best of its part 
     rank        9 8 7             the 3 best of the candidates, in order
 
 Of random logits few more than k elements are candidates. If there are more than the list has slots for, or fewer
-than k (both happen), the threshold is replaced by one found by bisection over the keys; see `search.py`.
+than k (both happen), the bound is replaced by one found by bisection over the keys; see `search.py`.
 
 Winners and normalizers of the parts of a row are merged by a second launch; see `merge_kernel.py`. Windows, blocks,
 steps and groups are drawn in `plan.py`, the list of candidates in `slots.py`.

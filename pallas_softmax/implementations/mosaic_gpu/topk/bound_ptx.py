@@ -1,4 +1,4 @@
-"""A bound for the k best elements of a part, from the largest keys of its groups, in inline PTX: `selection.threshold`.
+"""A bound for the k best elements of a part, from the largest keys of its groups, in inline PTX: `selection.bound`.
 
 The keys are counted in buckets, pieces of their range that are all as long, a power of two. The bucket in which the
 k-th largest key lies starts at a key that k keys reach, and not many more, or the same is done for it alone:
@@ -30,7 +30,7 @@ _SCRATCH_BYTE = 16  # of <counts>: where the search has its scratch
 _BUCKET_BYTE, _REACH_BYTE = 16, 24  # of the scratch: where a thread tells the others what it has found
 
 
-def threshold(group_keys, slots, counts, groups: int, k: int):
+def bound(group_keys, slots, counts, groups: int, k: int):
     """Goes from all keys to those of one bucket, as long as there are many in it:
 
     low, high = a key that at least k group_keys reach, the largest group_key
@@ -49,8 +49,8 @@ def threshold(group_keys, slots, counts, groups: int, k: int):
     @inline(arg_types=(REF,) * 3, return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
     def emit(_, group_keys, slots, counts):
         operands = {"group_keys": group_keys, "slots": slots, "counts": counts, "thread": thread()}
-        (bound,) = emit_ptx(code, operands, {"bound": "i32"})
-        return fragmented_array.FragmentedArray.splat(bound, (), is_signed=True)
+        (found,) = emit_ptx(code, operands, {"bound": "i32"})
+        return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
 
     return emit(group_keys, slots, counts)
 
@@ -61,7 +61,7 @@ def few_more(k: int) -> int:
 
 
 def text(groups: int, k: int) -> Program:
-    """Returns the text of `threshold`; <bound> gets the result, and words 4 to 15 of <counts> are used meanwhile."""
+    """Returns the text of `bound`; <bound> gets the result, and words 4 to 11 of <counts> are used meanwhile."""
     p = Program()
     slots, counts = p.operands("u32", "slots", "counts")
     low, high = p.operand("bound", "s32"), p.fresh("s32")
