@@ -79,7 +79,7 @@ class Row(Program):
         return self.reduce("max.NaN", self.floats(words))
 
     def sweep(self, body: Callable[[list[Value], Value], object]) -> None:
-        """Calls body(words, address) to write what a thread does with the words of its next elements, and their address.
+        """Calls body(words, address), which writes what a thread does with the words of its next elements.
 
         They are `turn` vectors, one of each of as many chunks; in the end one vector at a time.
         """

@@ -89,8 +89,8 @@ SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
 MAX_COMPACT_SIZE = 2**16  # positions
 MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of the search for a bound
 
-# What a CTA takes is as jax 0.10.2 to 0.12 lower it: for 4000 x 25000, k = 512, 112,696 bytes, for k = 1024 114,744. Two
-# of these share a multiprocessor of an H100; two of 117,816 did not.
+# What a CTA takes is as jax 0.10.2 to 0.12 lower it: for 4000 x 25000, k = 512, 112,696 bytes, for k = 1024 114,744.
+# Two of these share a multiprocessor of an H100; two of 117,816 did not.
 SMEM_ALIGNMENT = 1_024  # bytes, to multiples of which Mosaic rounds an array up
 REDUCTION_BYTES = 1_024  # that Mosaic reduces with; half of what it keeps otherwise
 SYSTEM_BYTES = 1_024  # of each CTA that CUDA keeps
