@@ -195,7 +195,7 @@ def ptx_of(monkeypatch, step, *args, **kwargs):
     """Returns the text that a step of the search puts into the kernel."""
     module = {"rank": ranking_ptx, "rank_lists": lists_ptx}.get(step, selection_ptx)
     texts = []
-    monkeypatch.setattr(module, "insert", lambda code, *_, **__: texts.append(code))
+    monkeypatch.setattr(module, "insert_ptx", lambda code, *_, **__: texts.append(code))
     getattr(module, step)(*args, **kwargs)
     return texts.pop()
 

@@ -1,7 +1,9 @@
 """Numbers of the GPUs and of the kernels' thread blocks (CTAs), on which every launch plan rests."""
 
-# Threads of a warpgroup, of four warps; a CTA has one, and several where a launch plan says so.
+LANES = 32  # threads of a warp
+# Threads of a warpgroup; a CTA has one, and several where a launch plan says so.
 WARPGROUP = 128
+WARPS = WARPGROUP // LANES  # of a warpgroup
 ACCESS_BYTES = 16  # bytes that a thread loads at once at most; bulk copies start at multiples of it, too
 DTYPES = ("float32", "bfloat16", "float16")  # of the arrays that the kernels read
 
@@ -10,3 +12,10 @@ SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # shared memory tha
 MAX_CLUSTER = {9: 16, 10: 16, 12: 8}  # CTAs of a cluster at most; sizes above 8 are not portable
 FULL_CLUSTERS = 7  # of 16 CTAs, one on a multiprocessor, at once on an H100 (cudaOccupancyMaxActiveClusters)
 RESERVED_SMEM_BYTES = 4 * 1024  # shared memory kept for barriers, and for what Mosaic reduces with
+SMEM_ALIGNMENT = 1024  # bytes, to multiples of which Mosaic rounds an array up
+SYSTEM_SMEM_BYTES = 1024  # of each CTA that CUDA keeps
+
+
+def smem_of_each(capability: tuple[int, int], ctas: int) -> int:
+    """Returns the bytes of shared memory that each of so many CTAs of a multiprocessor may use."""
+    return (SMEM_BYTES[capability[0]] + SYSTEM_SMEM_BYTES) // ctas - SYSTEM_SMEM_BYTES

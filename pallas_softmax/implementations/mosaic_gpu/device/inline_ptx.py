@@ -26,9 +26,6 @@ REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 PER_THREAD: Any = SCALAR
 
-LANES = 32  # threads of a warp
-WARPS = WARPGROUP // LANES  # of a warpgroup
-
 # How LLVM names the kind of register that holds a value of an MLIR type.
 _CONSTRAINTS = {
     "i16": "h",

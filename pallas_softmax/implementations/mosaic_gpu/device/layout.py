@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, LANES, WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def short_row_tile(vocab: int, itemsize: int) -> Tile:
         lanes = WARPGROUP
     else:  # the power of two, from 2 to 32, with which a lane has one vector, or more where 32 are too few
         lanes = 2
-        while lanes < min(vectors, 32):
+        while lanes < min(vectors, LANES):
             lanes *= 2
     return row_tile(vocab, vec, lanes)
 

@@ -30,16 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, LANES, WARPGROUP
 
 _BITS = {
     **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
     **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32, "u16x2": 32, "s16x2": 32},
 }
 _FLOATS = {"f16", "bf16", "f32"}
-_ACCESS_BYTES = 16  # that a thread loads or stores at once
 WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
-_LAST_LANE = 31
 _SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
 
 
@@ -462,12 +460,10 @@ class Program:
         add = "red.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} [{address}+{offset}], {_text(number, 'u32')};"
 
-    def take_from(
-        self, address: Value, number: Any, *, offset: int = 0, when: Condition = None, default: Any = None
-    ) -> Value:
+    def take_from(self, address: Value, number: Any, *, when: Condition = None, default: Any = None) -> Value:
         """Adds to a number in shared memory, atomically, and returns what it was before; the rest is as in `load`."""
         out = self.fresh("u32") if default is None else self.var(default, "u32")
-        self.take_into(out, address, number, offset=offset, when=when)
+        self.take_into(out, address, number, when=when)
         return out
 
     def take_into(
@@ -493,7 +489,7 @@ class Program:
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
         out = self.fresh(x.kind)
-        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {_LAST_LANE}, {WHOLE_WARP};"
+        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {LANES - 1}, {WHOLE_WARP};"
         return out
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
@@ -540,7 +536,7 @@ def _if(condition: Condition) -> str:
 def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
     """Yields for each access to neighbouring numbers its first byte, its suffix, and the registers."""
     itemsize = _BITS[kind] // 8
-    size = min(len(registers), _ACCESS_BYTES // itemsize)
+    size = min(len(registers), ACCESS_BYTES // itemsize)
     for i in range(0, len(registers), size):
         names = ", ".join(registers[i : i + size])
         yield (itemsize * i, f".v{size}", f"{{{names}}}") if size > 1 else (itemsize * i, "", names)

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_softmax.implementations.folding import MaskRows
 from pallas_softmax.implementations.mosaic_gpu.device import predicated_ptx
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, LANES, WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     REF,
     SCALAR,
@@ -39,9 +39,9 @@ def layout(tile: Tile) -> Any:
     """Returns the layout of a tile in registers, which is that of the drawing in `layout.Tile`."""
     lanes, vec = tile.lanes, tile.vec
     if lanes > 32:  # a row is cut into the vectors of each warp, and these into those of its lanes
-        tiling, warp_dims, lane_dims = ((1, lanes * vec), (32 * vec,), (vec,)), (-3,), (-2,)
+        tiling, warp_dims, lane_dims = ((1, lanes * vec), (LANES * vec,), (vec,)), (-3,), (-2,)
     else:  # four warps take 32 / lanes rows each, whose vectors and rows are those of the lanes
-        rows = 32 // lanes
+        rows = LANES // lanes
         tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (1, vec))
         warp_dims, lane_dims = (-6,), (-4, -3)
     canonical = fragmented_array.TiledLayout(

@@ -19,8 +19,7 @@ of their bounds is taken. The elements of its warps alternate, so that neighbour
     warp         0    |    1    | .. | 0    and lanes 0 to 7, then 8 to 15, ..
 """
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import Layout
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import INF, LEAST_FINITE, Row

@@ -12,7 +12,7 @@ and the sums are the same bits again. A sum has two words, one for the lower 16 
 others.
 """
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import DIGIT, MAX_V
 from pallas_softmax.implementations.mosaic_gpu.sample.row_ptx import LEAST_FINITE, Row

@@ -26,15 +26,15 @@ class SamplingParams(NamedTuple):
     min_p: Any
 
 
-def draw(x, request: SamplingParams) -> tuple[jax.Array, ...]:
+def draw(x, params: SamplingParams) -> tuple[jax.Array, ...]:
     """Draws from the row that a CTA has, as the program of `draw_ptx` does.
 
     Args:
       x: the elements at all positions; -inf where there is none, or where they are masked.
-      request: what is asked of the row.
+      params: what is asked of the row.
 
     Returns:
       Scalars: the position drawn or -1, its log probability, and the log of the share of the mass that is kept.
     """
-    one_row = jax.tree.map(lambda number: jnp.reshape(number, (1, 1)), request)
+    one_row = jax.tree.map(lambda number: jnp.reshape(number, (1, 1)), params)
     return tuple(result[0, 0] for result in xla_sample.sample(x[None], None, *one_row))

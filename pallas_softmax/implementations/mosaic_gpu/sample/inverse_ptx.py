@@ -11,7 +11,7 @@ each time the last of them with kept mass before which there is not more than th
 import dataclasses
 from collections.abc import Callable
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample import arrival_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES

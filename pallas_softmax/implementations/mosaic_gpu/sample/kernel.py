@@ -28,13 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax.implementations.folding import Mask
+from pallas_softmax.implementations.mosaic_gpu.device.insertion import insert_ptx
 from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.sample import draw_ptx
 from pallas_softmax.implementations.mosaic_gpu.sample.draw import SamplingParams, draw
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import Layout
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
-from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.mosaic_gpu.topk.window_kernel import (
     Part,
@@ -48,14 +48,14 @@ _TINY = float(np.finfo(np.float32).tiny)  # the least temperature, in place of 0
 
 
 def sample_rows(
-    x, mask: Mask | None, request: SamplingParams, layout: Layout, *, interpret=None
+    x, mask: Mask | None, params: SamplingParams, layout: Layout, *, interpret=None
 ) -> list[jax.Array]:
     """Draws from each row.
 
     Args:
       x: the logits, (rows, vocab).
       mask: which elements count, or None.
-      request: what is asked of each row: arrays (rows,), or (1,) where all rows have the same number.
+      params: what is asked of each row: arrays (rows,), or (1,) where all rows have the same number.
       layout: how a row lies over CTAs and in shared memory.
       interpret: as for `pallas_call`; the interpreter runs a twin of the program in plain JAX, in one CTA.
 
@@ -67,10 +67,10 @@ def sample_rows(
     window = layout.window
     view = aligned_view(rows, vocab, window.vec)
 
-    def sample(x_gmem, request_gmem, mask_gmem, *out, landed, scratch, x_smem, met: Any = None):
+    def sample(x_gmem, params_gmem, mask_gmem, *out, landed, scratch, x_smem, met: Any = None):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         # Before the part has landed, so that nobody waits for these when it has.
-        of_row = SamplingParams(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in request_gmem))
+        of_row = SamplingParams(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         _copy_and_mask(window, part, x_smem, landed, met, interpret)
         if interpret:
             _draw_by_twin(part, x_smem, of_row, out, met)
@@ -79,7 +79,7 @@ def sample_rows(
         place = {"row": part.row, "part": part.index, "origin": part.extent.origin}
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
-        insert(draw_ptx.text(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers)
+        insert_ptx(draw_ptx.text(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers)
 
     types = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     return gpu_kernel(
@@ -96,7 +96,7 @@ def sample_rows(
         },
         approximate=True,
         interpret=interpret,
-    )(x.reshape(view), request, None if mask is None else mask.array)
+    )(x.reshape(view), params, None if mask is None else mask.array)
 
 
 def scale_of(temperature):

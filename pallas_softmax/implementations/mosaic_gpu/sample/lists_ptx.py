@@ -11,7 +11,7 @@ are the same bits again.
 
 import dataclasses
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Value
 from pallas_softmax.implementations.mosaic_gpu.sample.digits_ptx import number_of
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import BUCKETS

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
+    LANES,
     MAX_CLUSTER,
+    SMEM_ALIGNMENT,
     SMEM_BYTES,
     WARPGROUP,
+    smem_of_each,
 )
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 
 CHUNK_BYTES = LANES * ACCESS_BYTES  # what a warp loads at once
@@ -42,8 +44,8 @@ TURN_ELEMENTS = 16  # elements that a thread has in registers at once; others ar
 # Of few rows the parts are shorter and the warpgroups more, so that more warps work on each.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # Of many rows three CTAs share a multiprocessor, so that one works while the parts of others arrive: of 256 threads,
-# whose 80 registers fit three times, and of a third of its shared memory, of which it takes 1 KB for each itself.
-RESIDENT, WARPGROUPS, KEPT_BYTES = 3, 2, 1024
+# whose 80 registers fit three times, and of a third of its shared memory.
+RESIDENT, WARPGROUPS = 3, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +128,8 @@ class Layout:
 
     @property
     def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA: Mosaic lets arrays start at multiples of 1 KB, and barriers come last."""
-        scratch = -(-4 * self.words // 1024) * 1024
+        """Bytes of shared memory of a CTA, in which the barriers come last."""
+        scratch = -(-4 * self.words // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
         return scratch + self.window.size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
 
 
@@ -153,7 +155,7 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> La
     if rows <= FEW_ROWS:
         count, room = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES)), smem
     else:
-        count, room = 1, (smem + KEPT_BYTES) // RESIDENT - KEPT_BYTES
+        count, room = 1, smem_of_each(capability, RESIDENT)
     while count < most and not fits(count, room):
         count += 1
     return layout(count) if fits(count, smem) else None

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Condition, Program, Value
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import CHUNK_BYTES, Layout
 
@@ -116,10 +115,10 @@ class Row(Program):
         return self.scratch + index * (4 * each) + 4 * at
 
     def of_cta(
-        self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None, default: float = 0
+        self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None
     ) -> list[Value]:
-        """Returns what a CTA of the cluster has in words at this address, or the default where `when` does not hold."""
-        out = [self.fresh(kind) if when is None else self.var(default, kind) for _ in range(count)]
+        """Returns what a CTA of the cluster has in words at this address, or 0 where `when` does not hold."""
+        out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
         if self.ctas == 1:
             self.load_vector_into(out, at, when=when)
         else:

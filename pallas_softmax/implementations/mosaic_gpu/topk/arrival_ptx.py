@@ -20,9 +20,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
     scalar,
     thread,
 )
+from pallas_softmax.implementations.mosaic_gpu.device.insertion import insert_ptx
 from pallas_softmax.implementations.mosaic_gpu.device.predicated_ptx import load_mask, load_vector
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
-from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.online import Normalizer
 
@@ -45,7 +45,7 @@ def clear(slots, counts) -> None:
         again(turn < items * np.dtype(slots.dtype).itemsize // ACCESS_BYTES)
     p.store(counts_at, 0, 0, when=thread.equals(0))
     p.barrier()
-    insert(p, {"slots": slots, "counts": counts})
+    insert_ptx(p, {"slots": slots, "counts": counts})
 
 
 # ---- head and tail
@@ -200,7 +200,7 @@ def absorb_step(
             terms.append(p.exp2((x - s) * scale_of_row))
     rescale = p.exp2((m - s) * scale_of_row)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
-    new = insert(
+    new = insert_ptx(
         p,
         {"x": x_smem, "group_keys": group_keys},
         {"step": step, "scale": scale},

@@ -12,9 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES, WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
-    LANES,
     REF,
     SCALAR,
     emit_ptx,

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES, WARPGROUP
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, index_and_key

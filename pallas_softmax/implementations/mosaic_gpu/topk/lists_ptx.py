@@ -8,8 +8,8 @@ A winner's rank is the number of better ones in all lists, and of each list a bi
 """
 
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.insertion import insert_ptx
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
-from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, index_and_key, slot_of
 
 
@@ -43,7 +43,7 @@ def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, 
         p.store(at, index, offset=4 * padded, when=wins)
     p.barrier()
     refs = {"slots": slots, "ranked": ranked, "keys": keys_gmem, "indices": indices_gmem}
-    insert(p, refs, {"row": row})
+    insert_ptx(p, refs, {"row": row})
 
 
 def _better(p: Program, start: Value, k: int, values: list[Value]) -> list[Value]:

@@ -35,7 +35,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.winners import (
     lists_type,
     write_winners,
 )
-from pallas_softmax.online import Candidates, Normalizer, sort_key
+from pallas_softmax.online import Candidates, Normalizer
 
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
@@ -57,7 +57,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     Returns:
       Candidates (rows, k), and the normalizers (rows, 1).
     """
-    keys = sort_key(won)
+    keys = sort_keys.key(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
     request = Request(k, won.dtype, kept is not None, log, dtype, interpret)

@@ -32,7 +32,7 @@ larger. Where these are many, or a list was too short, the warp merges whole lis
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, power_of_two
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import mending_ptx, packed_ptx, sorting_ptx
@@ -43,8 +43,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import list_length
 _MOST_ALIKE = 16
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
-# Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second; 8 more is a byte full of the sign.
-_SIGNS = 0xBB99
+# Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second.
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
@@ -208,15 +207,12 @@ def _packed_keys(
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
-        keys = p.bitwise3(
-            lambda pair, signs, m: pair ^ signs & m, pair, p.permute(pair, pair, _SIGNS), _MAGNITUDES
-        )
+        signs = pair.bits("s16x2").sign()
+        keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, signs, _MAGNITUDES)
         words += [p.permute(keys, complement, which).bits("s32") for which in (_LOWER_WORD, _UPPER_WORD)]
-    columns = packed_ptx.columns_of_thread(tile)
-    for word, column in zip(words, columns):
-        if column + tile.vec * tile.lanes > vocab:
-            p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
-    return words[: len(columns)]
+    words = words[: len(packed_ptx.columns_of_thread(tile))]
+    packed_ptx.lower_beyond_row(p, tile, vocab, words, first_column)
+    return words
 
 
 # ---- merges

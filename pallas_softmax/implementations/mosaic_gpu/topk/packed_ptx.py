@@ -31,8 +31,9 @@ from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import (
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
+from pallas_softmax.implementations.mosaic_gpu.topk.slots import LOWEST_KEY
 
-LOWEST, _HIGHEST = -(2**31), 2**31 - 1  # the key, packed or not, and the column of what is beyond the row
+LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key, packed or not, and the column of what is beyond the row
 _LOWEST_WIDE = -(2**63)
 _HALF_BITS = 16  # of the keys of 16-bit floats
 
@@ -123,9 +124,15 @@ def packed_keys(
             packed.append(key << _HALF_BITS | complement)
         else:
             packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
-        if column + tile.vec * tile.lanes > vocab:
-            p.set(packed[-1], LOWEST, when=first_column >= max(0, vocab - column))
+    lower_beyond_row(p, tile, vocab, packed, first_column)
     return packed
+
+
+def lower_beyond_row(p: Program, tile: Tile, vocab: int, words: list[Value], first_column: Value) -> None:
+    """Makes the packed keys of what a thread has beyond the row the lowest."""
+    for word, column in zip(words, columns_of_thread(tile)):
+        if column + tile.vec * (tile.lanes - 1) >= vocab:  # of the last lane
+            p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
 
 
 def leave_if_exact(

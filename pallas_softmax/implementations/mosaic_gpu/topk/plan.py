@@ -33,8 +33,10 @@ import jax.numpy as jnp
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
     RESERVED_SMEM_BYTES,
+    SMEM_ALIGNMENT,
     SMEM_BYTES,
     WARPGROUP,
+    smem_of_each,
 )
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Cut, Tile, power_of_two
 from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import plan_tile
@@ -91,9 +93,7 @@ MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of 
 
 # What a CTA takes is as jax 0.10.2 to 0.12 lower it: for 4000 x 25000, k = 512, 112,696 bytes, for k = 1024 114,744.
 # Two of these share a multiprocessor of an H100; two of 117,816 did not.
-SMEM_ALIGNMENT = 1_024  # bytes, to multiples of which Mosaic rounds an array up
 REDUCTION_BYTES = 1_024  # that Mosaic reduces with; half of what it keeps otherwise
-SYSTEM_BYTES = 1_024  # of each CTA that CUDA keeps
 
 # The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
@@ -202,7 +202,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     if k > MAX_CUT_K:
         for window in _whole_windows(vocab, k, itemsize):
-            if cta_bytes(window, k, itemsize) <= bytes_of_two(capability):
+            if cta_bytes(window, k, itemsize) <= smem_of_each(capability, 2):
                 return window
     whole = _window(vocab, k, itemsize, 1)
     fills = k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES
@@ -266,11 +266,6 @@ def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     """Returns the bytes of shared memory that a CTA takes: Mosaic rounds arrays up, and keeps some to reduce with."""
     arrays = [window.size * itemsize, *_arrays_beside_row(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
-
-
-def bytes_of_two(capability: tuple[int, int]) -> int:
-    """Returns the bytes of shared memory that each of two CTAs of a multiprocessor may take."""
-    return (SMEM_BYTES[capability[0]] + SYSTEM_BYTES) // 2 - SYSTEM_BYTES
 
 
 def candidate_slots(k: int) -> int:

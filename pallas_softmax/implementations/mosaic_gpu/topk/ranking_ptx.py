@@ -1,10 +1,9 @@
 """The order of candidates in inline PTX, by the 128 threads of a CTA: `selection.rank`."""
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES, WARPGROUP
+from pallas_softmax.implementations.mosaic_gpu.device.insertion import insert_ptx
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk.buckets_ptx import rank_by_buckets
-from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import SLOT_BYTES, index_and_key
 
 # On an H100, 4000 x 25000 float32 in two CTAs of a multiprocessor: 67 candidates take 790 cycles by counting, 1400 by
@@ -50,7 +49,7 @@ def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | Non
                 finish()
             _rank_by_sorting(p, capacity, k, padded)
     p.barrier()
-    insert(p, {"slots": slots, "buckets": buckets, "ranked": ranked}, {"n": n})
+    insert_ptx(p, {"slots": slots, "buckets": buckets, "ranked": ranked}, {"n": n})
 
 
 def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: int) -> None:

@@ -317,8 +317,7 @@ def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
     if not interpret:
         word, per_row = merging_ptx.take_words(tile, vocab, k, bits, per_row)
     else:
-        negative = bits >> 15
-        key = (bits ^ (negative & 0x7FFF)).astype(jnp.int32)[:, :vocab]
+        key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
         words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
         out = merged_tile(tile, k)
         best = ~lax.sort(~words)[:, :k]

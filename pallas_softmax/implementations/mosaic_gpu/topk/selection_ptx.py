@@ -13,11 +13,10 @@ from collections.abc import Callable
 import numpy as np
 
 from pallas_softmax.implementations.mosaic_gpu.device.elements import Elements
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES, WARPGROUP, WARPS
+from pallas_softmax.implementations.mosaic_gpu.device.insertion import insert_ptx
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 from pallas_softmax.implementations.mosaic_gpu.topk import sums_ptx
-from pallas_softmax.implementations.mosaic_gpu.topk.insert import insert
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.mosaic_gpu.topk.slots import (
     LOWEST_KEY,
@@ -74,7 +73,7 @@ def collect(
             p.increase(turn, _BITS // window.group_size * WARPGROUP)
             again((turn & -LANES) < n)
     p.barrier()
-    insert(
+    insert_ptx(
         p,
         {"x": x_smem, "group_keys": group_keys, "hits": hits, "slots": slots, "counts": counts},
         {"bound": bound, "low": extent.low, "high": extent.high, "origin": extent.origin},
@@ -313,7 +312,7 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
         p.increase(group, 4 * WARPGROUP)
         next_group(left.differs(0))
     refs = {"x": x_smem, "group_keys": group_keys}
-    return insert(p, refs, {"bound": bound}, results={"reach": "i32", "exceed": "i32"})
+    return insert_ptx(p, refs, {"bound": bound}, results={"reach": "i32", "exceed": "i32"})
 
 
 def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int) -> None:
@@ -351,7 +350,7 @@ def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k
         p.increase(block, 1)
         p.update(parity, "xor", 1)
     p.barrier()
-    insert(
+    insert_ptx(
         p,
         {"x": x_smem, "scratch": scratch, "slots": slots},
         {"bound": bound, "low": extent.low, "high": extent.high, "origin": extent.origin, "first": first},
@@ -428,7 +427,7 @@ def fill_slots(x_smem, positions, slots, n, origin) -> None:
     for i, value in enumerate(values):
         p.store(at, value, offset=SLOT_BYTES * WARPGROUP * i)
     p.barrier()
-    insert(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
+    insert_ptx(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
 
 
 # ---- the winners of other CTAs
@@ -462,7 +461,7 @@ def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound
                 place = p.take_from(candidates, 1)
                 store_slot(p, slots_at, place, key, index)
     p.barrier()
-    insert(
+    insert_ptx(
         p,
         {"slots": slots, "counts": counts, "keys": keys_gmem, "indices": indices_gmem},
         {"row": row, "first": first, "n": n, "bound": bound},

@@ -8,7 +8,7 @@ What the threads of a warp have goes from lane to lane, what the warps have thro
     lower threads    lower lanes + lower warps          `add_lower_warps`
 """
 
-from pallas_softmax.implementations.mosaic_gpu.device.inline_ptx import LANES, WARPS
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import LANES, WARPS
 from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program, Value
 
 _LANE_BITS = LANES.bit_length() - 1  # of the number of a thread

@@ -18,7 +18,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
 from pallas_softmax.implementations.mosaic_gpu.topk import selection
 from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import sorts, winners_tile
-from pallas_softmax.implementations.mosaic_gpu.topk.winners import weight
+from pallas_softmax.implementations.mosaic_gpu.topk.winners import probability
 from pallas_softmax.online import Candidates, Normalizer
 
 
@@ -89,7 +89,7 @@ def topk_rows(
                 interpret=interpret,
             )
             key = key_at(x_gmem, mask_gmem, row, index)
-        value = weight(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
+        value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         tiles.store(values_gmem, winners, row, value, blocked=True, interpret=interpret)
         tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
 

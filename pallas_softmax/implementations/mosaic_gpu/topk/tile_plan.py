@@ -13,7 +13,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, LANES
 from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, power_of_two, row_tile
 
 # The times are device times of one H100 80GB HBM3 by CUPTI, driver 580.159.04, jax 0.11.2, 2026-11-22 and 23.
@@ -81,14 +81,14 @@ def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
       of_few, of_many: how many elements each lane holds at most, of fewer lanes than MANY_LANES, and of others.
     """
     lanes = 2
-    while lanes < 32 and -(-vocab // (lanes * vec)) * vec > (of_few if lanes < MANY_LANES else of_many):
+    while lanes < LANES and -(-vocab // (lanes * vec)) * vec > (of_few if lanes < MANY_LANES else of_many):
         lanes *= 2
     return row_tile(vocab, vec, lanes)
 
 
 def sorts(vocab: int, k: int, itemsize: int) -> bool:
     """Returns whether the winners of a row are found by a sort of the row in a tile, and not by merges."""
-    return k >= 32 and 2 * k > vocab and vocab <= 32 * MAX_SORTED_LANE_ELEMENTS[itemsize]
+    return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_SORTED_LANE_ELEMENTS[itemsize]
 
 
 def list_length(tile: Tile, k: int, itemsize: int) -> int:
@@ -104,7 +104,7 @@ def _too_short(tile: Tile, k: int, length: int) -> float:
     """
     share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
-    return 32 * (1 - fewer)
+    return LANES * (1 - fewer)
 
 
 def winners_tile(tile: Tile, vocab: int, k: int, itemsize: int) -> Tile:

@@ -90,7 +90,7 @@ def write_winners(
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = key
         if final:
-            value = weight(
+            value = probability(
                 key, request.logits_dtype, normalizer, scale, log=request.log, masked=request.masked
             )
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
@@ -99,7 +99,7 @@ def write_winners(
     lists_gmem.m[at], lists_gmem.d[at] = normalizer
 
 
-def weight(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked: bool):
+def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked: bool):
     """Returns the probability of the element with this key, or its log, in float32.
 
     Args:

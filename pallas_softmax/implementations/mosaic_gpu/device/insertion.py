@@ -19,7 +19,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program
 _DTYPES = {"i32": "int32", "f32": "float32"}
 
 
-def insert(
+def insert_ptx(
     code: Program,
     refs: dict[str, Any],
     scalars: dict[str, Any] | None = None,
