@@ -110,23 +110,26 @@ def rows(
     x = array(function, name, x)
     if x.dtype == jnp.bool_ and not boolean:
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
-    axes = normalized_axes(function, axis, x.ndim)
     if where is not None:
         where = array(function, "where", where)
-        axes = tuple(a - x.ndim for a in axes)  # from the end, since `where` may add dimensions in front
-        try:
-            x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, where.shape))
-        except ValueError:
-            raise ValueError(
-                f"{function}: where of shape {where.shape} and {name} of shape {x.shape} do not broadcast"
-            ) from None
-        axes = tuple(a + x.ndim for a in axes)
+        x = broadcast(function, name, x, "where", where)  # `where` may add dimensions in front
         where = mask(function, where, x.shape)
+    axes = normalized_axes(function, axis, x.ndim)
     mesh_axes = bound_mesh_axes(function, axis_name)
     if mesh_axes and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
     x, where = vary_together(*lay_together(x, where), over=mesh_axes)
     return Rows(x, where, tuple(sorted(axes)), mesh_axes)
+
+
+def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
+    """Returns `x`, broadcast against another argument."""
+    try:
+        return jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, other.shape))
+    except ValueError:
+        raise ValueError(
+            f"{function}: {other_name} of shape {other.shape} and {name} of shape {x.shape} do not broadcast"
+        ) from None
 
 
 def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:

@@ -86,11 +86,11 @@ def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
       Normalizers whose fields have the shape and the dtype of `x`; element i along `axis` is of the elements 0 to i.
 
     Raises:
-      TypeError: `x` is not of a floating dtype.
+      TypeError: `x` is not of a floating dtype, or `axis` is not an int.
       ValueError: `axis` is out of range.
     """
-    x, (axis,) = _row_axes("scan", x, axis)
-    return lax.associative_scan(combine, lift(x), axis=axis)
+    x, axes = _row_axes("scan", x, (axis,))
+    return lax.associative_scan(combine, lift(x), axis=axes[0])
 
 
 def reduce(
@@ -105,19 +105,28 @@ def reduce(
       x: logits of a floating dtype.
       axis: the axis or axes of a row.
       where: boolean, broadcastable to `x`; False leaves the logit out.
-      chunk: the number of elements of an axis that are reduced directly.
+      chunk: the number of elements of an axis that are reduced directly, at least 1.
 
     Returns:
       Normalizers whose fields have the shape of `x`, with size 1 along `axis`; in float32 for floats of 8 and 16 bits,
       else in the dtype of `x`. A row without elements gives `identity`.
 
     Raises:
-      TypeError: `x` is not of a floating dtype.
-      ValueError: an axis is out of range, or is given twice.
+      TypeError: `x` is not of a floating dtype, or `axis` is not of integers.
+      ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not fit; or `chunk` is 0
+        or negative.
     """
     x, axes = _row_axes("reduce", x, axis)
+    if chunk < 1:
+        raise ValueError(f"online.reduce: chunk must be at least 1, got {chunk}")
     x = widen(x)
     if where is not None:
+        where = jnp.asarray(where)
+        sizes = zip(where.shape[::-1], x.shape[::-1])
+        if where.dtype != jnp.bool_ or where.ndim > x.ndim or any(n not in (1, full) for n, full in sizes):
+            raise ValueError(
+                f"online.reduce: where must be boolean and broadcast to the shape {x.shape}, got {jax.typeof(where)}"
+            )
         x = jnp.where(where, x, -jnp.inf)
     if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
         return _reduce_directly(x, axes)
@@ -142,7 +151,12 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"online.{function}: x must be a floating array, got {x.dtype.name}")
-    return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
+    try:
+        return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
+    except TypeError:
+        raise TypeError(
+            f"online.{function}: axis must be an int or a sequence of ints, got {axis!r}"
+        ) from None
 
 
 def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:

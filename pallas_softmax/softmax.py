@@ -35,7 +35,8 @@ def softmax(
       x: logits of any shape. float16 and bfloat16 are computed in float32 and returned in their own dtype;
         integers are promoted to float.
       axis: the axis, axes or (None) all axes of a row.
-      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0.
+      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0. Where it has more
+        dimensions than `x`, `x` is broadcast to it first, and `axis` counts in that shape.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
         equal shard of `x` and `where`, and gets that shard of the result. Not for complex `x`.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
@@ -74,7 +75,7 @@ def log_softmax(
     Args:
       x: logits of any shape, with the dtypes of `softmax`.
       axis: the axis, axes or (None) all axes of a row.
-      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give -inf.
+      where: boolean, as for `softmax`. Masked positions are left out of the row and give -inf.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `softmax`.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
@@ -140,11 +141,11 @@ def logsumexp(
     Args:
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
       axis: the axis, axes or (None, the default) all axes of a row.
-      b: factors of the exponentials, broadcastable to `a`. With them, and for complex `a` or `return_sign`, the call
-        is JAX's own, in float32 for 16-bit logits, and takes no `axis_name` and no implementation but "xla".
+      b: factors of the exponentials, which broadcast as `where` does. With them, and for complex `a` or `return_sign`,
+        the call is JAX's own, in float32 for 16-bit logits, and takes no `axis_name` and no implementation but "xla".
       keepdims: whether the reduced dimensions stay, with size 1.
       return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
-      where: boolean, broadcastable to `a`. Masked positions are left out.
+      where: boolean, as for `softmax`. Masked positions are left out.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result is that of
         the whole row, the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
@@ -183,8 +184,12 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
 def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     """Computes by `jax.nn.logsumexp` what no kernel has: b, return_sign, complex a; 16-bit numbers in float32."""
     a = arguments.array(name, "a", a)
-    axes = arguments.normalized_axes(name, axis, a.ndim)
     b = None if b is None else arguments.array(name, "b", b)
+    where = None if where is None else arguments.array(name, "where", where)
+    for of, other in ("b", b), ("where", where):
+        a = a if other is None else arguments.broadcast(name, "a", a, of, other)
+    where = None if where is None else arguments.mask(name, where, a.shape)
+    axes = arguments.normalized_axes(name, axis, a.ndim)
     factors = () if b is None else (b,)
     together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
     out_dtype = jax.eval_shape(jnp.exp, together).dtype

@@ -116,6 +116,16 @@ def test_online_refuses_what_is_no_axis_and_no_float(function):
             traced(function)(X, axis=axis)
     with pytest.raises(TypeError, match=rf"{name}: x must be a floating array, got int32"):
         traced(function)(X.astype(int))
+    with pytest.raises(TypeError, match=rf"{name}: axis must be an int"):
+        function(X, None)
+
+
+@pytest.mark.parametrize("where", [jnp.ones((2, 2, 3), bool), jnp.array([1, 0, 2])], ids=["rank", "integers"])
+def test_online_reduce_refuses_what_is_no_mask_and_no_chunk(where):
+    with pytest.raises(ValueError, match="online.reduce: where must be boolean and broadcast to the shape"):
+        ps.online.reduce(X, where=where)
+    with pytest.raises(ValueError, match="online.reduce: chunk must be at least 1, got 0"):
+        ps.online.reduce(X, chunk=0)
 
 
 # --- implementation -----------------------------------------------------------------------------------

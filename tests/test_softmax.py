@@ -283,14 +283,15 @@ def test_where_a_python_bool(name):
         assert_same(ours(name)(X3, -1, where=where), theirs(name)(X3, -1, where=where))
 
 
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
 @pytest.mark.parametrize("name", first_values(1, NAMES))
-def test_where_of_higher_rank_broadcasts_x(name):
-    """One row, many masks. (With an axis of -1, jax.nn.softmax then sums along another axis.)"""
+def test_where_of_higher_rank_broadcasts_x(name, axis):
+    """One row, many masks. (With a negative axis, or None, jax.nn.softmax then sums along another axis.)"""
     where = np.random.default_rng(0).random((4, *X3.shape)) < 0.5
-    got = ours(name)(X3, -1, where=where)
+    got = ours(name)(X3, axis, where=where)
     x = np.broadcast_to(X3, where.shape)
-    assert_same(got, theirs(name)(x, -1, where=where))
-    assert_same(ours(name)(x, -1, where=where), got)
+    assert_same(got, theirs(name)(x, axis, where=where))
+    assert_same(ours(name)(x, axis, where=where), got)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -493,6 +494,12 @@ BY_JAX = {
     "b and sign": {"b": FACTORS, "axis": (0, 2), "return_sign": True},
     "sign": {"return_sign": True, "keepdims": True},
     "b and where": {"b": FACTORS, "axis": 1, "where": FACTORS > 0},
+    "b of higher rank": {"b": np.ones((2, *X3.shape), F32) * 3, "axis": -1},
+    "where of higher rank": {
+        "where": np.arange(2 * X3.size).reshape(2, *X3.shape) % 3 > 0,
+        "axis": 0,
+        "return_sign": True,
+    },
     "no sign": {"return_sign": False},
 }
 
