@@ -13,6 +13,7 @@ from jax import export
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
+from pallas_softmax.eager import is_foreign
 from pallas_softmax.sharding.specs import lay_together
 from pallas_softmax.varying import vary_together
 
@@ -45,7 +46,7 @@ def array(function: str, name: str, x) -> jax.Array:
 def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
     """Returns `x` as a JAX array of real numbers, and `axis`, one axis of it, as a number that is not negative."""
     x = array(function, name, x)
-    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
     axis = static_int(function, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
@@ -58,10 +59,36 @@ def check_array(function: str, name: str, x) -> None:
     arrays = jax.Array | np.ndarray | np.generic | numbers.Number
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
+    if is_foreign(x):
+        raise TypeError(f"{function}: {name} must be of numbers that JAX has, got dtype {x.dtype}")
     if isinstance(x, Tracer) and type(x).__name__ == "JetTracer":
         raise NotImplementedError(
             f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
         )
+
+
+def parameter(function: str, name: str, value) -> Any:
+    """Returns numbers that rows are given, such as a temperature, checked as by `check_array`, for `eager.at_once`.
+
+    A Python int becomes a float, and an object that JAX makes an array of becomes this.
+    """
+    check_array(function, name, value)
+    if type(value) is int:
+        return float(value)
+    to_array = None if isinstance(value, jax.Array) else getattr(value, "__jax_array__", None)
+    return to_array() if to_array else value
+
+
+def normal_temperature(temperature, logits) -> Any:
+    """Returns a temperature at hand, in which positive numbers are normal ones: XLA may take others for 0."""
+    if isinstance(temperature, Tracer):
+        return temperature
+    is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
+    tiny = np.finfo(np.float64 if is_wide else np.float32).tiny
+    numbers = np.asarray(temperature)
+    return (
+        np.where(numbers > 0, np.maximum(numbers, tiny), numbers) if np.any(numbers < tiny) else temperature
+    )
 
 
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
@@ -92,7 +119,7 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
         raise ValueError(
             f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
         )
-    value = jnp.broadcast_to(value, batch) if value.size > 1 else value.reshape(())
+    value = value.reshape(()) if value.size == 1 else jnp.broadcast_to(value, batch)
     return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
 
 
@@ -108,8 +135,8 @@ def rows(
       boolean: whether `x` may be boolean.
     """
     x = array(function, name, x)
-    if x.dtype == jnp.bool_ and not boolean:
-        raise TypeError(f"{function}: {name} must be a float, integer or complex array, got bool")
+    if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
+        raise TypeError(f"{function}: {name} must be a float, integer or complex array, got {x.dtype.name}")
     if where is not None:
         where = array(function, "where", where)
         x = broadcast(function, name, x, "where", where)  # `where` may add dimensions in front
@@ -142,6 +169,8 @@ def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
         raise TypeError(
             f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}"
         ) from None
+    except OverflowError:
+        raise ValueError(f"{function}: axis {axis} is out of bounds for {ndim} dimensions") from None
 
 
 def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
@@ -186,6 +215,8 @@ def static_bool(function: str, name: str, value) -> bool:
     """Returns `value` as a bool that is known while tracing."""
     if isinstance(value, Tracer):
         raise TypeError(_traced(function, name, "a static Python bool"))
+    if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
     return bool(value)
 
 

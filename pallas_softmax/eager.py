@@ -20,15 +20,22 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
     """
     if all(map(_concrete, arrays)) and _hashable(options) and not choice.recording():
         # 1, 1.0 and True are equal, but as k only the first is accepted
-        return _compiled(function, options, tuple(map(type, options)), arrays)
+        return _compiled(function, options, tuple(map(type, jax.tree.leaves(options))), arrays)
     return function(*arrays, *options)
 
 
 def _concrete(x) -> bool:
     """Returns whether x is None or numbers at hand, which no transformation traces."""
     return x is None or (
-        isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and not isinstance(x, Tracer)
+        isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
+        and not isinstance(x, Tracer)
+        and not is_foreign(x)
     )
+
+
+def is_foreign(x) -> bool:
+    """Returns whether `x` is of numpy, and of a dtype that JAX has not: objects, strings, times, long doubles."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.char in "OSUMmgG"
 
 
 def _hashable(options: tuple) -> bool:

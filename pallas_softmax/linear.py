@@ -94,8 +94,8 @@ def linear_cross_entropy(
     The source is that of `linear_logsumexp`.
 
     A mean or sum that is differentiated computes its gradients along with it: three matrix products in all (four by
-    kernels, for float16 or with label smoothing). One loss per token makes the logits again in its backward: four
-    products. A loss that is not differentiated takes one.
+    kernels with label smoothing). One loss per token, and any loss in float16, makes the logits again in its backward:
+    four products. A loss that is not differentiated takes one.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
@@ -149,7 +149,7 @@ def linear_log_probs(
 
     Args:
       labels: as for `linear_cross_entropy`.
-      temperature: positive number.
+      temperature: number from 1e-37 to 1e37.
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range. Differentiable as
@@ -278,6 +278,8 @@ def _total_of(x, w, bias, labels, where, options: _Options, reduction: Reduction
     weights = weights if where is None else jnp.where(where, weights, 0)
     if reduction == "mean":
         weights = weights / jnp.maximum(jnp.sum(weights), 1)
+    if x.dtype == jnp.float16:
+        return _weighted(_per_token(static, x, w, bias, labels), weights)
     return _total(static, x, w, bias, labels, weights)
 
 
@@ -300,7 +302,7 @@ def _weighted(losses, weights):
 
 def _total_backward(static: _Static, gradients, dtotal):
     dtotal = sum_cotangents(dtotal, static.mesh_axes)
-    dx, dw, dbias = jax.tree.map(lambda g: (g * dtotal).astype(g.dtype), gradients)
+    dx, dw, dbias = jax.tree.map(lambda g: (online.widen(g) * dtotal).astype(g.dtype), gradients)
     return share_cotangent(dx, static.mesh_axes), dw, dbias, None, None
 
 
@@ -320,10 +322,12 @@ def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tup
     Args:
       x, w, bias, labels, where: as users pass them.
       options: as users pass them.
-      gradient: the operation that computes the gradients.
+      gradient: the operation that computes the gradients. In float16 those that a forward rounded, before they are
+        multiplied by the cotangent, could overflow, or be 0; so there it is "projection_grad".
     """
     name = options.function
     x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
+    gradient = "projection_grad" if x.dtype == jnp.float16 else gradient
     bias = None if bias is None else arguments.array(name, "bias", bias)
     for of, a in ("x", x), ("w", w), ("bias", bias):
         if a is not None and a.dtype.name not in _FLOATS:
@@ -387,7 +391,7 @@ def _head(options: _Options, transpose_w: bool, dtype) -> Head:
     return Head(
         transpose_w=transpose_w,
         softcap=None if softcap is None else number("softcap", "None or a positive number", positive),
-        temperature=number("temperature", "a positive number", positive),
+        temperature=number("temperature", "from 1e-37 to 1e37", lambda value: 1e-37 <= value <= 1e37),
         label_smoothing=number("label_smoothing", "a number from 0 to 1", lambda value: 0 <= value <= 1),
         z_loss=number("z_loss", "a number of 0 or more", lambda value: 0 <= value < math.inf),
         precision=_precision(dtype),

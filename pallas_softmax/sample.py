@@ -92,6 +92,7 @@ def sample(
     name = "sample"
     arguments.check_array(name, "key", key)
     temperature = _concrete("temperature", temperature, lambda t: t >= 0, "0 or positive")
+    temperature = arguments.normal_temperature(temperature, logits)
     top_p, min_p = (
         _concrete(of, value, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
         for of, value in (("top_p", top_p), ("min_p", min_p))
@@ -115,7 +116,10 @@ def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer
     """
     if value is None and name != "temperature":
         return None
-    arguments.check_array("sample", name, value)
+    if integer and type(value) is int:  # of any length
+        value = min(value, _INT32_MAX)
+    else:
+        value = arguments.parameter("sample", name, value)
     number = value if isinstance(value, Tracer) else np.asarray(value)
     if not jnp.issubdtype(number.dtype, jnp.integer) and (
         integer or not jnp.issubdtype(number.dtype, jnp.floating)

@@ -158,11 +158,14 @@ def logsumexp(
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
     """
+    a = float(a) if type(a) is int else a  # as in JAX, of any length
     return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
 
 
 def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implementation):
     name = "logsumexp"
+    keepdims = arguments.static_bool(name, "keepdims", keepdims)
+    return_sign = arguments.static_bool(name, "return_sign", return_sign)
     if (
         b is not None
         or return_sign

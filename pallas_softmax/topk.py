@@ -83,12 +83,13 @@ def fused_topk(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
-    arguments.check_array(name, "temperature", temperature)
+    temperature = arguments.parameter(name, "temperature", temperature)
     if not isinstance(temperature, Tracer):  # the numbers are not known in what follows
         if np.iscomplexobj(temperature):
             raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
         if not np.all(np.asarray(temperature) > 0):
             raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    temperature = arguments.normal_temperature(temperature, logits)
     return at_once(_topk_of, (logits, where, temperature), (k, axis, log, dtype, axis_name, implementation))
 
 
@@ -101,7 +102,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape, axis, floating)
-    out_dtype = jnp.dtype(floating if dtype is None else jax.dtypes.canonicalize_dtype(dtype))
+    out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating, got {out_dtype.name}")
 
@@ -121,6 +122,14 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     (values, _), (_, bits) = _topk(static, (x, t), (mask,))
     indices = _indices(bits)
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
+
+
+def _as_stored(name: str, dtype):
+    """Returns the dtype of an array that is asked for with this one: JAX warns where 64 bits become 32."""
+    try:
+        return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: dtype must be None or a floating dtype, got {dtype!r}") from None
 
 
 def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:

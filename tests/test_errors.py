@@ -288,3 +288,79 @@ def test_jet_names_the_way_out(f):
     x = jnp.arange(4.0)
     with pytest.raises(NotImplementedError, match="jet knows no kernels; nest jax.jvp"):
         jet.jet(f, (x,), ((jnp.ones(4), jnp.zeros(4)),))
+
+
+# --- What numpy, Python and jit can pass ----------------------------------------------------------------
+
+KEYS = jax.random.split(jax.random.key(0))
+UNNAMED = {
+    "a string for an array": (
+        TypeError,
+        "softmax: x must be of numbers that JAX has, got dtype",
+        lambda: ps.softmax(np.array(["a"])),
+    ),
+    "long doubles": (TypeError, "x must be of numbers", lambda: ps.softmax(np.ones(3, np.longdouble))),
+    "keys": (
+        TypeError,
+        "softmax: x must be a float, integer or complex array, got key",
+        lambda: ps.softmax(KEYS),
+    ),
+    "keys for logits": (TypeError, "logits must be a float or integer array, got key", lambda: topk(KEYS, 1)),
+    "a long axis": (ValueError, "softmax: axis .* is out of bounds", lambda: ps.softmax(X, 2**70)),
+    "log": (TypeError, "fused_topk: log must be True or False, got 'no'", lambda: topk(X, 1, log="no")),
+    "transpose_w": (
+        TypeError,
+        "transpose_w must be True or False, got 'False'",
+        lambda: ps.linear_logsumexp(X, X.T, transpose_w="False"),
+    ),
+    "dtype": (
+        TypeError,
+        "fused_topk: dtype must be None or a floating dtype, got 'garbage'",
+        lambda: topk(X, 1, dtype="garbage"),
+    ),
+    "an array for a dtype": (
+        TypeError,
+        "fused_topk: dtype must be None or a floating",
+        lambda: topk(X, 1, dtype=X),
+    ),
+    "keepdims": (
+        TypeError,
+        "logsumexp: keepdims must be a static",
+        lambda: jax.jit(lambda k: ps.logsumexp(X, keepdims=k))(True),
+    ),
+    "b": (
+        ValueError,
+        r"logsumexp: b of shape \(2,\) and a of shape \(2, 3\) do not",
+        lambda: ps.logsumexp(X, b=jnp.ones(2)),
+    ),
+    "where beside b": (
+        ValueError,
+        "logsumexp: where must be None or boolean",
+        lambda: ps.logsumexp(X, b=2.0, where=X),
+    ),
+    "objects for a temperature": (
+        TypeError,
+        "temperature must be of numbers",
+        lambda: topk(X, 1, temperature=np.array([None])),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNNAMED)
+def test_errors_name_the_argument(case):
+    error, match, call = UNNAMED[case]
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_what_is_refused_is_refused_after_a_call_with_an_equal_value():
+    """0 and False are equal, and so would be the calls that are compiled."""
+    x, labels = jnp.ones((3, 4)), jnp.zeros(3, int)
+    ps.linear_cross_entropy(x, x.T, labels, z_loss=0)
+    with pytest.raises(TypeError, match="z_loss must be a number of 0 or more, got False"):
+        ps.linear_cross_entropy(x, x.T, labels, z_loss=False)
+
+
+def test_a_dtype_of_64_bits_is_warned_of_as_in_jax():
+    with pytest.warns(UserWarning, match="float64 .* is not available"):
+        assert topk(X, 1, dtype="float64").values.dtype == jnp.float32

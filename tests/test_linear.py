@@ -151,6 +151,41 @@ def test_labels_of_few_bits(vocab, dtype):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_float16_gradients_that_a_forward_could_not_round():
+    """They are rounded once, after the multiplication by the cotangent: large sums and small means have a gradient."""
+    n, labels = 65536, np.zeros(65536, "int32")
+    x, w = jnp.full((n, 1), 4, "float16"), jnp.zeros((1, 2), "float16")
+    dw = jax.grad(lambda w: ps.linear_cross_entropy(x, w, labels, reduction="sum") / n)(w)
+    np.testing.assert_array_equal(dw, [[-2, 2]])
+    w = jnp.array([[1e-4, -1e-4]], "float16")
+    dx = jax.grad(lambda x: n * ps.linear_cross_entropy(x, w, labels))(x)
+    np.testing.assert_allclose(dx[0], -1e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_float16_gradient_of_a_large_z_loss(reduction):
+    """Its factor 1 + 2 z_loss logsumexp is 65 here."""
+    x, w = jnp.array([[4, 0]], "float16"), jnp.array([[10, 0], [0, 0]], "float16")
+    dx = jax.grad(
+        lambda x: ps.linear_cross_entropy(x, w, jnp.array([0]), z_loss=0.8, reduction=reduction).sum()
+    )(x)
+    np.testing.assert_array_equal(dx, [[640, 0]])
+
+
+def test_float16_gradient_of_a_tiny_cotangent():
+    w = jnp.ones((4, 5), "float16")
+    _, pullback = jax.vjp(lambda x: ps.linear_logsumexp(x, w), jnp.ones((3, 4), "float16"))
+    np.testing.assert_array_equal(pullback(jnp.full(3, 1e-35))[0], 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_under_strict_promotion(dtype):
+    x, w, labels, bias = arrays(6, 8, 100, dtype, bias=True)
+    with jax.numpy_dtype_promotion("strict"):
+        for loss in (ps.linear_cross_entropy, lambda *args, **kw: ps.linear_log_probs(*args, **kw).sum()):
+            jax.grad(lambda x, loss=loss: loss(x, w, labels, bias=bias))(x)
+
+
 @pytest.mark.slow
 def test_no_token_is_left():
     x, w, labels, _ = arrays(6, 8, 100, "float32")
@@ -391,9 +426,9 @@ def test_bad_input(error, match, args, keywords):
 
 
 def test_numbers_must_not_be_traced():
-    with pytest.raises(TypeError, match="temperature must be a positive number, got a traced value"):
+    with pytest.raises(TypeError, match="temperature must be from 1e-37 to 1e37, got a traced value"):
         jax.eval_shape(lambda t: ps.linear_log_probs(X, W, L, temperature=t), 1.0)
-    with pytest.raises(ValueError, match="temperature must be a positive number, got 0"):
+    with pytest.raises(ValueError, match="temperature must be from 1e-37 to 1e37, got 0"):
         ps.linear_log_probs(X, W, L, temperature=0)
 
 

@@ -429,3 +429,32 @@ def test_a_large_top_k_and_scalars_of_all_types():
     for top_k in (2**40, np.int64(2**40), 300):
         jax.tree.map(np.testing.assert_array_equal, sample(KEY, X[0], top_k=top_k).indices, want.indices)
     sample(KEY, X[0], temperature=np.float16(1), top_p=1, min_p=jnp.float32(0), top_k=jnp.uint8(3))
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        for filters in ({"top_k": 9}, {"top_p": 0.9}):
+            ps.sample(jax.random.key(0), jnp.ones((2, 50)), **filters)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_strict_promotion_in_64_bits(dtype):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        ps.sample(jax.random.key(0), jnp.ones((3, 700), dtype), top_k=5, top_p=0.9, min_p=0.1)
+
+
+def test_no_rows_with_a_parameter_each():
+    out = ps.sample(jax.random.key(0), jnp.zeros((0, 5)), temperature=jnp.ones(0), top_k=jnp.ones(0, int))
+    assert out.indices.shape == (0,)
+
+
+def test_the_least_temperatures_still_draw():
+    """Equal entries, of which a temperature of 0 takes the first; XLA on a CPU counts numbers below 1.2e-38 as 0."""
+    for temperature in (1e-38, np.float64(1e-300)):
+        drawn = ps.sample(jax.random.key(0), jnp.zeros((1000, 2)), temperature=temperature).indices
+        assert 400 < int(drawn.sum()) < 600
+
+
+def test_numbers_that_no_array_of_jax_holds():
+    """They filter nothing, and make all entries alike."""
+    ps.sample(jax.random.key(0), jnp.arange(3.0), top_k=2**64, temperature=2**64)

@@ -539,3 +539,7 @@ def test_factors_of_logsumexp_promote_with_the_logits():
 def test_ours_in_the_place_of_jax_does_not_call_itself(monkeypatch):
     monkeypatch.setattr(jax.nn, "logsumexp", ps.logsumexp)
     assert_same(jax.nn.logsumexp(np.zeros(3, F32), b=2.0), np.log(np.float32(6)))
+
+
+def test_logsumexp_of_a_long_python_int():
+    assert_same(ps.logsumexp(2**40), jax.nn.logsumexp(2**40))

@@ -455,3 +455,31 @@ def test_temperature_that_broadcasts(shape):
     got, want = (fused_topk(x, 4, temperature=jnp.asarray(temperature)) for temperature in (t, full))
     np.testing.assert_array_equal(got.indices, want.indices)
     np.testing.assert_allclose(got.values, want.values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, np.float64(1e-50)])
+def test_the_least_temperatures_give_probabilities(temperature):
+    """The nearest one with a normal reciprocal takes their place; XLA on a CPU counts numbers below 1.2e-38 as 0."""
+    values = fused_topk(jnp.array([3.0, 2.0, 2.5]), 3, temperature=temperature).values
+    np.testing.assert_array_equal(values, [1, 0, 0])
+
+
+def test_no_rows_with_a_temperature_each():
+    assert fused_topk(jnp.zeros((0, 5)), 2, temperature=jnp.ones(0)).values.shape == (0, 2)
+
+
+class Two:
+    """What JAX makes an array of."""
+
+    def __jax_array__(self):
+        return jnp.float32(2)
+
+
+@pytest.mark.parametrize("temperature", [2**40, Two()], ids=["int", "object"])
+def test_temperatures_that_jax_makes_an_array_of(temperature):
+    x = jnp.arange(4.0)
+    got = fused_topk(x, 2, temperature=temperature)
+    want = fused_topk(
+        x, 2, temperature=float(np.asarray(getattr(temperature, "__jax_array__", lambda: 2.0**40)()))
+    )
+    np.testing.assert_array_equal(got.values, want.values)

@@ -169,7 +169,10 @@ def _gradients(
     whole_vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
     labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
     rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
-    scale = _scale(weights, x.dtype, exact=product is not None)
+    sizes = weights / head.temperature
+    if head.z_loss and known is not None:
+        sizes = sizes * (1 + 2 * head.z_loss * jnp.abs(formulas.logsumexp(known)))
+    scale = _scale(sizes, x.dtype, exact=product is not None)
     scale_of_x, scale_of_dw = (scale, 1) if product else (1, scale)
     weights = weights / scale
 
@@ -229,25 +232,27 @@ def _way_to_dw(
     return rows, product if _is_one_chunk(n, rows) else None
 
 
-# What dz is multiplied by in float16, so that small probabilities do not underflow; 64 times more is left for z_loss.
-_HEADROOM = 2.0**10
+# What the largest dz in float16 may be, about, so that small probabilities do not underflow: 64 times more is left.
+_LARGEST = 2.0**10
 
 
-def _scale(weights, dtype, *, exact: bool):
+def _scale(sizes, dtype, *, exact: bool):
     """Returns what the weights are divided by before dz, of which they are factors, is rounded to the dtype of x.
 
     The gradients are multiplied by it in float32; or x is, before the product for dw.
 
-    The largest weight becomes 1, of which the gradient at an improbable label is not rounded. With `exact` the scale is
-    a power of two, so that x times it is not rounded, and the largest weight is at least 1 and less than 2.
+    The largest size becomes 1, of which the gradient at an improbable label is not rounded. With `exact` the scale is
+    a power of two, so that x times it is not rounded, and the largest size is at least 1 and less than 2.
+
+    Args:
+      sizes: how large the elements of each row's dz may be, about.
+      dtype: that of x.
+      exact: whether x is multiplied by the scale.
     """
-    largest = jnp.max(jnp.where(jnp.isfinite(weights), jnp.abs(weights), 0), initial=0)
-    headroom = _HEADROOM if dtype == jnp.float16 else 1.0
-    scale = jnp.where(largest > 0, largest / headroom, 1)
-    if not exact:
-        return scale
+    largest = jnp.max(jnp.where(jnp.isfinite(sizes), jnp.abs(sizes), 0), initial=0)
+    scale = jnp.where(largest > 0, largest / (_LARGEST if dtype == jnp.float16 else 1.0), 1)
     scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # a smaller one would become 0
-    return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0)
+    return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0) if exact else scale
 
 
 def _no_statistics(x, head: Head) -> Statistics:

@@ -91,7 +91,7 @@ def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
     The normalizer is that of the whole row, so devices that a row is spread over (`mesh_axes`) exchange nothing.
     """
     x, m, d = residuals
-    dx = _exponentials(x, where, m) * (dy / _finite_d(m, d) + dd)
+    dx = _exponentials(x, where, m) * (widen(dy) / _finite_d(m, d) + dd)
     return masked(dx, where, 0).astype(x.dtype)
 
 

@@ -122,7 +122,7 @@ def _by_search(key, mass, where, u, temperature, top_k, top_p, min_p, row: "_Row
         kept = jnp.where(mass >= min_p, kept, 0)
     if top_p is not None or min_p is not None:
         kept_total = row.sum(kept)
-    drawn = _index_reaching(kept, u * kept_total, operator.gt, row)
+    drawn = _index_reaching(kept, u.astype(kept_total.dtype) * kept_total, operator.gt, row)
     first = (key == row.max(key)) & (mass == 1)  # the mass of what is masked is 0
     first = row.min(jnp.where(first, row.indices(key.ndim), _NOWHERE))
     return jnp.where(temperature == 0, first, drawn), kept_total
@@ -193,7 +193,7 @@ class _Row:
         return self.start + lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (self.vocab,), rank - 1)
 
     def sum(self, x):
-        part = jnp.sum(x, -1, keepdims=True)
+        part = jnp.sum(x, -1, keepdims=True, dtype=x.dtype)
         return lax.psum(part, self.mesh_axes) if self.mesh_axes else part
 
     def max(self, x):
@@ -242,10 +242,11 @@ def _value_reaching(key, weight, target, row: _Row):
 
     def find_digit(i, bound):
         """Finds the bits of one round, by the weights above each bound that they may give."""
-        shift = (bits * (rounds - 1 - i)).astype(key.dtype)
+        shift = jnp.asarray(bits * (rounds - 1 - i), key.dtype)
         higher = bound + lax.shift_left(digits, shift)
         at_least = key[..., None, :] >= higher[..., None]  # fused with the sum: it is not in memory
-        weights = jnp.sum(jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0), -1)
+        each = jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0)
+        weights = jnp.sum(each, -1, dtype=weight.dtype)
         weights = lax.psum(weights, row.mesh_axes) if row.mesh_axes else weights
         digit = jnp.sum(weights >= target, -1, keepdims=True, dtype=key.dtype)
         return bound + lax.shift_left(digit, shift)
@@ -269,7 +270,7 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
     """
     own = True
     if row.mesh_axes:
-        sums = jnp.sum(weight, -1, keepdims=True)
+        sums = jnp.sum(weight, -1, keepdims=True, dtype=weight.dtype)
         to = "invarying" if is_tracked(row.mesh_axes) else "varying"
         sums = jnp.concatenate(list(lax.all_gather(sums, row.mesh_axes, to=to)), -1)
         device, target = _position_reaching(sums, target, reached)
@@ -280,7 +281,7 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
         count = -(-row.vocab // _BLOCK)
         padding = [(0, 0)] * (weight.ndim - 1) + [(0, count * _BLOCK - row.vocab)]
         blocks = jnp.pad(weight, padding).reshape(*weight.shape[:-1], count, _BLOCK)
-        block, target = _position_reaching(jnp.sum(blocks, -1), target, reached)
+        block, target = _position_reaching(jnp.sum(blocks, -1, dtype=blocks.dtype), target, reached)
         weight, first = jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :], block * _BLOCK
     position, _ = _position_reaching(weight, target, reached)
     index = first + position
@@ -291,10 +292,11 @@ def _position_reaching(weight, target, reached: Callable):
     """Returns the position, as `_index_reaching` by one cumulative sum, and what is left of the target before it."""
     n = weight.shape[-1]
     position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
-    there = jnp.where(reached(jnp.cumsum(weight, -1), target) & (weight > 0), position, n)
+    there = jnp.where(reached(jnp.cumsum(weight, -1, dtype=weight.dtype), target) & (weight > 0), position, n)
     last = jnp.where(weight > 0, position, 0)
     found = jnp.minimum(jnp.min(there, -1, keepdims=True), jnp.max(last, -1, keepdims=True))
-    return found, target - jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True)
+    before = jnp.sum(jnp.where(position < found, weight, 0), -1, keepdims=True, dtype=weight.dtype)
+    return found, target - before
 
 
 def _ordered(x):
