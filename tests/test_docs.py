@@ -93,12 +93,15 @@ def test_python_blocks_give_what_they_claim(document, lowered_for_hopper):
 def test_the_readme_gives_what_it_claims_and_what_plain_jax_does(lowered_for_hopper):
     names = run(README)
 
-    def plain(q):
-        p = jax.nn.softmax(q @ names["k"].T / jnp.sqrt(q.shape[-1]))
-        return jnp.sum((p @ names["v"]) ** 2)
+    def plain(w):
+        return -jnp.mean(jax.nn.log_softmax(names["x"] @ w)[jnp.arange(64), names["labels"]])
 
-    dq = jax.grad(plain)(names["q"])
-    np.testing.assert_allclose(names["dq"], dq, rtol=1e-4, atol=1e-5)
+    loss, dw = jax.value_and_grad(plain)(names["w"])
+    np.testing.assert_allclose(names["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(names["dw"], dw, rtol=1e-4, atol=1e-8)
+    p = jax.nn.softmax(names["logits"][:, :-1])
+    np.testing.assert_allclose(names["probabilities"][:, :-1], p, rtol=1e-5)
+    assert names["drawn"].shape == names["log_probs"].shape == names["log_mass"].shape == (4,)
     scores, best = jax.lax.top_k(jax.nn.log_softmax(names["logits"]).ravel(), 4)
     np.testing.assert_allclose(names["scores"], scores, rtol=1e-6)
     np.testing.assert_array_equal(names["parents"], best // 32000)

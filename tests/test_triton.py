@@ -113,7 +113,7 @@ def test_unsupported(works):
 
 # --- Without jax-triton, or with one that does not fit -----------------------------------------------
 
-INSTALL = re.escape("pip install 'pallas-softmax[triton]'")
+INSTALL = re.escape("pip install 'jax-triton>=0.3.1'")
 # (jax-triton, triton, Python, CUDA): the reason
 VERSIONS = {
     (None, "3.6.0", (3, 11), True): f"jax-triton is not installed: {INSTALL}",

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_softmax import operations, target
+from pallas_softmax import target
 from pallas_softmax.call import Call
 from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, DTYPES, SMEM_BYTES
@@ -13,8 +13,7 @@ from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import plan_
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import MAX_K, lists_per_merge
 from pallas_softmax.implementations.mosaic_gpu.topk.tile_plan import plan_topk_grad
 
-# The calls on a single row that XLA runs faster, measured on an H100. benchmarks/results/launch has the float32
-# softmax_grad of (1, 128256), 5.0 us to XLA's 4.3, and of (1, 50257), 4.2 us for both.
+# The calls on a single row that XLA runs faster, measured on an H100.
 LONE_ROW = 65_536  # elements of a single row above which it is too long
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which they are too many
 
@@ -27,16 +26,13 @@ def slower(call: Call) -> str | None:
     """Returns why XLA is faster at a call that the kernels can run; None if it is not.
 
     The kernels are at least as fast at nearly all shapes that were measured (benchmarks/results/launch and
-    figure2), but for the backward and for thousands of winners of one very long row.
+    figure2), but for thousands of winners of one very long row.
     """
     if call.inner != 1:
         return _across_slower(call)
-    if call.rows != 1 or call.vocab <= LONE_ROW or call.depth is not None:
-        return None
-    if call.op == "topk" and (call.k or 0) > LONE_ROW_WINNERS and call.dtype == "float32":
+    lone_row = call.rows == 1 and call.vocab > LONE_ROW and call.dtype == "float32"
+    if call.op == "topk" and lone_row and (call.k or 0) > LONE_ROW_WINNERS:
         return f"slower than xla for more than {LONE_ROW_WINNERS} of a single float32 row of more than {LONE_ROW}"
-    if operations.TABLE[call.op].is_gradient:
-        return f"slower than xla for the backward of a single row of more than {LONE_ROW}"
     return None
 
 

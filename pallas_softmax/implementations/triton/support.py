@@ -86,7 +86,7 @@ def incompatible(
       python: the version of Python (major, minor).
       cuda: whether JAX has its CUDA plugin, with which jax-triton makes custom calls.
     """
-    install = "pip install 'pallas-softmax[triton]'"
+    install = f"pip install 'jax-triton>={_dotted(MIN_JAX_TRITON)}'"
     required = (("jax-triton", jax_triton, MIN_JAX_TRITON), ("triton", triton, MIN_TRITON))
     for name, version, least in required:
         if version is None:
