@@ -32,7 +32,7 @@ def define_flags() -> None:
     flags.define_implementations()
     flags.define_peers(flags.SOFTMAX_PEERS, flags.TOPK_PEERS)
     flags.define_logits()
-    flags.define_sampling()
+    flags.define_timing()
     flags.define_output()
 
 

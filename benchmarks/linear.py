@@ -475,7 +475,7 @@ def define_flags() -> None:
     flags.define_integer("width", "Width of the language model.")
     flags.define_integers("vocab", "Columns of the language model's head.")
     flags.define_seed()
-    flags.define_sampling()
+    flags.define_timing()
     flags.define_output()
 
 

@@ -292,7 +292,7 @@ def define_flags() -> None:
     flags.define_dtype()
     flags.define_implementations()
     flags.define_seed()
-    flags.define_sampling()
+    flags.define_timing()
     flags.define_output()
 
 

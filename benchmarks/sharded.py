@@ -424,7 +424,7 @@ def define_flags() -> None:
     flags.define_integers("devices", "Over how many devices; more than there are is passed over.")
     flags.define_word("axis_type", ("Auto", "Explicit"), "Type of the mesh axis, a jax.sharding.AxisType.")
     flags.define_seed()
-    flags.define_sampling()
+    flags.define_timing()
     flags.define_output()
 
 

@@ -263,15 +263,15 @@ def define_decoding() -> None:
     define_dtype()
     define_implementations()
     define_seed()
-    define_sampling()
+    define_timing()
     define_output()
 
 
 # --- How it is measured, and where that is written ------------------------------------------------------
 
 
-def define_sampling() -> None:
-    """Defines --repeats and --seconds, either of which ends the sampling of a case."""
+def define_timing() -> None:
+    """Defines --repeats and --seconds, either of which ends the timing of a case."""
     define_integer("repeats", "Samples per contender and case, at most (on a GPU in tens).")
     flags.DEFINE_float(
         "seconds",

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 from pallas_softmax import target
 from pallas_softmax.call import Call
 from pallas_softmax.implementations.folding import TRANSPOSED
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import ACCESS_BYTES, DTYPES, SMEM_BYTES
+from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
+    ACCESS_BYTES,
+    DTYPES,
+    INT32_LIMIT,
+    SMEM_BYTES,
+)
 from pallas_softmax.implementations.mosaic_gpu.device.layout import aligned_view
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_N
 from pallas_softmax.implementations.mosaic_gpu.sample.plan import plan_sample
@@ -18,8 +23,6 @@ LONE_ROW = 65_536  # elements of a single row above which it is too long
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which they are too many
 
 HOPPER = 9  # major compute capability of the GPUs that have wgmma
-
-INT32_LIMIT = 2**31  # elements of a row, as bulk copies see it, are numbered in int32
 
 
 def slower(call: Call) -> str | None:

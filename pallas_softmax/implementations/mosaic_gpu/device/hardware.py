@@ -4,6 +4,7 @@ LANES = 32  # threads of a warp
 # Threads of a warpgroup; a CTA has one, and several where a launch plan says so.
 WARPGROUP = 128
 WARPS = WARPGROUP // LANES  # of a warpgroup
+INT32_LIMIT = 2**31  # bulk copies number elements and lines in int32
 ACCESS_BYTES = 16  # bytes that a thread loads at once at most; bulk copies start at multiples of it, too
 DTYPES = ("float32", "bfloat16", "float16")  # of the arrays that the kernels read
 

@@ -31,7 +31,7 @@ class Labels(NamedTuple):
 
     Attributes:
       column: int32 (rows,); one outside of [0, V) is no column.
-      in_tile: int32 (blocks of 64 rows, tiles): 0 where no row of the block has its label in the tile.
+      in_tile: int32 (groups of 64 rows, tiles): 0 where no row of the group has its label in the tile.
     """
 
     column: Any

@@ -21,8 +21,8 @@ from pallas_softmax.implementations import xla_projection
 from pallas_softmax.implementations.mosaic_gpu.linear import logits_kernel
 from pallas_softmax.implementations.mosaic_gpu.linear.logits_kernel import RowSums
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
-    BLOCK_COLUMNS,
-    BLOCK_ROWS,
+    ATOM_COLUMNS,
+    ATOM_ROWS,
     TILE_N,
     plan_projection,
     rounded_up,
@@ -195,19 +195,19 @@ def pieces(interpret: Any = None) -> Pieces:
 def operations(interpret: Any = None) -> dict[str, Callable]:
     """Returns the operations of a projection; `interpret` as for `pallas_call`."""
     return {
-        name: functools.partial(_on_whole_blocks, operation, name)
+        name: functools.partial(_on_whole_atoms, operation, name)
         for name, operation in operations_of(pieces(interpret)).items()
     }
 
 
-def _on_whole_blocks(operation: Callable, name: str, x, w, bias, labels, *of_rows, head: Head, **static):
-    """Runs an operation on arrays of whole blocks of shared memory, to which x and w are copied if need be.
+def _on_whole_atoms(operation: Callable, name: str, x, w, bias, labels, *of_rows, head: Head, **static):
+    """Runs an operation on arrays of whole swizzle atoms, to which x and w are copied if need be.
 
     w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
-    rows = rounded_up(n, BLOCK_ROWS)
-    deep, wide = rounded_up(depth, BLOCK_COLUMNS), rounded_up(vocab, BLOCK_COLUMNS)
+    rows = rounded_up(n, ATOM_ROWS)
+    deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
     if (rows, deep, wide) == (n, depth, vocab):
         return operation(x, w, bias, labels, *of_rows, head=head, **static)
 

@@ -9,9 +9,10 @@ WARPGROUP_ROWS = 64  # rows of a tile that each of them multiplies: those of one
 TILE_M = MULTIPLIERS * WARPGROUP_ROWS  # rows of a tile
 TILE_N = 256  # columns of a tile: its 64 x 256 float32 are 128 registers of each thread of a warpgroup
 
-SWIZZLE_BYTES = 128  # of each row of a block in shared memory
-BLOCK_ROWS = 8  # rows of a block, of which arrays in device memory must be multiples
-BLOCK_COLUMNS = 64  # and columns: SWIZZLE_BYTES of 16 bits each
+# What TMA copies and wgmma reads is swizzled in atoms, of which the dimensions of arrays must be multiples.
+SWIZZLE_BYTES = 128  # of each row of an atom
+ATOM_ROWS = 8
+ATOM_COLUMNS = 64  # SWIZZLE_BYTES of 16 bits each
 
 # Chosen on an H100 80GB HBM3 (jax 0.11.2, 2026-11-22) by the statistics of (8192, 4096) @ (4096, 128256) bfloat16:
 #
@@ -42,7 +43,7 @@ class Tiling:
     rows_together: int = ROWS_TOGETHER
     stages: int = STAGES
     tile_n: int = TILE_N
-    tile_k: int = BLOCK_COLUMNS
+    tile_k: int = ATOM_COLUMNS
 
     @property
     def cluster_rows(self) -> int:

@@ -31,7 +31,7 @@ a, and a half of that of b into both; so a stage is consumed when the multiplier
        CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
 
 Tiles reach beyond the matrices: the copies bring zeros from there, which add nothing to the product, and write nothing
-there. Matrices are copied in blocks of 8 rows and 128 bytes, of which their dimensions must be multiples.
+there. Matrices are copied in swizzle atoms of 8 rows and 128 bytes, of which their dimensions must be multiples.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
-    BLOCK_ROWS,
+    ATOM_ROWS,
     CTAS,
     MULTIPLIERS,
     SWIZZLE_BYTES,
@@ -311,6 +311,6 @@ def _staging(dtype) -> Any:
 
 
 def _transforms(dtype) -> tuple:
-    """Returns how blocks lie in shared memory so that wgmma and TMA take them: 8 rows of 128 bytes each, swizzled."""
+    """Returns how blocks lie in shared memory for wgmma and TMA: in swizzled atoms of 8 rows of 128 bytes each."""
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((BLOCK_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)
+    return plgpu.TilingTransform((ATOM_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)

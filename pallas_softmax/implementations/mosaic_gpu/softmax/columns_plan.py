@@ -16,6 +16,7 @@ from pallas_softmax import operations
 from pallas_softmax.implementations.mosaic_gpu.device.hardware import (
     ACCESS_BYTES,
     FULL_CLUSTERS,
+    INT32_LIMIT,
     MAX_CLUSTER,
     RESERVED_SMEM_BYTES,
     SMEM_BYTES,
@@ -62,8 +63,6 @@ STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
 MAX_SLOTS = 32
 # Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 91% of a read, by 7 slots 69%.
 READ_SLOTS = 3
-
-INT32_LIMIT = 2**31  # lines are numbered in int32
 
 
 @dataclasses.dataclass(frozen=True)

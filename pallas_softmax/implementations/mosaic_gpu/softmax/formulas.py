@@ -40,7 +40,7 @@ class Reduction(NamedTuple):
 
 
 ONLINE = Reduction(
-    lift=lambda x: Normalizer(x, jnp.ones_like(x)),
+    lift=lambda x: Normalizer(x, jnp.ones_like(x)),  # d is 1 for -inf, too: `across` weighs it by exp(-inf)
     absorb=online.absorb,
     across=online.across,
     merge=online.combine,
