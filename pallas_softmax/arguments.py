@@ -79,9 +79,16 @@ def parameter(function: str, name: str, value) -> Any:
     return to_array() if to_array else value
 
 
+def is_known(value) -> bool:
+    """Returns whether the numbers of a parameter are at hand: not traced, and not in part with other processes."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+
+
 def normal_temperature(temperature, logits) -> Any:
     """Returns a temperature at hand, in which positive numbers are normal ones: XLA may take others for 0."""
-    if isinstance(temperature, Tracer):
+    if not is_known(temperature):
         return temperature
     is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
     tiny = np.finfo(np.float64 if is_wide else np.float32).tiny
@@ -178,6 +185,8 @@ def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{function}: axis_name must name each mesh axis once, got {axis_name!r}")
     if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         raise ValueError(
             f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, execution
@@ -120,13 +119,13 @@ def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer
         value = min(value, _INT32_MAX)
     else:
         value = arguments.parameter("sample", name, value)
-    number = value if isinstance(value, Tracer) else np.asarray(value)
+    number = np.asarray(value) if arguments.is_known(value) else value
     if not jnp.issubdtype(number.dtype, jnp.integer) and (
         integer or not jnp.issubdtype(number.dtype, jnp.floating)
     ):
         kind = "an integer" if integer else "a real number"
         raise TypeError(f"sample: {name} must be {kind}, or one for each row, got {number.dtype.name}")
-    if isinstance(value, Tracer):
+    if not arguments.is_known(value):
         return value
     if not np.all(accepted(number)):
         raise ValueError(f"sample: {name} must be {wanted}, got {value}")
@@ -219,6 +218,6 @@ def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
         return jax.random.uniform(key, (), jnp.float32)
 
     # a vmap of other generators than threefry draws all numbers from the first key
-    one_by_one = str(jax.random.key_impl(key)) != "threefry2x32"
-    each = functools.partial(lax.map, draw) if one_by_one else jax.vmap(draw)
-    return each(key.reshape(-1)).reshape(batch)
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        return lax.map(draw, key.reshape(-1)).reshape(batch)
+    return functools.reduce(lambda each, _: jax.vmap(each), batch, draw)(key)

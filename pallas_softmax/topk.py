@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
@@ -84,7 +83,7 @@ def fused_topk(
     """
     name = "fused_topk"
     temperature = arguments.parameter(name, "temperature", temperature)
-    if not isinstance(temperature, Tracer):  # the numbers are not known in what follows
+    if arguments.is_known(temperature):  # the numbers are not known in what follows
         if np.iscomplexobj(temperature):
             raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
         if not np.all(np.asarray(temperature) > 0):

@@ -338,6 +338,11 @@ UNNAMED = {
         "logsumexp: where must be None or boolean",
         lambda: ps.logsumexp(X, b=2.0, where=X),
     ),
+    "an axis twice": (
+        ValueError,
+        "softmax: axis_name must name each mesh axis once",
+        lambda: ps.softmax(X, axis_name=("v", "v")),
+    ),
     "objects for a temperature": (
         TypeError,
         "temperature must be of numbers",

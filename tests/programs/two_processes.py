@@ -10,7 +10,9 @@ import sys
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+import pallas_softmax as ps
 from tests.programs.sharded_checks import NAMES, TOPK, assert_value, logits, on, ours, split
 from tests.support import oracle
 
@@ -34,6 +36,26 @@ def check(op, layout, how):
     assert_value(op, got, x, NAMES)
 
 
+def check_parameters_of_rows():
+    """Outside of jit, with a temperature and a top_k for each row, of which a process knows those of its rows only."""
+    rng = np.random.default_rng(0)
+    x, t, k = rng.standard_normal((8, 64)), np.linspace(0.5, 2, 8), np.arange(1, 9, dtype=np.int32)
+    sharding = NamedSharding(jax.make_mesh((jax.device_count(),), ("rows",)), PartitionSpec("rows"))
+
+    def place(a):
+        return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+    logits, temperature = place(x.astype(np.float32)), place(t.astype(np.float32))
+    values = ps.fused_topk(logits, 3, temperature=temperature).values
+    want = -np.sort(-oracle.softmax(x / t[:, None]))[:, :3]
+    drawn = ps.sample(jax.random.key(0), logits, temperature=temperature, top_k=place(k)).indices
+    rank = np.argsort(np.argsort(-x))
+    for value, index in zip(values.addressable_shards, drawn.addressable_shards):
+        np.testing.assert_allclose(value.data, want[value.index], rtol=1e-5)
+        row = np.arange(8)[index.index]
+        assert (rank[row, np.asarray(index.data)] < k[row]).all()
+
+
 def main(process, port, devices):
     number, address = int(process), f"localhost:{port}"
     if devices == "cpu":
@@ -49,6 +71,7 @@ def main(process, port, devices):
     for case in itertools.product(("softmax", "topk"), ("spread", "batch"), ("auto", "shard_map")):
         print(*case, flush=True)
         check(*case)
+    check_parameters_of_rows()
     jax.distributed.shutdown()
 
 
