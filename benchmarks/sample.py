@@ -61,8 +61,6 @@ def parameters(case: Case) -> dict[str, Any]:
 def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
     """Returns the draws of what JAX users write: `jax.random.categorical`, after `lax.top_k` or a sort."""
     x = x.astype(jnp.float32) / given["temperature"][:, None]
-    if "min_p" in given:
-        x = jnp.where(x >= jnp.max(x, -1, keepdims=True) + jnp.log(given["min_p"])[:, None], x, -jnp.inf)
     tokens = None
     if "top_k" in given:  # static here: `lax.top_k` has no other
         x, tokens = lax.top_k(x, min(K, x.shape[-1]))
@@ -71,6 +69,8 @@ def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
         p = jax.nn.softmax(best_first)
         count = jnp.sum(jnp.cumsum(p, -1) - p < given["top_p"][:, None], -1, keepdims=True)
         x = jnp.where(x >= jnp.take_along_axis(best_first, count - 1, -1), x, -jnp.inf)
+    if "min_p" in given:
+        x = jnp.where(x >= jnp.max(x, -1, keepdims=True) + jnp.log(given["min_p"])[:, None], x, -jnp.inf)
     drawn = jax.random.categorical(key, x)
     return drawn if tokens is None else jnp.take_along_axis(tokens, drawn[:, None], -1)[:, 0]
 
@@ -86,11 +86,10 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     elif "top_p" in given:
         x, tokens = x.sort(dim=-1, descending=True)
     p = x.softmax(dim=-1)
-    if "min_p" in given:
-        p = torch.where(p >= given["min_p"][:, None] * p.amax(-1, keepdim=True), p, 0)
-        p = p / p.sum(-1, keepdim=True)
     if "top_p" in given:
         p = torch.where(p.cumsum(-1) - p < given["top_p"][:, None], p, 0)
+    if "min_p" in given:
+        p = torch.where(p >= given["min_p"][:, None] * p.amax(-1, keepdim=True), p, 0)
     drawn = p.multinomial(1)
     return (drawn if tokens is None else tokens.gather(-1, drawn))[:, 0], None
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_softmax as ps
+from pallas_softmax.implementations import xla_projection
 from pallas_softmax.implementations.projection import _scale, chunk_rows, gradient_rows
 from tests.support.covering import first, slow
 from tests.support.linear import (
@@ -183,7 +184,28 @@ def test_gradients_under_strict_promotion(dtype):
     x, w, labels, bias = arrays(6, 8, 100, dtype, bias=True)
     with jax.numpy_dtype_promotion("strict"):
         for loss in (ps.linear_cross_entropy, lambda *args, **kw: ps.linear_log_probs(*args, **kw).sum()):
-            jax.grad(lambda x, loss=loss: loss(x, w, labels, bias=bias))(x)
+            got = jax.grad(lambda x, loss=loss: loss(x, w, labels, bias=bias))
+            with jax.numpy_dtype_promotion("standard"):
+                want = jax.jit(got)(x)
+            np.testing.assert_allclose(got(x).astype("float32"), want.astype("float32"), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_dw_of_some_columns_at_a_time(transpose_w, monkeypatch):
+    """On the CPU, as for large V; the last columns overlap with those before."""
+    monkeypatch.setattr(xla_projection, "_PRODUCT_BYTES", 8 * 4 * 30)
+    jax.clear_caches()
+    x, w, labels, _ = arrays(40, 8, 103, "float32", transpose_w=transpose_w)
+    dw = jax.grad(
+        lambda w: ps.linear_cross_entropy(
+            x, w, labels, transpose_w=transpose_w, workspace_bytes=workspace(103, 8)
+        )
+    )(w)
+    p = np.exp(wide(x) @ wide(w.T if transpose_w else w))
+    dz = (p / p.sum(1, keepdims=True) - np.eye(103)[labels]) / 40
+    want = wide(x).T @ dz
+    np.testing.assert_allclose(dw, want.T if transpose_w else want, rtol=1e-4, atol=1e-6)
+    jax.clear_caches()
 
 
 @pytest.mark.slow

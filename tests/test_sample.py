@@ -431,30 +431,51 @@ def test_a_large_top_k_and_scalars_of_all_types():
     sample(KEY, X[0], temperature=np.float16(1), top_p=1, min_p=jnp.float32(0), top_k=jnp.uint8(3))
 
 
-def test_without_jit():
+@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+def test_without_jit(filters):
+    x = jnp.sin(jnp.arange(100.0)).reshape(2, 50)
+    want = sample(KEY, x, **filters)
     with jax.disable_jit():
-        for filters in ({"top_k": 9}, {"top_p": 0.9}):
-            ps.sample(jax.random.key(0), jnp.ones((2, 50)), **filters)
+        same(sample(KEY, x, **filters), want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_strict_promotion_in_64_bits(dtype):
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        ps.sample(jax.random.key(0), jnp.ones((3, 700), dtype), top_k=5, top_p=0.9, min_p=0.1)
+def test_strict_promotion_in_64_bits(dtype, x64):
+    x, filters = (
+        jnp.sin(jnp.arange(2100.0)).reshape(3, 700).astype(dtype),
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.1},
+    )
+    want = sample(KEY, x, **filters)
+    with jax.numpy_dtype_promotion("strict"):
+        same(sample(KEY, x, **filters), want)
+
+
+@pytest.mark.parametrize(("vocab", "top_k", "mass"), [(4, 4, 4), (1000, 1000, 1000), (1000, 64, 64)])
+def test_a_draw_on_a_boundary_takes_the_entry_behind_it(vocab, top_k, mass):
+    """Equal entries, whose cumulative masses i are exact: the first one that exceeds u times the mass is entry i."""
+    first = np.arange(0, mass, max(1, mass // 8))
+    u = (first / mass).astype(F32)
+    exact = u * np.float32(mass) == first
+    parameters = [np.ones(len(u), F32), np.full(len(u), top_k, np.int32), None, None]
+    indices = operation(np.zeros((len(u), vocab), F32), None, u, *parameters)[0]
+    np.testing.assert_array_equal(np.ravel(indices)[exact], first[exact])
+    assert exact.sum() > 2
 
 
 def test_no_rows_with_a_parameter_each():
-    out = ps.sample(jax.random.key(0), jnp.zeros((0, 5)), temperature=jnp.ones(0), top_k=jnp.ones(0, int))
+    out = sample(KEY, jnp.zeros((0, 5)), temperature=jnp.ones(0), top_k=jnp.ones(0, int))
     assert out.indices.shape == (0,)
 
 
 def test_the_least_temperatures_still_draw():
     """Equal entries, of which a temperature of 0 takes the first; XLA on a CPU counts numbers below 1.2e-38 as 0."""
     for temperature in (1e-38, np.float64(1e-300)):
-        drawn = ps.sample(jax.random.key(0), jnp.zeros((1000, 2)), temperature=temperature).indices
+        drawn = sample(KEY, jnp.zeros((1000, 2)), temperature=temperature).indices
         assert 400 < int(drawn.sum()) < 600
 
 
 def test_numbers_that_no_array_of_jax_holds():
     """They filter nothing, and make all entries alike."""
-    ps.sample(jax.random.key(0), jnp.arange(3.0), top_k=2**64, temperature=2**64)
+    x = jnp.tile(jnp.arange(3.0), (3000, 1))
+    drawn = sample(KEY, x, top_k=2**64, temperature=2**64).indices
+    assert (jnp.abs(jnp.bincount(drawn, length=3) - 1000) < 150).all()

@@ -1,4 +1,4 @@
-"""Softmax and top-k on a GPU: shapes, dtypes, special rows, masks, plans."""
+"""Top-k on a GPU: shapes, dtypes, special rows, masks, plans."""
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +269,7 @@ MANY_OF_TOPK = [(4_194_312, 512), (70000, 30720), (42744, 50257), (8200, 262144)
 )
 @pytest.mark.parametrize(("rows", "v"), MANY_OF_TOPK, ids=str)
 def test_more_elements_of_topk_than_32_bits_count(implementation, rows, v, masked):
-    """As above: rows in registers, of one CTA, of two parts and of more."""
+    """Eight rows again and again, all alike bit for bit: rows in registers, of one CTA, of two parts and of more."""
     few, k = 8, 5
     x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
     where = np.random.default_rng(3).random((few, v)) < 0.7 if masked else None

@@ -65,6 +65,7 @@ LONG_PART_ELEMENTS = 31_000
 # The same for 16-bit rows with a mask: with steps of 4 blocks a thread of (1024, 50257) needs 140 registers, so that 3
 # CTAs are on a multiprocessor, with steps of 2 it needs 104. It takes 91.6 us in bfloat16, 93%, with 4 or 1 93.9 us.
 HALF_MASKED_STEP_BLOCKS = 2
+MAX_BARRIERS = 32  # in an array of barriers, as Mosaic has it
 
 # Registers of each thread for the mask of the next steps, four elements in each: those of all steps of a part of
 # (1024, 50257), and of (1024, 128256). A step is reduced in about 0.3 us, and a load takes 1 to 2 us when device memory
@@ -207,7 +208,7 @@ def plan_softmax(
         return Parts(vocab, vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
 
     def fits(parts: Parts) -> bool:
-        return parts.smem_elements * itemsize * arrays <= smem
+        return parts.smem_elements * itemsize * arrays <= smem and parts.barriers <= MAX_BARRIERS
 
     # In registers: no shared memory, no barriers, and several rows a CTA.
     if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):

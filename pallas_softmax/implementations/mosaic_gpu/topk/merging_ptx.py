@@ -78,9 +78,12 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
         winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
         pairs = mending_ptx.pairs_alike(p, winners, lane, ones, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
+        least_alike = worst & ~ones
+        if tile.shape[1] > vocab:  # what lies beyond the row is LOWEST, and no other element
+            least_alike = p.max(least_alike, LOWEST + 1)
         others = p.var(0, "u32")
         for i, word in enumerate(listed):
-            p.update(others, "or", 1 << i, when=(word < worst) & (word >= worst & ~ones))
+            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_alike))
         if length < len(words):
             too_short |= listed[-1] >= worst
             maybe_short |= listed[-1] >= worst & ~ones
