@@ -285,14 +285,17 @@ def assert_best(columns, keys, k):
     np.testing.assert_array_equal(columns.reshape(len(keys), -1)[:, :k], best)
 
 
-@pytest.mark.parametrize(("vocab", "k"), [(1, 1), (3, 3), (6, 2), (60, 8), (100, 100)])
-def test_the_lowest_key_before_what_lies_beyond_the_row(vocab, k):
+@pytest.mark.parametrize(
+    ("vocab", "k", "lowest"), [(1, 1, 1), (3, 3, 1), (5, 2, 5), (6, 5, 2), (100, 100, 1)]
+)
+def test_the_lowest_key_before_what_lies_beyond_the_row(vocab, k, lowest):
     """It is that of a -NaN whose bits are all ones; beyond the row a tile has -inf, as `tiles.load` fills it."""
     tile = kernels.plan_topk(4096, vocab, k, "float32")
     x = np.full(tile.shape, -np.inf, F32)
     x[:, :vocab] = np.random.default_rng(0).standard_normal((tile.rows, vocab))
-    x[0, min(2, vocab - 1)] = x[1, :vocab] = np.array(-1, "i4").view(F32)
-    keys = oracle.order_key(x).astype("int64")
+    x[0, vocab - lowest : vocab] = np.array(-1, "i4").view(F32)
+    bits = x.view("i4").astype("int64")
+    keys = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     code, out = kernels.merging_ptx_of(tile, vocab, k)
     assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)
 
