@@ -109,3 +109,31 @@ for how, layout, reduction in itertools.product(("auto", "explicit", "shard_map"
     CHECKS[name] = functools.partial(check, how, layout, reduction)
     if (how, layout, reduction) != ("auto", "both", "mean"):
         SLOW.add(name)
+
+
+def features(check_vma):
+    """All that a loss can have, and the other two functions, of columns over all devices: as on one device."""
+    devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    mesh = jax.make_mesh((devices,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    x, w, labels, bias = linear.arrays(N, D, V, "float32", bias=True)
+    where = np.arange(N) % 5 != 1
+    some_bad = jnp.where(where, labels, V + 7)
+
+    def total(x, w, bias, axis_name=None):
+        static = {"workspace_bytes": BYTES * ROWS * V, "axis_name": axis_name, "softcap": 20.0}
+        loss = ps.linear_cross_entropy(
+            x, w, some_bad, bias=bias, where=where, label_smoothing=0.2, z_loss=0.02, **static
+        )
+        log_p = ps.linear_log_probs(x, w, labels, bias=bias, temperature=0.7, **static)
+        return loss + jnp.mean(log_p * ps.linear_logsumexp(x, w, bias=bias, **static))
+
+    f = functools.partial(total, axis_name="model")
+    specs = P(), P(None, "model"), P("model")
+    f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, w, bias) for f in (f, total))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
+
+
+for check_vma in (False, True):
+    CHECKS[f"linear-features-{check_vma}"] = functools.partial(features, check_vma)
+SLOW.add("linear-features-True")

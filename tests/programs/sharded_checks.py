@@ -583,6 +583,23 @@ def named_kernel_on_the_cpu(op):
         jax.jit(functools.partial(ours, op, implementation="mosaic_gpu")).lower(at.place(logits()))
 
 
+@each(check_vma=[False, True], fast=1)
+def gradient_of_a_temperature(check_vma):
+    """It is the same on all devices that a row is spread over, and is not counted for each of them."""
+    at, x = split("spread", "shard_map"), cases.rows(["normal"] * 8, V)
+    t = np.linspace(0.5, 2, 8, dtype=np.float32)
+
+    def total(x, t, axis_name=None):
+        return jnp.sum(ps.fused_topk(x, 5, temperature=t, axis_name=axis_name).values ** 2)
+
+    f = functools.partial(total, axis_name=("b", "v"))
+    f = jax.shard_map(
+        f, mesh=at.mesh, in_specs=(P(None, ("b", "v")), P()), out_specs=P(), check_vma=check_vma
+    )
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(x, t) for f in (f, total))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
+
+
 @each(how=("auto", "explicit"))
 def gradient_of_no_winners(how):
     x = cases.rows(["normal"] * 8, V)
