@@ -92,10 +92,8 @@ def normal_temperature(temperature, logits) -> Any:
         return temperature
     is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
     tiny = np.finfo(np.float64 if is_wide else np.float32).tiny
-    numbers = np.asarray(temperature)
-    return (
-        np.where(numbers > 0, np.maximum(numbers, tiny), numbers) if np.any(numbers < tiny) else temperature
-    )
+    values = np.asarray(temperature)
+    return np.where(values > 0, np.maximum(values, tiny), values) if np.any(values < tiny) else temperature
 
 
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
@@ -224,7 +222,7 @@ def static_bool(function: str, name: str, value) -> bool:
     """Returns `value` as a bool that is known while tracing."""
     if isinstance(value, Tracer):
         raise TypeError(_traced(function, name, "a static Python bool"))
-    if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
+    if not isinstance(value, int | np.bool_) or value not in (0, 1):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
     return bool(value)
 

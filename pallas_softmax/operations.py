@@ -34,7 +34,7 @@ class Operation:
       tangent: the operation that is its transpose: tangents of arguments to tangents of results; or None.
       on_shard: the operation that each device computes on its shard of a row that is spread over a mesh; None
         if the plain JAX form is computed there, with sums over the mesh.
-      is_gradient: whether it is the backward of another operation.
+      is_gradient: whether it is the backward of another operation on logits.
       gradient_has_kernels: whether an implementation that is named must have a kernel for the gradient, too; else plain
         JAX takes a gradient for which there is none.
       divided_by_xla: whether XLA by itself divides the plain JAX form over a mesh as well as `sharding` does.

@@ -241,8 +241,8 @@ def _scale(sizes, dtype, *, exact: bool):
 
     The gradients are multiplied by it in float32; or x is, before the product for dw.
 
-    The largest size becomes 1, of which the gradient at an improbable label is not rounded. With `exact` the scale is
-    a power of two, so that x times it is not rounded, and the largest size is at least 1 and less than 2.
+    The largest size becomes 1 (in float16 1024), of which the gradient at an improbable label is not rounded. With
+    `exact` the scale is a power of two, so that x times it is not rounded, and the largest size is from 1 to 2.
 
     Args:
       sizes: how large the elements of each row's dz may be, about.
