@@ -51,8 +51,13 @@ READ_PART_ELEMENTS = 17_000
 HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several
 
-# Elements of a part above which few rows are split over more CTAs than a cluster has, in two launches.
-FEW_ROWS_LONGEST_PART = 26_000  # (1, 1000000), of which a cluster's parts would have 62,500: 6.2 us, XLA 8.9
+# Bytes of a part, of all arrays, above which few rows are split over more CTAs than a cluster has, in two launches.
+# (16, 400000) takes 24.9 us so, in clusters 26.9 us, (16, 200000) 16.7 and 12.7 us, its backward 16.0 and 17.1 us.
+FEW_ROWS_PART_BYTES = 80_000
+# The same of one array, of one row that is written. (1, 151936) takes 3.8 us in two launches, in a cluster 4.6 us,
+# (1, 50257) 3.7 and 3.2 us; the backward of (1, 200000) 3.7 and 6.1 us, in bfloat16 3.5 and 3.7 us, of (1, 128256)
+# bfloat16 3.4 and 3.1 us. logsumexp of (1, 200000), which is only read, takes 5.6 us in two launches, in a cluster 4.1.
+LONE_ROW_PART_BYTES = 24_000
 SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
 
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
@@ -210,6 +215,12 @@ def plan_softmax(
     def fits(parts: Parts) -> bool:
         return parts.smem_elements * itemsize * arrays <= smem and parts.barriers <= MAX_BARRIERS
 
+    def leaves_idle(clustered: Parts) -> bool:
+        part_bytes = clustered.length * itemsize  # what one CTA works on, while most multiprocessors have none
+        if rows == 1 and not only_read:
+            return part_bytes > LONE_ROW_PART_BYTES
+        return rows <= FEW_ROWS and part_bytes * arrays > FEW_ROWS_PART_BYTES
+
     # In registers: no shared memory, no barriers, and several rows a CTA.
     if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):
         return short_row_tile(vocab, itemsize)
@@ -221,8 +232,7 @@ def plan_softmax(
     ):
         count *= 2
     clustered = parts(count, cluster=True)
-    idle = rows <= FEW_ROWS and clustered.length > FEW_ROWS_LONGEST_PART  # most multiprocessors have no part
-    if fits(clustered) and not idle:
+    if fits(clustered) and not leaves_idle(clustered):
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
         if alone and arrays == 1 and not only_read:  # a backward has little arithmetic: 94% without turns
             return _in_turns(clustered, rows, smem // (itemsize * arrays))

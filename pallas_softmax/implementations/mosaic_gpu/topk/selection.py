@@ -297,10 +297,10 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpr
       itemsize: bytes of an element: 4, or 2 of a row that is sorted.
     """
     if not interpret:
-        if sorts(vocab, k, itemsize):
+        if sorts(vocab, k):
             return sorting_ptx.take(tile, vocab, k, key, per_row, narrow=itemsize == 2)
         return merging_ptx.take(tile, vocab, k, key, per_row)
-    out = winners_tile(tile, vocab, k, itemsize)
+    out = winners_tile(tile, vocab, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))

@@ -29,8 +29,8 @@ def topk_rows(
     rows, vocab = x.shape
     scale = 1 / temperature
     itemsize = x.dtype.itemsize
-    by_words = itemsize == 2 and not sorts(vocab, k, itemsize)  # keys come packed, two elements at a time
-    winners = winners_tile(plan, vocab, k, itemsize)
+    by_words = itemsize == 2 and not sorts(vocab, k)  # keys come packed, two elements at a time
+    winners = winners_tile(plan, vocab, k)
 
     def broadcast(per_row):
         return lax.broadcast_in_dim(per_row, plan.shape, (0,))

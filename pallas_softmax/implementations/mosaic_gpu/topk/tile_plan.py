@@ -25,13 +25,15 @@ from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, power_
 # of 32 lanes a window is faster: 16384 x 2048 takes 51.6, 62.4 and 132 us by merges for k = 5, 16 and 128, 49.8, 51.7
 # and 84.9 us in a window. In bfloat16 it is not: 29.8, 49.4 and 60.2 us for k = 5, 64 and 128, 43.8, 69.7 and 78.3.
 # (Merges of float32 also number the elements of a lane's list by the bits of a word, of which there are 32.)
-# Where the winners of a lane are half as many as its elements, they need so many registers that fewer elements are
-# faster again: 32768 x 512, k = 256, takes 83.9 us with 16 in a lane, 90.4 us with 32, in bfloat16 63.3 with 32, 79.7
-# us with 64 (k = 200: 126 and 197 registers a thread); 16384 x 1000 bfloat16, k = 400, 85.5 and 98.5 us.
+# Where the winners of a lane are half as many as its elements, many winners need so many registers that fewer elements
+# are faster again: 32768 x 512, k = 150, takes 82.4 us with 16 in a lane, 86.9 us with 32, in bfloat16 63.1 with 32,
+# 92.4 us with 64; 16384 x 1000 bfloat16, k = 257, 96.6 and 132 us. Of fewer winners it is not so: 65536 x 256 float32,
+# k = 100, takes 68.0 us with 16 in a lane, 63.6 us with 32.
 LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in a lane at most, of few lanes, by bytes of an element
 MANY_LANES = 8  # of a row at least, each of which may hold more elements
 MAX_LANE_ELEMENTS = 32  # elements of a row in a lane at most, of many lanes
 MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes at once
+MANY_WINNERS = 128  # of a row; of more than these, lanes may hold fewer elements
 
 # The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
 # lanes still load 64 bytes of a row together where it has 64 elements. 131072 x 128 bfloat16, k = 8, takes 28.5 us,
@@ -44,24 +46,24 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 # 42.6 us with 12, 14 and 15; 100000 x 512 bfloat16, k = 16, takes 58.2, 58.5 and 63.6 us with 8, 9 and 10.
 TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps at most, of rows in any order, by bytes of an element
 
-# Where most of a row are winners, it is sorted: 32768 x 512 takes 97.7 us by a sort and 127 us by merges for k = 320 in
-# float32, 86.3 and 98.4 us in bfloat16; k = 256 takes 93.0 and 90.5 us, 86.1 and 80.1 us. A sort is faster with fewer
+# Where most of a row are winners, it is sorted: 32768 x 512 takes 101 us by a sort and 112 us by merges for k = 512 in
+# float32, 85.7 and 104 us in bfloat16; k = 260 takes 95.6 and 98.4 us, 83.8 and 81.8 us. A sort is faster with fewer
 # elements in a lane: 65536 x 256 float32, k = 128, took 109 us with 32 lanes of 8, 136 us with 16 of 16. So longer rows
-# are merged whatever k is: 16384 x 1000 float32, k = 600, takes 189 us by merges, 235 us by a sort of 32 elements in a
-# lane and 511 us in a window; 16384 x 2048 bfloat16, k = 2048, takes 308, 327 (64 in a lane) and 1,810 us.
-SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes of an element
-MAX_SORTED_LANE_ELEMENTS = {4: 16, 2: 32}  # the same where all 32 lanes of a warp hold the row
+# are merged whatever k is: 16384 x 1000, k = 600, takes 189 us by merges, 235 us by a sort in float32, 106 and 122 us
+# in bfloat16 (k = 900: 127 and 139 us); 16384 x 2048 bfloat16, k = 2048, takes 308 and 327 us, in a window 1,810 us.
+SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes, as long as lanes are free
+MAX_SORTED_LANE_ELEMENTS = 16  # the same where all 32 lanes of a warp hold the row
 
 
 def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
     """Returns the tile for the k best of rows of `vocab` elements, or None where a window is faster."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
-    if sorts(vocab, k, itemsize):
+    if sorts(vocab, k):
         return _tile(vocab, vec, SORTED_LANE_ELEMENTS[itemsize], SORTED_LANE_ELEMENTS[itemsize])
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
     few = LANE_ELEMENTS[itemsize]
     tile = _tile(vocab, vec, few, most)
-    if 2 * merged_tile(tile, k).steps >= tile.steps * tile.vec:
+    if k > MANY_WINNERS and 2 * merged_tile(tile, k).steps >= tile.steps * tile.vec:
         tile = _tile(vocab, vec, few, few)
     return tile if tile.steps * tile.vec <= most else None
 
@@ -86,9 +88,9 @@ def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
     return row_tile(vocab, vec, lanes)
 
 
-def sorts(vocab: int, k: int, itemsize: int) -> bool:
+def sorts(vocab: int, k: int) -> bool:
     """Returns whether the winners of a row are found by a sort of the row in a tile, and not by merges."""
-    return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_SORTED_LANE_ELEMENTS[itemsize]
+    return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_SORTED_LANE_ELEMENTS
 
 
 def list_length(tile: Tile, k: int, itemsize: int) -> int:
@@ -107,9 +109,9 @@ def _too_short(tile: Tile, k: int, length: int) -> float:
     return LANES * (1 - fewer)
 
 
-def winners_tile(tile: Tile, vocab: int, k: int, itemsize: int) -> Tile:
+def winners_tile(tile: Tile, vocab: int, k: int) -> Tile:
     """Returns the tile that holds the winners of each row of a tile, in order: neighbours in each lane."""
-    return sorted_tile(tile) if sorts(vocab, k, itemsize) else merged_tile(tile, k)
+    return sorted_tile(tile) if sorts(vocab, k) else merged_tile(tile, k)
 
 
 def sorted_tile(tile: Tile) -> Tile:
