@@ -216,7 +216,7 @@ def plan_softmax(
         return parts.smem_elements * itemsize * arrays <= smem and parts.barriers <= MAX_BARRIERS
 
     def leaves_idle(clustered: Parts) -> bool:
-        part_bytes = clustered.length * itemsize  # what one CTA works on, while most multiprocessors have none
+        part_bytes = clustered.length * itemsize  # which one CTA works on, while others have none
         if rows == 1 and not only_read:
             return part_bytes > LONE_ROW_PART_BYTES
         return rows <= FEW_ROWS and part_bytes * arrays > FEW_ROWS_PART_BYTES

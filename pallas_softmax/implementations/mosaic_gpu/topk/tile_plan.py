@@ -51,8 +51,8 @@ TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps at most, of rows in any order,
 # elements in a lane: 65536 x 256 float32, k = 128, took 109 us with 32 lanes of 8, 136 us with 16 of 16. So longer rows
 # are merged whatever k is: 16384 x 1000, k = 600, takes 189 us by merges, 235 us by a sort in float32, 106 and 122 us
 # in bfloat16 (k = 900: 127 and 139 us); 16384 x 2048 bfloat16, k = 2048, takes 308 and 327 us, in a window 1,810 us.
-SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row that a lane holds at most, by bytes, as long as lanes are free
-MAX_SORTED_LANE_ELEMENTS = 16  # the same where all 32 lanes of a warp hold the row
+SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row in a lane at most, by bytes of an element
+MAX_SORTED_LANE_ELEMENTS = 16  # the same where a row lies over all 32 lanes
 
 
 def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
