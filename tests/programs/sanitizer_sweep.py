@@ -20,7 +20,7 @@ from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from pallas_softmax.implementations.triton.support import missing
 from pallas_softmax.projection import Coefficients, Head
 from tests.support import bounds, cases, kernels, linear, oracle
-from tests.support.kernels import Parts, Window
+from tests.support.kernels import Parts, Strips, Tile, Window
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more
 # (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
@@ -44,6 +44,18 @@ TOPK = [
     (2, 1003, "bfloat16", Window(1003, 8, 1, 1, 3), False, (1, 5, 300)),
     (2, 1003, "float32", Window(1003, 4, 1, 1, 2), True, (5,)),
     (2, 9203, "float32", Window(9203, 4, 8, 1, compact=True), True, (300, 1024)),
+]
+
+# (rows, V, dtype, k), of the gradient of top-k.
+TOPK_GRAD = [(4, 100, "float32", 5), (4, 127, "bfloat16", 40)]
+
+# (V, dtype, plan, operations), of columns. In registers; in one CTA, and its next strip; clusters, and turns of one.
+COLUMNS = [
+    (21, "float32", Tile(32, 8, 4, 1), TWO),
+    (127, "float32", Strips(127, 8, 4, 1, 64, 2, turns=2), oracle.OPERATIONS),
+    (300, "bfloat16", Strips(300, 8, 4, 2, 64, 3), TWO),
+    (300, "float32", Strips(300, 8, 4, 4, 64, 3, turns=2), TWO),
+    (300, "float32", Strips(300, 8, 4, 1, 64, 1), ("logsumexp",)),  # slots taken in turn
 ]
 
 # (rows, V, dtype, CTAs, warpgroups, masked), of sample. One CTA; a cluster, off 16 bytes.
@@ -80,6 +92,12 @@ PROJECTIONS = [
 ]
 
 
+@jax.jit
+def gradients(x, indices, m, d, g, g_d):
+    t = np.ones(1, "float32")
+    return kernels.topk_grad_rows(x, t, indices, m, d, g, g_d, log=False, interpret=None)
+
+
 def mosaic_gpu():
     for rows, v, dtype, plan, masked, names in SHAPES:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
@@ -101,6 +119,20 @@ def mosaic_gpu():
             want, best = oracle.fused_topk(x, k, where)
             np.testing.assert_array_equal(indices, best)
             np.testing.assert_allclose(values, want, rtol=0.05, atol=1e-6)
+    for rows, v, dtype, k in TOPK_GRAD:
+        x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
+        d = np.sum(np.exp(oracle.wide(x) - oracle.wide(x).max(1, keepdims=True)), 1).astype("float32")
+        won, m, g = oracle.topk_indices(x, k), x.max(1).astype("float32"), cases.cotangent((rows, k))
+        dx, _ = gradients(x, won, m, d, g, np.zeros_like(m))
+        want, _ = oracle.fused_topk_vjp(x, g, k)
+        np.testing.assert_allclose(np.asarray(dx, "float32"), want, rtol=0.05, atol=1e-3)
+    for v, dtype, plan, names in COLUMNS:
+        x = np.random.default_rng(0).standard_normal((32, v)).astype(dtype)  # two arrays of 16 columns
+        for name in names:
+            arrays = cases.operands(name, x)
+            got = kernels.columns_rows(name, arrays, plan, interpret=None).astype("float32")
+            want, *_ = bounds.expected(name, arrays)
+            np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
     for rows, v, dtype, count, warpgroups, masked in SAMPLE:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         x[0] = 1  # all tied
@@ -121,7 +153,7 @@ def mosaic_gpu():
         for algorithm in paper.TOPK.values():
             _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
             np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
-    print("swept mosaic_gpu", SHAPES, TOPK, SAMPLE, PAPER)
+    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, PAPER)
 
 
 @functools.partial(jax.jit, static_argnames=("head", "tiling"))

@@ -247,11 +247,12 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
 
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
-    """Returns the cotangents of the logits and of each row's temperature, by a tile of few rows."""
+    """Returns the cotangents of the logits and of each row's temperature, in the interpreter by a tile of few rows."""
     plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
-    return grad_kernel.topk_grad_rows(*arrays, fewer_rows(plan), log=log, interpret=interpret)
+    plan = plan if interpret is None else fewer_rows(plan)
+    return grad_kernel.topk_grad_rows(*arrays, plan, log=log, interpret=interpret)
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
