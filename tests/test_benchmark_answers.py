@@ -59,15 +59,7 @@ def _of_jax(x, g):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "logits",
-    [
-        pytest.param(
-            kind, marks=[] if kind in ("peaked", "ties", "neg_inf", "one_finite", "nan") else pytest.mark.slow
-        )
-        for kind in flags.LOGITS
-    ],
-)
+@pytest.mark.parametrize("logits", flags.LOGITS)
 def test_the_oracle_agrees_with_jax(logits):
     case = case_of(batch=5, vocab=300, k=7, direction="both", logits=logits, seed=1)
     x, g = cases.logits(case), cases.cotangent(case)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["softmax", pytest.param("softmax,log_softmax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("function", ["softmax", "softmax,log_softmax"])
 def test_accuracy_says_how_ours_compares(small, parse, monkeypatch, capsys, function):
     args = ["--shapes=20x300", "--implementations=xla,mosaic_gpu", "--direction=forward"]
     args += [f"--output_dir={small().output_dir}", f"--function={function}"]
@@ -57,11 +57,8 @@ def test_what_is_worse_than_xla(ulps, xla, dtype, expected):
     assert accuracy.worse(ulps, xla, dtype) == expected
 
 
-@pytest.mark.parametrize(
-    "every",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)],
-    ids=["one_loss", "every_program"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True], ids=["one_loss", "every_program"])
 def test_programs_end_to_end(small, monkeypatch, capsys, every):
     chosen = small(
         sequence=(16,),
