@@ -13,9 +13,9 @@ from pallas_softmax.implementations import xla
 from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import first, pairs, slow
-from tests.support.kernels import ALL, CROWDED, FEW, ONE, PARTS, TOPK_SHORT, WINDOWS, Parts, Tile, Window
+from tests.support.kernels import CROWDED, ONE, PARTS, TOPK_SHORT, WINDOWS, Parts, Tile, Window
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -12,8 +12,9 @@ from matplotlib.colors import to_hex
 
 from benchmarks import __main__ as both
 from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
-from benchmarks.support import cases, flags, plot, redraw, report
+from benchmarks.support import flags, plot, redraw, report
 from benchmarks.support.report import Row
+from tests.support.benchmark_cases import case_of
 from tests.support.covering import first_values
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -31,14 +32,6 @@ def rows_of(file: Path) -> tuple[list, dict, dict]:
     if file.stem == "linear_training":
         return report.read(file, linear.Curve)
     return report.read(file, getattr(MODULES.get(file.stem), "Row", Row))
-
-
-def case_of(**changed) -> cases.Case:
-    """A case of 6 x 40 float32, forward."""
-    usual = {"batch": 6, "vocab": 40, "dtype": "float32", "function": "softmax", "where": "none", "axis": -1}
-    return cases.Case(
-        **(usual | {"k": None, "direction": "forward", "logits": "normal", "seed": 0} | changed)
-    )
 
 
 @pytest.fixture

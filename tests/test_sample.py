@@ -13,13 +13,12 @@ import pallas_softmax as ps
 from pallas_softmax import Sample, sample
 from pallas_softmax.implementations import xla
 from tests.support import bounds, cases, oracle
-from tests.support.cases import BF16, F16, F32, F64
+from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
 from tests.support.draws import LARGEST, NONE, PARAMETERS, chi_square, crossed, judged
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ALL = [*cases.FINITE, *cases.SPECIAL]
 KEY = jax.random.key(7)
 
 

@@ -14,13 +14,12 @@ from jax import lax
 
 from pallas_softmax import TopK, fused_topk
 from tests.support import bounds, cases, oracle
-from tests.support.cases import BF16, F16, F32, F64
+from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import cover, first, first_values, pairs, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FREE = settings(max_examples=25, deadline=None, derandomize=True)
-ALL = [*cases.FINITE, *cases.SPECIAL]
 
 
 @functools.partial(jax.jit, static_argnames=("k", "axis", "log", "dtype", "implementation"))

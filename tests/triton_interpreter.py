@@ -26,7 +26,7 @@ from pallas_softmax.implementations.triton import plan as triton_plan
 from pallas_softmax.implementations.triton.launch import launch, launch_p
 from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
 from tests.support import bounds, cases, oracle
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32, FEW
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
@@ -101,9 +101,6 @@ interpreter.interpreter_builder.options = dataclasses.replace(
     interpreter.interpreter_builder.options, sanitize_overflow=False
 )
 TRITONS_TOPK, tl.topk = tl.topk, _topk
-
-ALL = [*cases.FINITE, *cases.SPECIAL]
-FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
 
 
 # --- The language -------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import pytest
 
 import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import pairs
-from tests.support.kernels import ALL, Strips, Tile
+from tests.support.kernels import Strips, Tile
 
 pytestmark = pytest.mark.gpu
 EVEN = [*ALL, "normal"]

@@ -10,7 +10,7 @@ import pytest
 import pallas_softmax as ps
 from tests.support import bounds, cases, oracle
 from tests.support.bounds import UNITS
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.gpu import (
     CAPABILITY,
     LONG,
@@ -24,7 +24,6 @@ from tests.support.gpu import (
     topk,
     unavailable,
 )
-from tests.support.kernels import ALL
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 
 import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.gpu import (
     LONG,
     VERY_LONG,
@@ -20,7 +20,7 @@ from tests.support.gpu import (
     function,
     side_by_side,
 )
-from tests.support.kernels import ALL, FEW, PARTS, Parts
+from tests.support.kernels import PARTS, Parts
 
 pytestmark = pytest.mark.gpu
 

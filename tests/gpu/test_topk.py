@@ -8,9 +8,9 @@ import pytest
 import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.bounds import UNITS
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.gpu import VERY_LONG, assert_topk, both, refused, side_by_side, some, topk
-from tests.support.kernels import ALL, CROWDED, FEW, TOPK_SHORT, WINDOWS, Window
+from tests.support.kernels import CROWDED, TOPK_SHORT, WINDOWS, Window
 
 pytestmark = pytest.mark.gpu
 TOPK = [

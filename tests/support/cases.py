@@ -130,6 +130,8 @@ SPECIAL = {
         "every class at once, with ties of each",
     ),
 }
+ALL = [*FINITE, *SPECIAL]  # 31 rows, a prime
+FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
 
 
 def _row(rng, name, v, dtype):

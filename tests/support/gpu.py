@@ -15,8 +15,7 @@ import pallas_softmax as ps
 from pallas_softmax.implementations.triton import plan as triton_plan
 from pallas_softmax.implementations.triton import support as triton_support
 from tests.support import bounds, cases, kernels, oracle
-from tests.support.cases import F32
-from tests.support.kernels import ALL
+from tests.support.cases import ALL, F32
 
 THREADS = 14  # that compile
 CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}

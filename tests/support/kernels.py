@@ -40,7 +40,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_t
 from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
 from pallas_softmax.implementations.mosaic_gpu.topk.selection import Extent  # noqa: F401
 from tests.support import bounds, cases, oracle
-from tests.support.cases import BF16, F16, F32
+from tests.support.cases import ALL, BF16, F16, F32, FEW
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
@@ -49,8 +49,6 @@ except ImportError:  # jax 0.10
 
 INTERPRET = InterpretGPUParams()
 HOPPER = (9, 0)
-ALL = [*cases.FINITE, *cases.SPECIAL]  # 31 rows, a prime
-FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
 ONE = np.ones(1, F32)
 
 

@@ -4,8 +4,7 @@ import numpy as np
 
 from pallas_softmax import paper
 from tests.support import bounds, cases, oracle
-from tests.support.cases import F32, F64
-from tests.support.kernels import ALL
+from tests.support.cases import ALL, F32, F64
 
 ALGORITHMS = paper.SOFTMAX | paper.TOPK
 MILD = ["normal", "integers", "constant", "zero", "ascending", "descending"]  # exp(x) and its sum are finite
