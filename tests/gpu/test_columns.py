@@ -1,6 +1,7 @@
 """Rows that lie across memory, on a GPU: every kind of plan, and what the public functions choose."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,30 @@ def test_clusters_that_come_and_go():
         y, dy = (np.asarray(a[0, :, :8], np.float64) for a in arrays)
         want = y * (dy - np.sum(y * dy, 0))
         np.testing.assert_allclose(dx[0, :, :8], want, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1000, 2_200_000), (30_000, 21, 4096), (2, 25_000, 48_000)], ids=str)
+def test_more_elements_than_32_bits_count(shape):
+    """Eight columns again and again: all alike, bit for bit, the first ones right."""
+    few, (_, v, inner) = 8, shape
+    x, dy = (np.random.default_rng(seed).standard_normal((few, v)).astype(BF16) for seed in (2, 3))
+
+    @jax.jit
+    def run(x, dy):
+        repeated = jnp.arange(inner) % few
+        across = [jnp.broadcast_to(a.T[:, repeated], shape) for a in (x, dy)]
+        y, pullback = jax.vjp(lambda x: ps.softmax(x, axis=1, implementation="mosaic_gpu"), across[0])
+        found = y, *pullback(across[1])
+        first = [a[0, :, :few] for a in found]
+        return [a.T for a in first], [jnp.all(a == b[:, repeated]) for a, b in zip(found, first, strict=True)]
+
+    assert math.prod(shape) > 2**31
+    assert all(kernels.plan_columns(op, *shape, BF16) for op in ("softmax", "softmax_grad"))
+    (y, dx), alike = run(x, dy)
+    names = [f"column {i}" for i in range(few)]
+    bounds.assert_operation("softmax", y, (x,), names)
+    bounds.assert_operation("softmax_grad", dx, (np.asarray(y), dy), names)
+    assert all(alike)
 
 
 @pytest.mark.parametrize(("op", "case", "dtype"), pairs(oracle.FORWARD, SHAPES, [F32, BF16]), ids=str)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,6 +87,27 @@ def test_public(rows, dtype):
         assert kernel_names(jax.jit(draw).lower(x).as_text()) == ["sample"]
         u = jax.random.uniform(key, (rows,)) if key.ndim == 0 else jax.vmap(jax.random.uniform)(key)
         bounds.assert_sample(draw(x), x, np.asarray(u), range(rows), **filters)
+
+
+def test_more_elements_than_32_bits_count():
+    """Eight rows and keys again and again: all alike, bit for bit, the first ones right."""
+    rows, v, few = 70_000, 30_720, 8
+    x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
+    keys, filters = jax.random.split(jax.random.key(3), few), {"top_k": 100, "top_p": np.float32(0.9)}
+
+    @jax.jit
+    def run(keys, x):
+        repeated = jnp.arange(rows) % few
+        got = ps.sample(keys[repeated], x[repeated], **filters, implementation="mosaic_gpu")
+        return jax.tree.map(lambda a: a[:few], got), [
+            jnp.all(a == a[:few][repeated]) for a in jax.tree.leaves(got)
+        ]
+
+    assert rows * v > 2**31
+    got, alike = run(keys, x)
+    u = np.asarray(jax.vmap(jax.random.uniform)(keys))
+    bounds.assert_sample(got, x, u, range(few), **filters)
+    assert all(alike)
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,24 @@ def test_more_elements_than_32_bits_count(implementation, op, rows, v):
     y, alike = run(x)
     bounds.assert_operation(op, y, (x,), [f"row {i}" for i in range(few)])
     assert alike
+
+
+MANY_GRADIENTS = [("mosaic_gpu", "softmax", *shape) for shape in MANY]
+MANY_GRADIENTS += [("mosaic_gpu", "log_softmax", *MANY[0]), ("triton", "softmax", *MANY[0])]
+
+
+@pytest.mark.parametrize(("implementation", "op", "rows", "v"), MANY_GRADIENTS, ids=str)
+def test_more_elements_of_a_gradient_than_32_bits_count(implementation, op, rows, v):
+    few = 8
+    x, dy = (np.random.default_rng(seed).standard_normal((few, v)).astype(BF16) for seed in (2, 3))
+
+    @jax.jit
+    def run(x, dy):
+        repeated = jnp.arange(rows) % few
+        y, dx = forward_and_grad(implementation, op, x[repeated], dy[repeated])
+        return y[:few], dx[:few], jnp.all(dx == dx[:few][repeated])
+
+    assert rows * v > 2**31
+    y, dx, alike = run(x, dy)
+    bounds.assert_operation(f"{op}_grad", dx, (np.asarray(y), dy), [f"row {i}" for i in range(few)])
+    assert alike

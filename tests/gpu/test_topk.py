@@ -287,6 +287,29 @@ def test_more_elements_of_topk_than_32_bits_count(implementation, rows, v, maske
     assert all(alike)
 
 
+def test_more_elements_of_its_gradient_than_32_bits_count():
+    (rows, v), few, k = MANY_OF_TOPK[0], 8, 5
+    x, g = np.random.default_rng(2).standard_normal((few, v)).astype(BF16), cases.cotangent((few, k), BF16)
+
+    @jax.jit
+    def grad(x, g):
+        return jax.vjp(lambda x: topk("mosaic_gpu", x, k).values, x)[1](g)[0]
+
+    @jax.jit
+    def run(x, g):
+        repeated = jnp.arange(rows) % few
+        dx = grad(x[repeated], g[repeated])
+        return dx[:few], jnp.all(dx == dx[:few][repeated])
+
+    assert rows * v > 2**31
+    assert "topk_grad" in run.lower(x, g).as_text()
+    dx, alike = run(x, g)
+    want, unit = oracle.fused_topk_vjp(x, g, k)[0], bounds.fused_topk_vjp_unit(x, g, k)[0]
+    flushed = 1 + np.sum(np.abs(oracle.wide(g)), -1, keepdims=True)
+    assert bounds.error_units(dx, want, unit, slack_times=flushed) <= 2
+    assert alike
+
+
 @both
 @pytest.mark.parametrize("masked", [False, True])
 @side_by_side
