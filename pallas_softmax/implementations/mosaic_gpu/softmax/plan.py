@@ -3,7 +3,7 @@
 The constants were chosen on an H100 by timing shapes around each of them; benchmarks/results/launch, made by
 configs/launch.flags, holds what the choice reaches. The figures beside them are time, and share of the bandwidth of a
 copy, of the float32 softmax of (rows, vocab). Those of Parts are device times by CUPTI (NVIDIA H100 80GB HBM3, driver
-580.159.04, jax 0.11.2, 2026-11-22).
+580.159.04, jax 0.11.2, 2026-11-22 and 23).
 """
 
 import dataclasses
@@ -62,8 +62,8 @@ SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two fo
 
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
 # The same for rows that are only read, for few that are written, and for the longest parts: logsumexp of (64, 128256)
-# bfloat16 in 4 parts takes 7.8 us, with steps of 4 blocks 8.4 us; softmax of (1, 128256) 4.1 us, with 4 blocks 4.3 us;
-# of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
+# bfloat16 in 4 parts takes 7.8 us, with steps of 4 blocks 8.4 us; softmax of (1, 128256) in a cluster 4.1 us, with 4
+# blocks 4.3 us; of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
