@@ -123,7 +123,9 @@ def test_plans_fit_the_gpu(op, dtype):
         ((1, 4096, 4096), F32, Strips(4096, 32, 4, 16, 96, 3)),
         ((1, 4096, 4096), BF16, Strips(4096, 64, 4, 16, 88, 3)),
         ((1, 1000, 100000), F32, Strips(1000, 32, 4, 4, 96, 3)),
-        ((1, 12000, 8000), F32, Strips(12000, 16, 4, 16, 192, 4)),
+        ((1, 12000, 8000), F32, Strips(12000, 32, 4, 16, 112, 7, turns=36)),
+        ((1, 12000, 8000), BF16, Strips(12000, 64, 4, 16, 112, 7, turns=18)),
+        ((1, 12000, 2000), F32, Strips(12000, 16, 4, 16, 192, 4)),
         ((1, 25000, 4000), F32, Strips(25000, 16, 4, 16, 224, 7)),
         ((1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
         ((1, 27000, 4000), F32, None),
@@ -144,13 +146,15 @@ def test_backwards_over_clusters(shape, dtype, want):
         ("softmax", (1, 12544, 4000), F32, Strips(12544, 32, 4, 16, 112, 7)),
         ("softmax", (1, 25000, 2016), F32, Strips(25000, 16, 4, 16, 224, 7)),
         ("softmax", (1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
+        ("softmax", (1, 25000, 8000), BF16, Strips(25000, 64, 4, 16, 112, 15, turns=18)),
+        ("softmax", (1, 14000, 8000), BF16, Strips(14000, 32, 4, 16, 224, 4)),
         ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 4, 16, 224, 15)),
         ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 3)),
     ],
     ids=str,
 )
 def test_strips_in_turns(op, shape, dtype, want):
-    """Tall float32 columns of which a cluster has ten strips or more, and whose parts fit into its shared memory."""
+    """Tall columns of which a cluster has ten strips or more, and whose parts fit into its shared memory."""
     assert kernels.plan_columns(op, *shape, dtype) == want
 
 

@@ -58,11 +58,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("op", oracle.FORWARD)
-def test_strips_in_turns(op):
-    """Of one array: 15 slots fill a multiprocessor."""
-    names, plan = EVEN * 5, Strips(25000, 32, 4, 16, 112, 15, turns=2)
-    kernels.assert_columns(op, cases.rows(names, plan.vocab), names, plan, interpret=None)
+@pytest.mark.parametrize(("dtype", "width"), [(F32, 32), (BF16, 64)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("op", oracle.OPERATIONS)
+def test_strips_in_turns(op, dtype, width):
+    """The slots of one array, or of both, fill a multiprocessor."""
+    vocab, slots = (12000, 7) if op in oracle.BACKWARD else (25000, 15)
+    names, plan = EVEN * 5, Strips(vocab, width, 4, 16, 112, slots, turns=2)
+    kernels.assert_columns(op, cases.rows(names, vocab, dtype), names, plan, interpret=None)
 
 
 @pytest.mark.parametrize("plan", [Strips(5000, 8, 4, 8, 64, 3), Strips(3000, 8, 4, 1, 64, 1)], ids=str)

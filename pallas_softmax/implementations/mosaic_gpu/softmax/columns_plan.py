@@ -45,12 +45,14 @@ LINE_BYTES = 128
 # Where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 73%, and in bfloat16 by 128 as well. The backward
 # of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
 SHORT_LINE_BYTES = 64
-# Turns at least in which FULL_CLUSTERS take the strips of float32 columns, on Hopper: (1, 25000, 4000) reaches 81% so,
-# by shorter pieces 72%, (1, 14000, 8000) 85%, 75%. In bfloat16 one CTA has too much to compute (69%), and so it has in
-# a backward (62%, of shorter pieces without turns 71%). The first read and the last write have nothing beside them: 18
-# turns of (1, 20000, 4000) reach 81%, shorter pieces 73%; 4 of (1, 25000, 704) 68%, shorter pieces 76%.
+# Turns at least in which FULL_CLUSTERS take strips whose CTAs fill their multiprocessors, on Hopper. (1, 25000, 4000)
+# float32 reaches 83% so, by shorter pieces 72%, (1, 25000, 8000) bfloat16 80%, 74%; the backward of (1, 12000, 8000)
+# 84%, 73%, in bfloat16 79%, 73%. The first read and the last write have nothing beside them: 18 turns of (1, 20000,
+# 4000) reach 81%, shorter pieces 73%; 9 of (1, 25000, 4000) bfloat16 70%, shorter pieces 73%; and 5 of the backward of
+# (1, 12000, 1024) 73%, shorter pieces 75%.
 FEWEST_TURNS = 10
-# Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room.
+# Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room. Then 16-bit columns are
+# better by shorter pieces than in turns: (1, 14000, 8000) reaches 79% by them, 76% in turns.
 PART_BYTES = 72 * 1024
 # Bytes of a part up to which two CTAs have room: (1, 4096, 4096) reaches 84%, its backward 84%, in bfloat16 85%, of
 # which XLA reaches 59% and 40%; that of (1, 1000, 100000) 89% and 85%, XLA 59% and 57%. One CTA that fills a
@@ -161,16 +163,18 @@ def plan_columns(
             continue
         if not in_turns:
             return plan
-        if turns := _turns(strips, itemsize, arrays, capability):
+        if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * LINE_BYTES // SHORT_LINE_BYTES:
+            continue  # by shorter pieces, three CTAs have room
+        if turns := _turns(strips, capability):
             slots = smem // (held // plan.slots)  # all that there is room for
             return dataclasses.replace(plan, slots=min(slots, MAX_SLOTS), turns=turns)
     return None
 
 
-def _turns(strips: int, itemsize: int, arrays: int, capability: tuple[int, int]) -> int:
+def _turns(strips: int, capability: tuple[int, int]) -> int:
     """Returns how many strips a cluster takes in turns if its CTAs fill their multiprocessors; 0 if none."""
     turns = -(-strips // FULL_CLUSTERS)
-    return turns if itemsize == 4 and arrays == 1 and capability[0] == 9 and turns >= FEWEST_TURNS else 0
+    return turns if capability[0] == 9 and turns >= FEWEST_TURNS else 0
 
 
 def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Tile | None:
