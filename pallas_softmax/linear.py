@@ -63,7 +63,8 @@ def linear_logsumexp(
       accumulated in float32; the derivatives in the logits are rounded to the dtype of `x`.
 
     Raises:
-      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, or a number is traced.
+      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a number is traced, or
+        `axis_name` is no name.
       ValueError: shapes do not fit, a number is out of range, `axis_name` is not bound, `x` differs along it, or
         `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
@@ -208,7 +209,7 @@ class _Static(NamedTuple):
     def values(self, statistics: Statistics, labels) -> jax.Array:
         """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp."""
         if labels is None:
-            return projection.logsumexp(statistics)
+            return online.log_of(statistics.normalizer)
         return jnp.where(self.valid(labels), projection.losses(statistics, self.head, self.vocab), jnp.nan)
 
     def weights(self, labels, given) -> jax.Array:

@@ -75,6 +75,12 @@ def combine(a: Normalizer, b: Normalizer) -> Normalizer:
     return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
 
 
+def log_of(normalizer: Normalizer) -> jax.Array:
+    """Returns the log of the sum of exp(x)."""
+    m, d = normalizer
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
+
+
 def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
     """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
 

@@ -31,7 +31,7 @@ class Operation:
       arguments: ROW, MASK or PER_ROW for each positional argument, in a tuple where that is a tuple of arrays.
       results: the same for what it returns; one word for a tuple means each of its arrays.
       gradient: the operation that is its backward: cotangents of results to cotangents of arguments; or None.
-      tangent: the operation that is its transpose: tangents of arguments to tangents of results; or None.
+      tangent: the transpose of that gradient: an operation from tangents of arguments to tangents of results; or None.
       on_shard: the operation that each device computes on its shard of a row that is spread over a mesh; None
         if the plain JAX form is computed there, with sums over the mesh.
       is_gradient: whether it is the backward of another operation on logits.

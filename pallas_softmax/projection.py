@@ -96,17 +96,11 @@ def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
     (m, d), label_logit, total = statistics
     finite = jnp.abs(m) < jnp.inf
     # log d is added last: of a peaked row, m - z[label] is exact and log d is small
-    loss = jnp.where(finite, m - label_logit, logsumexp(statistics) - label_logit)
+    loss = jnp.where(finite, m - label_logit, online.log_of(statistics.normalizer) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
     if total is not None:
         loss = loss + head.label_smoothing * (label_logit - total / vocab)
-    return loss + head.z_loss * logsumexp(statistics) ** 2 if head.z_loss else loss
-
-
-def logsumexp(statistics: Statistics) -> jax.Array:
-    """Returns the log of the sum of exp(z)."""
-    m, d = statistics.normalizer
-    return jnp.where(m == jnp.inf, m, m + jnp.log(d))
+    return loss + head.z_loss * online.log_of(statistics.normalizer) ** 2 if head.z_loss else loss
 
 
 def coefficients(statistics: Statistics, weights: jax.Array, head: Head, vocab: int) -> Coefficients:
@@ -119,7 +113,9 @@ def coefficients(statistics: Statistics, weights: jax.Array, head: Head, vocab: 
     """
     m, d = statistics.normalizer
     raw = weights / head.temperature
-    of_exp = raw * (1 + 2 * head.z_loss * logsumexp(statistics)) / d if head.z_loss else raw / d
+    of_exp = (
+        raw * (1 + 2 * head.z_loss * online.log_of(statistics.normalizer)) / d if head.z_loss else raw / d
+    )
     smoothing = head.label_smoothing
     numbers = (of_exp, raw * (1 - smoothing), raw * smoothing / vocab)
     left_out = weights == 0

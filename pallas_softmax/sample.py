@@ -84,8 +84,9 @@ def sample(
       There are no derivatives: differentiate `log_softmax` at the index.
 
     Raises:
-      TypeError: an argument has the wrong dtype, or is no array.
-      ValueError: an argument is out of range or does not fit, or `implementation` is unknown.
+      TypeError: an argument has the wrong dtype or is no array, `axis` is not an int, or `axis_name` is no name.
+      ValueError: an argument is out of range or does not fit, `axis_name` is not bound, an argument other than `logits`
+        and `where` differs along it, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "sample"

@@ -156,7 +156,8 @@ def logsumexp(
       row with one +inf is NaN there and 0 elsewhere, as JAX's.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `softmax`.
+      TypeError, ValueError, NotImplementedError: as `softmax`, but booleans have a result; and for `keepdims` or
+        `return_sign` that is no bool.
     """
     a = float(a) if type(a) is int else a  # as in JAX, of any length
     return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))

@@ -75,8 +75,8 @@ def fused_topk(
       Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
-      TypeError: `logits` or `temperature` is no real array, `k` is traced or not an integer, `axis` is not an int,
-        `dtype` is not floating, or `axis_name` is no name.
+      TypeError: `logits` or `temperature` is no real array, `where` is no array, `k` is traced or not an integer,
+        `axis` is not an int, `log` is no bool, `dtype` is not floating, or `axis_name` is no name.
       ValueError: `k` or `axis` is out of range, `temperature` is not positive, does not fit or differs along
         `axis_name`, `where` is not boolean or does not fit, `axis_name` is not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.

@@ -25,7 +25,7 @@ SMEM = 227 * 1024
 @pytest.mark.parametrize("rows", [1, 128, 129, 2048, 131072])
 def test_tiling(rows):
     tiling = plan.plan_projection(rows)
-    stage = (plan.TILE_M + tiling.tile_n) * tiling.tile_k * 2
+    stage = (plan.TILE_M + plan.TILE_N) * plan.TILE_K * 2
     staging = plan.MULTIPLIERS * 2 * plan.WARPGROUP_ROWS * plan.SWIZZLE_BYTES
     assert tiling.stages * stage + staging + 2048 <= SMEM
     assert plan.CTAS % tiling.cluster == 0

@@ -179,14 +179,14 @@ def test_topk_of_short_rows_with_masks(shape, mask, log):
     assert kernel_names(lowered_topk(5, v, 5, dtype, plan, MASKS[mask](v), 5, log)) == ["softmax_topk"]
 
 
-# (rows, V, k). As planned: one CTA a row; parts of it, merged at once or in several launches; winners that
-# registers sort, and those that shared memory does.
+# (rows, V, k). As planned: one CTA a row; parts of it, merged at once or in several launches; winners that are compared
+# with all where buckets fail, and more of them, which are sorted then.
 WINDOWS = {
     "one CTA, unaligned": (251, 20011, 128),
     "parts": (5, 50257, 64),
     "fewer groups than winners": (5, 2003, 2003),
     "aligned parts": (8, 131072, 1),
-    "sorted in shared memory": (256, 10000, 300),
+    "more than are compared": (256, 10000, 300),
     "listed by position": (256, 25000, 512),
     "one CTA": (256, 25000, 5),
     "most winners of the shortest row": (5, 2056, 2048),

@@ -143,7 +143,7 @@ def check_tile(tile, vocab):
 
 def check_parts(plan, rows, vocab, itemsize):
     """What the parts own is the row; what they hold lies in it; what is copied in bulk, on 16 bytes."""
-    starts = np.asarray(plan.start(np.arange(plan.count + 1)))
+    starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == vocab
     assert (0 < owned).all() and (owned <= plan.length).all() and (plan.length - owned <= plan.unit).all()

@@ -266,9 +266,9 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
     threads = 32 * plan.warps
     assert power_of_two(plan.warps) and threads <= 1024
     if isinstance(plan, Block):
-        assert plan.lanes // 2 < vocab <= plan.lanes
-        assert power_of_two(plan.lanes) and power_of_two(plan.rows)
-        assert plan.rows * plan.lanes * arrays <= 64 * threads
+        assert plan.width // 2 < vocab <= plan.width
+        assert power_of_two(plan.width) and power_of_two(plan.rows)
+        assert plan.rows * plan.width * arrays <= 64 * threads
     else:
         assert_parts(plan, vocab, plan.depth * plan.width)
         assert power_of_two(plan.depth) and power_of_two(plan.width)

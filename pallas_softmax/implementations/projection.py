@@ -29,7 +29,7 @@ from jax import lax
 from jax.core import min_dim
 
 from pallas_softmax import projection as formulas
-from pallas_softmax.online import Normalizer, widen
+from pallas_softmax.online import Normalizer, log_of, widen
 from pallas_softmax.projection import Coefficients, Head, Statistics
 from pallas_softmax.varying import vary_together
 
@@ -171,7 +171,7 @@ def _gradients(
     rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
     sizes = weights / head.temperature
     if head.z_loss and known is not None:
-        sizes = sizes * (1 + 2 * head.z_loss * jnp.abs(formulas.logsumexp(known)))
+        sizes = sizes * (1 + 2 * head.z_loss * jnp.abs(log_of(known.normalizer)))
     scale = _scale(sizes, x.dtype, exact=product is not None)
     scale_of_x, scale_of_dw = (scale, 1) if product else (1, scale)
     weights = weights / scale

@@ -75,13 +75,7 @@ def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
 def logsumexp(x, where, *, axes):
     """Returns m + log(d), in the dtype of x, and the normalizer (m, d)."""
     normalizer = online.reduce(logits_of(x, where), axes)
-    return log_of(normalizer).astype(x.dtype), normalizer
-
-
-def log_of(normalizer: Normalizer):
-    """Returns the log of the sum of exp(x)."""
-    m, d = normalizer
-    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
+    return online.log_of(normalizer).astype(x.dtype), normalizer
 
 
 def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):

@@ -53,7 +53,7 @@ def _log_softmax(choice, x, where, *, axes, mesh_axes):
 
 def _logsumexp(choice, x, where, *, axes, mesh_axes):
     normalizer = _normalizer(choice, x, where, axes, mesh_axes)
-    return xla.log_of(normalizer).astype(x.dtype), normalizer
+    return online.log_of(normalizer).astype(x.dtype), normalizer
 
 
 def _normalizer(choice, x, where, axes, mesh_axes) -> Normalizer:

@@ -101,7 +101,7 @@ def triton_softmax_plans():
     for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
         plan = triton_plan.plan_softmax(op, rows, v, dtype)
         if isinstance(plan, triton_plan.Block):
-            program = plan.rows, plan.lanes, plan.warps
+            program = plan.rows, plan.width, plan.warps
         else:
             program = plan.depth, plan.width, plan.warps, plan.parts > 1, v % 8 == 0
         every.setdefault((program, op in oracle.BACKWARD), []).append((op, v, dtype, plan))

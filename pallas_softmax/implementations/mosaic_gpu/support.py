@@ -80,8 +80,8 @@ def _projection_unsupported(call: Call, capability: tuple[int, int]) -> str | No
         return f"no matrix product for {call.dtype}, only bfloat16 and float16"
     if 0 in (call.rows, call.vocab, call.depth):
         return "an array is empty"
-    # Most of a tile would be for nothing there, and the logits of so few columns are small: not measured, and not
-    # tested on a GPU but by tests/gpu/test_linear_kernels.py, test_few_columns.
+    # Most of a tile would be for nothing there, and with 1 or 2 columns gradients are wrong on a GPU, which is not
+    # understood (tests/gpu/test_linear_kernels.py: test_few_columns, test_one_column).
     if call.vocab < TILE_N:
         return f"V={call.vocab} is less than the {TILE_N} columns of a tile"
     return None
@@ -114,5 +114,5 @@ def _too_large(call: Call) -> str | None:
     if call.vocab >= INT32_LIMIT:
         what = "a row"
     else:
-        what = f"rows of which neither V nor number is a multiple of {vec}"
+        what = f"rows whose elements are in number no multiple of {vec}"
     return f"{what}, {call.rows} x {call.vocab} {call.dtype}, of 2^31 elements or more"

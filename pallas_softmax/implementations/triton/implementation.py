@@ -93,8 +93,8 @@ def _launch_block(plan: Block, inputs, out: jax.ShapeDtypeStruct, constants) -> 
     from pallas_softmax.implementations.triton.softmax_kernels import rows_kernel
 
     grid = (-(-constants["ROWS"] // plan.rows),)
-    lanes = {"PROGRAM_ROWS": plan.rows, "LANES": plan.lanes}
-    (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **lanes)
+    shape = {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
+    (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
     return result
 
 

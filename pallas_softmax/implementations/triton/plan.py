@@ -3,13 +3,13 @@
 A program is what CUDA calls a thread block: `warps` warps of 32 threads, which hold arrays in their registers. All
 programs of a launch do the same work on different rows, or on different parts of rows. There are three plans.
 
-`Block` is for short rows of softmax: a program reads `rows` whole rows at once, each padded to `lanes` elements.
+`Block` is for short rows of softmax: a program reads `rows` whole rows at once, each padded to `width` elements.
 
     program 0   row 0  | x x x x x x x x x . . . . . . . |   x: an element, one of V
                 row 1  | x x x x x x x x x . . . . . . . |   .: padding, which is neither read nor written
     program 1   row 2  | x x x x x x x x x . . . . . . . |
                 row 3  | x x x x x x x x x . . . . . . . |
-                       |<----------- lanes ------------->|
+                       |<----------- width ------------->|
 
 `Long` is for longer rows of softmax. A row is cut into `parts` of `length` elements, of which the last may be
 shorter, and a program walks over its part in steps of depth x width elements. It adds each step to a running
@@ -65,8 +65,8 @@ VECTOR_BYTES = 16  # bytes that one thread loads at once
 BLOCK_THREAD_ELEMENTS = 32
 
 # The longest rows, in elements, that are planned as a Block. Registers set them: each of a program's 1,024 threads has
-# 64, of which the elements of 32,768 lanes take half. The compiler drops the lanes that are only padding by whole
-# vectors of all threads, which are 4,096 lanes, or 8,192 in 16 bits. So a limit below 32,768 is a multiple of these.
+# 64, of which 32,768 elements take half. The compiler drops what is only padding by whole vectors of all threads, which
+# are 4,096 elements, or 8,192 in 16 bits. So a limit below 32,768 is a multiple of these.
 MAX_BLOCK_EXPONENTIALS = 32_768  # softmax, whose exponentials take the logits' place, and logsumexp
 MAX_BLOCK_32_BITS = 28_672  # others: with 32,768 log_softmax spills 28 bytes of a thread, and softmax_grad 52
 MAX_BLOCK_16_BITS = 24_576  # others: with 32,768 log_softmax spills 36 bytes of a thread, and softmax_grad 40
@@ -104,12 +104,12 @@ class Block:
 
     Attributes:
       rows: number of rows of a program, a power of two.
-      lanes: number of elements that each row is padded to, a power of two.
+      width: number of elements that each row is padded to, a power of two.
       warps: number of warps of a program.
     """
 
     rows: int
-    lanes: int
+    width: int
     warps: int
 
 
@@ -221,9 +221,9 @@ def _max_block(op: str, is_16_bit: bool, masked: bool) -> int:
 
 def _block(vocab: int) -> Block:
     """Returns the plan of short rows: programs of one warp or more, and of one row or more."""
-    lanes = power_of_two(vocab)
+    width = power_of_two(vocab)
     warp_elements = 32 * BLOCK_THREAD_ELEMENTS
-    return Block(rows=max(1, warp_elements // lanes), lanes=lanes, warps=max(1, lanes // warp_elements))
+    return Block(rows=max(1, warp_elements // width), width=width, warps=max(1, width // warp_elements))
 
 
 def _long_parts(rows: int, vocab: int) -> int:

@@ -122,14 +122,14 @@ def rows_kernel(
     MASK: tl.constexpr,
     # constants of the plan, a Block
     PROGRAM_ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Computes PROGRAM_ROWS whole rows, each in LANES elements of registers, with one read of them.
+    """Computes PROGRAM_ROWS whole rows, each in WIDTH elements of registers, with one read of them.
 
     The grid is (ROWS / PROGRAM_ROWS,), rounded up.
     """
     row = tl.program_id(0) * PROGRAM_ROWS + tl.arange(0, PROGRAM_ROWS)
-    col = tl.arange(0, LANES)[None, :]
+    col = tl.arange(0, WIDTH)[None, :]
     inside = (row < ROWS)[:, None] & (col < V)
     base = row.to(tl.int64)[:, None] * V
     mask_base = mask_start(row.to(tl.int64), V, WHERE, MASK)[:, None]
@@ -224,7 +224,7 @@ def long_kernel(
 
     # Rows of a V that vectors do not divide start anywhere. Their middle, which consists of whole and aligned
     # vectors, is loaded by vectors. What is before and behind it, the head and the tail, is less than two vectors:
-    # they are loaded together by the lanes of the edge, the first `head` lanes for the head. Columns count from the
+    # they are loaded together, the first `head` places of the edge for the head. Columns count from the
     # middle.
     head = 0
     if V % VECTOR:
@@ -235,9 +235,9 @@ def long_kernel(
     if WHERE == "row":
         mask_base += start + head
     tile = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    lane = tl.arange(0, 2 * VECTOR)
-    edge = tl.where(lane < head, -1 - lane, middle + lane - head)
-    at_edge = lane < length - middle
+    place = tl.arange(0, 2 * VECTOR)
+    edge = tl.where(place < head, -1 - place, middle + place - head)
+    at_edge = place < length - middle
 
     if REDUCE:
         m, d = _empty(WIDTH, OP)

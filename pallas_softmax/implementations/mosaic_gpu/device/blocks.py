@@ -2,7 +2,7 @@
 
 Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves whole blocks. What is a block only in
 part, because a row ends within it, is moved by inline PTX under a predicate, for which Pallas has no operation;
-each such function has a plain twin for the interpreter.
+each such function has a plain twin for the interpreter, but `load_from_ctas`: the interpreter has no clusters.
 """
 
 from typing import Any

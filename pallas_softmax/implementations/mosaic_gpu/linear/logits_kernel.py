@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.mosaic_gpu.device.blocks import WHOLE
-from pallas_softmax.implementations.mosaic_gpu.linear.plan import WARPGROUP_ROWS, Tiling, rounded_up
+from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
 from pallas_softmax.online import Normalizer
 from pallas_softmax.projection import Coefficients, Head
@@ -77,12 +77,12 @@ def row_sums(
       they are multiplied by its slope. Rows are rounded up to a multiple of a tile's in the sums.
     """
     rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
-    tiles = -(-columns // tiling.tile_n)
+    tiles = -(-columns // TILE_N)
     number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
-        None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
+        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(labels, columns, head.vocab(w), tiling),
         None if reference is None else _padded(reference, tiling.cluster_rows),
     )
@@ -141,7 +141,7 @@ def logit_gradients(
     """
     columns = w.shape[0 if head.transpose_w else 1]
     inputs = (
-        None if bias is None else _padded(bias.astype(jnp.float32), tiling.tile_n),
+        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(labels, columns, head.vocab(w), tiling),
         jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
@@ -214,8 +214,8 @@ def _slope(z, head: Head):
 
 def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
     labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
-    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // tiling.tile_n
-    tiles = jnp.arange(-(-columns // tiling.tile_n))
+    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
+    tiles = jnp.arange(-(-columns // TILE_N))
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
 
 

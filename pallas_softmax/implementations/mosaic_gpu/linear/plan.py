@@ -13,6 +13,7 @@ TILE_N = 256  # columns of a tile: its 64 x 256 float32 are 128 registers of eac
 SWIZZLE_BYTES = 128  # of each row of an atom
 ATOM_ROWS = 8
 ATOM_COLUMNS = 64  # SWIZZLE_BYTES of 16 bits each
+TILE_K = ATOM_COLUMNS  # columns of a block of x, rows of one of w
 
 # Chosen on an H100 80GB HBM3 (jax 0.11.2, 2026-11-22) by the statistics of (8192, 4096) @ (4096, 128256) bfloat16:
 #
@@ -35,15 +36,11 @@ class Tiling:
       cluster: CTAs that take tiles of the same columns, one below the other, and get their block of w by one copy.
       rows_together: rows of tiles (of clusters) that are taken together, column by column, so that L2 holds them.
       stages: blocks of x and w that are in shared memory at a time.
-      tile_n: columns of a tile.
-      tile_k: columns of a block of x, rows of one of w.
     """
 
     cluster: int = CLUSTER
     rows_together: int = ROWS_TOGETHER
     stages: int = STAGES
-    tile_n: int = TILE_N
-    tile_k: int = ATOM_COLUMNS
 
     @property
     def cluster_rows(self) -> int:

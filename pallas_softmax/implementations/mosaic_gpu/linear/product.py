@@ -4,14 +4,14 @@ One CTA stays on each multiprocessor and takes tile after tile. Of its three war
 operands to shared memory, the other two multiply them (wgmma), 64 rows of the tile each:
 
                          b (K, N)
-                         │   tile_n    │
+                         │   TILE_N    │
                          ├─────────────┤
-                  tile_k │   stage 0   │   each stage holds a block of a and one of b, copied by warpgroup 2 (TMA)
+                  TILE_K │   stage 0   │   each stage holds a block of a and one of b, copied by warpgroup 2 (TMA)
                          ├─────────────┤   while the stages before it are multiplied
                          │   stage 1   │
        a (M, K)          ├─────────────┤
        ┌─────┬─────┬──   ┌─────────────┐
-       │  0  │  1  │ ..  │ warpgroup 0 │   64 rows: tile_n / 2 float32 registers of each thread
+       │  0  │  1  │ ..  │ warpgroup 0 │   64 rows: TILE_N / 2 float32 registers of each thread
        │     │     │     ├─────────────┤
        │     │     │     │ warpgroup 1 │   64 rows
        └─────┴─────┴──   └─────────────┘
@@ -50,7 +50,9 @@ from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
     CTAS,
     MULTIPLIERS,
     SWIZZLE_BYTES,
+    TILE_K,
     TILE_M,
+    TILE_N,
     WARPGROUP_ROWS,
     Tiling,
 )
@@ -87,7 +89,7 @@ def product(
     name: str,
     interpret: Any = None,
 ) -> tuple:
-    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, tile_n) of the product a @ b.
+    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
 
     Args:
       epilogue: what is made of a part; `acc` is that in float32, the other arguments are references to device memory.
@@ -102,7 +104,7 @@ def product(
     """
     shape = _Shape.of(a, b, b_transposed, tiling)
     stages, cluster = tiling.stages, tiling.cluster
-    b_block = (tiling.tile_n, tiling.tile_k) if b_transposed else (tiling.tile_k, tiling.tile_n)
+    b_block = (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
     barrier: Any = plgpu.Barrier
     if cluster > 1:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
@@ -127,7 +129,7 @@ def product(
 
         pl.run_scoped(
             run,
-            plgpu.SMEM((stages, TILE_M, tiling.tile_k), a.dtype, transforms=_transforms(a.dtype)),
+            plgpu.SMEM((stages, TILE_M, TILE_K), a.dtype, transforms=_transforms(a.dtype)),
             plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
             None if staged is None else _staging(staged),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -170,8 +172,8 @@ class _Shape(NamedTuple):
     def of(a: jax.Array, b: jax.Array, b_transposed: bool, tiling: Tiling) -> "_Shape":
         """Returns that of the product of two arrays."""
         columns = b.shape[0 if b_transposed else 1]
-        tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, tiling.tile_n)
-        return _Shape(tiles, pl.cdiv(a.shape[1], tiling.tile_k), b_transposed)
+        tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, TILE_N)
+        return _Shape(tiles, pl.cdiv(a.shape[1], TILE_K), b_transposed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,12 +237,12 @@ class _Cta:
 
     def _copy(self, i, j, count) -> None:
         """Starts the copies of the blocks of tile (i, j), each as soon as its stage is consumed."""
-        tile_n, tile_k, stages = self.tiling.tile_n, self.tiling.tile_k, self.tiling.stages
-        rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * tile_n, tile_n)
+        stages = self.tiling.stages
+        rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
         shared = {} if self.tiling.cluster == 1 else {"collective_axes": "cluster"}
 
         def step(k, carry):
-            along, stage = pl.ds(k * tile_k, tile_k), lax.rem(count(k), stages)
+            along, stage = pl.ds(k * TILE_K, TILE_K), lax.rem(count(k), stages)
 
             @pl.when(count(k) >= stages)
             def _():
@@ -258,9 +260,9 @@ class _Cta:
 
     def _multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
-        tile_n, stages, steps = self.tiling.tile_n, self.tiling.stages, self.shape.steps
+        stages, steps = self.tiling.stages, self.shape.steps
 
-        @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, tile_n), jnp.float32))
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):
             def step(k, carry):
                 stage = lax.rem(count(k), stages)
@@ -281,7 +283,7 @@ class _Cta:
             plgpu.barrier_arrive(self.consumed.at[lax.rem(count(steps - 1), stages)])
             row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
             staging = None if self.staging_smem is None else self.staging_smem.at[self.warpgroup]
-            epilogue(acc[...], Place(row, j * tile_n, j, staging))
+            epilogue(acc[...], Place(row, j * TILE_N, j, staging))
 
 
 # Registers of a thread of each warpgroup; a multiprocessor has 512 for a thread of all three together.

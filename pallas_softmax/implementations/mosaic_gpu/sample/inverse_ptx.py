@@ -169,7 +169,7 @@ def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
 
 
 def _weights(p: Row, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
-    """Returns for each element of the words of a turn, the first of which is at an address, what `weight` does."""
+    """Returns for each element of words taken at once, the first of which is at an address, what `weight` does."""
     first, vec = _position_of(p, address), p.layout.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 

@@ -40,7 +40,7 @@ CTA_KEYS = 768  # at least in that of a CTA, where all keys of a zone lie if the
 # warpgroups. 1024 x 151,936 float32: c10w2 213, 401, 619; c7w3 218, 402, 611; c8w3 219, 423, 631; c12w2 222, 466, 671;
 # c16w1 215, 546, 699. bfloat16: c6w2 117, 250, 257; c4w3 122, 263, 274; c8w2 126, 287, 293; c8w1 131, 294, 299.
 # 1 x 128,256 float32: c16w4 4.5, 10.0, 13.6; c8w4 4.9, 11.8, 14.8.
-TURN_ELEMENTS = 16  # elements that a thread has in registers at once; others are not measured
+ELEMENTS_AT_ONCE = 16  # elements that a thread has in registers at once; others are not measured
 # Of few rows the parts are shorter and the warpgroups more, so that more warps work on each.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4
 # Of many rows three CTAs share a multiprocessor, so that one works while the parts of others arrive: of 256 threads,
@@ -122,9 +122,9 @@ class Layout:
         return self.keys + self.list_size
 
     @property
-    def turn(self) -> int:
+    def chunks_at_once(self) -> int:
         """Number of chunks of a warp that its lanes have in registers at once."""
-        return TURN_ELEMENTS // self.window.vec
+        return ELEMENTS_AT_ONCE // self.window.vec
 
     @property
     def smem_bytes(self) -> int:

@@ -80,15 +80,15 @@ class Row(Program):
     def sweep(self, body: Callable[[list[Value], Value], object]) -> None:
         """Calls body(words, address), which writes what a thread does with the words of its next elements.
 
-        They are `turn` vectors, one of each of as many chunks; in the end one vector at a time.
+        They are vectors, one of each of `chunks_at_once` chunks; in the end one vector at a time.
         """
         at, left = self.var(self.span), self.var(self.chunks)
-        for turn in dict.fromkeys((self.layout.turn, 1)):
+        for chunks in dict.fromkeys((self.layout.chunks_at_once, 1)):
             with self.loop() as leave:
-                leave(left < turn)
-                body([word for i in range(turn) for word in self.vector(at, i)], at)
-                self.increase(at, CHUNK_BYTES * turn)
-                self.increase(left, -turn)
+                leave(left < chunks)
+                body([word for i in range(chunks) for word in self.vector(at, i)], at)
+                self.increase(at, CHUNK_BYTES * chunks)
+                self.increase(left, -chunks)
 
     def weight(self, x: Value) -> Value:
         """Returns the mass of an element, relative to that of the largest one of the row."""

@@ -138,7 +138,7 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
 
 
 def _address_of(p: Row, address: Value, number: Value) -> Value:
-    """Returns the address of an element of a turn, by its number among those of the thread."""
+    """Returns the address of an element of those taken at once, by its number among those of the thread."""
     vec, itemsize = p.layout.window.vec, p.elements.itemsize
     chunk, element = number >> (vec.bit_length() - 1), number & (vec - 1)
     return address + chunk * CHUNK_BYTES + element * itemsize

@@ -161,9 +161,9 @@ class _Part:
 
     def compute(self) -> None:
         """Takes all strips of the cluster."""
-        _repeat(self.plan.slots, self._fetch)
+        lax.fori_loop(0, self.plan.slots, lambda number, _: self._fetch(number), None)
         if self.plan.turns > 1:
-            _repeat(self.turns, self._take)
+            lax.fori_loop(0, self.turns, lambda turn, _: self._take(turn), None)
         else:
             self._take(jnp.int32(0))
 
@@ -183,7 +183,7 @@ class _Part:
                 # the result has one line, which part 0 writes: what the others have lies beyond it
                 column_tiles.store(gmem, plan.block, (outer, self.part, column), y, interpret=self.interpret)
         else:
-            _repeat(plan.steps, lambda i: self._write(first, i, constants))
+            lax.fori_loop(0, plan.steps, lambda i, _: self._write(first, i, constants), None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if self._refills:
                 self._fetch(first + plan.steps - 1 + plan.slots)
@@ -315,13 +315,3 @@ class _Part:
             def _():
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 self._fetch(number - 1 + plan.slots)
-
-
-def _repeat(count, do) -> None:
-    """Calls do(i) for each i below `count`."""
-
-    def step(i, carry):
-        do(i)
-        return carry
-
-    lax.fori_loop(0, count, step, 0)

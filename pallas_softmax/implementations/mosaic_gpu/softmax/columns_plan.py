@@ -41,10 +41,10 @@ STEPS_REGISTERS = 64
 FEWEST_CTAS = 32  # of strips: (1, 4096, 32) takes 4 us by them, XLA 14
 
 # Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 87% by 128, 73% by 64, 60% by 32.
-LINE_BYTES = 128
+STRIP_BYTES = 128
 # Where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 73%, and in bfloat16 by 128 as well. The backward
 # of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
-SHORT_LINE_BYTES = 64
+NARROW_STRIP_BYTES = 64
 # Turns at least in which FULL_CLUSTERS take strips whose CTAs fill their multiprocessors, on Hopper. (1, 25000, 4000)
 # float32 reaches 83% so, by shorter pieces 72%, (1, 25000, 8000) bfloat16 80%, 74%; the backward of (1, 12000, 8000)
 # 84%, 73%, in bfloat16 79%, 73%. The first read and the last write have nothing beside them: 18 turns of (1, 20000,
@@ -149,12 +149,12 @@ def plan_columns(
         return None  # bulk copies need lines that start on 16 bytes
     only_read = operations.TABLE[op].results == operations.PER_ROW
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
-    for line, most, in_turns in (
-        (LINE_BYTES, min(smem, HALF_SMEM_BYTES), False),  # two CTAs on a multiprocessor, or more
-        (LINE_BYTES, smem, True),  # one of them
-        (SHORT_LINE_BYTES, smem, False),  # one of them, or two
+    for strip_bytes, most, in_turns in (
+        (STRIP_BYTES, min(smem, HALF_SMEM_BYTES), False),  # two CTAs on a multiprocessor, or more
+        (STRIP_BYTES, smem, True),  # one of them
+        (NARROW_STRIP_BYTES, smem, False),  # one of them, or two
     ):
-        plan = _strips(outer, vocab, inner, line, itemsize, arrays, MAX_CLUSTER[capability[0]])
+        plan = _strips(outer, vocab, inner, strip_bytes, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
             plan = dataclasses.replace(plan, slots=min(READ_SLOTS, plan.steps))
         held = plan.slots * plan.step_rows * plan.width * itemsize * arrays
@@ -163,7 +163,7 @@ def plan_columns(
             continue
         if not in_turns:
             return plan
-        if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * LINE_BYTES // SHORT_LINE_BYTES:
+        if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * STRIP_BYTES // NARROW_STRIP_BYTES:
             continue  # by shorter pieces, three CTAs have room
         if turns := _turns(strips, capability):
             slots = smem // (held // plan.slots)  # all that there is room for
@@ -202,24 +202,26 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
     return found
 
 
-def _strips(outer: int, vocab: int, inner: int, line: int, itemsize: int, arrays: int, most: int) -> Strips:
-    """Returns strips of `line` bytes, or half an array's line, over as few CTAs, up to `most`, as have PART_BYTES.
+def _strips(
+    outer: int, vocab: int, inner: int, strip_bytes: int, itemsize: int, arrays: int, most: int
+) -> Strips:
+    """Returns strips of `strip_bytes`, halved until they are narrower than a line, over as few CTAs as have PART_BYTES.
 
     Where there are few strips, they are over more CTAs, so that more multiprocessors have work.
     """
-    while line >= inner * itemsize and line > 2 * VEC * itemsize:
-        line //= 2
-    width = line // itemsize
+    while strip_bytes >= inner * itemsize and strip_bytes > 2 * VEC * itemsize:
+        strip_bytes //= 2
+    width = strip_bytes // itemsize
     strips = outer * -(-inner // width)
     block_rows = WARPGROUP * VEC // width
     count = 1
     while count < most and (
-        -(-vocab // count) * line * arrays > PART_BYTES
+        -(-vocab // count) * strip_bytes * arrays > PART_BYTES
         or (strips * count < ENOUGH_CTAS // 2 and vocab > count * block_rows)
     ):
         count *= 2
     part = -(-vocab // count)
-    steps = max(-(-part * line // STEP_BYTES), -(-part // STEP_ROWS))
+    steps = max(-(-part * strip_bytes // STEP_BYTES), -(-part // STEP_ROWS))
     step_rows = -(-part // (steps * block_rows)) * block_rows
     plan = Strips(vocab, width, VEC, count, step_rows, slots=1)
     return dataclasses.replace(plan, slots=plan.steps)

@@ -184,10 +184,6 @@ class Parts:
         """Number of steps for which the mask is loaded ahead of the step that is reduced."""
         return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
 
-    def start(self, part):
-        """Returns the first element of a part, which owns those up to the start of the next one."""
-        return self.cut.start(part)
-
 
 def plan_softmax(
     op: str, rows: int, vocab: int, dtype, capability: tuple[int, int], *, masked: bool = False
@@ -234,7 +230,10 @@ def plan_softmax(
     clustered = parts(count, cluster=True)
     if fits(clustered) and not leaves_idle(clustered):
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
-        if alone and arrays == 1 and not only_read:  # a backward has little arithmetic: 94% without turns
+        hopper = capability[0] == 9  # of which FULL_CLUSTERS is known
+        if (
+            hopper and alone and arrays == 1 and not only_read
+        ):  # a backward has little arithmetic: 94% without turns
             return _in_turns(clustered, rows, smem // (itemsize * arrays))
         return clustered
 
@@ -286,7 +285,7 @@ def approximate(dtype) -> bool:
     """Returns whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
 
     It is for 16-bit results, in whose rounding the error is lost. The exp that is exact to an ulp or two costs
-    nothing in float32, where the kernel waits for memory. (Top-k has no time for it, 8% at 4000 x 25000 float32,
-    and takes the approximate one for all dtypes: its winners have a small |x - m|.)
+    nothing in float32, where the kernel waits for memory. (The forward of top-k has no time for it, 8% at 4000 x 25000
+    float32, and takes the approximate one for all dtypes: its winners have a small |x - m|. Its backward is as here.)
     """
     return jnp.dtype(dtype).itemsize == 2

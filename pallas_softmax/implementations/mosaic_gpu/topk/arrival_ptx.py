@@ -160,7 +160,7 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
         position = first + b * window.block
         from_head = position >= window.head
         in_body = from_head & (position < window.head + window.body)
-        # Beside the body, another warpgroup's `fill_edges` may be writing.
+        # Beside the body, `fill_edges` of another warpgroup may be writing: `sample` has several, and calls this, too.
         words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
         p.load_vector_into(words, address, offset=b * block_bytes, when=in_body)
         for j in range(window.vec):
