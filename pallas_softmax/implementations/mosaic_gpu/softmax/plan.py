@@ -230,10 +230,8 @@ def plan_softmax(
     clustered = parts(count, cluster=True)
     if fits(clustered) and not leaves_idle(clustered):
         alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
-        hopper = capability[0] == 9  # of which FULL_CLUSTERS is known
-        if (
-            hopper and alone and arrays == 1 and not only_read
-        ):  # a backward has little arithmetic: 94% without turns
+        # Of Hopper FULL_CLUSTERS is known. A backward has little arithmetic: it reaches 94% without turns.
+        if capability[0] == 9 and alone and arrays == 1 and not only_read:
             return _in_turns(clustered, rows, smem // (itemsize * arrays))
         return clustered
 
