@@ -1,7 +1,6 @@
 """Checks what users pass and brings it into one form. Every error message names the argument, its value and what is
 accepted."""
 
-import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,12 +50,14 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
     axis = static_int(function, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{function}: axis {axis} is out of bounds for {name} of shape {x.shape}")
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)  # XLA sorts no narrower ones
     return x, axis % x.ndim
 
 
 def check_array(function: str, name: str, x) -> None:
     """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them."""
-    arrays = jax.Array | np.ndarray | np.generic | numbers.Number
+    arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
     if is_foreign(x):
@@ -73,8 +74,13 @@ def parameter(function: str, name: str, value) -> Any:
     A Python int becomes a float, and an object that JAX makes an array of becomes this.
     """
     check_array(function, name, value)
+    if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+        raise TypeError(f"{function}: {name} must be of real numbers, got dtype {value.dtype}")
     if type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{function}: {name} must be within the range of floats, got {value}") from None
     to_array = None if isinstance(value, jax.Array) else getattr(value, "__jax_array__", None)
     return to_array() if to_array else value
 

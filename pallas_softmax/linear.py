@@ -45,7 +45,7 @@ def linear_logsumexp(
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
       bias: (V,), of a floating dtype.
-      softcap: positive number c; the logits are c * tanh((x @ w + bias) / c).
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
       transpose_w: whether `w` is (V, D), as an embedding table is that the model uses here, too. No transposed copy is
         made of it.
       workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of a chunk of rows, of 8
@@ -344,6 +344,10 @@ def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tup
             f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
         )
     head = _head(options, transpose_w, x.dtype)
+    if not isinstance(head.vocab(w), int):
+        raise NotImplementedError(
+            f"{name}: V={head.vocab(w)} is symbolic; in jax.export the dimensions of x may be"
+        )
     if bias is not None and bias.shape != (head.vocab(w),):
         raise ValueError(f"{name}: bias must have the shape ({head.vocab(w)},), got {bias.shape}")
     workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
@@ -381,18 +385,22 @@ def _head(options: _Options, transpose_w: bool, dtype) -> Head:
             raise TypeError(f"{wanted}, got a traced value; pass it through static_argnames of jax.jit")
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{wanted}, got {value!r}")
-        if not accepts(float(value)):
-            raise ValueError(f"{wanted}, got {value!r}")
-        return float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not accepts(value):
+            raise ValueError(f"{wanted}, got {getattr(options, name)!r}")
+        return value
 
-    def positive(value: float) -> bool:
-        return 0 < value < math.inf
+    def in_range(value: float) -> bool:
+        return 1e-37 <= value <= 1e37
 
     softcap = options.softcap
     return Head(
         transpose_w=transpose_w,
-        softcap=None if softcap is None else number("softcap", "None or a positive number", positive),
-        temperature=number("temperature", "from 1e-37 to 1e37", lambda value: 1e-37 <= value <= 1e37),
+        softcap=None if softcap is None else number("softcap", "None or from 1e-37 to 1e37", in_range),
+        temperature=number("temperature", "from 1e-37 to 1e37", in_range),
         label_smoothing=number("label_smoothing", "a number from 0 to 1", lambda value: 0 <= value <= 1),
         z_loss=number("z_loss", "a number of 0 or more", lambda value: 0 <= value < math.inf),
         precision=_precision(dtype),

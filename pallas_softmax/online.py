@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.typing import ArrayLike
 
 LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
@@ -34,6 +34,9 @@ class Normalizer(NamedTuple):
 
     m: jax.Array
     d: jax.Array
+
+
+export.register_namedtuple_serialization(Normalizer, serialized_name="pallas_softmax.online.Normalizer")
 
 
 class Candidates(NamedTuple):
@@ -108,7 +111,7 @@ def reduce(
     pairs only, never over the elements.
 
     Args:
-      x: logits of a floating dtype.
+      x: logits of a floating or a complex dtype.
       axis: the axis or axes of a row.
       where: boolean, broadcastable to `x`; False leaves the logit out.
       chunk: the number of elements of an axis that are reduced directly, at least 1.
@@ -118,11 +121,13 @@ def reduce(
       else in the dtype of `x`. A row without elements gives `identity`.
 
     Raises:
-      TypeError: `x` is not of a floating dtype, or `axis` is not of integers.
+      TypeError: `x` is not of a floating or a complex dtype, `axis` is not of integers, or `chunk` is none.
       ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not fit; or `chunk` is 0
         or negative.
     """
     x, axes = _row_axes("reduce", x, axis)
+    if not isinstance(chunk, int | np.integer):
+        raise TypeError(f"online.reduce: chunk must be an integer, got {chunk!r}")
     if chunk < 1:
         raise ValueError(f"online.reduce: chunk must be at least 1, got {chunk}")
     x = widen(x)
@@ -156,13 +161,15 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
     """Returns the logits as an array, and the axes of a row as numbers that are not negative."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"online.{function}: x must be a floating array, got {x.dtype.name}")
+        raise TypeError(f"online.{function}: x must be a floating or complex array, got {x.dtype.name}")
     try:
         return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
     except TypeError:
         raise TypeError(
             f"online.{function}: axis must be an int or a sequence of ints, got {axis!r}"
         ) from None
+    except OverflowError:
+        raise ValueError(f"online.{function}: axis {axis} is out of bounds for {x.ndim} dimensions") from None
 
 
 def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
@@ -263,10 +270,11 @@ def to_float(
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
     dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")  # in which the difference does not overflow
     m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
     m = lax.pmax(m, tuple(mesh_axes)) if mesh_axes else m
-    return -(m.astype(unsigned) - x.astype(unsigned)).astype(dtype)
+    # In which the difference does not overflow. Of int8, XLA for CPUs may make 0 of negative numbers in uint8.
+    wide = jnp.int32 if x.dtype.itemsize < 4 else jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return -(m.astype(wide) - x.astype(wide)).astype(dtype)
 
 
 def sort_key(x: jax.Array) -> jax.Array:

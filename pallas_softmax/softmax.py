@@ -190,6 +190,9 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     a = arguments.array(name, "a", a)
     b = None if b is None else arguments.array(name, "b", b)
     where = None if where is None else arguments.array(name, "where", where)
+    for of, other in ("a", a), ("b", b):
+        if other is not None and jnp.issubdtype(other.dtype, jax.dtypes.extended):
+            raise TypeError(f"{name}: {of} must be of numbers, got dtype {other.dtype}")
     for of, other in ("b", b), ("where", where):
         a = a if other is None else arguments.broadcast(name, "a", a, of, other)
     where = None if where is None else arguments.mask(name, where, a.shape)

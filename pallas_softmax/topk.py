@@ -84,7 +84,7 @@ def fused_topk(
     name = "fused_topk"
     temperature = arguments.parameter(name, "temperature", temperature)
     if arguments.is_known(temperature):  # the numbers are not known in what follows
-        if np.iscomplexobj(temperature):
+        if np.asarray(temperature).dtype.kind in "bc":
             raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
         if not np.all(np.asarray(temperature) > 0):
             raise ValueError(f"{name}: temperature must be positive, got {temperature}")

@@ -182,6 +182,36 @@ def test_one_operation_for_every_derivative():
     assert len(re.findall(r"pallas_softmax_linear\[", text)) == 1
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_an_infinitely_small_logit_has_no_part_in_derivatives(log):
+    """-inf, winner or not: in both modes, once and twice, they are what they are without it."""
+
+    def of(x, k):
+        def first(t):
+            return ps.fused_topk(jnp.asarray(x), k, temperature=t, log=log).values[:2]
+
+        modes = jax.jacfwd, jax.jacrev
+        return [f(first)(1.3) for f in modes] + [f(g(first))(1.3) for f in modes for g in modes]
+
+    want = of([1.0, 2.0], 2)
+    for k in (2, 3):
+        for got, wanted in zip(of([1.0, 2.0, -np.inf], k), want, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_ranks_that_are_not_promoted():
+    """With jax_numpy_rank_promotion="raise": all that broadcasts here does so by our hand."""
+    mask, row = jnp.arange(X.shape[1]) > 0, jnp.full(len(X), 0.7)
+    x, w, bias = jnp.asarray(X), jnp.ones((X.shape[1], 5)), jnp.ones(5)
+    with jax.numpy_rank_promotion("raise"):
+        for f in (ps.softmax, ps.log_softmax, ps.logsumexp):
+            jax.grad(lambda x, f=f: jnp.sum(f(x, axis=-1, where=mask)))(x)
+        jax.grad(lambda x: jnp.sum(ps.fused_topk(x, K, temperature=row, where=mask).values))(x)
+        ps.sample(jax.random.key(0), x, temperature=row, top_k=2, top_p=0.5, min_p=0.1, where=mask)
+        loss = functools.partial(ps.linear_cross_entropy, label_smoothing=0.1, z_loss=0.1, softcap=3.0)
+        jax.grad(loss, (0, 1))(x, w, jnp.zeros(len(X), int), bias=bias)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "log"), pairs(["bfloat16", "float16"], [False, True]))
 def test_16_bits_in_strict_promotion(dtype, log):

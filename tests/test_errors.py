@@ -1,6 +1,7 @@
 """Bad input: a clear exception of JAX's own type, raised while tracing, naming the argument and its value."""
 
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,9 @@ def test_online_refuses_what_is_no_axis_and_no_float(function):
             ValueError, match=rf"{name}: axis: axis {axis} is out of bounds for .* dimension 2"
         ):
             traced(function)(X, axis=axis)
-    with pytest.raises(TypeError, match=rf"{name}: x must be a floating array, got int32"):
+    with pytest.raises(ValueError, match=rf"{name}: axis .* is out of bounds for 2 dimensions"):
+        function(X, 2**70)
+    with pytest.raises(TypeError, match=rf"{name}: x must be a floating or complex array, got int32"):
         traced(function)(X.astype(int))
     with pytest.raises(TypeError, match=rf"{name}: axis must be an int"):
         function(X, None)
@@ -126,6 +129,8 @@ def test_online_reduce_refuses_what_is_no_mask_and_no_chunk(where):
         ps.online.reduce(X, where=where)
     with pytest.raises(ValueError, match="online.reduce: chunk must be at least 1, got 0"):
         ps.online.reduce(X, chunk=0)
+    with pytest.raises(TypeError, match=r"online.reduce: chunk must be an integer, got 2\.5"):
+        ps.online.reduce(X, chunk=2.5)  # pyright: ignore[reportArgumentType]
 
 
 # --- implementation -----------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def test_what_of_logsumexp_no_kernel_has():
             ps.logsumexp(X, implementation="mosaic_gpu", **arguments)
 
 
-@pytest.mark.parametrize("temperature", ["1", None, [1.0, 1.0], 1j], ids=repr)
+@pytest.mark.parametrize("temperature", ["1", None, [1.0, 1.0], 1j, True, Fraction(1, 2)], ids=repr)
 def test_temperature_must_be_a_real_array(temperature):
     with pytest.raises(TypeError, match="temperature"):
         topk(X, 1, temperature=temperature)
@@ -347,6 +352,26 @@ UNNAMED = {
         TypeError,
         "temperature must be of numbers",
         lambda: topk(X, 1, temperature=np.array([None])),
+    ),
+    "a key for a temperature": (
+        TypeError,
+        "fused_topk: temperature must be of real numbers, got dtype key",
+        lambda: topk(X, 1, temperature=jax.random.key(0)),
+    ),
+    "a key for top_k": (
+        TypeError,
+        "sample: top_k must be of real numbers, got dtype key",
+        lambda: ps.sample(jax.random.key(0), X, top_k=jax.random.key(1)),
+    ),
+    "a key for b": (
+        TypeError,
+        "logsumexp: b must be of numbers, got dtype key",
+        lambda: ps.logsumexp(X, b=jax.random.key(0)),
+    ),
+    "a long temperature": (
+        ValueError,
+        "fused_topk: temperature must be within the range of floats",
+        lambda: topk(X, 1, temperature=10**400),
     ),
 }
 

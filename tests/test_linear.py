@@ -369,6 +369,21 @@ def test_export_of_any_number_of_tokens():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
+def test_export_of_any_depth():
+    """And of no unknown number of columns: chunks are of some of them."""
+    n, d, v = jax.export.symbolic_shape("n, d, v")
+    x, labels = jax.ShapeDtypeStruct((n, d), "float32"), jax.ShapeDtypeStruct((n,), "int32")
+    loss = functools.partial(ps.linear_cross_entropy, workspace_bytes=1)
+    exported = jax.export.export(jax.jit(jax.grad(loss, (0, 1))))(
+        x, jax.ShapeDtypeStruct((d, 100), "float32"), labels
+    )
+    x_at, w_at, labels_at, _ = arrays(24, 8, 100, "float32")
+    got, want = exported.call(x_at, w_at, labels_at), jax.grad(loss, (0, 1))(x_at, w_at, labels_at)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+    with pytest.raises(NotImplementedError, match="V=v is symbolic"):
+        jax.export.export(jax.jit(loss))(x, jax.ShapeDtypeStruct((d, v), "float32"), labels)
+
+
 def test_forward_mode_says_that_it_is_not_there():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jit(lambda x: jax.jvp(lambda x: ps.linear_cross_entropy(x, W, L), (x,), (x,))).lower(X)
@@ -425,8 +440,11 @@ BAD = [
     (TypeError, "bias must be of", (X, W, L), {"bias": jnp.zeros(5, int)}),
     (ValueError, "where must be None or boolean", (X, W, L), {"where": jnp.ones(3)}),
     (ValueError, "where of shape", (X, W, L), {"where": jnp.ones(2, bool)}),
-    (ValueError, "softcap must be None or a positive number, got -1", (X, W, L), {"softcap": -1}),
-    (TypeError, "softcap must be None or a positive number, got '3'", (X, W, L), {"softcap": "3"}),
+    *(
+        (ValueError, "softcap must be None or from 1e-37 to 1e37", (X, W, L), {"softcap": softcap})
+        for softcap in (-1, 1e38, 1e-40, 10**400)
+    ),
+    (TypeError, "softcap must be None or from 1e-37 to 1e37, got '3'", (X, W, L), {"softcap": "3"}),
     (
         ValueError,
         "label_smoothing must be a number from 0 to 1, got 1.5",

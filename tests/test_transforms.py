@@ -254,6 +254,12 @@ def test_export_round_trip(name):
         close(jax.vjp(again.call, X)[1](g)[0], jax.vjp(f, X)[1](g)[0])
 
 
+def test_export_of_a_normalizer():
+    """Its type is one that a serialized program may have."""
+    program = export.export(jax.jit(ps.online.reduce))(jax.ShapeDtypeStruct(X.shape, F32))
+    jax.tree.map(close, export.deserialize(program.serialize()).call(X), ps.online.reduce(X))
+
+
 @each
 def test_export_with_a_symbolic_vocab(name):
     again = exported(FUNCTIONS[name], (len(X), *export.symbolic_shape("v", constraints=["v >= 3"])))

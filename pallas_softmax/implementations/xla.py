@@ -217,7 +217,8 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
     ds = (masked(widen(dx), where, 0) - by_temperature) / temperature
     mean = _sum(jnp.where(p == 0, 0, p * ds), (-1,), mesh_axes)
     dlog_p = at_winners(ds) - mean
-    dvalues = dlog_p if log else at_winners(p) * dlog_p
+    p_won = at_winners(p)
+    dvalues = dlog_p if log else jnp.where(p_won == 0, 0, p_won * dlog_p)
     if where is not None:
         dvalues = masked(dvalues, at_winners(jnp.broadcast_to(where, logits.shape)), 0)
     dvalues = masked(dvalues, own, 0)
@@ -225,9 +226,14 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):
-    """Returns (x - m) / T and its softmax; they and their derivatives are 0 where masked, in fully masked rows, too."""
-    scaled = masked(x - m, where, 0) / temperature
-    return scaled, masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
+    """Returns (x - m) / T and its softmax; they and their derivatives are 0 where masked, in fully masked rows, too.
+
+    So they are where x is -inf, below a finite m: the first in place of -inf, by which derivatives would multiply 0.
+    """
+    no_mass = jnp.isneginf(x) & jnp.isfinite(m)
+    scaled = jnp.where(no_mass, 0, masked(x - m, where, 0)) / temperature
+    p = masked(jnp.exp(scaled) / (d if where is None else jnp.where(d == 0, 1, d)), where, 0)
+    return scaled, jnp.where(no_mass, 0, p)
 
 
 def _indices_in_shard(indices, vocab: int, mesh_axes):

@@ -15,7 +15,7 @@ _PRODUCT_BYTES = 32 * 2**20
 def logits(x, w, bias, *, head: Head):
     """Returns the logits z of some rows, in the dtype of the arithmetic."""
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
-    z = z if bias is None else z + bias.astype(z.dtype)
+    z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
     return z if head.temperature == 1 else z / head.temperature
 
@@ -66,7 +66,10 @@ def add_product(total, x, dz, *, head: Head):
 
     def by_columns(total, x, dz):
         along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
-        width = min(vocab, max(1, _PRODUCT_BYTES // (x.shape[1] * total.dtype.itemsize)))
+        depth = x.shape[1]
+        if not isinstance(depth, int):  # symbolic: of jax.export
+            return directly(total, x, dz)
+        width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
 
         def step(i, total):
             start = jnp.minimum(i * width, vocab - width)

@@ -238,7 +238,7 @@ def _value_reaching(key, weight, target, row: _Row):
     """Returns the highest key for which the weights of the entries with no lower key reach the target, or the least."""
     bits = 4 if row.mesh_axes else 1
     rounds = 8 * key.dtype.itemsize // bits
-    digits = jnp.arange(1, 2**bits, dtype=key.dtype)
+    digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
 
     def find_digit(i, bound):
         """Finds the bits of one round, by the weights above each bound that they may give."""
