@@ -15,7 +15,7 @@ from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import first, pairs, slow
-from tests.support.kernels import CROWDED, ONE, PARTS, TOPK_SHORT, WINDOWS, Parts, Tile, Window
+from tests.support.kernels import CROWDED, ONE, PARTS, READ_AGAIN, TOPK_SHORT, WINDOWS, Parts, Tile, Window
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -57,6 +57,13 @@ def test_short_rows(name, rows):
 @pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=described)
 def test_long_rows(name, rows):
     plan, dtype, names = rows
+    kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
+
+
+@pytest.mark.parametrize(("name", "rows"), pairs([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=described)
+def test_steps_are_read_again(name, rows):
+    plan, dtype, names = rows
+    assert plan.again
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 

@@ -115,9 +115,19 @@ def test_long_rows(op, kind, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "mask"), [("softmax", None), ("log_softmax_grad", None), ("softmax", "full")])
-def test_rows_in_turns(op, mask):
-    plan = Parts(50257, 4, 4, 4, True, turns=2, slots=9)
+@pytest.mark.parametrize(
+    ("op", "slots", "mask"),
+    [
+        ("softmax", 9, None),
+        ("log_softmax_grad", 9, None),
+        ("softmax", 9, "full"),
+        ("softmax", 5, None),
+        ("softmax_grad", 5, None),
+    ],
+)
+def test_rows_in_turns(op, slots, mask):
+    """With slots for more than a row, and for less."""
+    plan = Parts(50257, 4, 4, 4, True, turns=2, slots=slots)
     text = lowered_rows(op, 5, 50257, "float32", plan, mask and MASKS[mask](50257))
     assert kernel_names(text) == names_of(op, plan)
 

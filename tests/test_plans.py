@@ -89,6 +89,10 @@ def test_rows_are_taken_in_turns_where_one_part_fills_a_multiprocessor():
         ("softmax", 512, 500009, "float32"): (4, 13),
         ("log_softmax", 40, 1000000, "bfloat16"): (3, 13),
         ("softmax", 15, 500009, "float32"): (1, None),
+        ("softmax", 256, 1_000_000, "float32"): (4, 13),
+        ("softmax", 63, 1_000_000, "float32"): (1, None),
+        ("softmax", 256, 2_000_000, "float32"): (1, None),
+        ("softmax_grad", 512, 500009, "float32"): (4, 6),
         ("softmax", 1024, 262144, "float32"): (1, None),
         ("softmax_grad", 1024, 262144, "float32"): (1, None),
         ("logsumexp", 512, 500009, "float32"): (1, None),
@@ -118,6 +122,7 @@ def test_the_mask_of_a_whole_part_is_loaded_ahead_in_few_registers():
 @example("log_softmax_grad", 1, 2561, "float32", HOPPER, False)
 @example("softmax_grad", 3, 262143, "float32", (12, 0), False)
 @example("softmax", 33, 500009, "float32", HOPPER, False)  # in turns
+@example("softmax_grad", 64, 450_001, "float32", HOPPER, False)  # read again
 @example("softmax", 1, 20_000_000, "bfloat16", HOPPER, True)  # short steps of long parts
 def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability, masked):
     plan = softmax_plan.plan_softmax(op, rows, vocab, dtype, capability, masked=masked)
@@ -150,8 +155,9 @@ def check_parts(plan, rows, vocab, itemsize):
     assert (starts[:-1] + plan.length <= vocab).all()
     assert plan.count <= 16 or not plan.cluster
     assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
-    assert plan.walk.steps <= plan.barriers <= 32
-    assert plan.smem_elements >= plan.walk.padded_length and 1 <= plan.turns <= rows
+    assert plan.walk.steps - plan.again <= plan.barriers <= 32 and 2 * plan.again <= plan.walk.steps
+    assert plan.again or plan.smem_elements >= plan.walk.padded_length
+    assert 1 <= plan.turns <= rows and plan.slots != 1
     line = softmax_plan.LINE_BYTES // itemsize
     numbers = np.arange(min(rows, line))[:, None]
     firsts = numbers * vocab + starts[:-1]

@@ -20,7 +20,7 @@ from tests.support.gpu import (
     function,
     side_by_side,
 )
-from tests.support.kernels import PARTS, Parts
+from tests.support.kernels import PARTS, READ_AGAIN, Parts
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +95,34 @@ def test_every_plan(name, plan, dtype, names, masked):
     kernels.assert_softmax(
         name, x, names, cases.broadcast_mask("bv", x.shape) if masked else None, plan, interpret=None
     )
+
+
+LONGEST = [(Parts(16 * 4000, 4, 1, 16, True, turns=2, slots=3), F32, FEW)]
+LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, turns=2, slots=5), BF16, FEW)]
+
+
+@pytest.mark.parametrize(("plan", "dtype", "names"), READ_AGAIN + LONGEST, ids=str)
+@pytest.mark.parametrize("name", [*oracle.BACKWARD, "softmax"])
+def test_steps_are_read_again(name, plan, dtype, names):
+    kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan, interpret=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "dtype"),
+    [
+        ("softmax", 1_000_000, F32),
+        ("log_softmax", 950_001, F32),
+        ("softmax", 2_000_003, BF16),
+        ("softmax_grad", 500_009, F32),
+        ("log_softmax_grad", 1_000_000, BF16),
+    ],
+    ids=str,
+)
+def test_rows_longer_than_a_cluster(name, v, dtype):
+    names = (FEW * 64)[:64]
+    plan = kernels.plan_softmax(name, len(names), v, dtype)
+    assert plan.cluster and plan.again
+    kernels.assert_softmax(name, cases.rows(names, v, dtype), names, interpret=None)
 
 
 @both

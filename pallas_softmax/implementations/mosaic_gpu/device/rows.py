@@ -78,12 +78,20 @@ class StagedRow:
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
         row 1, step 2 | row 2, step 0 | ...
 
+    Where a row has more steps than there are slots, its first ones come `again`, after the last one, with the numbers
+    that follow. With 5 slots and 7 steps, of which 2 are numbers 7 and 8, too:
+
+        row 0, step 0 | row 0, step 1 | row 0, step 2 | row 0, step 3 | row 0, step 4
+        row 0, step 5 | row 0, step 6 | row 0, step 0 | row 0, step 1 | row 1, step 0
+        row 1, step 1 | ...
+
     Attributes:
       walk: how the CTA goes over the elements.
       interpret: as for `pallas_call`.
       slots: number of slots, if they are a circle, or None.
       steps_before: of a circle, number of steps that the CTA takes before this row's first one.
       freed: of a circle, called as freed(i) as soon as the slot of step i may be filled again.
+      again: of a circle, number of steps that come twice.
     """
 
     def __init__(
@@ -93,16 +101,22 @@ class StagedRow:
         slots: int | None = None,
         steps_before: Any = 0,
         freed: Callable[[Any], None] = lambda i: None,
+        again: int = 0,
     ):
         self.walk = walk
         self.interpret = interpret
         self.slots = slots
         self.steps_before = steps_before
         self.freed = freed
+        self.again = again
 
     def slot(self, i):
         """Returns the number of the slot, and of the barrier, of step i."""
         return i if self.slots is None else lax.rem(self.steps_before + jnp.int32(i), jnp.int32(self.slots))
+
+    def _position(self, i):
+        """Returns the position of step i in the row."""
+        return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def filled(self, value):
         """Returns a float32 block whose elements are all `value`."""
@@ -123,14 +137,15 @@ class StagedRow:
         def copy(size: int) -> None:
             slot = self.slot(i)
             plgpu.copy_gmem_to_smem(
-                gmem.at[pl.ds(start + i * walk.step_size, size)],
+                gmem.at[pl.ds(start + self._position(i), size)],
                 smem.at[pl.ds(slot * walk.step_size, size)],
                 landed.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
         if walk.full_steps:
-            pl.when(i < walk.full_steps)(lambda: copy(walk.step_size))
+            full = i < walk.full_steps
+            pl.when(full | (i >= walk.steps) if self.again else full)(lambda: copy(walk.step_size))
         if walk.rest:
             pl.when(i == walk.full_steps)(lambda: copy(walk.rest))
 
@@ -139,14 +154,21 @@ class StagedRow:
         for i in range(self.walk.steps):
             plgpu.barrier_wait(landed.at[i])
 
-    def sweep(self, take_step: Callable, state):
-        """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements."""
+    def sweep(self, take_step: Callable, state, first: int = 0):
+        """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
+
+        It begins with step `first`; the steps before that one come last, when they are there again.
+        """
         walk = self.walk
+
+        def take_full(i, state):
+            return take_step(i, walk.step_size, state)
+
         if walk.full_steps:
-            state = lax.fori_loop(
-                0, walk.full_steps, lambda i, state: take_step(i, walk.step_size, state), state
-            )
-        return take_step(walk.full_steps, walk.rest, state) if walk.rest else state
+            state = lax.fori_loop(first, walk.full_steps, take_full, state)
+        if walk.rest:
+            state = take_step(walk.full_steps, walk.rest, state)
+        return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
 
     def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
         """For each block of step i of `size` elements: where it lies in shared memory, and how many it holds."""
@@ -169,7 +191,10 @@ class StagedRow:
             blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
 
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
-        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`."""
+        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`.
+
+        It begins with the steps that are there, the last ones, and ends with those that come again.
+        """
 
         def leave(i, in_flight: int) -> None:
             """Waits until step i has left its slot; so many steps after it may be on their way."""
@@ -180,11 +205,11 @@ class StagedRow:
             self.store(smem, i, size, values(i, size))
             plgpu.commit_smem()
             source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
-            plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + i * self.walk.step_size, size)])
+            plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + self._position(i), size)])
             if self.slots is not None:
-                pl.when(jnp.int32(i) > 0)(functools.partial(leave, i - 1, 1))
+                pl.when(jnp.int32(i) > self.again)(functools.partial(leave, i - 1, 1))
             return carry
 
-        self.sweep(write_step, ())
+        self.sweep(write_step, (), self.again)
         # The CTA may go as soon as shared memory has been read; that all is written, the kernel's end sees to.
-        leave(self.walk.steps - 1, 0)
+        leave(self.walk.steps + self.again - 1, 0)

@@ -62,7 +62,7 @@ def launch(
     else:
         results = [jax.ShapeDtypeStruct(job.view, job.dtype)]
     if parts.cluster:
-        return job.launch(_compute if parts.turns == 1 else _compute_in_turns, name, results)
+        return job.launch(_compute if parts.slots is None else _compute_in_turns, name, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
     of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
@@ -197,21 +197,26 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
         row 1    load ------------------- load, reduce | merge | write |
         row 2                                    load ---- load, reduce | ...
                   half of it ^          ^ the rest, as slots become free
+
+    Of a row with more steps than there are slots, the first ones leave their slots when they are reduced, and are read
+    again, mostly from the L2 cache, when the others have been written.
     """
     walk, slots, team = job.parts.walk, job.parts.slots or 0, lax.axis_index("row")
     turns = (job.rows - team + job.teams - 1) // job.teams
-    steps = turns * walk.steps
+    steps_of_row = walk.steps + job.parts.again
 
     def part_of(turn) -> _Part:
         place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
-        before = turn * walk.steps
-        body = StagedRow(walk, job.interpret, slots, before, lambda i: start_step(before + i + slots))
+        before = turn * steps_of_row
+        body = StagedRow(
+            walk, job.interpret, slots, before, lambda i: start_step(before + i + slots), job.parts.again
+        )
         return _Part(job, refs, place, body)
 
     def start_step(number) -> None:
         """Starts the copies of a step, whose number counts those of all rows, into the slot that is free for it."""
-        turn, i = number // walk.steps, number % walk.steps
-        pl.when(number < steps)(lambda: part_of(turn).copy_in(i))
+        turn, i = number // steps_of_row, number % steps_of_row
+        pl.when(number < turns * steps_of_row)(lambda: part_of(turn).copy_in(i))
 
     def take_turn(turn, _) -> None:
         part = part_of(turn)
@@ -353,14 +358,26 @@ class _Part:
         ahead = self._mask_steps_ahead
         all_loaded = ahead == self.job.parts.walk.steps
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
-        for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[self.body.slot(i)])
+        self._wait(i)
         xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
         if self.job.mask is not None and formula.value is not None:  # `write` need not read it then
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
-        return formula.reduction.absorb(lanes, terms), next_masks
+        lanes = formula.reduction.absorb(lanes, terms)
+        if self.body.again:
+
+            @pl.when(i < self.body.again)
+            def _():
+                plgpu.commit_smem()  # all threads have read the slot
+                self.body.freed(i)
+
+        return lanes, next_masks
+
+    def _wait(self, i) -> None:
+        """Waits until step i of the body has arrived."""
+        for landed in self.refs.landed:
+            plgpu.barrier_wait(landed.at[self.body.slot(i)])
 
     def _term(self, x, *conditions):
         """Returns what is reduced of the blocks x, one of each array; neutral where a condition is False."""
@@ -462,6 +479,8 @@ class _Part:
             return y if keep is None else jnp.where(keep, y, formula.masked_value)
 
         def body_values(i, size):
+            if self.body.again:
+                pl.when(i >= self.job.parts.walk.steps)(functools.partial(self._wait, i))
             mask_blocks = self._load_body_mask(i) if read_mask else [None] * self.job.parts.step_blocks
             return (value(x, keep) for x, keep in zip(self._load_body(i, size), _as_conditions(mask_blocks)))
 
