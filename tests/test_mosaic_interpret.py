@@ -85,7 +85,7 @@ MASKED = [
     *((None, pattern) for pattern in ("111v", "bhq1", "b1q1", "1hqv", "1111")),
     (Parts(1003, 4, 2, 2, False), "bhq1"),
     (Parts(1024, 4, 2, 1, True), "1h11"),
-    (Parts(1003, 4, 1, 1, True, turns=3, slots=3), "bhqv"),
+    (Parts(1003, 4, 1, 1, True, teams=4, slots=3), "bhqv"),
 ]
 
 

@@ -127,7 +127,7 @@ def test_long_rows(op, kind, shape):
 )
 def test_rows_in_turns(op, slots, mask):
     """With slots for more than a row, and for less."""
-    plan = Parts(50257, 4, 4, 4, True, turns=2, slots=slots)
+    plan = Parts(50257, 4, 4, 4, True, teams=3, slots=slots)
     text = lowered_rows(op, 5, 50257, "float32", plan, mask and MASKS[mask](50257))
     assert kernel_names(text) == names_of(op, plan)
 

@@ -86,19 +86,22 @@ def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest()
 
 def test_rows_are_taken_in_turns_where_one_part_fills_a_multiprocessor():
     shapes = {
-        ("softmax", 512, 500009, "float32"): (4, 13),
-        ("log_softmax", 40, 1000000, "bfloat16"): (3, 13),
-        ("softmax", 15, 500009, "float32"): (1, None),
-        ("softmax", 256, 1_000_000, "float32"): (4, 13),
-        ("softmax", 63, 1_000_000, "float32"): (1, None),
-        ("softmax", 256, 2_000_000, "float32"): (1, None),
-        ("softmax_grad", 512, 500009, "float32"): (4, 6),
-        ("softmax", 1024, 262144, "float32"): (1, None),
-        ("softmax_grad", 1024, 262144, "float32"): (1, None),
-        ("logsumexp", 512, 500009, "float32"): (1, None),
+        ("softmax", 512, 500009, "float32"): (133, 13),
+        ("log_softmax", 40, 1000000, "bfloat16"): (14, 13),
+        ("softmax", 15, 500009, "float32"): (None, None),
+        ("softmax", 256, 1_000_000, "float32"): (70, 13),
+        ("softmax", 69, 1_000_000, "float32"): (None, None),
+        ("softmax", 256, 2_000_000, "float32"): (70, 13),
+        ("softmax", 256, 3_000_000, "float32"): (None, None),
+        ("softmax_grad", 512, 500009, "float32"): (133, 6),
+        ("log_softmax_grad", 17, 500009, "float32"): (7, 6),
+        ("softmax_grad", 16, 500009, "float32"): (None, None),
+        ("softmax", 1024, 262144, "float32"): (None, None),
+        ("softmax_grad", 1024, 262144, "float32"): (None, None),
+        ("logsumexp", 512, 500009, "float32"): (None, None),
     }
     plans = {shape: softmax_plan.plan_softmax(*shape, HOPPER) for shape in shapes}
-    assert {shape: (plan.turns, plan.slots) for shape, plan in plans.items()} == shapes
+    assert {shape: (plan.teams, plan.slots) for shape, plan in plans.items()} == shapes
 
 
 def test_the_mask_of_a_whole_part_is_loaded_ahead_in_few_registers():
@@ -155,9 +158,12 @@ def check_parts(plan, rows, vocab, itemsize):
     assert (starts[:-1] + plan.length <= vocab).all()
     assert plan.count <= 16 or not plan.cluster
     assert plan.vec * itemsize == 16 and plan.body > 0 and plan.body % plan.vec == 0
-    assert plan.walk.steps - plan.again <= plan.barriers <= 32 and 2 * plan.again <= plan.walk.steps
+    assert plan.walk.steps - plan.again <= plan.barriers <= 32
+    assert plan.again <= softmax_plan.READ_AGAIN_PART * plan.walk.steps
     assert plan.again or plan.smem_elements >= plan.walk.padded_length
-    assert 1 <= plan.turns <= rows and plan.slots != 1
+    assert (
+        plan.slots != 1 and 1 <= (plan.teams or rows) <= rows and (plan.teams is None) == (plan.slots is None)
+    )
     line = softmax_plan.LINE_BYTES // itemsize
     numbers = np.arange(min(rows, line))[:, None]
     firsts = numbers * vocab + starts[:-1]

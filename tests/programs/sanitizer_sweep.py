@@ -32,8 +32,8 @@ SHAPES = [
     (2, 1003, "float32", Parts(1003, 4, 1, 2, True), True, oracle.OPERATIONS),
     (2, 2048, "bfloat16", Parts(2048, 8, 1, 4, True), False, TWO),
     (2, 1003, "float32", Parts(1003, 4, 1, 2, False), False, TWO),
-    (3, 1003, "float32", Parts(1003, 4, 1, 2, True, turns=3, slots=2), True, TWO),
-    (3, 1503, "float32", Parts(1503, 4, 1, 2, True, turns=3, slots=2), False, ("softmax", "softmax_grad")),
+    (3, 1003, "float32", Parts(1003, 4, 1, 2, True, teams=1, slots=2), True, TWO),
+    (3, 1503, "float32", Parts(1503, 4, 1, 2, True, teams=1, slots=2), False, ("softmax", "softmax_grad")),
 ]
 # (rows, V, dtype, plan, masked, k). In registers; in one CTA, off 16 bytes; parts that are merged. Each finds its
 # winners in registers, or sorts them in shared memory.

@@ -5,6 +5,8 @@ of the exponential and in the result, element by element:
 
 * exp(x - m) with a relative error eps in (x - m) is off by eps * |x - m| of itself, hence the factor
   (1 + |x - m|) below;
+* the sum is rescaled at every step of a row that ascends, and if it ascends evenly, always by the same factor, so that
+  its roundings add up: hence the V / 2^21 below, of which UNITS are an eps for every eighth step of 2^16 elements;
 * a logarithm of a sum has an absolute error of eps times what was added up to make it;
 * a gradient g * p - p * sum(g * p) cancels, so its unit is taken from the sum of absolute values.
 
@@ -22,11 +24,12 @@ F32 = np.dtype(np.float32)
 
 
 def _distance(x, axis, where):
-    """Returns 1 + |x - m|, and 1 where that is not finite (the element is then 0, or the whole row NaN)."""
+    """Returns 1 + |x - m| + V / 2^21, without |x - m| where that is not finite (the element is 0, or the row NaN)."""
     x = oracle.wide(x)
     with np.errstate(all="ignore"):
-        d = 1 + np.abs(x - oracle.row_max(x, oracle.unmasked(x, where), axis))
-    return np.where(np.isfinite(d), d, 1)
+        m = oracle.row_max(x, oracle.unmasked(x, where), axis)
+        d = np.abs(x - m)
+    return 1 + np.where(np.isfinite(d), d, 0) + x.size / max(1, m.size) / 2**21
 
 
 def softmax_unit(x, axis=-1, where=None):

@@ -167,15 +167,15 @@ PARTS = [
     (Parts(1003, 4, 2, 1, True), F32, ALL),
     (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
     # rows in turns: slots for a row, for more than one, and for all
-    (Parts(1003, 4, 1, 1, True, turns=3, slots=2), F32, FEW),
-    (Parts(1024, 8, 1, 1, True, turns=2, slots=3), BF16, FEW),
-    (Parts(1000, 4, 2, 1, True, turns=7, slots=9), F32, FEW),
+    (Parts(1003, 4, 1, 1, True, teams=3, slots=2), F32, FEW),
+    (Parts(1024, 8, 1, 1, True, teams=4, slots=3), BF16, FEW),
+    (Parts(1000, 4, 2, 1, True, teams=1, slots=9), F32, FEW),
 ]
 # The same of rows that are written, and of which shared memory does not hold all: steps that are read twice.
 READ_AGAIN = [
-    (Parts(1503, 4, 1, 1, True, turns=3, slots=2), F32, FEW),
-    (Parts(4096, 8, 1, 1, True, turns=2, slots=2), BF16, FEW),
-    (Parts(4001, 4, 1, 1, True, turns=31, slots=7), F32, ALL),
+    (Parts(1503, 4, 1, 1, True, teams=3, slots=2), F32, FEW),
+    (Parts(4096, 8, 1, 1, True, teams=4, slots=2), BF16, FEW),
+    (Parts(4001, 4, 1, 1, True, teams=1, slots=7), F32, ALL),
 ]
 
 

@@ -115,8 +115,8 @@ class _Job:
 
     @property
     def teams(self) -> int:
-        """Number of CTAs, or of groups of CTAs with a row's parts, each of which takes `turns` rows."""
-        return -(-self.rows // self.parts.turns)
+        """Number of CTAs, or of groups of CTAs with a row's parts, which take one row each or several in turns."""
+        return self.parts.teams or self.rows
 
     def launch(
         self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
@@ -435,7 +435,7 @@ class _Part:
             self.write(total)
         else:
             self.write_constants(total)
-            if self.job.parts.turns > 1:
+            if self.job.parts.slots is not None:
                 lax.fori_loop(0, self.job.parts.walk.steps, lambda i, _: self.body.freed(i), None)
         # No CTA leaves, or sends again, while another one may read what it sent.
         if self.job.clustered:

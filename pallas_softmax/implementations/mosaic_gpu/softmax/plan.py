@@ -83,10 +83,13 @@ MASK_REGISTERS = 32
 # turns may leave more multiprocessors idle at the end: (512, 500009) takes 723 us with 4, 760 with 2, 729 with 8, and
 # 776 without.
 TURNS = 4  # rows at most
-# Rows at least, longer than a cluster holds, that clusters take in turns, and read again what they do not hold, as long
-# as that is half of them at most: (256, 1000000) reaches 80% so, in two launches 67%; the backward of (512, 500009) 87%
-# and 61%, of (256, 1000000) in bfloat16 86% and 61%. But (32, 1000000) reaches 61% and 66%, (64, 4000000) 61% and 67%.
-READ_AGAIN_ROWS = 64
+# Rows at least, longer than a cluster holds, that clusters take in turns, and read again what they do not hold: of one
+# array, and of two. (256, 1000000) reaches 80% so, in two launches 67%; 70 such rows 68 and 67%, 64 of them 64 and 67%.
+# The backward of (512, 500009) reaches 88% and 61%, of (21, 500009) 93 and 77%, of (16, 500009) 78 and 67%.
+READ_AGAIN_ROWS = {1: 70, 2: FEW_ROWS + 1}
+# As long as that is this part of a row at most: (256, 2000000), of which 58% are read again, reaches 75% so, in two
+# launches 67%, with 72% of (256, 3000000) both 67%; the backward of (256, 1200000), with 68%, 66 and 61%.
+READ_AGAIN_PART = 2 / 3
 
 # Bulk copies are in lines of device memory: (512, 500009) takes 723 us, where bodies start on 16 bytes 874.
 LINE_BYTES = 128
@@ -120,10 +123,11 @@ class Parts:
       step_blocks: number of blocks of a step; see `Walk`.
       count: number of parts of a row.
       cluster: whether the parts of a row are one cluster of CTAs (one part is, too).
-      turns: number of rows that a CTA, or a cluster, takes one after the other.
-      slots: of several turns, the number of steps that shared memory holds: those of a part, and of the next row's
-        as many as fit; or fewer than those of a part, whose first steps are then read twice; see `StagedRow`. None
-        where there is one turn.
+      teams: number of CTAs, or clusters, that take the rows in turns: team i rows i, i + teams, and so on. None where
+        each row has its own.
+      slots: where rows are taken in turns, the number of steps that shared memory holds: those of a part, and of the
+        next row's as many as fit; or fewer than those of a part, whose first steps are then read twice; see
+        `StagedRow`. None where each row has its own CTAs.
     """
 
     vocab: int
@@ -131,7 +135,7 @@ class Parts:
     step_blocks: int
     count: int
     cluster: bool
-    turns: int = 1
+    teams: int | None = None
     slots: int | None = None
 
     @property
@@ -247,9 +251,13 @@ def plan_softmax(
         return clustered
 
     # In the shared memory of a cluster, too, but for steps that it does not hold, which are read twice.
-    if capability[0] == 9 and rows >= READ_AGAIN_ROWS and not (fits(clustered) or masked or only_read):
+    if (
+        capability[0] == 9
+        and rows >= READ_AGAIN_ROWS[arrays]
+        and not (fits(clustered) or masked or only_read)
+    ):
         turned = _in_turns(clustered, rows, smem // (itemsize * arrays))
-        if 2 * turned.again <= turned.walk.steps:
+        if turned.again <= READ_AGAIN_PART * turned.walk.steps:
             return turned
 
     # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
@@ -262,12 +270,11 @@ def plan_softmax(
 def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
     """Returns the same parts, of several rows in turns.
 
-    All clusters take about as many, and as many clusters are launched as are on the device at once, or a multiple.
+    As many clusters are launched as are on the device at once, or a multiple, and they take about as many rows each.
     """
     slots = min(smem_elements // parts.walk.step_size, MAX_BARRIERS)
-    waves = -(-rows // (FULL_CLUSTERS * TURNS))  # how many times all clusters that are on the device at once
-    launched = FULL_CLUSTERS * waves
-    return dataclasses.replace(parts, turns=-(-rows // launched), slots=slots)
+    waves = -(-rows // (FULL_CLUSTERS * TURNS))
+    return dataclasses.replace(parts, teams=FULL_CLUSTERS * waves, slots=slots)
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:
