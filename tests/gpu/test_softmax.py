@@ -118,7 +118,7 @@ def test_steps_are_read_again(name, plan, dtype, names):
     ids=str,
 )
 def test_rows_longer_than_a_cluster(name, v, dtype):
-    names = FEW * (3 if name in oracle.BACKWARD else 10)
+    names = FEW * 4
     plan = kernels.plan_softmax(name, len(names), v, dtype)
     assert plan.cluster and plan.again
     kernels.assert_softmax(name, cases.rows(names, v, dtype), names, interpret=None)

@@ -63,7 +63,8 @@ SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two fo
 STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
 # The same for rows that are only read, for few that are written, and for the longest parts: logsumexp of (64, 128256)
 # bfloat16 in 4 parts takes 7.8 us, with steps of 4 blocks 8.4 us; softmax of (1, 128256) in a cluster 4.1 us, with 4
-# blocks 4.3 us; of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms.
+# blocks 4.3 us; of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms. But a backward that reads again goes
+# by steps of 4 blocks: (2000, 516096) takes 4.48 ms, with 8 blocks 4.61 ms.
 LONG_STEP_BLOCKS = 8
 LONG_PART_ELEMENTS = 31_000
 
@@ -79,16 +80,16 @@ MAX_BARRIERS = 32  # in an array of barriers, as Mosaic has it
 MASK_REGISTERS = 32
 
 # Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
-# and written: (2000, 516096) takes 2.82 ms, 97%, in turns of 4 rows, as of 8 and 16, and 3.03 without. More
-# turns may leave more multiprocessors idle at the end: (512, 500009) takes 723 us with 4, 760 with 2, 729 with 8, and
-# 776 without.
-TURNS = 4  # rows at most
-# Rows at least, longer than a cluster holds, that clusters take in turns, and read again what they do not hold: of one
-# array, and of two. (256, 1000000) reaches 80% so, in two launches 67%; 70 such rows 68 and 67%, 64 of them 64 and 67%.
-# The backward of (512, 500009) reaches 88% and 61%, of (21, 500009) 93 and 77%, of (16, 500009) 78 and 67%.
-READ_AGAIN_ROWS = {1: 70, 2: FEW_ROWS + 1}
-# As long as that is this part of a row at most: (256, 2000000), of which 58% are read again, reaches 75% so, in two
-# launches 67%, with 72% of (256, 3000000) both 67%; the backward of (256, 1200000), with 68%, 66 and 61%.
+# and written: (512, 500009) takes 715 us in 8 turns, 730 in 4, 695 if seven clusters take all, and 777 without; (256,
+# 1000000) bfloat16 397, 417, 384 and 454 us. But where a GPU has room for more or fewer clusters than FULL_CLUSTERS,
+# which differs from chip to chip, short turns leave less of it idle.
+TURNS = 8  # rows at most
+# Rows at least, longer than a cluster holds, that clusters take in turns, and read again what they do not hold: four
+# turns of all clusters. (256, 1000000) takes 825 us so, in two launches 1010; (21, 1000000), in three turns, 85 and 86
+# us; the backward of (512, 500009) 1.12 and 1.65 ms.
+READ_AGAIN_ROWS = 4 * FULL_CLUSTERS
+# As long as that is this part of a row at most: (256, 2000000), of which 58% are read again, takes 1.81 ms so, in two
+# launches 2.02; with 72% of (256, 3000000) both take 3.0 ms.
 READ_AGAIN_PART = 2 / 3
 
 # Bulk copies are in lines of device memory: (512, 500009) takes 723 us, where bodies start on 16 bytes 874.
@@ -250,12 +251,12 @@ def plan_softmax(
             return clustered if turned.again else turned
         return clustered
 
-    # In the shared memory of a cluster, too, but for steps that it does not hold, which are read twice.
-    if (
-        capability[0] == 9
-        and rows >= READ_AGAIN_ROWS[arrays]
-        and not (fits(clustered) or masked or only_read)
-    ):
+    # In the shared memory of a cluster, too, but for steps that it does not hold, which are read twice. What a mask
+    # leaves out is made neutral in shared memory, which would be lost.
+    may_read_again = rows >= READ_AGAIN_ROWS and not (masked or only_read)
+    if capability[0] == 9 and may_read_again and not fits(clustered):
+        if arrays == 2:
+            clustered = dataclasses.replace(clustered, step_blocks=STEP_BLOCKS)
         turned = _in_turns(clustered, rows, smem // (itemsize * arrays))
         if turned.again <= READ_AGAIN_PART * turned.walk.steps:
             return turned
