@@ -84,13 +84,12 @@ MASK_REGISTERS = 32
 # 1000000) bfloat16 397, 417, 384 and 454 us. But where a GPU has room for more or fewer clusters than FULL_CLUSTERS,
 # which differs from chip to chip, short turns leave less of it idle.
 TURNS = 8  # rows at most
-# Rows at least, longer than a cluster holds, that clusters take in turns, and read again what they do not hold: four
-# turns of all clusters. (256, 1000000) takes 825 us so, in two launches 1010; (21, 1000000), in three turns, 85 and 86
-# us; the backward of (512, 500009) 1.12 and 1.65 ms.
-READ_AGAIN_ROWS = 4 * FULL_CLUSTERS
-# As long as that is this part of a row at most: (256, 2000000), of which 58% are read again, takes 1.81 ms so, in two
-# launches 2.02; with 72% of (256, 3000000) both take 3.0 ms.
-READ_AGAIN_PART = 2 / 3
+# What an element costs that turns read again, in accesses; `_worth_reading_again` counts them. The softmax of (256,
+# 1000000), of whose rows 19% are read again, takes 832 us, in two launches 1010, of (28, 1000000) 111 and 115 us, of
+# (256, 2000000), with 58%, 1.81 and 2.02 ms; the backward of (512, 500009), with 19%, 1.14 and 1.65 ms, of (14, 500009)
+# 37 and 43 us. What it leaves out: the softmax of (30, 1400000), with 41%, takes 191 us in turns, in two launches 171;
+# the backward of (28, 1000000), with 58%, 183 and 179 us.
+READ_AGAIN_COST = 1.25
 
 # Bulk copies are in lines of device memory: (512, 500009) takes 723 us, where bodies start on 16 bytes 874.
 LINE_BYTES = 128
@@ -253,12 +252,11 @@ def plan_softmax(
 
     # In the shared memory of a cluster, too, but for steps that it does not hold, which are read twice. What a mask
     # leaves out is made neutral in shared memory, which would be lost.
-    may_read_again = rows >= READ_AGAIN_ROWS and not (masked or only_read)
-    if capability[0] == 9 and may_read_again and not fits(clustered):
+    if capability[0] == 9 and not (fits(clustered) or masked or only_read):
         if arrays == 2:
             clustered = dataclasses.replace(clustered, step_blocks=STEP_BLOCKS)
         turned = _in_turns(clustered, rows, smem // (itemsize * arrays))
-        if turned.again <= READ_AGAIN_PART * turned.walk.steps:
+        if _worth_reading_again(turned, rows, arrays):
             return turned
 
     # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
@@ -276,6 +274,13 @@ def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
     slots = min(smem_elements // parts.walk.step_size, MAX_BARRIERS)
     waves = -(-rows // (FULL_CLUSTERS * TURNS))
     return dataclasses.replace(parts, teams=FULL_CLUSTERS * waves, slots=slots)
+
+
+def _worth_reading_again(parts: Parts, rows: int, arrays: int) -> bool:
+    """Whether turns are faster than two launches, which read all twice and write once, by their accesses to memory."""
+    turns = -(-rows // FULL_CLUSTERS) + 0.5  # the first read and the last write have nothing beside them
+    again = READ_AGAIN_COST * parts.again / parts.walk.steps
+    return FULL_CLUSTERS * turns * (arrays * (1 + again) + 1) < rows * (arrays * 2 + 1)
 
 
 def _tile_elements(rows: int, aligned: bool) -> int:
