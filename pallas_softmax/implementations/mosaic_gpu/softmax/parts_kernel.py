@@ -1,6 +1,6 @@
 """Long rows, in shared memory: each over one CTA, a cluster of CTAs, or, in two launches, any number of CTAs.
 
-A row of one CTA, or of a cluster, is read from device memory once, and written once:
+A row of one CTA, or of a cluster, is read from device memory once, if shared memory holds it, and written once:
 
     load -> reduce -> (of a cluster: merge with the other CTAs) -> write
 
@@ -199,7 +199,7 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
                   half of it ^          ^ the rest, as slots become free
 
     Of a row with more steps than there are slots, the first ones leave their slots when they are reduced, and are read
-    again, mostly from the L2 cache, when the others have been written.
+    again as the others are written.
     """
     walk, slots, team = job.parts.walk, job.parts.slots or 0, lax.axis_index("row")
     turns = (job.rows - team + job.teams - 1) // job.teams
