@@ -11,9 +11,8 @@ DTYPES = ("float32", "bfloat16", "float16")  # of the arrays that the kernels re
 # The keys are major compute capabilities: 9 is Hopper, 10 and 12 are Blackwell.
 SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # shared memory that a CTA may use
 MAX_CLUSTER = {9: 16, 10: 16, 12: 8}  # CTAs of a cluster at most; sizes above 8 are not portable
-FULL_CLUSTERS = (
-    7  # of 16 CTAs, each alone on its multiprocessor, at once on an H100 (cudaOccupancyMaxActiveClusters)
-)
+# Clusters of 16 CTAs, each alone on its multiprocessor, at once on an H100 (cudaOccupancyMaxActiveClusters).
+FULL_CLUSTERS = 7
 RESERVED_SMEM_BYTES = 4 * 1024  # shared memory kept for barriers, and for what Mosaic reduces with
 SMEM_ALIGNMENT = 1024  # bytes, to multiples of which Mosaic rounds an array up
 SYSTEM_SMEM_BYTES = 1024  # of each CTA that CUDA keeps
