@@ -14,7 +14,7 @@ from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.covering import first, pairs, slow
+from tests.support.covering import cover, first, pairs, slow
 from tests.support.kernels import CROWDED, ONE, PARTS, READ_AGAIN, TOPK_SHORT, WINDOWS, Parts, Tile, Window
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -60,7 +60,7 @@ def test_long_rows(name, rows):
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 
-@pytest.mark.parametrize(("name", "rows"), pairs([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=described)
+@pytest.mark.parametrize(("name", "rows"), cover([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=described)
 def test_steps_are_read_again(name, rows):
     plan, dtype, names = rows
     assert plan.again
