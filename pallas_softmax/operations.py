@@ -101,7 +101,20 @@ TABLE = {
     "projection_grad": Operation((), (), on_shard="projection_grad"),
     "projection_with_grad": Operation((), (), on_shard="projection_with_grad"),
     "sample": Operation(  # u, temperature, top_k, top_p and min_p; and indices, log_probs and log_mass
-        (ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW), PER_ROW, divided_by_xla=False
+        (ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW, PER_ROW),
+        PER_ROW,
+        gradient="sample_grad",
+        tangent="sample_tangent",
+        divided_by_xla=False,
+    ),
+    "sample_grad": Operation(  # logits, temperature, index and log-probability
+        ((ROW, PER_ROW, PER_ROW, PER_ROW), MASK, PER_ROW),
+        (ROW, PER_ROW),
+        is_gradient=True,
+        divided_by_xla=False,
+    ),
+    "sample_tangent": Operation(
+        ((ROW, PER_ROW, PER_ROW, PER_ROW), MASK, ROW, PER_ROW), PER_ROW, divided_by_xla=False
     ),
     "merge": Operation((ROW, MASK, ROW, PER_ROW, PER_ROW), PER_ROW),  # of the winners of several devices
 }

@@ -1,4 +1,4 @@
-"""sample: what it promises, and how its parameters become one number for each row."""
+"""sample: its contract, its parameters as one number per row, and its derivatives."""
 
 import dataclasses
 import functools
@@ -13,13 +13,15 @@ from jax.typing import ArrayLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
-from pallas_softmax.call import Choice, describe, distance
-from pallas_softmax.choice import choose
+from pallas_softmax.call import describe, distance
+from pallas_softmax.derivatives import Static, choose_all, differentiable, without_gradient
 from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
+from pallas_softmax.temperature import maps_with_temperature
 from pallas_softmax.varying import varies, vary_together
 
 _INT32_MAX = np.iinfo(np.int32).max
+_LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
 
 
 class Sample(NamedTuple):
@@ -70,8 +72,8 @@ def sample(
       axis: the axis of a row.
       temperature: 0 or positive. 0 takes the first entry of the row's order. One whose reciprocal is no normal number
         is replaced by the nearest that has one.
-      top_k: integer, at least 1; None, or one that is at least the row's length, filters nothing.
-      top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry.
+      top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
+      top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
       min_p: from 0 to 1; None or 0 filters nothing.
       where: boolean, broadcastable to `logits`. A masked position is never drawn.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its equal
@@ -81,7 +83,9 @@ def sample(
     Returns:
       Sample(indices, log_probs, log_mass), in float32 (float64 for float64 logits) but for the indices. A row with an
       unmasked NaN or +inf, with nothing to draw from, or with a traced parameter out of range gives -1, NaN and NaN.
-      There are no derivatives: differentiate `log_softmax` at the index.
+      `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order;
+      at temperature 0 its derivative is 0. `log_mass` has no derivative: reverse mode raises NotImplementedError if a
+      loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.
 
     Raises:
       TypeError: an argument has the wrong dtype or is no array, `axis` is not an int, or `axis_name` is no name.
@@ -93,11 +97,9 @@ def sample(
     arguments.check_array(name, "key", key)
     temperature = _concrete("temperature", temperature, lambda t: t >= 0, "0 or positive")
     temperature = arguments.normal_temperature(temperature, logits)
-    top_p, min_p = (
-        _concrete(of, value, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
-        for of, value in (("top_p", top_p), ("min_p", min_p))
-    )
-    top_k = _concrete("top_k", top_k, lambda k: k >= 1, "at least 1", integer=True)
+    top_p = _concrete("top_p", top_p, lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1")
+    min_p = _concrete("min_p", min_p, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
+    top_k = _concrete("top_k", top_k, lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True)
     arrays = (key, logits, where, temperature, top_k, top_p, min_p)
     return at_once(_sample_of, arrays, (axis, axis_name, implementation))
 
@@ -142,7 +144,6 @@ def _sample_of(
         raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
-    x = lax.stop_gradient(x)
     batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
     u = _uniform(key, batch)[..., None]
 
@@ -157,15 +158,17 @@ def _sample_of(
     x, mask = vary_together(x, mask, over=mesh_axes)
     call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes)
     call = dataclasses.replace(call, inner=inner)
-    results = _sample(choose(call, implementation), x, mask, *parameters)
-    return Sample(*(a.reshape(batch) for a in results))
+    u, t, *filters = parameters
+    (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))
+    log_mass = without_gradient("sample: log_mass", log_mass, x, t)
+    return Sample(*(a.reshape(batch) for a in (_indices(bits), log_probs, log_mass)))
 
 
 def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
     """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
 
-    The temperature is NaN where one of them is out of range, which gives a row without a draw; and beyond tiny and
-    1 / tiny, where its reciprocal is no normal number, it is one of these.
+    The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped
+    to [tiny, 1 / tiny], where its reciprocal is a normal number. A top_k that filters nothing becomes int32's maximum.
     """
     floating = jax.eval_shape(jnp.exp, x).dtype
     wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
@@ -173,29 +176,50 @@ def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> li
     def per_row(name: str, value) -> Any:
         if value is None:
             return None
-        value = lax.stop_gradient(arguments.per_row("sample", name, value, x.shape, axis))
+        value = arguments.per_row("sample", name, value, x.shape, axis)
         return value if name == "top_k" else value.astype(wide)
 
-    t, k = per_row("temperature", temperature), per_row("top_k", top_k)
-    shares = per_row("top_p", top_p), per_row("min_p", min_p)
+    t = per_row("temperature", temperature)
+    k, top_p, min_p = lax.stop_gradient(
+        (per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p))
+    )
     good = t >= 0
     if k is not None:
         k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
-        good &= k >= 1
-    for share in shares:
-        good = good if share is None else good & (share >= 0) & (share <= 1)
+        good &= k >= -1
+        k = jnp.where(k > 0, k, _INT32_MAX)
+    if top_p is not None:
+        good &= (top_p >= 0) & (top_p <= _LARGEST_TOP_P)
+        top_p = jnp.minimum(top_p, 1)
+    if min_p is not None:
+        good &= (min_p >= 0) & (min_p <= 1)
     tiny = jnp.finfo(wide).tiny
     t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
-    return [t, k, *shares]
+    return [t, k, top_p, min_p]
 
 
-def _run(choice: Choice, *arrays: Any) -> Any:
-    """Runs the operation. It is jitted, so that equal calls are traced once."""
-    return execution.run(choice, *arrays)
+def _draw(static: Static, xs, constants):
+    """Returns log_probs, which has derivatives, and the index and log_mass, which have none.
+
+    The index is returned as a float with the same bits: JAX has no zero tangent of an integer that varies over the mesh
+    axes of `jax.shard_map`.
+    """
+    logits, temperature = xs
+    where, u, *filters = constants
+    indices, log_probs, log_mass = execution.run(static.forward, logits, where, u, temperature, *filters)
+    return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
 
 
-_run.__name__ = "sample"  # in profiles
-_sample = jax.jit(_run, static_argnums=0)
+def _indices(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def _save(xs, constants, ys, others):
+    """Returns what the derivatives need: the logits, the temperature, the drawn index, its log-probability, the mask."""
+    return (*xs, _indices(others[0]), *ys), constants[0]
+
+
+_sample = differentiable("sample", _draw, _save, maps_with_temperature("sample"))
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:

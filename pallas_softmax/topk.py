@@ -1,5 +1,6 @@
 """fused_topk: what it promises, and how its gradient is wired."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -7,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe
-from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable, maps_of
+from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable
 from pallas_softmax.eager import at_once
-from pallas_softmax.sharding.specs import explicit_axes, lay_together
-from pallas_softmax.varying import share_cotangent, varies, vary_together
+from pallas_softmax.sharding.specs import lay_together
+from pallas_softmax.temperature import maps_with_temperature
+from pallas_softmax.varying import varies, vary_together
 
 
 class TopK(NamedTuple):
@@ -165,56 +165,18 @@ def _save(xs, constants, ys, others):
 
 
 def _topk_maps() -> Maps:
-    """Returns the derivatives in the logits, unless they are integers, and in the temperature, which rows may share."""
-    maps = maps_of("topk")
+    """Returns the derivatives of top-k; a tangent of the values gets their dtype."""
+    maps = maps_with_temperature("topk")
 
-    def tangent(function: Callable) -> Callable:
+    def rounded(function: Callable) -> Callable:
         def run(static: Static, saved, dxs):
-            logits, *_ = saved[0]
-            dlogits = dxs[:-1] or (jnp.zeros_like(logits, jnp.float32),)
-            dvalues, dd = function(static, saved, (*dlogits, dxs[-1]))
+            dvalues, dd = function(static, saved, dxs)
             return dvalues.astype(dict(static.keywords)["dtype"]), dd
 
         return run
 
-    def cotangent(function: Callable) -> Callable:
-        def run(static: Static, saved, dys):
-            logits, temperature, *_ = saved[0]
-            dlogits, dt = function(static, saved, dys)
-            of_all_rows = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
-            dt = share_cotangent(jnp.sum(dt, of_all_rows, keepdims=True), static.forward.call.mesh_axes)
-            return (dlogits, dt) if jnp.issubdtype(logits.dtype, jnp.floating) else (dt,)
-
-        return run
-
-    return Maps(
-        tangent(maps.tangent),
-        cotangent(maps.cotangent),
-        tangent(_of_whole_rows(maps.plain_tangent)),
-        cotangent(_of_whole_rows(maps.plain_cotangent, logits_first=True)),
-    )
-
-
-def _of_whole_rows(function: Callable, *, logits_first: bool = False) -> Callable:
-    """Returns the plain map on gathered rows, if Explicit mesh axes divide them: JAX takes no winners along these.
-
-    Args:
-      logits_first: whether the first result is like the logits, and so to be divided as they are.
-    """
-
-    def run(static: Static, saved, arrays):
-        laid = jax.typeof(saved[0][0]).sharding
-        if not explicit_axes(laid.mesh) or laid.spec[-1] is None:
-            return function(static, saved, arrays)
-
-        def whole(array):
-            spec = jax.typeof(array).sharding.spec
-            return jax.sharding.reshard(array, NamedSharding(laid.mesh, P(*spec[:-1], None)))
-
-        first, *others = function(static, *jax.tree.map(whole, (saved, arrays)))
-        return (jax.sharding.reshard(first, laid) if logits_first else first, *others)
-
-    return run
+    return dataclasses.replace(
+        maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
 
 
 _topk = differentiable("topk", _values_and_d, _save, _topk_maps())
