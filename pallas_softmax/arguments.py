@@ -2,7 +2,7 @@
 accepted."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +83,35 @@ def parameter(function: str, name: str, value) -> Any:
             raise ValueError(f"{function}: {name} must be within the range of floats, got {value}") from None
     to_array = None if isinstance(value, jax.Array) else getattr(value, "__jax_array__", None)
     return to_array() if to_array else value
+
+
+def in_range(
+    function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False
+) -> Any:
+    """Returns one number, or one per row, for `eager.at_once`; raises where a known number is not accepted.
+
+    Args:
+      function: the public function, for messages.
+      name: the argument, for messages.
+      value: as the user passed it. Integers above int32's maximum are clamped to that.
+      accepted: maps an array of numbers to which are in range.
+      wanted: the range, in words.
+      integer: whether the numbers must be integers.
+    """
+    if integer and type(value) is int:  # of any length
+        value = min(value, np.iinfo(np.int32).max)
+    else:
+        value = parameter(function, name, value)
+    number = np.asarray(value) if is_known(value) else value
+    is_integer = jnp.issubdtype(number.dtype, jnp.integer)
+    if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
+        kind = "an integer" if integer else "a real number"
+        raise TypeError(f"{function}: {name} must be {kind}, or one per row, got {number.dtype.name}")
+    if not is_known(value):
+        return value
+    if not np.all(accepted(number)):
+        raise ValueError(f"{function}: {name} must be {wanted}, got {value}")
+    return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
 
 
 def is_known(value) -> bool:

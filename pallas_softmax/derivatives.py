@@ -205,7 +205,11 @@ def _refuse_transpose(cotangent, *_, name):
 
 def _refuse_batch(args, dims, *, name):
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    first = jnp.broadcast_to(args[0], (size, *args[0].shape)) if dims[0] is None else jnp.moveaxis(args[0], dims[0], 0)
+    first = (
+        jnp.broadcast_to(args[0], (size, *args[0].shape))
+        if dims[0] is None
+        else jnp.moveaxis(args[0], dims[0], 0)
+    )
     return _refused_tangent_p.bind(first, *args[1:], name=name), 0
 
 

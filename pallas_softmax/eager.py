@@ -15,13 +15,18 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
 
     Args:
       function: what is called; its errors, also of bad options, are the same either way.
-      arrays: arrays, scalars or None.
+      arrays: arrays, scalars, None, or named tuples of them.
       options: the other arguments; each combination of them is compiled by itself.
     """
-    if all(map(_concrete, arrays)) and _hashable(options) and not choice.recording():
+    if all(map(_concrete, _leaves(arrays))) and _hashable(options) and not choice.recording():
         # 1, 1.0 and True are equal, but as k only the first is accepted
         return _compiled(function, options, tuple(map(type, jax.tree.leaves(options))), arrays)
     return function(*arrays, *options)
+
+
+def _leaves(arrays: tuple) -> list:
+    """Returns the arrays, with named tuples taken apart. A list stays whole: the function refuses it."""
+    return [leaf for a in arrays for leaf in (a if hasattr(a, "_fields") else (a,))]
 
 
 def _concrete(x) -> bool:

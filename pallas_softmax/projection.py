@@ -21,23 +21,17 @@ from pallas_softmax.online import Normalizer
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What is static of a projection and of the loss on its logits; hashable.
+    """The static part of a projection; hashable.
 
     Attributes:
       transpose_w: whether w is (V, D), and not (D, V).
       softcap: the bound of the logits, or None.
-      temperature: what the logits are divided by, after the softcap.
-      label_smoothing: the share of a row's target that lies evenly on all columns.
-      z_loss: the weight of the squared logsumexp in the loss.
       precision: of the matrix products, as `lax.dot_general` takes it.
       columns: how many columns of w count, the first ones; None is all.
     """
 
     transpose_w: bool = False
     softcap: float | None = None
-    temperature: float = 1.0
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
     precision: Any = None
     columns: int | None = None
 
@@ -48,13 +42,29 @@ class Head:
         return w.shape[0 if self.transpose_w else 1]
 
 
+class Tokens(NamedTuple):
+    """The arguments of a loss that have one number per token, (rows,) each.
+
+    Attributes:
+      labels: int32 columns of the whole w; one outside of [0, V) is no column.
+      temperature: the divisor of the logits, applied after the softcap; None for 1.
+      label_smoothing: the share of the target that is spread evenly over all columns; None for 0.
+      z_loss: the weight of the squared logsumexp in the loss; None for 0.
+    """
+
+    labels: Any
+    temperature: Any = None
+    label_smoothing: Any = None
+    z_loss: Any = None
+
+
 class Statistics(NamedTuple):
     """What is kept of each row's logits z, each of shape (rows,), in the dtype of the arithmetic.
 
     Attributes:
       normalizer: (m, d), the maximum and the sum of exp(z - m).
       label_logit: z at the label, 0 for a label outside of [0, V).
-      total: the sum of z over the row where `label_smoothing` is not 0; else None.
+      total: the sum of z over the row; None without label smoothing.
     """
 
     normalizer: Normalizer
@@ -74,23 +84,23 @@ class Coefficients(NamedTuple):
 
         (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
-    with t = z * temperature / softcap, the tanh, and 0 without a softcap. At the label of a peaked row the first two
-    terms cancel, so they must be subtracted in float32, and only the result may be rounded to 16 bits. Of a row that is
-    left out m is inf and the others are 0, and so is its gradient.
+    t = z * temperature / softcap is the tanh; it is 0 without a softcap. At the label of a peaked row the first two
+    terms cancel. So they must be subtracted in float32, and only the result may be rounded to 16 bits. A row that is
+    left out has m = inf and zeros, which make its gradient 0. `constant` is None without label smoothing.
     """
 
     m: jax.Array
     of_exp: jax.Array
     of_label: jax.Array
-    constant: jax.Array
+    constant: jax.Array | None
 
 
-def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
+def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     """Returns logsumexp(z) - z[label] of each row, with label smoothing and z_loss.
 
     Args:
       statistics: those of whole rows.
-      head: the projection.
+      tokens: the numbers of each token.
       vocab: the number of columns of a whole row.
     """
     (m, d), label_logit, total = statistics
@@ -98,26 +108,33 @@ def losses(statistics: Statistics, head: Head, vocab: int) -> jax.Array:
     # log d is added last: of a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, online.log_of(statistics.normalizer) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
-    if total is not None:
-        loss = loss + head.label_smoothing * (label_logit - total / vocab)
-    return loss + head.z_loss * online.log_of(statistics.normalizer) ** 2 if head.z_loss else loss
+    if tokens.label_smoothing is not None:
+        loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
+    if tokens.z_loss is not None:
+        loss = loss + tokens.z_loss * online.log_of(statistics.normalizer) ** 2
+    return loss
 
 
-def coefficients(statistics: Statistics, weights: jax.Array, head: Head, vocab: int) -> Coefficients:
+def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
     """Returns the coefficients of the gradient of sum(weights * losses); without labels, of sum(weights * logsumexp).
 
     Args:
       statistics: those of whole rows.
       weights: one per row; a row of weight 0 has no gradient, whatever its statistics.
-      head, vocab: as for `losses`.
+      tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
-    raw = weights / head.temperature
-    of_exp = (
-        raw * (1 + 2 * head.z_loss * online.log_of(statistics.normalizer)) / d if head.z_loss else raw / d
-    )
-    smoothing = head.label_smoothing
-    numbers = (of_exp, raw * (1 - smoothing), raw * smoothing / vocab)
     left_out = weights == 0
+
+    def kept(number):
+        return jnp.where(left_out, 0, number)
+
+    raw = weights if tokens.temperature is None else weights / tokens.temperature
+    of_exp, of_label, constant = raw / d, raw, None
+    if tokens.z_loss is not None:
+        of_exp = raw * (1 + 2 * tokens.z_loss * online.log_of(statistics.normalizer)) / d
+    if tokens.label_smoothing is not None:
+        of_label = raw * (1 - tokens.label_smoothing)
+        constant = kept(raw * tokens.label_smoothing / vocab)
     m = jnp.where(left_out, jnp.inf, online.shift(m))  # exp(z - m) is 0 then
-    return Coefficients(m, *(jnp.where(left_out, 0, number) for number in numbers))
+    return Coefficients(m, kept(of_exp), kept(of_label), constant)

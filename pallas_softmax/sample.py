@@ -95,44 +95,19 @@ def sample(
     """
     name = "sample"
     arguments.check_array(name, "key", key)
-    temperature = _concrete("temperature", temperature, lambda t: t >= 0, "0 or positive")
+    temperature = arguments.in_range(name, "temperature", temperature, lambda t: t >= 0, "0 or positive")
     temperature = arguments.normal_temperature(temperature, logits)
-    top_p = _concrete("top_p", top_p, lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1")
-    min_p = _concrete("min_p", min_p, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
-    top_k = _concrete("top_k", top_k, lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True)
+    top_k = _filter("top_k", top_k, lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True)
+    top_p = _filter("top_p", top_p, lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1")
+    min_p = _filter("min_p", min_p, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
     arrays = (key, logits, where, temperature, top_k, top_p, min_p)
     return at_once(_sample_of, arrays, (axis, axis_name, implementation))
 
 
-def _concrete(name: str, value: Any, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
-    """Returns a parameter, or raises if its numbers, where they are known and not only traced, are not accepted.
-
-    Integers above those of int32 become the largest of these, which no row is longer than.
-
-    Args:
-      name: that of the parameter.
-      value: the parameter; None is no filter.
-      accepted: whether each of its numbers is in range.
-      wanted: the range, in words.
-      integer: whether the numbers must be integers.
-    """
-    if value is None and name != "temperature":
+def _filter(name: str, value, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
+    if value is None:
         return None
-    if integer and type(value) is int:  # of any length
-        value = min(value, _INT32_MAX)
-    else:
-        value = arguments.parameter("sample", name, value)
-    number = np.asarray(value) if arguments.is_known(value) else value
-    if not jnp.issubdtype(number.dtype, jnp.integer) and (
-        integer or not jnp.issubdtype(number.dtype, jnp.floating)
-    ):
-        kind = "an integer" if integer else "a real number"
-        raise TypeError(f"sample: {name} must be {kind}, or one for each row, got {number.dtype.name}")
-    if not arguments.is_known(value):
-        return value
-    if not np.all(accepted(number)):
-        raise ValueError(f"sample: {name} must be {wanted}, got {value}")
-    return np.minimum(number, np.int64(_INT32_MAX)).astype(np.int32) if integer else value
+    return arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
 
 
 def _sample_of(
@@ -215,7 +190,7 @@ def _indices(bits: jax.Array) -> jax.Array:
 
 
 def _save(xs, constants, ys, others):
-    """Returns what the derivatives need: the logits, the temperature, the drawn index, its log-probability, the mask."""
+    """Returns the residuals of the derivatives: logits, temperature, drawn index, its log-probability; and the mask."""
     return (*xs, _indices(others[0]), *ys), constants[0]
 
 

@@ -175,8 +175,7 @@ def _topk_maps() -> Maps:
 
         return run
 
-    return dataclasses.replace(
-        maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
+    return dataclasses.replace(maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
 
 
 _topk = differentiable("topk", _values_and_d, _save, _topk_maps())

@@ -7,6 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_softmax as ps
@@ -442,16 +443,26 @@ BAD = [
     (ValueError, "where of shape", (X, W, L), {"where": jnp.ones(2, bool)}),
     *(
         (ValueError, "softcap must be None or from 1e-37 to 1e37", (X, W, L), {"softcap": softcap})
-        for softcap in (-1, 1e38, 1e-40, 10**400)
+        for softcap in (-1, 1e38, 1e-40)
     ),
-    (TypeError, "softcap must be None or from 1e-37 to 1e37, got '3'", (X, W, L), {"softcap": "3"}),
+    (ValueError, "softcap must be within the range of floats", (X, W, L), {"softcap": 10**400}),
+    (ValueError, r"softcap must be None or from .*, got shape \(3,\)", (X, W, L), {"softcap": np.ones(3)}),
+    (TypeError, "softcap must be an array or a scalar, got '3'", (X, W, L), {"softcap": "3"}),
+    (TypeError, "labels must be an array", (X, W, None), {"reduction": None}),
+    (ValueError, r"w must have at least one column, got \(D, V\) = \(4, 0\)", (X, W[:, :0], L), {}),
     (
         ValueError,
-        "label_smoothing must be a number from 0 to 1, got 1.5",
+        r"z_loss must be a scalar or broadcast .*\(3,\), got \(2,\)",
+        (X, W, L),
+        {"z_loss": np.ones(2)},
+    ),
+    (
+        ValueError,
+        "label_smoothing must be from 0 to 1, got 1.5",
         (X, W, L),
         {"label_smoothing": 1.5},
     ),
-    (ValueError, "z_loss must be a number of 0 or more, got -0.1", (X, W, L), {"z_loss": -0.1}),
+    (ValueError, "z_loss must be a finite number of 0 or more, got -0.1", (X, W, L), {"z_loss": -0.1}),
     (ValueError, "reduction must be 'mean', 'sum' or None, got 'none'", (X, W, L), {"reduction": "none"}),
     (ValueError, "workspace_bytes must be positive, got 0", (X, W, L), {"workspace_bytes": 0}),
     (ValueError, "axis_name must name mesh axes", (X, W, L), {"axis_name": "v"}),
@@ -465,11 +476,124 @@ def test_bad_input(error, match, args, keywords):
         ps.linear_cross_entropy(*args, **keywords)
 
 
-def test_numbers_must_not_be_traced():
-    with pytest.raises(TypeError, match="temperature must be from 1e-37 to 1e37, got a traced value"):
-        jax.eval_shape(lambda t: ps.linear_log_probs(X, W, L, temperature=t), 1.0)
+def test_softcap_must_not_be_traced():
+    with pytest.raises(TypeError, match="softcap must be None or from 1e-37 to 1e37, got a traced value"):
+        jax.eval_shape(lambda c: ps.linear_logsumexp(X, W, softcap=c), 1.0)
+
+
+def test_a_temperature_of_0_is_refused():
     with pytest.raises(ValueError, match="temperature must be from 1e-37 to 1e37, got 0"):
         ps.linear_log_probs(X, W, L, temperature=0)
+
+
+def test_log_probs_need_labels():
+    """Without labels the call returned -logsumexp."""
+    with pytest.raises(TypeError, match="linear_log_probs: labels must be an array"):
+        ps.linear_log_probs(X, W, None)
+
+
+# --- Numbers that are arrays, traced or one per token -------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_traced_numbers_do_not_recompile(reduction):
+    x, w, labels, bias = arrays(20, 8, 300, "float32", bias=True)
+    traces = []
+
+    @jax.jit
+    def f(x, w, z_loss, label_smoothing):
+        traces.append(1)
+        loss = functools.partial(
+            ps.linear_cross_entropy, workspace_bytes=workspace(300, 7), reduction=reduction
+        )
+        return jax.value_and_grad(
+            lambda x, w: loss(x, w, labels, bias=bias, z_loss=z_loss, label_smoothing=label_smoothing).sum(),
+            (0, 1),
+        )(x, w)
+
+    def theirs(x, w, z_loss, label_smoothing):
+        losses = plain(x, w, labels, bias=bias, z_loss=z_loss, label_smoothing=label_smoothing)
+        return losses.mean() if reduction == "mean" else losses.sum()
+
+    for numbers in ((0.01, 0.2), (0.0, 0.0), (0.3, 1.0)):
+        got = f(x, w, *map(jnp.float32, numbers))
+        want = jax.value_and_grad(theirs, (0, 1))(x, w, *numbers)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["z_loss", "label_smoothing"])
+def test_traced_numbers_out_of_range_are_nan(name):
+    assert jnp.isnan(jax.jit(lambda value: ps.linear_cross_entropy(X, W, L, **{name: value}))(-0.1))
+
+
+def test_numbers_of_each_token():
+    """A temperature, a z-loss and a label smoothing per token, in chunks; and a temperature under vmap."""
+    x, w, labels, bias = arrays(20, 8, 300, "float32", bias=True)
+    t, share = jnp.linspace(0.5, 2, 20), jnp.linspace(0, 0.5, 20)
+    small = workspace(300, 7)
+
+    def ours(x, w):
+        log_p = ps.linear_log_probs(
+            x, w, labels, bias=bias, softcap=4.0, temperature=t, workspace_bytes=small
+        )
+        loss = ps.linear_cross_entropy(
+            x, w, labels, z_loss=share, label_smoothing=share, reduction=None, workspace_bytes=small
+        )
+        return jnp.sum(log_p * t) + jnp.sum(loss * t)
+
+    def theirs(x, w):
+        log_p = -plain(x, w, labels, bias=bias, softcap=4.0, temperature=t[:, None])
+        return jnp.sum(log_p * t) + jnp.sum(plain(x, w, labels, z_loss=share, label_smoothing=share) * t)
+
+    got, want = (value_and_grads(f, x, w) for f in (ours, theirs))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+    each = jax.vmap(lambda x, label, t: ps.linear_log_probs(x, w, label, temperature=t))(x, labels, t)
+    np.testing.assert_allclose(each, -plain(x, w, labels, temperature=t[:, None]), rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("temperature", lambda a: ps.linear_log_probs(X, W, L, temperature=a).sum()),
+        ("z_loss", lambda a: ps.linear_cross_entropy(X, W, L, z_loss=a)),
+        (
+            "label_smoothing",
+            lambda a: ps.linear_cross_entropy(X, W, L, label_smoothing=a, reduction=None).sum(),
+        ),
+    ],
+)
+def test_numbers_have_no_gradient(name, function):
+    with pytest.raises(NotImplementedError, match=f"linear_.*: there is no gradient in {name}"):
+        jax.grad(function)(0.5)
+
+
+def test_log_probs_with_where():
+    x, w, labels, _ = arrays(10, 8, 100, "float32")
+    where = np.arange(10) % 3 != 0
+
+    def f(x, **keywords):
+        return ps.linear_log_probs(x, w, labels, **keywords)
+
+    np.testing.assert_array_equal(f(x, where=where), jnp.where(where, f(x), 0))
+    dx = jax.grad(lambda x: f(x, where=where).sum())(jnp.where(where[:, None], x, jnp.nan))
+    np.testing.assert_array_equal(dx, jax.grad(lambda x: jnp.where(where, f(x), 0).sum())(x))
+
+
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_a_masked_label_makes_no_nan_on_the_way(reduction):
+    """`jax_debug_nans` and checkify see every intermediate value; -100 is the usual label of padding."""
+    x, w, labels, _ = arrays(10, 8, 100, "float32")
+    where = np.arange(10) % 3 != 0
+    padded = jnp.where(where, labels, -100)
+
+    def loss(x):
+        return ps.linear_cross_entropy(x, w, padded, where=where, z_loss=0.1, reduction=reduction).sum()
+
+    error, _ = checkify.checkify(jax.jit(jax.value_and_grad(loss)), errors=checkify.float_checks)(x)
+    assert error.get() is None
+    with jax.debug_nans(True):
+        jax.grad(loss)(x)
 
 
 def test_x_must_not_differ_along_axis_name():

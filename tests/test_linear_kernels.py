@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces, plan, product
-from pallas_softmax.projection import Head, coefficients
+from pallas_softmax.projection import Head, Tokens, coefficients
 from tests.support import linear
 from tests.support.covering import first
 from tests.support.kernels import INTERPRET
@@ -136,7 +136,7 @@ interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
     reason="the interpreter of jax 0.10 does not come to the end of these kernels",
 )
-NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the head
+NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of the loss
     (5, 72, 257, True, "bfloat16", True, 1, 2**29, {}),
     (130, 64, 320, False, "bfloat16", False, 300, 2**29, {}),  # far beyond the reference: e is made again
     (
@@ -157,15 +157,15 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "head"), NUMBERS
+    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "options"), NUMBERS
 )
-def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, head, monkeypatch):
+def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options, monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
     operations = pieces.operations(INTERPRET)
     linear.assert_operations(
         operations,
         *(n, depth, vocab, dtype),
-        head=Head(transpose_w=transpose_w, **head),
+        options={"transpose_w": transpose_w, **options},
         bias=bias,
         peak=peak,
         workspace_bytes=workspace,
@@ -174,21 +174,24 @@ def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace,
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("head", [Head(), Head(z_loss=0.1, softcap=3.0, transpose_w=True)])
-def test_interpreted_gradient_at_the_label(head, monkeypatch):
+@pytest.mark.parametrize(
+    ("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})]
+)
+def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
     """It is subtracted in float32 and rounded once, though the kernel did not know the normalizer."""
     monkeypatch.setattr(product, "CTAS", 2)
     x, w, labels, _ = linear.arrays(8, 64, 320, "bfloat16", transpose_w=head.transpose_w)
     labels = labels.at[3].set(-1)  # no column: nothing is changed there
     weights = jnp.arange(1, 9) / 8.0
+    tokens = linear.tokens_of(labels, **numbers)
 
     def to_coefficients(found):
-        return found, coefficients(found, weights, head, 320)
+        return found, coefficients(found, weights, tokens, 320)
 
     run = jax.jit(
         functools.partial(pieces.statistics_and_dlogits, head=head, interpret=INTERPRET), static_argnums=4
     )
-    found, dz = run(x, w, None, labels, to_coefficients)
+    found, dz = run(x, w, None, tokens, to_coefficients)
     m, of_exp, of_label, _ = to_coefficients(found)[1]
     slope = 1 - (found.label_logit / head.softcap) ** 2 if head.softcap else 1
     want = (of_exp * jnp.exp(found.label_logit - m) - of_label) * slope
@@ -206,6 +209,6 @@ def test_interpreted_labels_of_other_shards(monkeypatch):
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
     projection = pieces.operations(INTERPRET)["projection"]
-    found = projection(x, w, None, labels, head=Head(), workspace_bytes=2**29).label_logit
+    found = projection(x, w, None, Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
     z, _ = linear.logits(x, w)
     np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)

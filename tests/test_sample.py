@@ -298,18 +298,98 @@ def test_vmap_of_a_shared_argument():
     same(got, [np.stack(a) for a in zip(*(draw(KEYS[0, 0], X[0, 0], t) for t in T[0]))])
 
 
-@pytest.mark.slow
-def test_no_derivatives():
-    def loss(x, t):
-        got = draw(KEYS, x, t)
-        return jnp.sum(got.log_probs) + jnp.sum(got.log_mass) + jnp.sum(x**2) + jnp.sum(t)
+def log_probs_at(indices, x, t):
+    """What `log_probs` must be, in plain JAX."""
+    scaled = jnp.asarray(x, F32) / jnp.expand_dims(t, -1)
+    return jnp.take_along_axis(jax.nn.log_softmax(scaled), indices[..., None], -1)[..., 0]
 
-    dx, dt = jax.jit(jax.grad(loss, (0, 1)))(X, T)
-    np.testing.assert_array_equal(dx, 2 * X)
-    np.testing.assert_array_equal(dt, 1)
-    _, tangents = jax.jvp(lambda x: draw(KEYS, x, T), (X,), (X,))
-    assert tangents.indices.dtype == jax.dtypes.float0
-    np.testing.assert_array_equal(tangents.log_probs, 0)
+
+@pytest.mark.parametrize("masked", [False, slow(True)])
+@pytest.mark.parametrize("shared", [False, slow(True)])
+def test_gradient_of_log_probs(masked, shared):
+    """In logits and temperature, in both modes, and of second order: REINFORCE differentiates it."""
+    x, t = jnp.asarray(X[0]), jnp.float32(0.7) if shared else T[0]
+    where = np.arange(300) % 5 != 0 if masked else None
+    options = {"top_p": 0.9, "where": where}
+    x = x if where is None else jnp.where(where, x, jnp.nan)
+    indices = sample(KEY, x, temperature=t, **options).indices
+
+    def ours(x, t):
+        return sample(KEY, x, temperature=t, **options).log_probs
+
+    def theirs(x, t):
+        return log_probs_at(indices, x if where is None else jnp.where(where, x, -jnp.inf), t)
+
+    g = jnp.arange(1.0, 4.0)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6)
+    (dx, dt), (want_dx, want_dt) = (jax.vjp(f, x, t)[1](g) for f in (ours, theirs))
+    close(dt, want_dt)
+    close(dx, want_dx if where is None else jnp.where(where, want_dx, 0))
+    tangents = jnp.where(jnp.isnan(x), 0, x), jnp.ones_like(t)
+    got, want = (jax.jvp(f, (x, t), tangents)[1] for f in (ours, theirs))
+    if where is None:
+        close(got, want)
+    second = [jax.grad(lambda t, f=f: jax.grad(lambda t: f(x, t).sum())(t).sum())(t) for f in (ours, theirs)]
+    close(*second, rtol=1e-3)
+
+
+def test_reinforce_learns():
+    """The mean reward rises: with a zero gradient, which it had, the policy stayed uniform."""
+    reward = jnp.arange(8.0) == 5
+
+    @jax.jit
+    def step(logits, key):
+        def surrogate(logits):
+            drawn = sample(jax.random.split(key, 64), jnp.broadcast_to(logits, (64, 8)))
+            return jnp.mean((reward[drawn.indices] - 0.125) * drawn.log_probs)
+
+        return logits + 4 * jax.grad(surrogate)(logits)
+
+    logits = jnp.zeros(8)
+    for key in jax.random.split(KEY, 40):
+        logits = step(logits, key)
+    assert jax.nn.softmax(logits)[5] > 0.9
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, slow(jax.jit), slow(lambda f: jax.vmap(f))])
+def test_log_mass_has_no_gradient(transform):
+    def loss(x):
+        got = sample(KEY, x, top_k=3)
+        return jnp.sum(got.log_probs - got.log_mass)
+
+    f = transform(jax.grad(loss))
+    with pytest.raises(NotImplementedError, match="sample: log_mass has no gradient; .*stop_gradient"):
+        f(jnp.asarray(X[0]))
+    _, tangents = jax.jvp(lambda x: sample(KEY, x, top_k=3), (X[0],), (X[0],))
+    assert jnp.isnan(tangents.log_mass).all() and jnp.isfinite(tangents.log_probs).all()
+
+
+def test_gradient_at_temperature_0_and_of_rows_without_a_draw():
+    x = jnp.stack([X[0, 0], jnp.full(300, jnp.nan), jnp.full(300, -jnp.inf)])
+    dx = jax.grad(lambda x: sample(KEY, x, temperature=jnp.array([0.0, 1.0, 1.0])).log_probs.sum())(x)
+    np.testing.assert_array_equal(dx[0], 0)
+    assert jnp.isnan(dx[1:]).all()
+
+
+def test_gradient_of_an_improbable_draw():
+    """u = 0 draws the first entry with mass, however improbable: nothing overflows on the way to its gradient."""
+    x, t = jnp.array([[0.0, 85.0, 85.0]]), jnp.ones((1, 1))
+    u = jnp.zeros((1, 1))
+    index, log_probs, _ = xla.functions["sample"](x, None, u, t, None, None, None)
+    assert index[0, 0] == 0 and log_probs[0, 0] < -85
+    dx, dt = xla.functions["sample_grad"]((x, t, index, log_probs), None, jnp.ones((1, 1)))
+    np.testing.assert_allclose(dx, [[1, -0.5, -0.5]], rtol=1e-5)
+    np.testing.assert_allclose(dt, [[85]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_filters_that_servers_call_off(traced):
+    """top_k of 0 and -1; a top_p above 1 by rounding."""
+    f = functools.partial(sample, KEY, X[0], temperature=T[0])
+    want = f()
+    for top_k, top_p in ((0, None), (-1, 1.0), (np.array([0, -1, 300]), 1 + 1e-6)):
+        got = jax.jit(f)(top_k=top_k, top_p=top_p) if traced else f(top_k=top_k, top_p=top_p)
+        assert_equal(got, want)
 
 
 @pytest.mark.slow
@@ -355,10 +435,11 @@ def test_what_runs():
     [
         {"temperature": -1.0},
         {"temperature": np.nan},
-        {"top_k": 0},
+        {"top_k": -2},
         {"top_k": -3},
         {"top_p": -0.1},
         {"top_p": 1.01},
+        {"top_p": 1.00001},
         {"top_p": np.nan},
         {"min_p": -0.1},
         {"min_p": 2.0},
@@ -389,10 +470,10 @@ traced = jax.jit(lambda parameters: sample(KEY, X[0], **parameters))
         (
             {"temperature": 1j},
             TypeError,
-            "temperature must be a real number, or one for each row, got complex128",
+            "temperature must be a real number, or one per row, got complex128",
         ),
-        ({"top_k": 2.0}, TypeError, "top_k must be an integer, or one for each row, got float64"),
-        ({"top_k": True}, TypeError, "top_k must be an integer, or one for each row, got bool"),
+        ({"top_k": 2.0}, TypeError, "top_k must be an integer, or one per row, got float64"),
+        ({"top_k": True}, TypeError, "top_k must be an integer, or one per row, got bool"),
         ({"top_p": "0.9"}, TypeError, "top_p must be an array or a scalar"),
         (
             {"top_p": np.ones(2)},

@@ -20,6 +20,7 @@ PACKAGE = pallas_softmax.__name__
 LAYERS = (
     ("__init__",),
     ("softmax", "topk", "sample", "linear", "paper"),
+    ("temperature",),
     ("arguments", "derivatives"),
     ("eager",),
     ("execution",),

@@ -30,7 +30,7 @@ from jax.core import min_dim
 
 from pallas_softmax import projection as formulas
 from pallas_softmax.online import Normalizer, log_of, widen
-from pallas_softmax.projection import Coefficients, Head, Statistics
+from pallas_softmax.projection import Coefficients, Head, Statistics, Tokens
 from pallas_softmax.varying import vary_together
 
 _ROWS = 128  # what the number of rows of a chunk is a multiple of, where so many fit: a kernel's tile
@@ -38,15 +38,15 @@ _FEWEST_ROWS = 8  # and where they do not, also if not even these fit: a block o
 
 
 class Pieces(NamedTuple):
-    """What an implementation does for some rows at a time: x (rows, D), labels int32 (rows,), the whole w and bias.
+    """What an implementation does for some rows at a time: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
-    A label outside of [0, V) is no column. bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
+    bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
 
     Attributes:
-      statistics: (x, w, bias, labels, *, head) -> Statistics.
-      dlogits: (x, w, bias, labels, coefficients, *, head) -> dz, the gradient in the raw logits.
-      statistics_and_dlogits: (x, w, bias, labels, to_coefficients, *, head) -> (Statistics, dz), in which
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges over a mesh what it is given.
+      statistics: (x, w, bias, tokens, *, head) -> Statistics.
+      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits.
+      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, *, head) -> (Statistics, dz).
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
         A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
@@ -107,7 +107,9 @@ def operations_of(pieces: Pieces) -> dict[str, Callable]:
     }
 
 
-def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_bytes: int, mesh_axes=()):
+def _projection(
+    pieces: Pieces, x, w, bias, tokens: Tokens, *, head: Head, workspace_bytes: int, mesh_axes=()
+):
     """Returns the statistics of whole rows.
 
     Args:
@@ -115,40 +117,40 @@ def _projection(pieces: Pieces, x, w, bias, labels, *, head: Head, workspace_byt
       x: (n, D), of a floating dtype of 16 bits or more.
       w: (D, V), or (V, D) for head.transpose_w; of the same dtype. Inside `mesh_axes`, a device's columns.
       bias: (V,) or None.
-      labels: int32 (n,), columns of whole rows; or None.
+      tokens: the numbers of each token, (n,); labels are columns of whole rows, or None.
       head: what is static of the projection and its loss.
       workspace_bytes: the bound of what is stored of the logits at a time; see `chunk_rows`.
       mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
     """
-    labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
+    tokens = _on_shard(tokens, x, head.vocab(w), mesh_axes)
     rows = chunk_rows(x.shape[0], head.vocab(w), pieces.bytes_per_logit(x.dtype.itemsize)[0], workspace_bytes)
 
     def step(chunk: _Chunk, statistics):
-        of_chunk = pieces.statistics(chunk.of(x), w, bias, chunk.of(labels), head=head)
+        of_chunk = pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
         return chunk.put(statistics, vary_together(of_chunk, x, w)[0])
 
-    empty = vary_together(_no_statistics(x, head), x, w, labels)[0]
+    empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
     return _over_chunks(x.shape[0], rows, step, empty).merged(mesh_axes)
 
 
-def _projection_grad(pieces: Pieces, x, w, bias, labels, weights, statistics, **static):
+def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
     """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
 
     dx is that of whole rows, dw and dbias are those of this device's columns.
 
     Args:
-      pieces, x, w, bias, labels: as for `projection`.
+      pieces, x, w, bias, tokens: as for `projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever is in them.
       statistics: what `projection` returned.
       **static: as for `projection`; and `with_dw`, whether dw is wanted. If it is not, it is computed all the same, but
         XLA may see that nothing uses it. So its memory may not be there, and chunks are not made as large as it.
     """
-    return _gradients(pieces, x, w, bias, labels, weights, statistics, **static)[1:]
+    return _gradients(pieces, x, w, bias, tokens, weights, statistics, **static)[1:]
 
 
-def _projection_with_grad(pieces: Pieces, x, w, bias, labels, weights, **static):
+def _projection_with_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, **static):
     """Returns the statistics of whole rows (of those whose weight is not 0), and the gradients."""
-    return _gradients(pieces, x, w, bias, labels, weights, None, **static)
+    return _gradients(pieces, x, w, bias, tokens, weights, None, **static)
 
 
 def _gradients(
@@ -156,7 +158,7 @@ def _gradients(
     x,
     w,
     bias,
-    labels,
+    tokens: Tokens,
     weights,
     known: Statistics | None,
     *,
@@ -167,27 +169,28 @@ def _gradients(
 ):
     """Returns the statistics of whole rows, `known` or found, and the gradients (dx, dw, dbias)."""
     whole_vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
-    labels = _labels_on_shard(labels, x, head.vocab(w), mesh_axes)
+    tokens = _on_shard(tokens, x, head.vocab(w), mesh_axes)
     rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
-    sizes = weights / head.temperature
-    if head.z_loss and known is not None:
-        sizes = sizes * (1 + 2 * head.z_loss * jnp.abs(log_of(known.normalizer)))
+    sizes = weights if tokens.temperature is None else weights / tokens.temperature
+    if tokens.z_loss is not None and known is not None:
+        sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
     scale = _scale(sizes, x.dtype, exact=product is not None)
     scale_of_x, scale_of_dw = (scale, 1) if product else (1, scale)
     weights = weights / scale
 
-    def to_coefficients(found: Statistics, own_weights) -> tuple[Statistics, Coefficients]:
+    def to_coefficients(found: Statistics, own_tokens, own_weights) -> tuple[Statistics, Coefficients]:
         found = vary_together(found, x, w)[0].merged(mesh_axes)
-        return found, formulas.coefficients(found, own_weights, head, whole_vocab)
+        return found, formulas.coefficients(found, own_weights, own_tokens, whole_vocab)
 
     def gradient(chunk: _Chunk, own_x, own_weights):
         """Returns the statistics of the chunk's rows if they are new, and their dz."""
-        arrays = (own_x, w, bias, chunk.of(labels))
+        own_tokens = chunk.of(tokens)
+        arrays = (own_x, w, bias, own_tokens)
         if known is None:
-            to = functools.partial(to_coefficients, own_weights=own_weights)
+            to = functools.partial(to_coefficients, own_tokens=own_tokens, own_weights=own_weights)
             found, dz = pieces.statistics_and_dlogits(*arrays, to, head=head)
         else:
-            coefficients = formulas.coefficients(chunk.of(known), own_weights, head, whole_vocab)
+            coefficients = formulas.coefficients(chunk.of(known), own_weights, own_tokens, whole_vocab)
             found, dz = None, pieces.dlogits(*arrays, coefficients, head=head)
         return found, vary_together(dz, x, w)[0]
 
@@ -200,16 +203,16 @@ def _gradients(
         own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
         own_x = (own_x * scale_of_x).astype(x.dtype)
         dw = product(own_x, dz, head=head) if product else pieces.add_product(dw, own_x, dz, head=head)
-        dw = vary_together(dw, x, w, labels, weights)[0]
+        dw = vary_together(dw, x, w, tokens, weights)[0]
         if bias is not None:
             dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
         statistics = statistics if found is None else chunk.put(statistics, found)
         return statistics, chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
 
-    per_row = known if known is not None else _no_statistics(x, head)
-    per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, labels, weights, but=mesh_axes)[0]
+    per_row = known if known is not None else _no_statistics(x, tokens)
+    per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, tokens, weights, but=mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    dbias = vary_together(dbias, x, w, labels, weights)[0]
+    dbias = vary_together(dbias, x, w, tokens, weights)[0]
     carry = per_row, dx, None, dbias
     statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
@@ -255,16 +258,19 @@ def _scale(sizes, dtype, *, exact: bool):
     return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0) if exact else scale
 
 
-def _no_statistics(x, head: Head) -> Statistics:
+def _no_statistics(x, tokens: Tokens) -> Statistics:
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
-    return Statistics(Normalizer(zeros, zeros), zeros, zeros if head.label_smoothing else None)
+    return Statistics(Normalizer(zeros, zeros), zeros, None if tokens.label_smoothing is None else zeros)
 
 
-def _labels_on_shard(labels, x, vocab: int, mesh_axes):
-    """Returns the labels as columns of this device; without labels, ones that are no column."""
+def _on_shard(tokens: Tokens, x, vocab: int, mesh_axes) -> Tokens:
+    """Returns the tokens with labels as columns of this device; without labels, with labels that are no column."""
+    labels = tokens.labels
     if labels is None:
-        return vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
-    return labels - lax.axis_index(mesh_axes) * vocab if mesh_axes else labels
+        labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+    elif mesh_axes:
+        labels = labels - lax.axis_index(mesh_axes) * vocab
+    return tokens._replace(labels=labels)
 
 
 class _Chunk(NamedTuple):

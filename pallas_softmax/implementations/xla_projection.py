@@ -1,57 +1,62 @@
 """Implementation `xla` of a projection and its softmax: plain JAX, for every device and floating dtype."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax.implementations.projection import Pieces, dot, operations_of
 from pallas_softmax.online import Normalizer
-from pallas_softmax.projection import Head, Statistics
+from pallas_softmax.projection import Head, Statistics, Tokens
 
 # On the CPU, where x.T @ dz has memory of its own before it is added to the total: the most of that, in bytes.
 _PRODUCT_BYTES = 32 * 2**20
 
 
-def logits(x, w, bias, *, head: Head):
+def logits(x, w, bias, tokens: Tokens, *, head: Head):
     """Returns the logits z of some rows, in the dtype of the arithmetic."""
     z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
     z = z if bias is None else z + bias.astype(z.dtype)[None]
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    return z if head.temperature == 1 else z / head.temperature
+    return z if tokens.temperature is None else z / tokens.temperature[:, None]
 
 
-def statistics(x, w, bias, labels, *, head: Head) -> Statistics:
+def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     """Returns what `Pieces.statistics` says."""
-    return _statistics_of(logits(x, w, bias, head=head), labels, head)
+    return _statistics_of(logits(x, w, bias, tokens, head=head), tokens)
 
 
-def dlogits(x, w, bias, labels, coefficients, *, head: Head):
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
     """Returns what `Pieces.dlogits` says."""
-    return _dlogits_of(logits(x, w, bias, head=head), labels, coefficients, head).astype(x.dtype)
+    return _dlogits_of(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
 
 
-def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head):
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head):
     """Returns what `Pieces.statistics_and_dlogits` says."""
-    z = logits(x, w, bias, head=head)
-    merged, coefficients = to_coefficients(_statistics_of(z, labels, head))
-    return merged, _dlogits_of(z, labels, coefficients, head).astype(x.dtype)
+    z = logits(x, w, bias, tokens, head=head)
+    merged, coefficients = to_coefficients(_statistics_of(z, tokens))
+    return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype)
 
 
-def _statistics_of(z, labels, head: Head) -> Statistics:
+def _statistics_of(z, tokens: Tokens) -> Statistics:
     m, d = online.reduce(z, 1, chunk=z.shape[1])
-    columns = jnp.where(labels < 0, z.shape[1], labels)  # a negative index would count from the end
+    columns = jnp.where(
+        tokens.labels < 0, z.shape[1], tokens.labels
+    )  # a negative index would count from the end
     label_logit = jnp.take_along_axis(z, columns[:, None], 1, mode="fill", fill_value=0)
-    total = jnp.sum(z, 1) if head.label_smoothing else None
+    total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit[:, 0], total)
 
 
-def _dlogits_of(z, labels, coefficients, head: Head):
-    m, of_exp, of_label, constant = (number[:, None] for number in coefficients)
-    at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
-    dz = of_exp * jnp.exp(z - m) - jnp.where(at_label, of_label, 0) - constant
+def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
+    m, of_exp, of_label, constant = jax.tree.map(lambda number: number[:, None], coefficients)
+    at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
+    dz = of_exp * jnp.exp(z - m) - jnp.where(at_label, of_label, 0)
+    dz = dz if constant is None else dz - constant
     if head.softcap is None:
         return dz
-    tanh = z * (head.temperature / head.softcap)
+    capped = z if tokens.temperature is None else z * tokens.temperature[:, None]
+    tanh = capped / head.softcap
     return dz * (1 - tanh) * (1 + tanh)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax.implementations.mosaic_gpu.linear import pieces
-from pallas_softmax.projection import Head
+from pallas_softmax.projection import Head, Tokens
 from tests.support import linear
 from tests.support.gpu import run_under
 from tests.support.lowering import kernel_names
@@ -20,7 +20,7 @@ from tests.support.racecheck import hazards
 hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability.startswith("9.")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
 LARGE = 2**29  # bytes of workspace: one chunk
-CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the head
+CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of the loss
     (1, 64, 257, False, "bfloat16", False, 1, LARGE, {}),
     (1, 1024, 4000, True, "bfloat16", False, 1, LARGE, {}),
     (127, 100, 1000, True, "bfloat16", True, 1, LARGE, {}),
@@ -44,19 +44,20 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, the he
         {"label_smoothing": 0.1, "softcap": 9.0},
     ),  # chunks, too
     (400, 64, 256, True, "bfloat16", False, 1, LARGE, {"z_loss": 0.5}),
+    (300, 64, 1000, True, "bfloat16", True, 3, 2**18, {"softcap": 9.0, "temperature": 0.6}),
     (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk in place of a float32 dw: n <= 2 D
     (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles of a CTA, and many steps
 ]
 
 
 @pytest.mark.parametrize(
-    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "head"), CASES
+    ("n", "depth", "vocab", "transpose_w", "dtype", "bias", "peak", "workspace", "options"), CASES
 )
-def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, head):
+def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options):
     linear.assert_operations(
         pieces.operations(),
         *(n, depth, vocab, dtype),
-        head=Head(transpose_w=transpose_w, **head),
+        options={"transpose_w": transpose_w, **options},
         bias=bias,
         peak=peak,
         workspace_bytes=workspace,
@@ -72,7 +73,7 @@ def test_few_columns(vocab):
     linear.assert_operations(
         pieces.operations(),
         *(257, 64, vocab, "bfloat16"),
-        head=Head(transpose_w=True, z_loss=0.1),
+        options={"transpose_w": True, "z_loss": 0.1},
         bias=True,
         peak=1,
         workspace_bytes=LARGE,
@@ -88,8 +89,8 @@ def test_one_column():
     x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
     run = {name: jax.jit(functools.partial(f, **static)) for name, f in pieces.operations().items()}
-    found = run["projection"](x, w, bias, labels)
-    together, *_ = run["projection_with_grad"](x, w, bias, labels, jnp.ones(257))
+    found = run["projection"](x, w, bias, Tokens(labels))
+    together, *_ = run["projection_with_grad"](x, w, bias, Tokens(labels), jnp.ones(257))
     z, _ = linear.logits(x, w, bias=bias, transpose_w=True)
     for m, label_logit in [(s.normalizer.m, s.label_logit) for s in (found, together)]:
         np.testing.assert_array_equal(m, label_logit)

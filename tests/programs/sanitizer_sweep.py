@@ -158,10 +158,10 @@ def mosaic_gpu():
 
 
 @functools.partial(jax.jit, static_argnames=("head", "tiling"))
-def projection_kernels(x, w, b, labels, coefficients, **known):
-    sums, _ = logits_kernel.row_sums(x, w, b, labels, **known)
-    _, e = logits_kernel.row_sums(x, w, b, labels, coefficients.m, **known)
-    return sums, e, logits_kernel.logit_gradients(x, w, b, labels, coefficients, **known)
+def projection_kernels(x, w, b, tokens, coefficients, **known):
+    sums, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
+    _, e = logits_kernel.row_sums(x, w, b, tokens, coefficients.m, **known)
+    return sums, e, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
 
 
 def projection():
@@ -170,12 +170,16 @@ def projection():
         x, w, labels, b = linear.arrays(
             n, depth, vocab, dtype, bias=bias, peak=peak, transpose_w=head.transpose_w
         )
-        options = {"transpose_w": head.transpose_w, "softcap": head.softcap, "bias": b}
-        z, slope = linear.logits(x, w, **options)
+        t = np.linspace(1, 2, n, dtype="float32")
+        z, slope = linear.logits(
+            x, w, bias=b, softcap=head.softcap, temperature=t[:, None], transpose_w=head.transpose_w
+        )
+        slope = slope * t[:, None]  # the kernel's coefficients contain 1 / temperature
         of_label = np.eye(vocab)[np.asarray(labels)]
         m, d = z.max(1), np.exp(z - z.max(1, keepdims=True)).sum(1)
         coefficients = Coefficients(*(jnp.asarray(c, "float32") for c in (m, 1 / d, 0 * d + 1, 0 * d)))
-        found = projection_kernels(x, w, b, labels, coefficients, head=head, tiling=plan_projection(n))
+        tokens = linear.tokens_of(labels, temperature=t)
+        found = projection_kernels(x, w, b, tokens, coefficients, head=head, tiling=plan_projection(n))
         sums, e, dz = jax.tree.map(np.asarray, found)
         e_of_row = np.exp(z - m[:, None])
         close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)

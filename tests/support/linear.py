@@ -19,6 +19,7 @@ from jax import lax
 
 import pallas_softmax as ps
 from pallas_softmax import projection
+from pallas_softmax.projection import Head, Tokens
 from tests.support.oracle import wide
 
 ROWS = 40  # of a chunk: less than the number of tokens, and no divisor of it
@@ -143,34 +144,49 @@ def arrays(n, depth, vocab, dtype, *, peak=1.0, bias=False, transpose_w=False, s
     return x, w.T if transpose_w else w, jnp.asarray(labels, "int32"), b
 
 
-def assert_operations(operations, n, depth, vocab, dtype, *, head, bias, peak, workspace_bytes):
-    """Asserts that an implementation's three operations of a projection are right, gradients as far as 16 bits go."""
-    x, w, labels, b = arrays(n, depth, vocab, dtype, peak=peak, bias=bias, transpose_w=head.transpose_w)
+def tokens_of(labels, *, temperature=None, label_smoothing=None, z_loss=None):
+    """`Tokens` with numbers that are the same for all tokens, or given as (n,) or (n, 1)."""
+    n = len(labels)
+    numbers = (temperature, label_smoothing, z_loss)
+    return Tokens(
+        labels, *(a if a is None else jnp.broadcast_to(jnp.ravel(jnp.float32(a)), (n,)) for a in numbers)
+    )
+
+
+def assert_operations(operations, n, depth, vocab, dtype, *, options, bias, peak, workspace_bytes):
+    """Asserts that an implementation's three operations of a projection are right, gradients as far as 16 bits go.
+
+    Args:
+      options: keywords of `plain`. A temperature grows to its double from the first token to the last.
+    """
+    options = dict(options)
+    if "temperature" in options:
+        options["temperature"] = (options["temperature"] * np.linspace(1, 2, n, dtype="float32"))[:, None]
+    transpose_w = options.get("transpose_w", False)
+    x, w, labels, b = arrays(n, depth, vocab, dtype, peak=peak, bias=bias, transpose_w=transpose_w)
+    tokens = tokens_of(labels, **{k: v for k, v in options.items() if k not in ("softcap", "transpose_w")})
     weights = jnp.asarray(np.random.default_rng(1).random(n) * (np.arange(n) % 5 != 1), "float32")
-    static = {"head": head, "workspace_bytes": workspace_bytes}
-    options = {
-        k: getattr(head, k) for k in ("softcap", "temperature", "label_smoothing", "z_loss", "transpose_w")
-    }
+    static = {"head": Head(transpose_w, options.get("softcap")), "workspace_bytes": workspace_bytes}
     losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=b, **options)
     kept = np.asarray(weights) != 0
 
     @jax.jit
-    def run(x, w, b, labels, weights):
-        found = operations["projection"](x, w, b, labels, **static)
-        known = operations["projection_grad"](x, w, b, labels, weights, found, **static)
-        return found, known, operations["projection_with_grad"](x, w, b, labels, weights, **static)
+    def run(x, w, b, tokens, weights):
+        found = operations["projection"](x, w, b, tokens, **static)
+        known = operations["projection_grad"](x, w, b, tokens, weights, found, **static)
+        return found, known, operations["projection_with_grad"](x, w, b, tokens, weights, **static)
 
     @jax.jit
     def theirs(x, w, b):
         return jnp.sum(weights * plain(x, w, labels, dtype=x.dtype, bias=b, **options))
 
-    found, known, (with_grad, *together) = run(x, w, b, labels, weights)
+    found, known, (with_grad, *together) = run(x, w, b, tokens, weights)
     token = plain(x, w, labels, dtype=jnp.float32, bias=b, **options)
     ulp = np.spacing(np.maximum(np.maximum(size, 1), np.abs(losses)).astype("float32"))
     # z is summed in another order than there, by tensor cores, which truncate: another draw of as large an error
     allowed = 2 * np.abs(wide(token) - losses)[kept].max() + 3 * ulp
     for statistics in (found, with_grad):
-        error = np.abs(wide(projection.losses(statistics, head, vocab)) - losses)
+        error = np.abs(wide(projection.losses(statistics, tokens, vocab)) - losses)
         assert (error <= allowed)[kept].all(), (error[kept].max(), allowed.max())
     their_grads = jax.grad(theirs, (0, 1) if b is None else (0, 1, 2))(x, w, b)
     for ours in (known, together):

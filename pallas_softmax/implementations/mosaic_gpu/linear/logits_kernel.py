@@ -23,7 +23,7 @@ from pallas_softmax.implementations.mosaic_gpu.device.blocks import WHOLE
 from pallas_softmax.implementations.mosaic_gpu.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax.implementations.mosaic_gpu.linear.product import Place, product, store
 from pallas_softmax.online import Normalizer
-from pallas_softmax.projection import Coefficients, Head
+from pallas_softmax.projection import Coefficients, Head, Tokens
 
 
 class Labels(NamedTuple):
@@ -56,7 +56,7 @@ def row_sums(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
-    labels: jax.Array,
+    tokens: Tokens,
     reference: jax.Array | None = None,
     *,
     head: Head,
@@ -66,7 +66,7 @@ def row_sums(
     """Reduces the rows of the logits; with a reference, writes exp(z - reference) in the dtype of x, too.
 
     Args:
-      x, w, bias, labels: as in `projection.Pieces`.
+      x, w, bias, tokens: as in `projection.Pieces`.
       reference: float32 (rows,), or None.
       head: the projection.
       tiling: sizes of tiles and stages.
@@ -79,16 +79,17 @@ def row_sums(
     rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
     tiles = -(-columns // TILE_N)
     number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
-    sums = RowSums(Normalizer(number, number), number, number if head.label_smoothing else None)
+    sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
-        _labels(labels, columns, head.vocab(w), tiling),
+        _labels(tokens.labels, columns, head.vocab(w), tiling),
+        None if tokens.temperature is None else _padded(tokens.temperature, tiling.cluster_rows, 1),
         None if reference is None else _padded(reference, tiling.cluster_rows),
     )
 
-    def epilogue(acc, place: Place, bias_gmem, labels_gmem, reference_gmem, sums_gmem, stored_gmem):
-        z, column = _logits(acc, place, bias_gmem, head, head.vocab(w), interpret)
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, reference_gmem, sums_gmem, stored_gmem):
+        z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
         own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
         zeros = _zeros(interpret)
         sums_gmem.label_logit[own] = lax.cond(
@@ -104,7 +105,7 @@ def row_sums(
         e = jnp.exp(z - _along(r, z))
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if stored_gmem is not None:
-            store(place, e * _slope(z, head), stored_gmem)
+            store(place, e * _slope(z, place, t_gmem, head, interpret), stored_gmem)
 
     return product(
         epilogue,
@@ -124,7 +125,7 @@ def logit_gradients(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
-    labels: jax.Array,
+    tokens: Tokens,
     coefficients: Coefficients,
     *,
     head: Head,
@@ -134,7 +135,7 @@ def logit_gradients(
     """Returns the gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
 
     Args:
-      x, w, bias, labels, coefficients: as in `projection.Pieces`.
+      x, w, bias, tokens, coefficients: as in `projection.Pieces`.
       head: the projection.
       tiling: sizes of tiles and stages.
       interpret: as for `pallas_call`.
@@ -142,22 +143,25 @@ def logit_gradients(
     columns = w.shape[0 if head.transpose_w else 1]
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
-        _labels(labels, columns, head.vocab(w), tiling),
+        _labels(tokens.labels, columns, head.vocab(w), tiling),
+        None if tokens.temperature is None else _padded(tokens.temperature, tiling.cluster_rows, 1),
         jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
 
-    def epilogue(acc, place: Place, bias_gmem, labels_gmem, coefficients_gmem, out_gmem):
-        z, column = _logits(acc, place, bias_gmem, head, head.vocab(w), interpret)
-        m, of_exp, of_label, constant = (_along(_of_rows(c, place, interpret), z) for c in coefficients_gmem)
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, coefficients_gmem, out_gmem):
+        z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
+        m, of_exp, of_label, constant = jax.tree.map(
+            lambda gmem: _along(_of_rows(gmem, place, interpret), z), coefficients_gmem
+        )
         dz = of_exp * jnp.exp(z - m)
-        if head.label_smoothing:
+        if constant is not None:
             dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
         dz = lax.cond(
             _has_labels(labels_gmem, place),
             lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
             lambda: dz,
         )
-        store(place, dz * _slope(z, head), out_gmem)
+        store(place, dz * _slope(z, place, t_gmem, head, interpret), out_gmem)
 
     (dz,) = product(
         epilogue,
@@ -177,7 +181,7 @@ def logit_gradients(
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
+def _logits(acc, place: Place, bias_gmem, t_gmem, head: Head, vocab: int, interpret):
     """Returns the logits of a part of the product, and their columns, of which the part's first one is 0."""
     column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
     z = acc
@@ -186,8 +190,8 @@ def _logits(acc, place: Place, bias_gmem, head: Head, vocab: int, interpret):
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
-    if head.temperature != 1:
-        z = z * (1 / head.temperature)
+    if t_gmem is not None:
+        z = z * _along(1 / _of_rows(t_gmem, place, interpret), z)
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
@@ -201,11 +205,12 @@ def _tanh(y):
     return jnp.where(square < 0.01, near, far)
 
 
-def _slope(z, head: Head):
+def _slope(z, place: Place, t_gmem, head: Head, interpret):
     """Returns the derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
     if head.softcap is None:
         return 1.0
-    t = jnp.maximum(z * (head.temperature / head.softcap), -1)
+    capped = z if t_gmem is None else z * _along(_of_rows(t_gmem, place, interpret), z)
+    t = jnp.maximum(capped * (1 / head.softcap), -1)
     return (1 - t) * (1 + t)
 
 

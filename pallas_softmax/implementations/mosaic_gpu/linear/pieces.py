@@ -29,7 +29,7 @@ from pallas_softmax.implementations.mosaic_gpu.linear.plan import (
 )
 from pallas_softmax.implementations.projection import Pieces, operations_of
 from pallas_softmax.online import Normalizer
-from pallas_softmax.projection import Head, Statistics
+from pallas_softmax.projection import Head, Statistics, Tokens
 from pallas_softmax.varying import vary_together
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
@@ -37,22 +37,22 @@ _LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse
 _SLICE = 2**26  # elements of a slice that is changed at a time: a read and a write take some 90 us on an H100
 
 
-def statistics(x, w, bias, labels, *, head: Head, interpret: Any = None) -> Statistics:
+def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
     """Returns what `Pieces.statistics` says."""
     sums, _ = logits_kernel.row_sums(
-        x, w, bias, labels, head=head, tiling=plan_projection(len(x)), interpret=interpret
+        x, w, bias, tokens, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
     return _of_rows(sums, None, len(x))
 
 
-def dlogits(x, w, bias, labels, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
     """Returns what `Pieces.dlogits` says."""
     return logits_kernel.logit_gradients(
-        x, w, bias, labels, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
+        x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
 
 
-def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, interpret: Any = None):
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head, interpret: Any = None):
     """Returns what `Pieces.statistics_and_dlogits` says.
 
     The gradient of the logits is of_exp * exp(z - m), but for the label, and the m and the of_exp of a row are known
@@ -66,20 +66,21 @@ def statistics_and_dlogits(x, w, bias, labels, to_coefficients, *, head: Head, i
 
     float16 has not that range, and label smoothing makes dz no multiple of e: they take two products.
     """
-    if x.dtype != jnp.bfloat16 or head.label_smoothing:
-        merged, coefficients = to_coefficients(statistics(x, w, bias, labels, head=head, interpret=interpret))
-        return merged, dlogits(x, w, bias, labels, coefficients, head=head, interpret=interpret)
+    if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
+        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head, interpret=interpret))
+        return merged, dlogits(x, w, bias, tokens, coefficients, head=head, interpret=interpret)
 
-    reference, sums, e = _exponentials(x, w, bias, labels, head, interpret)
+    reference, sums, e = _exponentials(x, w, bias, tokens, head, interpret)
     found = _of_rows(sums, reference, len(x))
     merged, coefficients = to_coefficients(found)
     m, of_exp, of_label, _ = coefficients
     factor = of_exp * jnp.exp(reference - m)
     at_label = of_exp * jnp.exp(found.label_logit - m) - of_label
     if head.softcap is not None:
-        tanh = found.label_logit * (head.temperature / head.softcap)
+        t = 1 if tokens.temperature is None else tokens.temperature
+        tanh = found.label_logit * t / head.softcap
         at_label = at_label * (1 - tanh) * (1 + tanh)
-    own_label = jnp.where(labels < head.vocab(w), labels, -1)
+    own_label = jnp.where(tokens.labels < head.vocab(w), tokens.labels, -1)
     return merged, _changed_in_place(_gradients_of_rows, e, (factor, at_label, own_label))
 
 
@@ -120,12 +121,12 @@ def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Arra
     return step(lax.optimization_barrier(jnp.int32(n - rest)), rest, array) if rest else array
 
 
-def _exponentials(x, w, bias, labels, head: Head, interpret) -> Any:
+def _exponentials(x, w, bias, tokens, head: Head, interpret) -> Any:
     """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope."""
     tiling = plan_projection(len(x))
 
     def exponentials(reference) -> Any:
-        args = (x, w, bias, labels, reference)
+        args = (x, w, bias, tokens, reference)
         return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling, interpret=interpret)
 
     def out_of_range(sums: RowSums):
@@ -137,7 +138,7 @@ def _exponentials(x, w, bias, labels, head: Head, interpret) -> Any:
         m = online.shift(jnp.max(sums.normalizer.m, 0)[: len(x)])
         return exponentials(jnp.where(out_of_range(sums), m, reference)), False
 
-    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), head=head), 1)
+    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), tokens, head=head), 1)
     first = exponentials(online.shift(guess))
     state = first, jnp.any(out_of_range(first[1]))
     return lax.while_loop(lambda state: state[1], once_more, state)[0]
@@ -200,7 +201,9 @@ def operations(interpret: Any = None) -> dict[str, Callable]:
     }
 
 
-def _on_whole_atoms(operation: Callable, name: str, x, w, bias, labels, *of_rows, head: Head, **static):
+def _on_whole_atoms(
+    operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
+):
     """Runs an operation on arrays of whole swizzle atoms, to which x and w are copied if need be.
 
     w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
@@ -209,16 +212,19 @@ def _on_whole_atoms(operation: Callable, name: str, x, w, bias, labels, *of_rows
     rows = rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
     if (rows, deep, wide) == (n, depth, vocab):
-        return operation(x, w, bias, labels, *of_rows, head=head, **static)
+        return operation(x, w, bias, tokens, *of_rows, head=head, **static)
 
     def extended(a, *shape: int):
         return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape, strict=True)])
 
     w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
-    labels, of_rows = jax.tree.map(lambda a: extended(a, rows), (labels, of_rows))  # new rows have weight 0
+    temperature = tokens.temperature
+    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))  # new rows have weight 0
+    if temperature is not None:  # they must not divide by 0
+        tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
     bias = None if bias is None else extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)
-    results = operation(extended(x, rows, deep), w, bias, labels, *of_rows, head=head, **static)
+    results = operation(extended(x, rows, deep), w, bias, tokens, *of_rows, head=head, **static)
     if name == "projection":
         return jax.tree.map(lambda a: a[:n], results)
     *statistics, dx, dw, dbias = results
