@@ -80,6 +80,8 @@ def _objection(name: str, call: Call, automatic: bool) -> str | None:
         return None
     if call.objection is not None:
         return call.objection
+    if folds_constants():
+        return "JAX cannot trace a kernel inside jax.ensure_compile_time_eval"
     candidate = load(name)
     if call.op not in candidate.functions:
         return f"no kernel for {call.op}"
@@ -103,6 +105,11 @@ def _better_by_xla(call: Call) -> str | None:
     if plain_softmax and call.vocab % 4 == 0 and call.vocab <= _FUSED_ROW:
         return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
     return None
+
+
+def folds_constants() -> bool:
+    """Returns whether the call is inside `jax.ensure_compile_time_eval`: JAX then evaluates constants while tracing."""
+    return getattr(jax.config, "eager_constant_folding", False)
 
 
 def recording() -> bool:

@@ -159,7 +159,8 @@ def linear_log_probs(
     `linear_logsumexp`.
 
     Args:
-      labels, where: as for `linear_cross_entropy`.
+      labels: as for `linear_cross_entropy`.
+      where: as for `linear_cross_entropy`.
       temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to `labels`. It may be traced,
         and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
 

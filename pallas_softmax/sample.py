@@ -117,6 +117,10 @@ def _sample_of(
     x, axis = arguments.real_rows(name, "logits", logits, axis)
     if x.shape[axis] == 0:
         raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
+        x = x.astype(
+            jnp.float16
+        )  # the same numbers; there is no integer dtype of fewer bits for the sort keys
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))

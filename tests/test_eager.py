@@ -71,3 +71,27 @@ def test_explain_lists_what_was_compiled_before():
     x = jnp.ones((4, 20))
     ps.softmax(x)
     assert len(ps.explain(ps.softmax, x)) == 2
+
+
+CALLS = {
+    "softmax": lambda x, **kw: ps.softmax(x, **kw),
+    "fused_topk": lambda x, **kw: ps.fused_topk(x, 2, **kw),
+    "sample": lambda x, **kw: ps.sample(jax.random.key(0), x, top_p=0.9, **kw),
+    "gradient of top-k": lambda x, **kw: jax.grad(lambda x: ps.fused_topk(x, 2, **kw).values[0, 0])(x),
+    "gradient of the loss": lambda x, **kw: jax.grad(
+        lambda x: ps.linear_cross_entropy(x, x.T, jnp.arange(len(x)), **kw)
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compile_time_evaluation(name):
+    """Inside `jax.ensure_compile_time_eval` plain JAX runs; it cannot trace a kernel, and so a named one is refused."""
+    x = jax.random.normal(jax.random.key(1), (3, 50))
+    want = CALLS[name](x)
+    with jax.ensure_compile_time_eval():
+        for keywords in ({}, {"implementation": "xla"}):
+            got = CALLS[name](x, **keywords)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+        with pytest.raises(NotImplementedError, match="jax.ensure_compile_time_eval"):
+            CALLS[name](x, implementation="mosaic_gpu")

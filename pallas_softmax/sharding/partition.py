@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import operations, platforms
 from pallas_softmax.call import Choice
+from pallas_softmax.choice import folds_constants
 from pallas_softmax.compiled import compiled
 from pallas_softmax.operations import PER_ROW
 from pallas_softmax.refusal import placeholder, refuse_unless_cuda
@@ -247,7 +248,8 @@ def divisible(leaves: list[jax.Array]) -> bool:
     # custom_partitioning is not for arrays without a mesh among Explicit axes, nor for the older partitioner
     typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    return known and real and typed and shardy and not context.manual_axes
+    # custom_partitioning takes no constants, which `jax.ensure_compile_time_eval` makes
+    return known and real and typed and shardy and not context.manual_axes and not folds_constants()
 
 
 def _available(mesh) -> bool:
