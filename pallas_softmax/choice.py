@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pallas_softmax import operations, target
-from pallas_softmax.call import Call, Choice
+from pallas_softmax.call import KERNEL_DTYPES, Call, Choice
 from pallas_softmax.implementations.load import load
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
@@ -103,6 +103,14 @@ def _better_by_xla(call: Call) -> str | None:
     if plain_softmax and call.vocab % 4 == 0 and call.vocab <= _FUSED_ROW:
         return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
     return None
+
+
+def stays_plain(choice: Choice) -> bool:
+    """Returns whether the call is plain JAX on every platform, and remains so with any number of rows."""
+    if choice.requested is not None:
+        return choice.requested == "xla"
+    call = choice.call
+    return call.objection is not None or call.dtype not in KERNEL_DTYPES or _better_by_xla(call) is not None
 
 
 def recording() -> bool:
