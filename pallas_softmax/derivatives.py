@@ -13,7 +13,6 @@ JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -144,10 +143,11 @@ def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Cal
       maps: the derivatives.
     """
 
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def with_derivatives(static, results, xs, constants):
+    def unchanged(static, results, xs, constants):
         # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
         return checkpoint_name(results, f"pallas_softmax.{op}")
+
+    with_derivatives = jax.custom_jvp(unchanged, nondiff_argnums=(0,))
 
     @with_derivatives.defjvp
     def _(static, primals, tangents):

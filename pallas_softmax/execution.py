@@ -66,13 +66,14 @@ def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **sta
 def is_visible(choice: Choice, arrays: Any) -> bool:
     """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
 
-    Plain JAX needs one only where arrays may be sharded and XLA would not divide it as well.
+    Plain JAX needs one only if arrays may be sharded and XLA would not divide it as well. `sample` keeps its wrapper:
+    under a plain vmap, its `lax.cond` over all rows would run both branches.
 
     Args:
       choice: what to call.
       arrays: its arguments.
     """
-    if not stays_plain(choice) or choice.call.mesh_axes:
+    if not stays_plain(choice) or choice.call.mesh_axes or choice.call.op == "sample":
         return False
     divided_by_xla = operations.TABLE[choice.call.op].divided_by_xla
     if explicit_mesh(jax.tree.leaves(arrays)) is not None:

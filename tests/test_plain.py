@@ -61,7 +61,8 @@ def test_xla_fuses_a_chain_as_that_of_jax_nn(step):
                 x = step(of, x)
             return x
 
-        return len(jax.jit(chain).lower(array(64, 64)).compile().as_text().splitlines())
+        text = jax.jit(chain).lower(array(64, 64)).compile().as_text()
+        return len(str(text).splitlines())
 
     assert lines(OURS) <= 1.3 * lines(THEIRS)
 
@@ -103,7 +104,7 @@ def test_checkify_finds_a_nan(f, value, monkeypatch):
 
 def test_jet_of_a_jitted_function_has_no_silent_zeros():
     """jet ignores every custom_jvp, and so the derivatives."""
-    with pytest.raises((AttributeError, NotImplementedError)):
+    with pytest.raises((AttributeError, NotImplementedError, jax.errors.UnexpectedTracerError)):
         jet.jet(jax.jit(OURS["softmax"]), (jnp.arange(4.0),), ((jnp.ones(4), jnp.zeros(4)),))
 
 
