@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import jax
 from jax.core import min_dim
 
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")  # the dtypes of the logits that kernels read
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pallas_softmax import operations, target
-from pallas_softmax.call import Call, Choice
+from pallas_softmax.call import KERNEL_DTYPES, Call, Choice
 from pallas_softmax.implementations.load import load
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
@@ -110,6 +110,14 @@ def _better_by_xla(call: Call) -> str | None:
 def folds_constants() -> bool:
     """Returns whether the call is inside `jax.ensure_compile_time_eval`: JAX then evaluates constants while tracing."""
     return getattr(jax.config, "eager_constant_folding", False)
+
+
+def stays_plain(choice: Choice) -> bool:
+    """Returns whether the call is plain JAX on every platform, and remains so with any number of rows."""
+    if choice.requested is not None:
+        return choice.requested == "xla"
+    call = choice.call
+    return call.objection is not None or call.dtype not in KERNEL_DTYPES or _better_by_xla(call) is not None
 
 
 def recording() -> bool:

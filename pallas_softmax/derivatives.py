@@ -1,16 +1,15 @@
 """Derivatives of softmax, log_softmax, logsumexp and top-k, in both modes and of any order, by one mechanism.
 
-A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So an operation
-f: xs -> ys is wrapped twice:
-
-    jax.custom_vjp    f, run by its kernel, and backward by that of its gradient
-    jax.custom_jvp    around it: the tangents dys are a linear map of dxs, of which JAX sees one operation, `linear_p`
+A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So JAX computes
+ys = f(xs) from xs without derivatives. A `jax.custom_jvp` that returns ys unchanged then adds the derivatives: the
+tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p`. f itself stays outside of the
+`custom_jvp`, because some tools do not look into one.
 
     forward mode      evaluates `linear_p`: dys = tangent(saved, dxs)
     reverse mode      JAX transposes `linear_p`: dxs = cotangent(saved, dys), which is the kernel of the gradient
     higher orders     `linear_p` is linear in dxs; in `saved` its derivative is that of the same maps in plain JAX
 
-What is kept between a forward and its backward is `saved` alone, as with `custom_vjp`.
+JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`.
 """
 
 import dataclasses
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -142,34 +143,26 @@ def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Cal
       maps: the derivatives.
     """
 
-    def run(static, xs, constants):
-        return primal(static, xs, constants)
+    def unchanged(static, results, xs, constants):
+        # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
+        return checkpoint_name(results, f"pallas_softmax.{op}")
 
-    run.__name__ = op
-    kernels = jax.custom_vjp(run, nondiff_argnums=(0,))
+    with_derivatives = jax.custom_jvp(unchanged, nondiff_argnums=(0,))
 
-    def forward(static, xs, constants):
-        ys, others = kernels(static, xs, constants)
-        return (ys, others), (xs, save(xs, constants, ys, others))
-
-    def backward(static, saved, cotangents):
-        xs, saved = saved
-        dxs = iter(maps.cotangent(static, saved, cotangents[0]))
-        return tuple(next(dxs) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in xs), None
-
-    kernels.defvjp(forward, backward)
-    both_modes = jax.custom_jvp(kernels, nondiff_argnums=(0,))
-
-    @both_modes.defjvp
+    @with_derivatives.defjvp
     def _(static, primals, tangents):
-        xs, constants = primals
-        ys, others = both_modes(static, xs, constants)
+        _, xs, constants = primals
+        ys, others = with_derivatives(static, *primals)
         saved, tree = jax.tree.flatten(save(xs, constants, ys, others))
-        dxs = [dx for x, dx in zip(xs, tangents[0]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        dxs = [dx for x, dx in zip(xs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
         dys = _linear(_Map(maps, static, tree), saved, dxs)
         return (ys, others), (tuple(dys), tuple(map(jnp.zeros_like, others)))
 
-    return jax.jit(both_modes, static_argnums=0)
+    def run(static, xs, constants):
+        return with_derivatives(static, primal(static, lax.stop_gradient(xs), constants), xs, constants)
+
+    run.__name__ = op
+    return jax.jit(run, static_argnums=0)
 
 
 # ---- A value without a derivative
@@ -343,7 +336,12 @@ def _transpose(cotangents, *args, jaxpr, function, count):
         ad.instantiate_zeros(ad.Zero(aval) if type(ct) is ad.Zero else ct)
         for ct, aval in zip(cotangents, jaxpr.out_avals)
     ]
-    return [None] * count + list(_linear(function.transposed, list(args[:count]), cotangents))
+    saved, transposed = list(args[:count]), function.transposed
+    if all(
+        execution.is_visible(choice, saved) for choice in (function.static.gradient, function.static.tangent)
+    ):
+        return [None] * count + transposed(saved, cotangents)
+    return [None] * count + list(_linear(transposed, saved, cotangents))
 
 
 def _batch(args, dims, *, jaxpr, function, count):

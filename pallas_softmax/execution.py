@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pallas_softmax import operations, platforms
 from pallas_softmax.call import Choice, symbolic
-from pallas_softmax.choice import choose_again
+from pallas_softmax.choice import choose_again, stays_plain
 from pallas_softmax.sharding import partition, projection
+from pallas_softmax.sharding.specs import explicit_mesh
 
 
 def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **static: Any) -> Any:
@@ -37,6 +39,8 @@ def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **sta
     """
     choice.required_cuda()
     keywords = static if axes is None else {"axes": axes, **static}
+    if is_visible(choice, arrays):
+        return platforms.run(choice, arrays, keywords)
 
     @custom_vmap
     def call(*arrays):
@@ -57,6 +61,24 @@ def run(choice: Choice, *arrays: Any, axes: tuple[int, ...] | None = None, **sta
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*arrays)
+
+
+def is_visible(choice: Choice, arrays: Any) -> bool:
+    """Returns whether the call needs no wrapper, so that JAX and its tools see plain operations.
+
+    Plain JAX needs one only if arrays may be sharded and XLA would not divide it as well. `sample` keeps its wrapper:
+    under a plain vmap, its `lax.cond` over all rows would run both branches.
+
+    Args:
+      choice: what to call.
+      arrays: its arguments.
+    """
+    if not stays_plain(choice) or choice.call.mesh_axes or choice.call.op == "sample":
+        return False
+    divided_by_xla = operations.TABLE[choice.call.op].divided_by_xla
+    if explicit_mesh(jax.tree.leaves(arrays)) is not None:
+        return divided_by_xla and choice.requested == "xla"
+    return divided_by_xla or jax.device_count() == 1
 
 
 def run_projection(choice: Choice, *arrays: Any, **static: Any) -> Any:

@@ -173,8 +173,17 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
 
 
 def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
+    return mended(*max_and_sum(x, axes))
+
+
+def max_and_sum(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns the maximum m of each row, and a sum with the right m + log(sum): +inf if m is +inf, NaN for any NaN."""
     m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    total = jnp.sum(jnp.exp(x - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
+    return m, jnp.sum(jnp.exp(x - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
+
+
+def mended(m: jax.Array, total: jax.Array) -> Normalizer:
+    """Returns the normalizer of each row, given `max_and_sum`."""
     m = jnp.where(jnp.isnan(total), jnp.nan, m)  # XLA's maximum on the CPU loses the NaNs of long rows
     return Normalizer(m, jnp.where(m == jnp.inf, jnp.nan, total))
 

@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.lax import top_k  # as it is at the import, in case a program puts ours in its place
 
 from pallas_softmax import online
@@ -46,8 +47,15 @@ def softmax_grad(residuals, where, dy, *, axes, mesh_axes=()):
 
 
 def log_softmax(x, where, *, axes):
-    """Returns x - m - log(d); -inf where masked."""
-    return log_normalized(x, where, online.reduce(logits_of(x, where), axes))
+    """Returns x - m - log(d); -inf where masked.
+
+    As in `softmax`, only x - m uses m. XLA repeats a select on m in each user, and those repeat it again in a chain of
+    calls. A row of nothing but -inf, or with +inf or NaN, is NaN by itself.
+    """
+    logits = logits_of(x, where)
+    shifted = logits - jnp.max(logits, axes, keepdims=True, initial=-jnp.inf)
+    d = jnp.sum(jnp.exp(shifted), axes, keepdims=True)
+    return masked(shifted - jnp.log(d), where, -jnp.inf).astype(x.dtype)
 
 
 def log_normalized(x, where, normalizer: Normalizer):
@@ -73,9 +81,12 @@ def log_softmax_tangent(residuals, where, dx, *, axes, mesh_axes=()):
 
 
 def logsumexp(x, where, *, axes):
-    """Returns m + log(d), in the dtype of x, and the normalizer (m, d)."""
-    normalizer = online.reduce(logits_of(x, where), axes)
-    return online.log_of(normalizer).astype(x.dtype), normalizer
+    """Returns m + log(d), in the dtype of x, and the normalizer (m, d).
+
+    The logarithm needs no mended sum, and without it XLA fuses a chain of calls better. Derivatives use (m, d).
+    """
+    m, total = online.max_and_sum(logits_of(x, where), axes)
+    return (m + jnp.log(total)).astype(x.dtype), online.mended(m, total)
 
 
 def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
@@ -350,7 +361,12 @@ def best_order(logits, where, k):
         # XLA's kernel misplaces -NaN (openxla/xla issue 48119)
         return lax.cond(jnp.any(jnp.isnan(x) & jnp.signbit(x)), by_key, by_value, x)
 
-    return lax.platform_dependent(x, cuda=on_cuda, default=lambda x: by_value(widen(x)))
+    @custom_vmap  # under vmap, lax.cond would sort in both ways
+    def order(x):
+        return lax.platform_dependent(x, cuda=on_cuda, default=lambda x: by_value(widen(x)))
+
+    order.def_vmap(lambda axis_size, in_batched, x: (order(x), True))
+    return order(x)
 
 
 functions = {

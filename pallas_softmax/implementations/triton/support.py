@@ -7,11 +7,9 @@ import re
 import sys
 
 from pallas_softmax import operations
-from pallas_softmax.call import Call
+from pallas_softmax.call import KERNEL_DTYPES, Call
 from pallas_softmax.implementations.folding import TRANSPOSED
 from pallas_softmax.implementations.triton.plan import MAX_INDEX, MAX_K, MAX_PARTS, plan_topk
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 # The first GPUs with the instructions that Triton emits for bfloat16: A100.
 MIN_CAPABILITY = (8, 0)
@@ -39,8 +37,8 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     """Says why the kernels do not take a call on a GPU of this compute capability; None if they do."""
     if capability < MIN_CAPABILITY:
         return f"needs compute capability {_dotted(MIN_CAPABILITY)} or newer, not {_dotted(capability)}"
-    if call.dtype not in DTYPES:
-        return f"no kernel for {call.dtype}, only {', '.join(DTYPES)}"
+    if call.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {call.dtype}, only {', '.join(KERNEL_DTYPES)}"
     if call.rows == 0 or call.vocab == 0:
         return "the array is empty"
     if max(call.rows, call.vocab) > MAX_INDEX:

@@ -1,0 +1,124 @@
+"""Plain JAX as XLA fuses it, and as the tools see it that look inside a program."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import checkify, jet, roofline
+from jax.experimental import pallas as pl
+
+import pallas_softmax as ps
+from tests.support.lowering import array, lowered
+
+X = array(128, 128)
+PLAIN = functools.partial(functools.partial, implementation="xla")
+OURS = {
+    "softmax": PLAIN(ps.softmax),
+    "log_softmax": PLAIN(ps.log_softmax),
+    "logsumexp": PLAIN(ps.logsumexp, axis=-1, keepdims=True),
+}
+THEIRS = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True),
+}
+
+
+def topk(x):
+    return ps.fused_topk(x, 3, implementation="xla").values
+
+
+def gradient(f):
+    return jax.grad(lambda x: jnp.sum(f(x) ** 2))
+
+
+# --- Fusion -------------------------------------------------------------------------------------------
+
+
+def sinkhorn(of, x):
+    return of["log_softmax"](of["log_softmax"](x, axis=-1), axis=-2)
+
+
+def gradients(of, x):
+    return gradient(of["log_softmax"])(x)
+
+
+def softmaxes(of, x):
+    return of["softmax"](x)
+
+
+def logsumexps(of, x):
+    return x - of["logsumexp"](x)
+
+
+@pytest.mark.parametrize("step", [sinkhorn, gradients, softmaxes, logsumexps], ids=lambda f: f.__name__)
+def test_xla_fuses_a_chain_as_that_of_jax_nn(step):
+    def lines(of):
+        def chain(x):
+            for _ in range(15):
+                x = step(of, x)
+            return x
+
+        text = jax.jit(chain).lower(array(64, 64)).compile().as_text()
+        return len(str(text).splitlines())
+
+    assert lines(OURS) <= 1.3 * lines(THEIRS)
+
+
+# --- Tools --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"), [*((f, name) for name, f in OURS.items()), (ps.softmax, "softmax")], ids=str
+)
+def test_estimate_cost_counts_what_jax_nn_computes(ours, name):
+    got, want = (pl.estimate_cost(f, X) for f in (ours, THEIRS[name]))
+    assert got.transcendentals == want.transcendentals > 0
+    assert got.flops == want.flops > 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_estimate_cost_of_a_gradient(name):
+    forward, both = (pl.estimate_cost(f, X) for f in (OURS[name], gradient(OURS[name])))
+    assert both.flops > forward.flops + 2 * X.size
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_roofline_knows_every_operation(name, caplog):
+    with caplog.at_level(logging.WARNING):
+        for f in (OURS[name], gradient(OURS[name])):
+            assert roofline.roofline(f)(X)[1].unfused_flops > X.size
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+@pytest.mark.parametrize("f", [ps.softmax, *OURS.values(), topk])
+def test_checkify_finds_a_nan(f, value, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # else fused_topk is ready for sharded logits
+    x = jnp.zeros((2, 8)).at[1, 3].set(value)
+    error, y = checkify.checkify(f, errors=checkify.float_checks)(x)
+    assert (error.get() is not None) == bool(jnp.isnan(y).any())
+
+
+def test_jet_of_a_jitted_function_has_no_silent_zeros():
+    """jet ignores every custom_jvp, and so the derivatives."""
+    with pytest.raises((AttributeError, NotImplementedError, jax.errors.UnexpectedTracerError)):
+        jet.jet(jax.jit(OURS["softmax"]), (jnp.arange(4.0),), ((jnp.ones(4), jnp.zeros(4)),))
+
+
+# --- Costs of a call without a wrapper ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("f", [*OURS.values(), topk])
+def test_the_backward_keeps_one_array_of_the_size_of_the_logits(f):
+    x = array(64, 1000, dtype="bfloat16")
+    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], x))
+    assert [r.dtype for r in kept if r.size == x.size] == [x.dtype]
+
+
+def test_a_vmap_of_topk_sorts_in_one_way(monkeypatch):
+    """On CUDA a condition selects the sort; under a vmap of the condition both sorts would run."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert lowered(topk, X).count("stablehlo.case") == lowered(jax.vmap(topk), X).count("stablehlo.case") > 0
