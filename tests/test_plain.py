@@ -71,7 +71,9 @@ def test_xla_fuses_a_chain_as_that_of_jax_nn(step):
 
 
 @pytest.mark.parametrize(
-    ("ours", "name"), [*((f, name) for name, f in OURS.items()), (ps.softmax, "softmax")], ids=str
+    ("ours", "name"),
+    [*((f, name) for name, f in OURS.items()), (ps.softmax, "softmax")],
+    ids=[*OURS, "softmax without a name"],
 )
 def test_estimate_cost_counts_what_jax_nn_computes(ours, name):
     got, want = (pl.estimate_cost(f, X) for f in (ours, THEIRS[name]))
