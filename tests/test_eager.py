@@ -73,7 +73,7 @@ def test_explain_lists_what_was_compiled_before():
     assert len(ps.explain(ps.softmax, x)) == 2
 
 
-CALLS = {
+FOLDED = {
     "softmax": lambda x, **kw: ps.softmax(x, **kw),
     "fused_topk": lambda x, **kw: ps.fused_topk(x, 2, **kw),
     "sample": lambda x, **kw: ps.sample(jax.random.key(0), x, top_p=0.9, **kw),
@@ -84,14 +84,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FOLDED)
 def test_compile_time_evaluation(name):
     """Inside `jax.ensure_compile_time_eval` plain JAX runs; it cannot trace a kernel, and so a named one is refused."""
     x = jax.random.normal(jax.random.key(1), (3, 50))
-    want = CALLS[name](x)
+    want = FOLDED[name](x)
     with jax.ensure_compile_time_eval():
         for keywords in ({}, {"implementation": "xla"}):
-            got = CALLS[name](x, **keywords)
+            got = FOLDED[name](x, **keywords)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
         with pytest.raises(NotImplementedError, match="jax.ensure_compile_time_eval"):
-            CALLS[name](x, implementation="mosaic_gpu")
+            FOLDED[name](x, implementation="mosaic_gpu")
