@@ -6,6 +6,7 @@ checks each. On a machine with several GPUs `pytest -m gpu -n 0 tests/test_shard
 
 import fcntl
 import json
+import math
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import online
-from pallas_softmax.sharding import exchange
+from pallas_softmax.sharding import decode, exchange
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
 from tests.support.covering import cover, slow
@@ -105,6 +106,76 @@ def test_float16_is_widened_in_order():
     np.testing.assert_array_equal(wide, x.astype(np.float32))
 
 
+def tiles_of(dims, iota=None, order=None, replicas=1):
+    """The tile of each device, in XLA's notation: {devices=[dims, replicas]<=[iota]T(order)}."""
+    n = math.prod(dims) * replicas
+    devices = np.arange(n).reshape(iota or n).transpose(order).ravel()
+    tiles = np.indices((*dims, replicas)).reshape(len(dims) + 1, n)[:-1]
+    return tiles[:, np.argsort(devices)]
+
+
+WHOLE = tiles_of((1, 1), replicas=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiles", "finer", "axes"),
+    [
+        ((8,), [tiles_of((1, 8))], (8,), [[(), (0,)]]),
+        ((8,), [WHOLE], (8,), [[(), ()]]),
+        ((8,), [tiles_of((1, 4, 2))], (4, 2), [[(), (0,), (1,)]]),
+        ((8,), [tiles_of((2, 2, 2))], (2, 2, 2), [[(0,), (1,), (2,)]]),
+        ((8,), [tiles_of((2,), replicas=4), WHOLE], (2, 4), [[(0,)], [(), ()]]),
+        # the first device's neighbours hold the same tile
+        ((8,), [tiles_of((2,), (4, 2), (1, 0), 4)], (4, 2), [[(1,)]]),
+        ((8,), [tiles_of((2, 4)), tiles_of((4, 2))], (2, 2, 2), [[(0,), (1, 2)], [(0, 1), (2,)]]),
+        ((2, 4), [tiles_of((2, 4))], (2, 4), [[(0,), (1,)]]),
+        ((2, 4), [tiles_of((8,), (2, 4), (1, 0))], (2, 4), [[(1, 0)]]),
+        ((2, 4), [tiles_of((4, 2))], (2, 2, 2), [[(0, 1), (2,)]]),
+        ((4, 1, 2), [tiles_of((2, 4))], (2, 2, 1, 2), [[(0,), (1, 3)]]),
+        ((2, 4), [tiles_of((4, 2), (2, 4), (1, 0))], (2, 4), [[(1,), (0,)]]),
+        ((12,), [tiles_of((4, 3))], (4, 3), [[(0,), (1,)]]),
+        # axes of 2 x 3 and of 3 x 2 devices have no common refinement: the second array is replicated
+        (
+            (6,),
+            [tiles_of((2, 3)), tiles_of((3, 2)), tiles_of((6,))],
+            (2, 3),
+            [[(0,), (1,)], [(), ()], [(0, 1)]],
+        ),
+        ((12,), [tiles_of((3, 4)), tiles_of((4, 3))], (3, 4), [[(0,), (1,)], [(), ()]]),
+        ((4,), [np.array([[0, 2, 1, 3]])], (2, 2), [[(1, 0)]]),
+        # no order of mesh axes gives these orders of devices
+        ((4,), [np.array([[0, 1, 3, 2]])], (4,), [[()]]),
+        ((4,), [np.array([[1, 0, 2, 3]])], (4,), [[()]]),
+        ((3, 2), [np.array([[0, 1, 1, 0, 0, 1]])], (3, 2), [[()]]),
+        ((8,), [tiles_of((), replicas=8)], (8,), [[]]),
+    ],
+)
+def test_mesh_that_expresses_tiles(sizes, tiles, finer, axes):
+    assert decode.common_axes(sizes, tiles) == (finer, axes)
+
+
+@pytest.mark.parametrize("sizes", [(24,), (4, 6), (2, 3, 4)])
+def test_every_division_of_mesh_axes_is_found(sizes):
+    """Each device has the tile that the mesh axes found give it, for all divisions of a finer mesh."""
+    n = math.prod(sizes)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        prime_sizes = [p for size in sizes for p in rng.permutation(PRIMES[size])]
+        order = rng.permutation(len(prime_sizes))
+        first, second = sorted(rng.integers(0, len(order) + 1, 2))
+        dims = [math.prod(prime_sizes[i] for i in part) for part in (order[:first], order[first:second])]
+        tiles = tiles_of(dims, prime_sizes, order, n // math.prod(dims))
+        finer, (axes,) = decode.common_axes(sizes, [tiles])
+        left = [i for i in range(len(finer)) if i not in sum(axes, ())]
+        assert [math.prod(finer[i] for i in of) for of in axes] == dims
+        np.testing.assert_array_equal(
+            tiles, tiles_of(dims, finer, [*sum(axes, ()), *left], n // math.prod(dims))
+        )
+
+
+PRIMES = {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 24: [2, 2, 2, 3]}
+
+
 def run_two_processes(devices):
     """Has two processes with so many devices each check their parts of arrays that lie over all of them."""
     with socket.socket() as s:
@@ -153,12 +224,20 @@ def test_the_kernels_for_cuda_are_those_of_a_part(op, how):
     f = sharded_checks.on(at, how, op, lambda x, **kwargs: sharded_checks.ours(op, x, **kwargs))
     if how == "auto":
         (partition,) = partitions(jax.make_jaxpr(f)(jax.ShapeDtypeStruct(x.shape, x.dtype)).jaxpr)
-        where = [x] if op not in TOPK else [x, SimpleNamespace(sharding=NamedSharding(mesh, P()))]
-        _, part, outs, ins = partition(mesh, where, None)
+        columns, whole = (stand_in(lambda i: slice(i, i + 1)), stand_in(lambda _: slice(None)))
+        arrays = [SimpleNamespace(shape=x.shape, sharding=columns)]
+        arrays += [SimpleNamespace(shape=(1, 1), sharding=whole)] * (op in TOPK)  # the temperature
+        _, part, outs, ins = partition(mesh, arrays, None)
         specs = [tuple(sharding.spec for sharding in each) for each in (ins, outs)]
         mapped = jax.shard_map(part, mesh=mesh, in_specs=specs[0], out_specs=list(specs[1]), check_vma=False)
         f = lambda x: mapped(x, *[jax.numpy.ones((1, 1))] * (len(ins) - 1))  # noqa: E731
     assert_kernels_of_parts(op, jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def stand_in(columns):
+    """For XLA's sharding of a matrix of eight columns over eight devices that do not exist."""
+    indices = {i: (slice(None), columns(i)) for i in range(8)}
+    return SimpleNamespace(device_set={*indices}, devices_indices_map=lambda shape: indices)
 
 
 def partitions(jaxpr):

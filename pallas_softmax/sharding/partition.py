@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import operations, platforms
@@ -30,6 +29,7 @@ from pallas_softmax.compiled import compiled
 from pallas_softmax.operations import PER_ROW
 from pallas_softmax.refusal import placeholder, refuse_unless_cuda
 from pallas_softmax.sharding import exchange
+from pallas_softmax.sharding.decode import decode
 from pallas_softmax.sharding.specs import explicit_axes, explicit_mesh, shared_axes, spec_of
 
 
@@ -65,11 +65,11 @@ class Dimensions(Protocol):
     def result_shapes(self) -> Any:
         """What the call returns, as a tree of `jax.ShapeDtypeStruct`s."""
 
-    def lay_out(self, shardings: Sequence, mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
+    def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
         """Returns how arguments and results are to be divided, given how the arguments are sharded.
 
         Args:
-          shardings: that of each argument, or None.
+          specs: how each argument is sharded.
           mesh_sizes: the number of devices along each mesh axis.
 
         Returns:
@@ -152,10 +152,9 @@ class _DimensionsOfRows:
             shape, row_axes, full(operation.arguments, arrays), full(operation.results, results), results
         )
 
-    def lay_out(self, shardings, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
         """As `Dimensions` says; the third result are the mesh axes along the row."""
-        given = [(getattr(s, "spec", ()), full) for s, full in zip(shardings, self.arguments)]
-        axes = shared_axes(self.shape, given, mesh_sizes)
+        axes = shared_axes(self.shape, [*zip(specs, self.arguments)], mesh_sizes)
         arguments, results = (
             [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
         )
@@ -181,8 +180,8 @@ def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable
     """Runs a call by `jax.shard_map`, on arrays whose types say how they are sharded."""
     if not _available(mesh):  # JAX traces the call for a vmap, and uses nothing but the shapes of its results
         return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
-    shardings = [jax.typeof(a).sharding for a in leaves]
-    in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
+    specs = [jax.typeof(a).sharding.spec for a in leaves]
+    in_specs, out_specs, mesh_axes = dimensions.lay_out(specs, mesh.shape)
     mapped = jax.shard_map(
         on_shard(mesh_axes),
         mesh=mesh,
@@ -200,11 +199,8 @@ def _over_auto_axes(
     """Runs a call by `custom_partitioning`, on arrays whose sharding XLA decides."""
 
     def partition(mesh, arg_shapes, _):
-        shardings = [a.sharding for a in arg_shapes]
-        if mesh.empty:  # nothing in the program names a mesh: what is sharded nevertheless is gathered
-            devices = sorted(shardings[0].device_set, key=lambda device: device.id)
-            mesh, shardings = Mesh(np.array(devices), ("devices",)), [None] * len(shardings)
-        in_specs, out_specs, mesh_axes = dimensions.lay_out(shardings, mesh.shape)
+        mesh, given = decode(mesh, [a.sharding for a in arg_shapes], [len(a.shape) for a in arg_shapes])
+        in_specs, out_specs, mesh_axes = dimensions.lay_out(given, mesh.shape)
         in_shardings, out_shardings = (
             [NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs)
         )
@@ -212,7 +208,9 @@ def _over_auto_axes(
 
     function = custom_partitioning(whole)
     rule, other_factors = dimensions.sharding_rule()
-    function.def_partition(partition, sharding_rule=rule, need_replication_factors=other_factors)
+    function.def_partition(
+        partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=other_factors
+    )
     divided = jax.make_jaxpr(function)(*leaves)
     results = _divided_p.bind(*leaves, whole=whole, divided=divided, refusal=choice.refusal)
     return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)

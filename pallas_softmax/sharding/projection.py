@@ -72,7 +72,7 @@ def lay_together(arrays: tuple, head: Head) -> tuple:
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     dimensions = _DimensionsOfProjection.of("projection", arrays, head, ())
-    specs, *_ = dimensions.lay_out([jax.typeof(a).sharding for a in leaves], mesh.shape)
+    specs, *_ = dimensions.lay_out([jax.typeof(a).sharding.spec for a in leaves], mesh.shape)
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
 
@@ -133,13 +133,13 @@ class _DimensionsOfProjection:
             dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w)))),
         )
 
-    def lay_out(self, shardings, mesh_sizes) -> tuple[list[P], list[P], Any]:
+    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], Any]:
         """As `Dimensions` says; the third result are the mesh axes of the tokens, and those of the columns."""
         names = [name for name in self.sizes if name != "d"]
         given = []
-        for sharding, own in zip(shardings, self.arguments):
-            spec = dict(zip(own, getattr(sharding, "spec", ())))
-            given.append(([spec.get(name) for name in names], [name in own for name in names]))
+        for spec, own in zip(specs, self.arguments):
+            entries = dict(zip(own, spec))
+            given.append(([entries.get(name) for name in names], [name in own for name in names]))
         axes = dict(zip(names, shared_axes(tuple(self.sizes[name] for name in names), given, mesh_sizes)))
         arguments, results = (
             [P(*(axes.get(name) or None for name in own)) for own in each]

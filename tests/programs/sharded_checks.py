@@ -620,6 +620,125 @@ def temperature_of_each_device():
 CHECKS["temperature_of_each_device"] = temperature_of_each_device
 
 
+# --- Reshapes after which XLA splits a mesh axis over two dimensions ------------------------------------
+
+LINEAR = {
+    "linear_cross_entropy": functools.partial(ps.linear_cross_entropy, reduction=None),
+    "linear_logsumexp": lambda x, w, labels: ps.linear_logsumexp(x, w),
+    "linear_log_probs": ps.linear_log_probs,
+}
+HEADS = (4, 12, 2, 6, 8, 16)
+MESHES = {"line": lambda n: (n,), "rows": lambda n: (2, n // 2), "columns": lambda n: (n // 2, 2)}
+
+
+@functools.cache
+def mesh_of(shape):
+    """Auto axes "a" and "b" of 8, 4 or 2 devices."""
+    devices = mesh().devices.ravel()
+    sizes = MESHES[shape](devices.size)
+    return jax.sharding.Mesh(devices.reshape(sizes), ("a", "b")[: len(sizes)])
+
+
+def by_heads(op, heads):
+    """A function that reshapes its first argument, its arguments, and the dimension of each to shard.
+
+    It returns (a value, what has no gradient). The value has no dimension of heads: if no PartitionSpec describes the
+    sharding of a result, JAX gathers the result.
+    """
+
+    def projection(x, w, labels):
+        y = LINEAR[op](x.reshape(heads, 128, 16), w, labels.reshape(heads, 128))
+        return y.reshape(-1), ()
+
+    def rows(x):
+        x = x.reshape(8, heads, 128)
+        if op == "sample":
+            return jnp.zeros(()), tuple(ps.sample(jax.random.key(0), x, top_p=0.9))
+        y, indices = ps.fused_topk(x, 2) if op == "topk" else (getattr(ps, op)(x, -1), ())
+        return y.reshape(8, -1), indices
+
+    rng = np.random.default_rng(heads)
+    if op not in LINEAR:
+        return rows, (rng.standard_normal((8, 128 * heads)).astype(F32),), (1,)
+    x, w = (rng.standard_normal(shape).astype(F32) for shape in ((128 * heads, 16), (16, 16)))
+    return projection, (x, w, rng.integers(0, 16, len(x))), (0, None, 0)
+
+
+def with_gradient(f):
+    """The results of f, and the gradient to its first argument for a cotangent made of the value."""
+
+    def g(x, *others):
+        y, pullback, more = jax.vjp(lambda x: f(x, *others), x, has_aux=True)
+        return y, more, pullback(jnp.cos(3 * y))
+
+    return g
+
+
+@functools.cache
+def by_heads_on_one_device(op, heads):
+    f, arrays, _ = by_heads(op, heads)
+    return jax.jit(with_gradient(f))(*arrays)
+
+
+def assert_all_close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+@each(op=("topk", "softmax", "logsumexp", "log_softmax"), shape=MESHES, heads=HEADS, fast=3)
+@each(op=("sample",), shape=MESHES, heads=HEADS, fast=1)
+@each(op=LINEAR, shape=MESHES, heads=HEADS, fast=1)
+def reshaped(op, shape, heads):
+    """Results and gradients are those of one device, and no shard is sent."""
+    f, arrays, dimensions = by_heads(op, heads)
+    at = mesh_of(shape)
+    specs = [P(*[None] * a, at.axis_names) if a is not None else P() for a in dimensions]
+    placed = [jax.device_put(a, NamedSharding(at, spec)) for a, spec in zip(arrays, specs)]
+    got, sent = execute(with_gradient(f), *placed)
+    assert_all_close(got, by_heads_on_one_device(op, heads))
+    if heads % at.size == 0 or at.size % heads == 0:  # or the reshape itself gathers
+        assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent
+
+
+@each(shape=("line", "rows"), kv_heads=(4, 2), fast=1)
+def train_step(shape, kv_heads):
+    """A step of a decoder with grouped-query attention, whose weights are sharded over all devices."""
+    at = mesh_of(shape)
+    width, size, vocab = 32, 8, 64
+    tensor, data = at.axis_names[-1], at.axis_names[0] if shape == "rows" else None
+    columns, rows = P(data, tensor), P(tensor, data)
+    shapes = {
+        "embedding": ((vocab, width), columns),
+        "q": ((width, 8 * size), columns),
+        "k": ((width, kv_heads * size), columns),
+        "v": ((width, kv_heads * size), columns),
+        "out": ((8 * size, width), rows),
+        "head": ((width, vocab), columns),
+    }
+    rng = np.random.default_rng(0)
+    weights = {name: 0.2 * rng.standard_normal(s).astype(F32) for name, (s, _) in shapes.items()}
+    tokens = rng.integers(0, vocab, (4, 17))
+
+    def loss(weights, tokens):
+        x = weights["embedding"][tokens[:, :-1]]
+        batch, length, _ = x.shape
+        q = (x @ weights["q"]).reshape(batch, length, kv_heads, -1, size)
+        k, v = ((x @ weights[name]).reshape(batch, length, kv_heads, size) for name in "kv")
+        scores = jnp.einsum("bskgh,btkh->bkgst", q, k) / math.sqrt(size)
+        p = ps.softmax(scores, where=jnp.tri(length, dtype=bool))
+        y = jnp.einsum("bkgst,btkh->bskgh", p, v).reshape(batch, length, -1)
+        return ps.linear_cross_entropy(x + y @ weights["out"], weights["head"], tokens[:, 1:])
+
+    def step(weights, tokens):
+        value, gradient = jax.value_and_grad(loss)(weights, tokens)
+        return value, gradient, jax.tree.map(lambda w, dw: w - 0.1 * dw, weights, gradient)
+
+    def place(a, spec):
+        return jax.device_put(a, NamedSharding(at, spec))
+
+    placed = {name: place(a, shapes[name][1]) for name, a in weights.items()}
+    assert_all_close(jax.jit(step)(placed, place(tokens, P(data))), jax.jit(step)(weights, tokens))
+
+
 # --- Bad input, and what is chosen --------------------------------------------------------------------
 
 

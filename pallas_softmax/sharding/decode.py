@@ -1,0 +1,104 @@
+"""Reads XLA's shardings as `PartitionSpec`s, on the program's mesh or on a finer one.
+
+XLA may split one mesh axis over two dimensions. On a mesh of 8 devices, a reshape from (2, 64) to (2, 4, 16) does so:
+
+    mesh axes   shape        PartitionSpec
+    d=8         (2, 64)      (None, d)
+    d=8         (2, 4, 16)   there is none for 4 x 2 tiles
+    a=4, b=2    (2, 4, 16)   (None, a, b)
+
+The finer mesh has the same devices in the same order. Only its axes differ.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jax.sharding import Mesh, Sharding
+from jax.sharding import PartitionSpec as P
+
+
+def decode(mesh: Mesh, shardings: Sequence[Sharding], ranks: Sequence[int]) -> tuple[Mesh, list[P]]:
+    """Returns a mesh, and how each array is sharded on it.
+
+    The mesh is the program's own if that can express all shardings. An array is replicated if no finer mesh can express
+    its sharding together with the shardings of the arrays before it.
+
+    Args:
+      mesh: the program's mesh, which is empty if no sharding in the program has a mesh.
+      shardings: XLA's sharding of each array.
+      ranks: the number of dimensions of each array.
+    """
+    n = len(shardings[0].device_set)
+    # JAX wants a shape that the tiles divide evenly. Tiles may not divide the array's dimension, but they divide n.
+    indices = [sharding.devices_indices_map((n,) * rank) for sharding, rank in zip(shardings, ranks)]
+    devices = np.array([*indices[0]])
+    if mesh.size != n:
+        mesh = Mesh(devices, ("devices",))
+    sizes, axes = common_axes(mesh.axis_sizes, [_tiles(of.values(), n, r) for of, r in zip(indices, ranks)])
+    if sizes != mesh.axis_sizes:
+        mesh = Mesh(devices.reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
+    names = mesh.axis_names
+    return mesh, [P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes]
+
+
+def common_axes(
+    sizes: tuple[int, ...], arrays: Sequence[np.ndarray]
+) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
+    """Returns the axis sizes of a mesh that expresses all tilings, and the mesh axes of each dimension of each array.
+
+    Mesh axes are numbers. The mesh splits no axis that need not be split. An array that does not fit has no mesh axes.
+
+    Args:
+      sizes: the axis sizes of the program's mesh.
+      arrays: for each array, the index of each device's tile along each dimension: (dimensions, devices).
+    """
+    finer, fitting = sizes, {}
+    for i, tiles in enumerate(arrays):
+        trial = fitting | {i: tiles}
+        trial_sizes = _split(sizes, np.concatenate([*trial.values()]))
+        if all(_axes_of(each, trial_sizes) is not None for each in trial.values()):
+            finer, fitting = trial_sizes, trial
+    axes = [_axes_of(tiles, finer) if i in fitting else None for i, tiles in enumerate(arrays)]
+    return finer, [each or [()] * len(tiles) for each, tiles in zip(axes, arrays)]
+
+
+def _tiles(indices: Iterable[tuple[slice, ...]], n: int, rank: int) -> np.ndarray:
+    """Returns the index of each device's tile, as `common_axes` takes it, given what it has of a shape of all n."""
+    bounds = np.array([[at.indices(n) for at in of_device] for of_device in indices], int).reshape(n, rank, 3)
+    return (bounds[..., 0] // (bounds[..., 1] - bounds[..., 0])).T
+
+
+def _split(sizes: tuple[int, ...], tiles: np.ndarray) -> tuple[int, ...]:
+    """Splits each mesh axis where the tiles along it no longer ascend in equal steps."""
+    finer = []
+    for axis, size in enumerate(sizes):
+        line = tiles.reshape(-1, *sizes).swapaxes(1, axis + 1)[(..., *[0] * (len(sizes) - 1))]
+        factors = []  # the last mesh axis first
+        while size > 1:
+            even = (line == line[:, 1:2] * np.arange(size)).all(0)
+            factor = size if even.all() else int(even.argmin())
+            if not factor or size % factor:  # no mesh fits, as `_axes_of` finds out
+                factor = size
+            factors.append(factor)
+            line, size = line[:, ::factor], size // factor
+        finer += factors[::-1] or [1]
+    return tuple(finer)
+
+
+def _axes_of(tiles: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """Returns the mesh axes of each dimension, or None if tiles are not in the order of any mesh axes."""
+    positions = np.indices(sizes).reshape(len(sizes), -1)
+    axes = []
+    for of_dimension in tiles:
+        steps = {
+            axis: of_dimension[math.prod(sizes[axis + 1 :])] for axis, size in enumerate(sizes) if size > 1
+        }
+        major_first = sorted((axis for axis in steps if steps[axis]), key=lambda axis: -steps[axis])
+        index = np.zeros_like(of_dimension)
+        for axis in major_first:
+            index = index * sizes[axis] + positions[axis]
+        if (index != of_dimension).any():
+            return None
+        axes.append(tuple(major_first))
+    return axes
