@@ -15,9 +15,10 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution, online, projection
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import Choice
-from pallas_softmax.choice import choose
+from pallas_softmax.choice import ImplementationName, choose
 from pallas_softmax.eager import at_once
 from pallas_softmax.projection import Head, Statistics
+from pallas_softmax.refusal import reverse_only
 from pallas_softmax.sharding.projection import describe, lay_together
 from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
 
@@ -35,7 +36,7 @@ def linear_logsumexp(
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns logsumexp(x @ w + bias) over the columns of w, without the logits in memory as a whole.
 
@@ -87,7 +88,7 @@ def linear_cross_entropy(
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns the cross entropy of the logits z = x @ w + bias and labels, without the logits in memory as a whole.
 
@@ -139,7 +140,7 @@ def linear_log_probs(
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns log softmax(z / temperature)[label] of each token, without the logits in memory as a whole.
 
@@ -173,7 +174,7 @@ class _Options(NamedTuple):
     transpose_w: bool
     workspace_bytes: int
     axis_name: AxisName
-    implementation: str | None
+    implementation: ImplementationName | None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     temperature: float = 1.0
@@ -367,9 +368,14 @@ def _checked(x, w, bias, labels, where, options: _Options, gradient: str) -> tup
     arrays = lay_together((x, w, bias, labels, where), head)
     x, w, bias, labels, where = vary_together(*arrays, but=mesh_axes)
     w, bias = vary_together(w, bias, over=mesh_axes)
+    reason = (
+        f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
+        " reverse mode (jax.grad, jax.vjp); for others, write the logits out and call pallas_softmax.logsumexp"
+    )
+    x, w, bias = (None if a is None else reverse_only(a, reason) for a in (x, w, bias))
 
     def chosen(op: str) -> Choice:
-        return choose(describe(op, x, w, head, mesh_axes), options.implementation)
+        return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
     static = _Static(chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)
     return static, (x, w, bias, labels, where)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import Choice, describe, distance
-from pallas_softmax.choice import choose
+from pallas_softmax.choice import ImplementationName, choose
 from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
 from pallas_softmax.varying import varies, vary_together
@@ -41,7 +41,7 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 
 def sample(
-    key: ArrayLike,
+    key: jax.Array | np.ndarray,
     logits: ArrayLike,
     *,
     axis: int = -1,
@@ -51,7 +51,7 @@ def sample(
     min_p: ArrayLike | None = None,
     where: ArrayLike | None = None,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
@@ -155,7 +155,7 @@ def _sample_of(
         )
     x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
     x, mask = vary_together(x, mask, over=mesh_axes)
-    call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes)
+    call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
     call = dataclasses.replace(call, inner=inner)
     results = _sample(choose(call, implementation), x, mask, *parameters)
     return Sample(*(a.reshape(batch) for a in results))
