@@ -36,7 +36,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks.support import flags, report, timing
-from benchmarks.support.contenders import Call, jax_call
+from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.driver import note, progress, require_extra
 
 TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
@@ -225,7 +225,9 @@ def _jax_rows(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return log_p, tokens
 
 
-def _ours(logits: jax.Array, k: int, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+def _ours(
+    logits: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None
+) -> tuple[jax.Array, jax.Array]:
     log_p, tokens = pallas_softmax.fused_topk(
         logits, k, log=True, dtype=jnp.float32, implementation=implementation
     )
@@ -238,7 +240,7 @@ def selection(contender: str) -> Select:
         return select_at_once
     if contender == "jax_rows":
         return select_by_rows(_jax_rows)
-    return select_by_rows(functools.partial(_ours, implementation=None if contender == "auto" else contender))
+    return select_by_rows(functools.partial(_ours, implementation=named(contender)))
 
 
 def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ from jax import lax
 import pallas_softmax
 from benchmarks import beam_search
 from benchmarks.support import flags, plot, report, timing
-from benchmarks.support.contenders import Call, fetch_jax, jax_call
+from benchmarks.support.contenders import Call, fetch_jax, jax_call, named
 from benchmarks.support.driver import note, progress, require_extra, require_ran
 
 # Width D and columns V of models' heads.
@@ -138,7 +138,7 @@ def _losses(contender: str, reduction: str) -> Callable:
     return functools.partial(
         pallas_softmax.linear_cross_entropy,
         reduction="mean" if reduction == "mean" else None,
-        implementation=None if contender == "auto" else contender,
+        implementation=named(contender),
     )
 
 

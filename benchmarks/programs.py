@@ -25,7 +25,7 @@ from absl import app
 
 import pallas_softmax
 from benchmarks.support import flags, report, timing
-from benchmarks.support.contenders import jax_call
+from benchmarks.support.contenders import jax_call, named
 from benchmarks.support.driver import note, progress, require_extra, require_ran
 
 # The contenders that compute attention in one call.
@@ -86,10 +86,11 @@ def functions(implementation: str) -> SimpleNamespace:
     names = flags.FUNCTIONS
     if implementation == "jax":
         return SimpleNamespace(**{name: getattr(jax.nn, name) for name in names})
-    name = None if implementation == "auto" else implementation
 
     def ours(function: Callable) -> Callable:
-        return lambda x, axis=-1, where=None: function(x, axis=axis, where=where, implementation=name)
+        return lambda x, axis=-1, where=None: function(
+            x, axis=axis, where=where, implementation=named(implementation)
+        )
 
     return SimpleNamespace(**{each: ours(getattr(pallas_softmax, each)) for each in names})
 

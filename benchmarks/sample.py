@@ -29,7 +29,15 @@ from jax import lax
 import pallas_softmax
 from benchmarks.support import cases, flags, plot, report, timing
 from benchmarks.support.cases import Case
-from benchmarks.support.contenders import Call, Contender, fetch_jax, jax_call, prepare_jax, prepare_torch
+from benchmarks.support.contenders import (
+    Call,
+    Contender,
+    fetch_jax,
+    jax_call,
+    named,
+    prepare_jax,
+    prepare_torch,
+)
 from benchmarks.support.driver import note, progress, require_extra, write_times
 from benchmarks.support.report import Row
 from tests.support import bounds, oracle
@@ -143,8 +151,7 @@ def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[st
 
 def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict[str, Any]:
     """Returns our draws, by the implementation of this name."""
-    implementation = None if name == "auto" else name
-    return {"sample": pallas_softmax.sample(key, x, **given, implementation=implementation)}
+    return {"sample": pallas_softmax.sample(key, x, **given, implementation=named(name))}
 
 
 def check(result: dict[str, Any], fetch: Callable, case: Case, key, x, given) -> int:

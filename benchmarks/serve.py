@@ -27,7 +27,7 @@ import pallas_softmax
 from benchmarks import beam_search
 from benchmarks.beam_search import choose_prompts, model, prefill, token_ids, train
 from benchmarks.support import flags, report, timing
-from benchmarks.support.contenders import Call, jax_call
+from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.driver import note, progress, require_extra
 from tests.support import bounds
 
@@ -113,8 +113,7 @@ def by_sort(keys: jax.Array, logits: jax.Array, asked: dict[str, jax.Array]) -> 
 
 def ours(name: str, keys: jax.Array, logits: jax.Array, asked: Any) -> Any:
     """Returns what `sample` does, by the implementation of this name."""
-    implementation = None if name == "auto" else name
-    return tuple(pallas_softmax.sample(keys, logits, **asked, implementation=implementation))
+    return tuple(pallas_softmax.sample(keys, logits, **asked, implementation=named(name)))
 
 
 def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.Array, asked: Any) -> Any:

@@ -14,7 +14,12 @@ from benchmarks.support.driver import Benchmark, run
 
 
 def _ours(
-    x: jax.Array, where: jax.Array | None = None, *, function: str, axis: int, implementation: str | None
+    x: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    function: str,
+    axis: int,
+    implementation: pallas_softmax.ImplementationName | None,
 ) -> tuple[jax.Array, None]:
     return getattr(pallas_softmax, function)(x, axis=axis, where=where, implementation=implementation), None
 

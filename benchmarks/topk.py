@@ -15,7 +15,9 @@ from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_
 from benchmarks.support.driver import Benchmark, run
 
 
-def _ours(x: jax.Array, k: int, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+def _ours(
+    x: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None
+) -> tuple[jax.Array, jax.Array]:
     values, indices = pallas_softmax.fused_topk(x, k, implementation=implementation)
     return values, indices
 

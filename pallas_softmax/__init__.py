@@ -4,8 +4,10 @@ The source of the normalizer is Milakov and Gimelshein (2018), arXiv 1805.02867.
 """
 
 from pallas_softmax import online
-from pallas_softmax.choice import IMPLEMENTATIONS, explain
-from pallas_softmax.linear import linear_cross_entropy, linear_log_probs, linear_logsumexp
+from pallas_softmax.arguments import Axis, AxisName
+from pallas_softmax.call import Choice
+from pallas_softmax.choice import IMPLEMENTATIONS, ImplementationName, explain
+from pallas_softmax.linear import Reduction, linear_cross_entropy, linear_log_probs, linear_logsumexp
 from pallas_softmax.sample import Sample, sample
 from pallas_softmax.softmax import log_softmax, logsumexp, softmax
 from pallas_softmax.topk import TopK, fused_topk
@@ -14,6 +16,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Axis",
+    "AxisName",
+    "Choice",
+    "ImplementationName",
+    "Reduction",
     "Sample",
     "TopK",
     "explain",

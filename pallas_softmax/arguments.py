@@ -200,11 +200,15 @@ def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: ja
 
 
 def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Returns the reduced axes, not negative; raises what numpy and JAX raise if they are out of range or repeated."""
+    """Returns the reduced axes, not negative; raises numpy's AxisError if one is out of range."""
     if isinstance(axis, Tracer):
-        raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints"))
+        raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints", axis))
     try:
-        return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, "axis")
+        return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, function)
+    except np.exceptions.AxisError:
+        raise
+    except ValueError:
+        raise ValueError(f"{function}: axis must name each axis once, got {axis!r}") from None
     except TypeError:
         raise TypeError(
             f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}"
@@ -230,7 +234,7 @@ def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
 def static_int(function: str, name: str, value) -> int:
     """Returns `value` as an int that is known while tracing."""
     if isinstance(value, Tracer):
-        raise TypeError(_traced(function, name, "a static Python int"))
+        raise TypeError(_traced(function, name, "a static Python int", value))
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
     try:
@@ -256,13 +260,18 @@ def count_in_row(function: str, name: str, value, length) -> int:
 def static_bool(function: str, name: str, value) -> bool:
     """Returns `value` as a bool that is known while tracing."""
     if isinstance(value, Tracer):
-        raise TypeError(_traced(function, name, "a static Python bool"))
-    if not isinstance(value, int | np.bool_) or value not in (0, 1):
+        raise TypeError(_traced(function, name, "a static Python bool", value))
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
     return bool(value)
 
 
-def _traced(function: str, name: str, accepted: str) -> str:
+def _traced(function: str, name: str, accepted: str, value: Tracer) -> str:
+    if type(value).__name__ == "BatchTracer":
+        return (
+            f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
+            f"pass it with in_axes=None as a Python value, or close over it"
+        )
     return (
         f"{function}: {name} must be {accepted}, got a traced value; pass it through "
         f"static_argnames={name!r} of jax.jit, or close over it"

@@ -26,6 +26,7 @@ class Call:
       objection: why no kernel can take the arrays, whatever it computes; None if one can.
       mesh_axes: names of the mesh axes of `jax.shard_map` that each row is spread over.
       depth: for a projection x @ w, the length D of the rows of x; None for other operations.
+      function: the public function that the user called, for messages.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Call:
     objection: str | None = None
     mesh_axes: tuple[str, ...] = ()
     depth: int | None = None
+    function: str = dataclasses.field(kw_only=True)
 
     def of(self, op: str) -> "Call":
         """Returns the call of another operation on the same rows."""
@@ -59,8 +61,10 @@ def describe(
     where: jax.Array | None,
     k: int | None = None,
     mesh_axes: tuple[str, ...] = (),
+    *,
+    function: str,
 ) -> Call:
-    """Returns the `Call` of operation `op` on the rows of `x` along `axes`."""
+    """Returns the `Call` of operation `op` on the rows of `x` along `axes`, for a user's call of `function`."""
     vocab = math.prod(x.shape[a] for a in axes)
     return Call(
         op=op,
@@ -72,6 +76,7 @@ def describe(
         k=None if k is None else min_dim(k, vocab),
         objection=symbolic(x.shape, k),
         mesh_axes=mesh_axes,
+        function=function,
     )
 
 
@@ -112,7 +117,7 @@ class Choice:
         """Why the call cannot be lowered for platforms other than CUDA; None if it can."""
         if self.elsewhere is not None:
             return None
-        return f"implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
+        return f"{self.call.function}: implementation={self.cuda!r} cannot run {self.call}: it needs an NVIDIA GPU"
 
     def required_cuda(self) -> str:
         """Returns the implementation on CUDA devices.
@@ -122,7 +127,9 @@ class Choice:
         """
         if self.cuda is None:
             ((name, reason),) = self.reasons
-            raise NotImplementedError(f"implementation={name!r} cannot run {self.call}: {reason}")
+            raise NotImplementedError(
+                f"{self.call.function}: implementation={name!r} cannot run {self.call}: {reason}"
+            )
         return self.cuda
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -11,7 +11,9 @@ from pallas_softmax import operations, target
 from pallas_softmax.call import KERNEL_DTYPES, Call, Choice
 from pallas_softmax.implementations.load import load
 
-IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
+
+IMPLEMENTATIONS: tuple[ImplementationName, ...] = ("mosaic_gpu", "triton", "xla")
 """The names that `implementation=` takes, in order of preference on CUDA devices; elsewhere it is always xla."""
 
 _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("choices", default=None)
@@ -25,16 +27,18 @@ def choose(call: Call, implementation: str | None) -> Choice:
     Raises:
       ValueError: the name is unknown.
     """
-    check_name(implementation)
+    check_name(call.function, implementation)
     choice = choose_again(call, implementation)
     record(choice)
     return choice
 
 
-def check_name(implementation: str | None) -> None:
-    """Raises ValueError if the name is unknown."""
+def check_name(function: str, implementation: str | None) -> None:
+    """Raises ValueError if the name that a user passed to this function is unknown."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+        raise ValueError(
+            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
 
 
 def record(choice: Choice) -> None:
@@ -125,7 +129,7 @@ def recording() -> bool:
     return _recorder.get() is not None
 
 
-def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
     """Returns which implementations `function(*args, **kwargs)` would run, in the order of its calls of this package.
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Inside `jax.vmap` the choice shown is that for one
@@ -146,7 +150,15 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
       One `Choice` for each call, which prints as one line: the implementation on CUDA devices, that on other ones, and
       why others were passed over. One for its gradient follows where that has kernels, whether or not it is wanted. If
       the last call names an implementation that cannot run it, its `cuda` is None.
+
+    Raises:
+      TypeError: `function` is not callable.
     """
+    if not callable(function):
+        raise TypeError(
+            "explain: function must be callable, and its arguments follow it, as in explain(softmax, x); "
+            f"got {function!r} ({type(function).__name__})"
+        )
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
 

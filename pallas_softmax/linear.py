@@ -14,9 +14,10 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution, online, projection
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import Choice
-from pallas_softmax.choice import choose
+from pallas_softmax.choice import ImplementationName, choose
 from pallas_softmax.eager import at_once
 from pallas_softmax.projection import Head, Statistics, Tokens
+from pallas_softmax.refusal import reverse_only
 from pallas_softmax.sharding.projection import describe, lay_together
 from pallas_softmax.varying import share_cotangent, sum_cotangents, varies, vary_together
 
@@ -34,7 +35,7 @@ def linear_logsumexp(
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns logsumexp(x @ w + bias) over the columns of w, without the logits in memory as a whole.
 
@@ -86,7 +87,7 @@ def linear_cross_entropy(
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns the cross entropy of the logits z = x @ w + bias and labels, without the logits in memory as a whole.
 
@@ -149,7 +150,7 @@ def linear_log_probs(
     transpose_w: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns log softmax(z / temperature)[label] of each token, without the logits in memory as a whole.
 
@@ -188,7 +189,7 @@ class _Options(NamedTuple):
     transpose_w: bool
     workspace_bytes: int
     axis_name: AxisName
-    implementation: str | None
+    implementation: ImplementationName | None
 
 
 class _Static(NamedTuple):
@@ -376,9 +377,14 @@ def _checked(x, w, bias, where, tokens: Tokens, options: _Options, gradient: str
     arrays = lay_together((x, w, bias, where, tokens), head)
     x, w, bias, where, tokens = vary_together(*arrays, but=mesh_axes)
     w, bias = vary_together(w, bias, over=mesh_axes)
+    reason = (
+        f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
+        " reverse mode (jax.grad, jax.vjp); for others, write the logits out and call pallas_softmax.logsumexp"
+    )
+    x, w, bias = (None if a is None else reverse_only(a, reason) for a in (x, w, bias))
 
     def chosen(op: str) -> Choice:
-        return choose(describe(op, x, w, head, mesh_axes), options.implementation)
+        return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
     gradient = "projection_grad" if x.dtype == jnp.float16 else gradient
     static = _Static(name, chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)

@@ -10,13 +10,13 @@ its `topk` and `sample`) and Triton (`implementations/triton/language.py`).
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 
@@ -49,7 +49,7 @@ class Candidates(NamedTuple):
 # ---- ⊕ of two normalizers, of prefixes, and of rows
 
 
-def identity(shape: Sequence[int] = (), dtype=jnp.float32) -> Normalizer:
+def identity(shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32) -> Normalizer:
     """Returns the normalizer of the empty set, neutral under `combine`: m = -inf and d = 0, of this shape and dtype."""
     return Normalizer(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
 
@@ -72,7 +72,13 @@ def combine(a: Normalizer, b: Normalizer) -> Normalizer:
     Args:
       a: normalizers of sets of logits, one for each element of the fields.
       b: normalizers of other sets, whose fields broadcast to those of `a`.
+
+    Raises:
+      TypeError: `a` or `b` is no `Normalizer`.
     """
+    for name, given in ("a", a), ("b", b):
+        if not isinstance(given, Normalizer):
+            raise TypeError(f"online.combine: {name} must be a Normalizer, got {given!r}")
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
@@ -191,7 +197,7 @@ def mended(m: jax.Array, total: jax.Array) -> Normalizer:
 # ---- ⊕ of many normalizers at a time
 
 
-def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> Normalizer:
+def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Normalizer:
     """Returns normalizers with logits added, element by element: ⊕ with one rescaling of d for all `blocks`.
 
     Args:
@@ -208,7 +214,13 @@ def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale=None) -> N
     return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
-def across(lane: Normalizer, axis=None, broadcast: Callable | None = None, scale=None, m=None) -> Normalizer:
+def across(
+    lane: Normalizer,
+    axis: int | None = None,
+    broadcast: Callable | None = None,
+    scale: ArrayLike | None = None,
+    m: jax.Array | None = None,
+) -> Normalizer:
     """Merges the normalizers of all lanes, or of those along an axis.
 
     Args:
@@ -244,7 +256,7 @@ def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
     return tree(operator.add, list(terms))
 
 
-def tree(merge: Callable, terms: Sequence):
+def tree(merge: Callable, terms: Sequence[Any]) -> Any:
     """Merges the terms in pairs, and the pairs in pairs."""
     if len(terms) == 1:
         return terms[0]
@@ -293,7 +305,7 @@ def sort_key(x: jax.Array) -> jax.Array:
     return _turn(lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}")))
 
 
-def of_sort_key(key: jax.Array, dtype) -> jax.Array:
+def of_sort_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the floats of `dtype` that have these sort keys."""
     return lax.bitcast_convert_type(_turn(key), dtype)
 

@@ -1,6 +1,7 @@
-"""An operation that can be traced but not lowered: it raises a reason when, and only where, someone lowers it.
+"""Operations that can be traced but not lowered: they raise a reason when, and only where, someone lowers them.
 
 So a call that needs a GPU can be traced on any machine, and the error comes only from a lowering for another platform.
+And a function without forward mode can be differentiated in reverse mode, which transposes tangents and computes none.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 _refuse_p = Primitive("pallas_softmax_refuse")
 _refuse_p.multiple_results = True
@@ -43,3 +44,44 @@ def _refuse_lowering(ctx, *, reason, shapes):
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
+_reverse_only_p = Primitive("pallas_softmax_reverse_only")
+_tangent_p = Primitive("pallas_softmax_tangent")
+
+
+def reverse_only(x: jax.Array, reason: str) -> jax.Array:
+    """Returns `x`, an input of a `jax.custom_vjp` function, so that forward mode raises `reason` and not JAX's words.
+
+    The tangent of `x` is an operation that has a transpose, for reverse mode, but no value.
+
+    Args:
+      x: floating.
+      reason: the message of the error.
+    """
+    return _reverse_only_p.bind(x, reason=reason)
+
+
+def _reverse_only_jvp(primals, tangents, *, reason):
+    (x,), (dx,) = primals, tangents
+    dx = dx if type(dx) is ad.Zero else _tangent_p.bind(dx, reason=reason)
+    return _reverse_only_p.bind(x, reason=reason), dx
+
+
+def _no_tangent(*args, reason):
+    raise TypeError(reason)
+
+
+_reverse_only_p.def_impl(lambda x, *, reason: x)
+_reverse_only_p.def_abstract_eval(lambda x, *, reason: x)
+ad.primitive_jvps[_reverse_only_p] = _reverse_only_jvp
+batching.defvectorized(_reverse_only_p)
+mlir.register_lowering(_reverse_only_p, lambda ctx, x, *, reason: [x])
+
+_tangent_p.def_impl(_no_tangent)
+_tangent_p.def_abstract_eval(lambda dx, *, reason: dx)
+ad.deflinear2(_tangent_p, lambda dy, dx, *, reason: [dy])
+batching.primitive_batchers[_tangent_p] = (
+    _no_tangent  # of jax.jacfwd; reverse mode transposes before it batches
+)
+mlir.register_lowering(_tangent_p, _no_tangent)

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe, distance
+from pallas_softmax.choice import ImplementationName
 from pallas_softmax.derivatives import Static, choose_all, differentiable, without_gradient
 from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
@@ -43,7 +44,7 @@ export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax
 
 
 def sample(
-    key: ArrayLike,
+    key: jax.Array | np.ndarray,
     logits: ArrayLike,
     *,
     axis: int = -1,
@@ -53,7 +54,7 @@ def sample(
     min_p: ArrayLike | None = None,
     where: ArrayLike | None = None,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
@@ -135,7 +136,7 @@ def _sample_of(
         )
     x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
     x, mask = vary_together(x, mask, over=mesh_axes)
-    call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes)
+    call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
     call = dataclasses.replace(call, inner=inner)
     u, t, *filters = parameters
     (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from pallas_softmax import arguments, execution, online
 from pallas_softmax.arguments import Axis, AxisName
 from pallas_softmax.call import describe
-from pallas_softmax.choice import check_name
+from pallas_softmax.choice import ImplementationName, check_name
 from pallas_softmax.derivatives import Static, choose_all, differentiable, maps_of
 from pallas_softmax.eager import at_once
 
@@ -25,7 +25,7 @@ def softmax(
     where: ArrayLike | None = None,
     *,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, as `jax.nn.softmax`.
 
@@ -66,7 +66,7 @@ def log_softmax(
     where: ArrayLike | None = None,
     *,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
 
@@ -105,7 +105,7 @@ def logsumexp(
     where: ArrayLike | None = None,
     *,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array: ...
 
 
@@ -119,7 +119,7 @@ def logsumexp(
     return_sign: Literal[True],
     where: ArrayLike | None = None,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -132,7 +132,7 @@ def logsumexp(
     where: ArrayLike | None = None,
     *,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
 
@@ -172,12 +172,16 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
         or return_sign
         or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
     ):
-        check_name(implementation)
-        if implementation not in (None, "xla") or axis_name is not None:
-            raise NotImplementedError(
-                f"{name}: b, return_sign and complex a need implementation=None or 'xla' and no axis_name, "
-                f"got {implementation!r} and {axis_name!r}"
-            )
+        check_name(name, implementation)
+        for of, value, accepted in (
+            ("implementation", implementation, (None, "xla")),
+            ("axis_name", axis_name, (None,)),
+        ):
+            if value not in accepted:
+                raise NotImplementedError(
+                    f"{name}: {of} must be {' or '.join(map(repr, accepted))} with b, return_sign or complex a, "
+                    f"got {value!r}"
+                )
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
@@ -217,11 +221,11 @@ def _run(function: Callable, op: str, rows: arguments.Rows, implementation: str 
 
     Args:
       function: the operation as `differentiable` made it.
-      op: its name.
+      op: its name, also that of the public function.
       rows: the checked arguments.
       implementation: as the user passed it.
     """
-    call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes)
+    call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=op)
     ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
     return ys
 

@@ -1,6 +1,7 @@
 """fused_topk: what it promises, and how its gradient is wired."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_softmax import arguments, execution
 from pallas_softmax.arguments import AxisName
 from pallas_softmax.call import describe
+from pallas_softmax.choice import ImplementationName
 from pallas_softmax.derivatives import Maps, Static, choose_all, differentiable
 from pallas_softmax.eager import at_once
 from pallas_softmax.sharding.specs import lay_together
@@ -37,7 +39,7 @@ export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.T
 
 def fused_topk(
     logits: ArrayLike,
-    k: int,
+    k: int | np.integer,
     *,
     axis: int = -1,
     where: ArrayLike | None = None,
@@ -45,7 +47,7 @@ def fused_topk(
     log: bool = False,
     dtype: DTypeLike | None = None,
     axis_name: AxisName = None,
-    implementation: str | None = None,
+    implementation: ImplementationName | None = None,
 ) -> TopK:
     """Returns the k largest entries of p = softmax(logits / temperature), normalised over the whole row.
 
@@ -102,13 +104,10 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     floating = jax.eval_shape(jnp.exp, x).dtype
     t = _temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
-    if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise TypeError(f"{name}: dtype must be floating, got {out_dtype.name}")
-
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
 
-    call = describe("topk", x, (axis,), mask, k, mesh_axes)
+    call = describe("topk", x, (axis,), mask, k, mesh_axes, function=name)
     # kernels store no floats of 8 bits
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     own = {"k": k, "dtype": stored}
@@ -124,11 +123,31 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
 
 
 def _as_stored(name: str, dtype):
-    """Returns the dtype of an array that is asked for with this one: JAX warns where 64 bits become 32."""
-    try:
+    """Returns the dtype of an array asked for with this one; warns, as JAX does, if 64 bits become 32."""
+
+    def stored():
         return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
+
+    try:
+        if isinstance(dtype, jax.Array):
+            raise TypeError("an array is no dtype")
+        wanted = np.dtype(dtype)
+        if jax.dtypes.canonicalize_dtype(dtype) == wanted:
+            got = stored()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # JAX's warning names jnp.zeros; ours follows
+                got = stored()
+        if not jnp.issubdtype(got, jnp.floating):
+            raise TypeError("it is not floating")
     except (TypeError, ValueError):
         raise TypeError(f"{name}: dtype must be None or a floating dtype, got {dtype!r}") from None
+    if got != wanted and dtype is not float:
+        warnings.warn(
+            f"{name}: dtype {wanted.name} is not available without jax_enable_x64; the values are {got.name}",
+            stacklevel=2,
+        )
+    return got
 
 
 def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:

@@ -24,7 +24,8 @@ OPS = (*oracle.OPERATIONS, "topk")
 
 
 def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
-    return Call(op, dtype, rows, vocab, **({"k": 5 if op == "topk" else None} | kwargs))
+    function = "fused_topk" if op == "topk" else op
+    return Call(op, dtype, rows, vocab, function=function, **({"k": 5 if op == "topk" else None} | kwargs))
 
 
 # --- What the kernels take ----------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_str_of_a_named_choice():
 def test_an_unknown_name_lists_the_valid_ones(name):
     with pytest.raises(ValueError) as error:
         choose(call(), name)
-    for word in (repr(name), *IMPLEMENTATIONS):
+    for word in ("softmax: implementation", repr(name), *IMPLEMENTATIONS):
         assert word in str(error.value)
 
 

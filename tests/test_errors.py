@@ -1,6 +1,7 @@
 """Bad input: a clear exception of JAX's own type, raised while tracing, naming the argument and its value."""
 
 import functools
+import warnings
 from fractions import Fraction
 
 import jax
@@ -14,6 +15,7 @@ from tests.support.cases import BF16, F32
 
 NAMES = ["softmax", "log_softmax", "logsumexp"]
 X = jnp.arange(6, dtype=F32).reshape(2, 3)
+LABELS = jnp.zeros(2, int)
 topk = ps.fused_topk
 
 
@@ -46,8 +48,14 @@ def test_bad_axis_raises_what_jax_raises(name, axis):
 @pytest.mark.parametrize("axis", [2, -3, (0, 2)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_axis_out_of_range_is_named(name, axis):
-    with pytest.raises(ValueError, match=r"axis.*(2|-3).*out of bounds"):
+    with pytest.raises(ValueError, match=rf"^{name}: axis.*(2|-3).*out of bounds"):
         getattr(ps, name)(X, axis)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_axis_that_is_repeated_is_named(name):
+    with pytest.raises(ValueError, match=rf"^{name}: axis must name each axis once, got \(0, -2\)"):
+        getattr(ps, name)(X, (0, -2))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,6 +148,10 @@ CALLS = {
     "log_softmax": lambda **kwargs: ps.log_softmax(X, **kwargs),
     "logsumexp": lambda **kwargs: ps.logsumexp(X, -1, **kwargs),
     "fused_topk": lambda **kwargs: ps.fused_topk(X, 1, **kwargs),
+    "sample": lambda **kwargs: ps.sample(jax.random.key(0), X, **kwargs),
+    "linear_logsumexp": lambda **kwargs: ps.linear_logsumexp(X, X.T, **kwargs),
+    "linear_cross_entropy": lambda **kwargs: ps.linear_cross_entropy(X, X.T, LABELS, **kwargs),
+    "linear_log_probs": lambda **kwargs: ps.linear_log_probs(X, X.T, LABELS, **kwargs),
 }
 
 
@@ -148,7 +160,7 @@ CALLS = {
 def test_unknown_implementation_lists_the_valid_ones(name, implementation):
     with pytest.raises(ValueError) as error:
         CALLS[name](implementation=implementation)
-    for word in (repr(implementation), "mosaic_gpu", "triton", "xla"):
+    for word in (f"{name}: implementation", repr(implementation), "mosaic_gpu", "triton", "xla"):
         assert word in str(error.value)
 
 
@@ -158,7 +170,8 @@ def test_unknown_implementation_lists_the_valid_ones(name, implementation):
 def test_a_named_implementation_never_falls_back(name, implementation, jitted):
     """On a CPU there is no kernel to run; the reason names what it needs."""
     call = functools.partial(CALLS[name], implementation=implementation)
-    with pytest.raises(NotImplementedError, match=implementation) as error:
+    match = f"^{name}: implementation='{implementation}' cannot run"
+    with pytest.raises(NotImplementedError, match=match) as error:
         (jax.jit(call) if jitted else call)()
     assert len(str(error.value)) > len(implementation) + 20
 
@@ -200,6 +213,14 @@ def test_k_must_be_an_integer(k):
 def test_a_traced_k_says_that_it_must_be_static():
     with pytest.raises(TypeError, match=r"(?s)\bk\b.*static"):
         jax.jit(topk)(X, 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mapped_k_says_that_it_must_be_the_same_for_all(wrap):
+    with pytest.raises(TypeError, match="fused_topk: k must .* the same for all slices of jax.vmap") as error:
+        wrap(jax.vmap(lambda x, k: topk(x, k)))(X, jnp.array([1, 2]))
+    assert "static_argnames" not in str(error.value)
+    assert jax.vmap(topk, in_axes=(0, None))(X, 2).values.shape == (2, 2)  # the advice
 
 
 @pytest.mark.parametrize("axis", [2, -3])
@@ -253,8 +274,15 @@ def test_what_of_logsumexp_no_kernel_has():
     with pytest.raises(ValueError, match="implementation must be None or one of"):
         ps.logsumexp(X, b=X, implementation="cuda")
     for arguments in ({"b": X}, {"return_sign": True}):
-        with pytest.raises(NotImplementedError, match="logsumexp: b, return_sign and complex a need"):
+        with pytest.raises(
+            NotImplementedError,
+            match="logsumexp: implementation must be None or 'xla' with b, return_sign or complex a, got 'mosaic_gpu'",
+        ):
             ps.logsumexp(X, implementation="mosaic_gpu", **arguments)
+        with pytest.raises(
+            NotImplementedError, match="logsumexp: axis_name must be None with b, .*, got 'v'"
+        ):
+            ps.logsumexp(X, axis_name="v", **arguments)
 
 
 @pytest.mark.parametrize("temperature", ["1", None, [1.0, 1.0], 1j, True, Fraction(1, 2)], ids=repr)
@@ -313,6 +341,27 @@ UNNAMED = {
     "keys for logits": (TypeError, "logits must be a float or integer array, got key", lambda: topk(KEYS, 1)),
     "a long axis": (ValueError, "softmax: axis .* is out of bounds", lambda: ps.softmax(X, 2**70)),
     "log": (TypeError, "fused_topk: log must be True or False, got 'no'", lambda: topk(X, 1, log="no")),
+    "an int for log": (TypeError, "fused_topk: log must be True or False, got 1", lambda: topk(X, 1, log=1)),
+    "an int for transpose_w": (
+        TypeError,
+        "linear_logsumexp: transpose_w must be True or False, got 0",
+        lambda: ps.linear_logsumexp(X, X.T, transpose_w=0),  # pyright: ignore[reportArgumentType]
+    ),
+    "an int for keepdims": (
+        TypeError,
+        "logsumexp: keepdims must be True or False, got 1",
+        lambda: ps.logsumexp(X, keepdims=1),  # pyright: ignore[reportArgumentType]
+    ),
+    "no normalizer": (
+        TypeError,
+        "online.combine: b must be a Normalizer, got None",
+        lambda: ps.online.combine(ps.online.identity(), None),  # pyright: ignore[reportArgumentType]
+    ),
+    "an array to explain": (
+        TypeError,
+        r"(?s)explain: function must be callable, .* explain\(softmax, x\); got Array",
+        lambda: ps.explain(ps.softmax(X)),  # pyright: ignore[reportArgumentType]
+    ),
     "transpose_w": (
         TypeError,
         "transpose_w must be True or False, got 'False'",
@@ -392,5 +441,39 @@ def test_what_is_refused_is_refused_after_a_call_with_an_equal_value():
 
 
 def test_a_dtype_of_64_bits_is_warned_of_as_in_jax():
-    with pytest.warns(UserWarning, match="float64 .* is not available"):
+    with pytest.warns(UserWarning, match="^fused_topk: dtype float64 is not available") as warned:
         assert topk(X, 1, dtype="float64").values.dtype == jnp.float32
+    assert len(warned) == 1  # none names jnp.zeros
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert topk(X, 2, dtype=float).values.dtype == jnp.float32
+
+
+def test_a_bool_of_numpy_is_a_bool():
+    assert topk(X, 1, log=np.bool_(True)).values[0, 0] < 0
+
+
+# --- Forward mode, which linear_* have not -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["linear_logsumexp", "linear_cross_entropy", "linear_log_probs"])
+def test_forward_mode_names_the_function_and_the_way_out(name):
+    w, labels = jnp.ones((3, 4)), () if name == "linear_logsumexp" else (LABELS,)
+
+    def f(x, w=w):
+        return getattr(ps, name)(x, w, *labels)
+
+    advice = rf"^{name}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
+    for of in (f, jax.jit(f)):
+        for forward in (
+            lambda x, of=of: jax.jvp(of, (x,), (x,)),
+            lambda x, of=of: jax.jvp(lambda w: of(x, w), (w,), (w,)),
+            jax.jacfwd(of),
+            lambda x, of=of: jax.linearize(of, x)[1](x),
+        ):
+            with pytest.raises(TypeError, match=advice):
+                forward(X)
+            with pytest.raises(TypeError, match=advice):
+                jax.jit(forward).lower(X)
+    constant = jax.jvp(lambda s: s * f(X), (2.0,), (1.0,))[1]  # its arguments have no tangents
+    np.testing.assert_array_equal(constant, f(X))

@@ -37,7 +37,7 @@ def works(monkeypatch):
 
 
 def call(op="softmax", dtype="float32", rows=100, vocab=16384, **kwargs):
-    return Call(op, dtype, rows, vocab, **({"k": 5 if op == "topk" else None} | kwargs))
+    return Call(op, dtype, rows, vocab, function=op, **({"k": 5 if op == "topk" else None} | kwargs))
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_unsupported(works):
         (dict(op="topk", k=5, inner=None), "not contiguous"),
         (dict(op="topk", k=129, dtype="bfloat16", vocab=2**31 - 2**20), "more than 65535 parts"),
     ):
-        call = Call(**(dict(op="softmax", dtype="float32", rows=100, vocab=1000) | changes))
-        assert reason in triton_support.unsupported(call, (8, 0))
-    assert "not 7.5" in triton_support.unsupported(Call("softmax", "float32", 100, 1000), (7, 5))
+        given = call(**(dict(rows=100, vocab=1000, k=None) | changes))
+        assert reason in triton_support.unsupported(given, (8, 0))
+    assert "not 7.5" in triton_support.unsupported(call(), (7, 5))
     for dtype in DTYPES:
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
-            assert triton_support.unsupported(Call("softmax", dtype, 2**24, 2**24), capability) is None
+            assert triton_support.unsupported(call(dtype=dtype, rows=2**24, vocab=2**24), capability) is None
 
 
 # --- Without jax-triton, or with one that does not fit -----------------------------------------------
@@ -175,7 +175,7 @@ from pallas_softmax.call import Call
 from pallas_softmax.choice import choose
 from tests.support.calls import device
 with device("NVIDIA A100-SXM4-80GB"):
-    print(choose(Call("softmax", "float32", 100, 16384), None))
+    print(choose(Call("softmax", "float32", 100, 16384, function="softmax"), None))
 import pallas_softmax.implementations.triton.implementation
 """
     root = Path(__file__).parents[1]

@@ -10,10 +10,12 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+
+from pallas_softmax import ImplementationName
 
 # Implementations that are recognized in a lowered program by the name of a custom call.
 _KERNELS = ("mosaic_gpu", "triton")
@@ -45,13 +47,18 @@ class Contender:
     asked: str = ""  # the implementation that one of ours must be; empty leaves it the choice
 
 
+def named(name: str) -> ImplementationName | None:
+    """Returns `implementation=` for the name in --implementations: None for auto."""
+    return None if name == "auto" else cast(ImplementationName, name)
+
+
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
     """Returns a function of ours once per implementation; auto leaves the choice to the function."""
     return [
         Contender(
             name,
             ours=True,
-            function=functools.partial(function, implementation=None if name == "auto" else name),
+            function=functools.partial(function, implementation=named(name)),
             prepare=prepare_jax,
             asked="" if name == "auto" else name,
         )

@@ -27,8 +27,8 @@ from pallas_softmax.sharding.partition import divide, divisible
 from pallas_softmax.sharding.specs import explicit_mesh, shared_axes
 
 
-def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call:
-    """Returns the `Call` of an operation on the rows x @ w."""
+def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
+    """Returns the `Call` of an operation on the rows x @ w, for a user's call of `function`."""
     return Call(
         op=op,
         dtype=x.dtype.name,
@@ -37,6 +37,7 @@ def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = ()) -> Call
         depth=x.shape[-1],
         objection=symbolic(x.shape + w.shape),
         mesh_axes=mesh_axes,
+        function=function,
     )
 
 
@@ -90,7 +91,8 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     batch, op = x.shape[:-1], choice.call.op
     rows = math.prod(batch)
     flat = (x.reshape(rows, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(rows), per_token))
-    on_shard = choose_again(describe(op, x, w, keywords["head"]), choice.requested)
+    call = describe(op, x, w, keywords["head"], function=choice.call.function)
+    on_shard = choose_again(call, choice.requested)
     out = platforms.run(on_shard, flat, {**keywords, "mesh_axes": columns})
     if op == "projection":
         return jax.tree.map(lambda a: a.reshape(batch), out)
