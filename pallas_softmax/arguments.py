@@ -102,7 +102,7 @@ def in_range(
         value = min(value, np.iinfo(np.int32).max)
     else:
         value = parameter(function, name, value)
-    number = np.asarray(value) if is_known(value) else value
+    number: Any = np.asarray(value) if is_known(value) else value
     is_integer = jnp.issubdtype(number.dtype, jnp.integer)
     if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
         kind = "an integer" if integer else "a real number"

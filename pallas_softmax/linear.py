@@ -381,7 +381,8 @@ def _checked(x, w, bias, where, tokens: Tokens, options: _Options, gradient: str
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
         " reverse mode (jax.grad, jax.vjp); for others, write the logits out and call pallas_softmax.logsumexp"
     )
-    x, w, bias = (None if a is None else reverse_only(a, reason) for a in (x, w, bias))
+    x, w = reverse_only(x, reason), reverse_only(w, reason)
+    bias = None if bias is None else reverse_only(bias, reason)
 
     def chosen(op: str) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)

@@ -108,7 +108,7 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     # log d is added last: of a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, online.log_of(statistics.normalizer) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
-    if tokens.label_smoothing is not None:
+    if total is not None:
         loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
     if tokens.z_loss is not None:
         loss = loss + tokens.z_loss * online.log_of(statistics.normalizer) ** 2

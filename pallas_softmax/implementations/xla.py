@@ -249,22 +249,23 @@ def sample_grad(residuals, where, g, *, mesh_axes=()):
       The derivatives in the logits and in the temperature; 0 where the temperature is 0.
     """
     g = jnp.where(residuals[1] == 0, 0, g)
-    residuals = _drawn_as_winner(*residuals, where, mesh_axes)
+    residuals = _drawn_as_winner(residuals, where, mesh_axes)
     return topk_grad(residuals, where, g, jnp.zeros_like(g), log=True, mesh_axes=mesh_axes)
 
 
 def sample_tangent(residuals, where, dx, dt, *, mesh_axes=()):
     """Returns the tangent of log_probs of a draw: the transpose of `sample_grad`."""
-    winner = _drawn_as_winner(*residuals, where, mesh_axes)
+    winner = _drawn_as_winner(residuals, where, mesh_axes)
     dlog_probs, _ = topk_tangent(winner, where, dx, dt, log=True, mesh_axes=mesh_axes)
     return jnp.where(residuals[1] == 0, 0, dlog_probs)
 
 
-def _drawn_as_winner(logits, temperature, index, log_probs, where, mesh_axes):
+def _drawn_as_winner(residuals, where, mesh_axes):
     """Returns the residuals of `topk_grad` for a draw; m is the drawn logit, so that d is exp(-log_probs).
 
     Below e^-60 m is larger, so that neither d nor exp((x - m) / temperature) overflows.
     """
+    logits, temperature, index, log_probs = residuals
     x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
     temperature = jnp.where(temperature == 0, 1, temperature)
     if mesh_axes:
