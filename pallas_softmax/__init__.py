@@ -4,13 +4,13 @@ The source of the normalizer is Milakov and Gimelshein (2018), arXiv 1805.02867.
 """
 
 from pallas_softmax import online
-from pallas_softmax.arguments import Axis, AxisName
-from pallas_softmax.call import Choice
-from pallas_softmax.choice import IMPLEMENTATIONS, ImplementationName, explain
-from pallas_softmax.linear import Reduction, linear_cross_entropy, linear_log_probs, linear_logsumexp
-from pallas_softmax.sample import Sample, sample
-from pallas_softmax.softmax import log_softmax, logsumexp, softmax
-from pallas_softmax.topk import TopK, fused_topk
+from pallas_softmax._src.arguments import Axis, AxisName
+from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, ImplementationName, explain
+from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.linear.api import Reduction, linear_cross_entropy, linear_log_probs, linear_logsumexp
+from pallas_softmax._src.sample.api import Sample, sample
+from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
+from pallas_softmax._src.topk.api import TopK, fused_topk
 
 __version__ = "0.1.0"
 

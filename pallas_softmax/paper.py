@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.arguments import static_int
-from pallas_softmax.implementations.mosaic_gpu.device import blocks
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
-from pallas_softmax.implementations.mosaic_gpu.device.kernel import gpu_kernel
+from pallas_softmax._src.arguments import static_int
+from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax.online import Candidates, Normalizer
 
 MAX_K = 128  # winners that a thread keeps in its 255 registers; at 128 a few of them spill

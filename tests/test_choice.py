@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax import target
-from pallas_softmax.call import Call, Choice
-from pallas_softmax.choice import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
-from pallas_softmax.implementations.mosaic_gpu import support
+from pallas_softmax._src import target
+from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
+from pallas_softmax._src.dispatch.operation import Call, Choice
+from pallas_softmax._src.gpu import support
 from tests.support import oracle
 from tests.support.calls import DTYPES, device, named, topk
 from tests.support.covering import first, slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax import eager
+from pallas_softmax._src.dispatch import eager
 from tests.support import cases
 from tests.support.cases import F32
 

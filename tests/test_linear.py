@@ -11,8 +11,8 @@ from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType
 
 import pallas_softmax as ps
-from pallas_softmax.implementations import xla_projection
-from pallas_softmax.implementations.projection import _scale, chunk_rows, gradient_rows
+from pallas_softmax._src.linear import xla as xla_projection
+from pallas_softmax._src.linear.chunks import _scale, chunk_rows, gradient_rows
 from tests.support.covering import first, slow
 from tests.support.linear import (
     FEATURES,

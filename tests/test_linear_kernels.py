@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.mosaic_gpu.linear import pieces, plan, product
-from pallas_softmax.projection import Head, Tokens, coefficients
+from pallas_softmax._src.linear import pieces, plan, product
+from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import linear
 from tests.support.covering import first
 from tests.support.kernels import INTERPRET

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_softmax import paper
-from pallas_softmax.implementations.mosaic_gpu.device import blocks
+from pallas_softmax._src.gpu import blocks
 from tests.support.cases import F32
 from tests.support.covering import first, pairs
 from tests.support.kernels import INTERPRET

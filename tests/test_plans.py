@@ -8,13 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_softmax.implementations import folding
-from pallas_softmax.implementations.mosaic_gpu.device import hardware, layout
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile
-from pallas_softmax.implementations.mosaic_gpu.device.rows import StagedRow
-from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
-from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
-from pallas_softmax.implementations.mosaic_gpu.topk import tile_plan
+from pallas_softmax._src import folding
+from pallas_softmax._src.gpu import hardware, layout
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.staged_row import StagedRow
+from pallas_softmax._src.softmax import plan as softmax_plan
+from pallas_softmax._src.topk import plan as topk_plan
+from pallas_softmax._src.topk import tile_plan
 from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 

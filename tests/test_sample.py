@@ -11,7 +11,7 @@ from jax import export, lax
 
 import pallas_softmax as ps
 from pallas_softmax import Sample, sample
-from pallas_softmax.implementations import xla
+from pallas_softmax._src.dispatch import xla
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow

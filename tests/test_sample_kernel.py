@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import SMEM_BYTES
+from pallas_softmax._src.gpu.hardware import SMEM_BYTES
 from tests.support import cases, kernels, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values, slow

@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import online
-from pallas_softmax.sharding import decode, exchange
+from pallas_softmax._src.dispatch import collectives as exchange
+from pallas_softmax._src.dispatch import finer_mesh as decode
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
 from tests.support.covering import cover, slow

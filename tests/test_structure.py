@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import pallas_softmax
-from pallas_softmax import operations
-from pallas_softmax.choice import IMPLEMENTATIONS
-from pallas_softmax.implementations import xla
-from pallas_softmax.implementations.load import load
+from pallas_softmax._src.dispatch import table as operations
+from pallas_softmax._src.dispatch import xla
+from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS
+from pallas_softmax._src.dispatch.load import load
 
 ROOT = Path(pallas_softmax.__file__).parent
 PACKAGE = pallas_softmax.__name__

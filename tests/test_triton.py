@@ -16,11 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pallas_softmax as ps
-from pallas_softmax.call import Call
-from pallas_softmax.choice import choose
-from pallas_softmax.implementations.triton import plan as triton_plan
-from pallas_softmax.implementations.triton import support as triton_support
-from pallas_softmax.implementations.triton.plan import Block, Slabs
+from pallas_softmax._src.dispatch.choose import choose
+from pallas_softmax._src.dispatch.operation import Call
+from pallas_softmax._src.triton import plan as triton_plan
+from pallas_softmax._src.triton import support as triton_support
+from pallas_softmax._src.triton.plan import Block, Slabs
 from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, device, lengths, named, topk
 
@@ -176,7 +176,7 @@ from pallas_softmax.choice import choose
 from tests.support.calls import device
 with device("NVIDIA A100-SXM4-80GB"):
     print(choose(Call("softmax", "float32", 100, 16384, function="softmax"), None))
-import pallas_softmax.implementations.triton.implementation
+import pallas_softmax._src.triton.implementation
 """
     root = Path(__file__).parents[1]
     done = subprocess.run(

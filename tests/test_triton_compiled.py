@@ -21,10 +21,10 @@ import pytest
 from jax import export
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.triton import implementation
-from pallas_softmax.implementations.triton import plan as triton_plan
-from pallas_softmax.implementations.triton import support as triton_support
-from pallas_softmax.implementations.triton.launch import launch_p
+from pallas_softmax._src.triton import implementation
+from pallas_softmax._src.triton import plan as triton_plan
+from pallas_softmax._src.triton import support as triton_support
+from pallas_softmax._src.triton.launch import launch_p
 from tests.support import oracle
 from tests.support.calls import device, named, topk
 

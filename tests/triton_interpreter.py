@@ -21,10 +21,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_softmax import online
-from pallas_softmax.implementations.triton import implementation, language
-from pallas_softmax.implementations.triton import plan as triton_plan
-from pallas_softmax.implementations.triton.launch import launch, launch_p
-from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
+from pallas_softmax._src.triton import implementation, language
+from pallas_softmax._src.triton import plan as triton_plan
+from pallas_softmax._src.triton.launch import launch, launch_p
+from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 

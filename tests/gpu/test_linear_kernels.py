@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.mosaic_gpu.linear import pieces
-from pallas_softmax.projection import Head, Tokens
+from pallas_softmax._src.linear import pieces
+from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import linear
 from tests.support.gpu import run_under
 from tests.support.lowering import kernel_names

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
-from pallas_softmax.implementations.projection import chunk_rows
+from pallas_softmax._src.linear.chunks import chunk_rows
 from tests.support import linear
 
 N, D, V = 64, 24, 512

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax import paper
-from pallas_softmax.implementations.mosaic_gpu.linear import logits_kernel
-from pallas_softmax.implementations.mosaic_gpu.linear.plan import plan_projection
-from pallas_softmax.implementations.triton import implementation as triton
-from pallas_softmax.implementations.triton.plan import Block, Long, Slabs
-from pallas_softmax.implementations.triton.support import missing
-from pallas_softmax.projection import Coefficients, Head
+from pallas_softmax._src.linear import logits_kernel
+from pallas_softmax._src.linear.losses import Coefficients, Head
+from pallas_softmax._src.linear.plan import plan_projection
+from pallas_softmax._src.triton import implementation as triton
+from pallas_softmax._src.triton.plan import Block, Long, Slabs
+from pallas_softmax._src.triton.support import missing
 from tests.support import bounds, cases, kernels, linear, oracle
 from tests.support.kernels import Parts, Strips, Tile, Window
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax.implementations.triton import plan as triton_plan
-from pallas_softmax.implementations.triton import support as triton_support
+from pallas_softmax._src.triton import plan as triton_plan
+from pallas_softmax._src.triton import support as triton_support
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, F32
 

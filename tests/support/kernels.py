@@ -9,22 +9,20 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_softmax.implementations import folding
-from pallas_softmax.implementations.mosaic_gpu.device.layout import Tile, aligned_view
-from pallas_softmax.implementations.mosaic_gpu.device.ptx_values import Program  # noqa: F401
-from pallas_softmax.implementations.mosaic_gpu.sample import draw_ptx as sample_ptx
-from pallas_softmax.implementations.mosaic_gpu.sample import kernel as sample_kernel
-from pallas_softmax.implementations.mosaic_gpu.sample import plan as sample_plan
-from pallas_softmax.implementations.mosaic_gpu.sample.draw import SamplingParams
-from pallas_softmax.implementations.mosaic_gpu.softmax import columns_kernel, columns_plan
-from pallas_softmax.implementations.mosaic_gpu.softmax import plan as softmax_plan
-from pallas_softmax.implementations.mosaic_gpu.softmax import rows as softmax_kernels
-from pallas_softmax.implementations.mosaic_gpu.softmax.columns_plan import Strips
-from pallas_softmax.implementations.mosaic_gpu.softmax.formulas import FORMULAS
-from pallas_softmax.implementations.mosaic_gpu.softmax.plan import Parts, approximate
-from pallas_softmax.implementations.mosaic_gpu.topk import (
+from pallas_softmax._src import folding
+from pallas_softmax._src.gpu.layout import Tile, aligned_view
+from pallas_softmax._src.sample import draw_ptx as sample_ptx
+from pallas_softmax._src.sample import kernel as sample_kernel
+from pallas_softmax._src.sample import plan as sample_plan
+from pallas_softmax._src.sample.draw import SamplingParams
+from pallas_softmax._src.softmax import columns_kernel, columns_plan
+from pallas_softmax._src.softmax import mosaic_gpu as softmax_kernels
+from pallas_softmax._src.softmax import plan as softmax_plan
+from pallas_softmax._src.softmax.columns_plan import Strips
+from pallas_softmax._src.softmax.formulas import FORMULAS
+from pallas_softmax._src.softmax.plan import Parts, approximate
+from pallas_softmax._src.topk import (
     bound_ptx,
-    grad_kernel,
     lists_ptx,
     merge_kernel,
     merging_ptx,
@@ -35,10 +33,10 @@ from pallas_softmax.implementations.mosaic_gpu.topk import (
     tile_plan,
     window_kernel,
 )
-from pallas_softmax.implementations.mosaic_gpu.topk import plan as topk_plan
-from pallas_softmax.implementations.mosaic_gpu.topk import tile_kernel as topk_tile_kernel
-from pallas_softmax.implementations.mosaic_gpu.topk.plan import Window
-from pallas_softmax.implementations.mosaic_gpu.topk.selection import Extent  # noqa: F401
+from pallas_softmax._src.topk import plan as topk_plan
+from pallas_softmax._src.topk import tile_grad_kernel as grad_kernel
+from pallas_softmax._src.topk import tile_kernel as topk_tile_kernel
+from pallas_softmax._src.topk.plan import Window
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 import pallas_softmax as ps
-from pallas_softmax import projection
-from pallas_softmax.projection import Head, Tokens
+from pallas_softmax._src.linear import losses as projection
+from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support.oracle import wide
 
 ROWS = 40  # of a chunk: less than the number of tokens, and no divisor of it

@@ -2,7 +2,7 @@
 
 import re
 
-from pallas_softmax.implementations.mosaic_gpu.device.hardware import WARPGROUP
+from pallas_softmax._src.gpu.hardware import WARPGROUP
 
 
 def hazards(report, implementation):

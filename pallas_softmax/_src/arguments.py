@@ -1,0 +1,278 @@
+"""Checks what users pass and brings it into one form. Every error message names the argument, its value and what is
+accepted."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.core import Tracer
+from jax.errors import InconclusiveDimensionOperation
+
+from pallas_softmax._src.dispatch.eager import is_foreign
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.dispatch.specs import lay_together
+
+Axis = int | Sequence[int] | None
+AxisName = str | tuple[str, ...] | None
+
+
+class Rows(NamedTuple):
+    """Checked arguments, in the one form that the operations take.
+
+    Attributes:
+      x: the logits, sharded like the mask and varying over the same mesh axes.
+      where: the mask, boolean, of the rank of `x`, each dimension 1 or that of `x`; or None.
+      axes: the reduced axes, ascending, not negative.
+      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
+    """
+
+    x: jax.Array
+    where: jax.Array | None
+    axes: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+
+
+def array(function: str, name: str, x) -> jax.Array:
+    """Returns `x` as a JAX array, or raises as `check_array`."""
+    check_array(function, name, x)
+    return jnp.asarray(x)
+
+
+def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
+    """Returns `x` as a JAX array of real numbers, and `axis`, one axis of it, as a number that is not negative."""
+    x = array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
+    axis = static_int(function, "axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{function}: axis {axis} is out of bounds for {name} of shape {x.shape}")
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)  # XLA sorts no narrower ones
+    return x, axis % x.ndim
+
+
+def check_array(function: str, name: str, x) -> None:
+    """Raises unless `x` is an array or a scalar; lists are refused, as jax.nn and jax.numpy refuse them."""
+    arrays = jax.Array | np.ndarray | np.generic | int | float | complex
+    if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
+        raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
+    if is_foreign(x):
+        raise TypeError(f"{function}: {name} must be of numbers that JAX has, got dtype {x.dtype}")
+    if isinstance(x, Tracer) and type(x).__name__ == "JetTracer":
+        raise NotImplementedError(
+            f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
+        )
+
+
+def parameter(function: str, name: str, value) -> Any:
+    """Returns numbers that rows are given, such as a temperature, checked as by `check_array`, for `eager.at_once`.
+
+    A Python int becomes a float, and an object that JAX makes an array of becomes this.
+    """
+    check_array(function, name, value)
+    if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+        raise TypeError(f"{function}: {name} must be of real numbers, got dtype {value.dtype}")
+    if type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{function}: {name} must be within the range of floats, got {value}") from None
+    to_array = None if isinstance(value, jax.Array) else getattr(value, "__jax_array__", None)
+    return to_array() if to_array else value
+
+
+def in_range(
+    function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False
+) -> Any:
+    """Returns one number, or one per row, for `eager.at_once`; raises where a known number is not accepted.
+
+    Args:
+      function: the public function, for messages.
+      name: the argument, for messages.
+      value: as the user passed it. Integers above int32's maximum are clamped to that.
+      accepted: maps an array of numbers to which are in range.
+      wanted: the range, in words.
+      integer: whether the numbers must be integers.
+    """
+    if integer and type(value) is int:  # of any length
+        value = min(value, np.iinfo(np.int32).max)
+    else:
+        value = parameter(function, name, value)
+    number: Any = np.asarray(value) if is_known(value) else value
+    is_integer = jnp.issubdtype(number.dtype, jnp.integer)
+    if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
+        kind = "an integer" if integer else "a real number"
+        raise TypeError(f"{function}: {name} must be {kind}, or one per row, got {number.dtype.name}")
+    if not is_known(value):
+        return value
+    if not np.all(accepted(number)):
+        raise ValueError(f"{function}: {name} must be {wanted}, got {value}")
+    return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
+
+
+def is_known(value) -> bool:
+    """Returns whether the numbers of a parameter are at hand: not traced, and not in part with other processes."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+
+
+def normal_temperature(temperature, logits) -> Any:
+    """Returns a temperature at hand, in which positive numbers are normal ones: XLA may take others for 0."""
+    if not is_known(temperature):
+        return temperature
+    is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
+    tiny = np.finfo(np.float64 if is_wide else np.float32).tiny
+    values = np.asarray(temperature)
+    return np.where(values > 0, np.maximum(values, tiny), values) if np.any(values < tiny) else temperature
+
+
+def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `where` as a boolean array that broadcasts to `shape`, with as many dimensions."""
+    where = array(function, "where", where)
+    if where.dtype != jnp.bool_:
+        raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
+    try:
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{function}: where of shape {where.shape} does not broadcast to the shape {shape}")
+    return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
+
+
+def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Returns `value`, one number for all rows or one for each row of logits of this shape along `axis`.
+
+    Returns:
+      An array of shape (1, ..., 1) or batch + (1,).
+    """
+    value = array(function, name, value)
+    batch, given = shape[:axis] + shape[axis + 1 :], value.shape
+    if value.ndim == len(shape) and value.shape[axis] == 1:
+        value = jnp.squeeze(value, axis)
+    if value.ndim > len(batch) or any(n not in (1, full) for n, full in zip(value.shape[::-1], batch[::-1])):
+        raise ValueError(
+            f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
+        )
+    value = value.reshape(()) if value.size == 1 else jnp.broadcast_to(value, batch)
+    return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
+
+
+def rows(
+    function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
+) -> Rows:
+    """Checks the logits, and the arguments that say which elements make a row.
+
+    Args:
+      function: the public function, for messages.
+      name: the name of its argument `x`, for messages.
+      x, axis, where, axis_name: as users pass them.
+      boolean: whether `x` may be boolean.
+    """
+    x = array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
+        raise TypeError(f"{function}: {name} must be a float, integer or complex array, got {x.dtype.name}")
+    if where is not None:
+        where = array(function, "where", where)
+        x = broadcast(function, name, x, "where", where)  # `where` may add dimensions in front
+        where = mask(function, where, x.shape)
+    axes = normalized_axes(function, axis, x.ndim)
+    mesh_axes = bound_mesh_axes(function, axis_name)
+    if mesh_axes and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
+    x, where = vary_together(*lay_together(x, where), over=mesh_axes)
+    return Rows(x, where, tuple(sorted(axes)), mesh_axes)
+
+
+def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:
+    """Returns `x`, broadcast against another argument."""
+    try:
+        return jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, other.shape))
+    except ValueError:
+        raise ValueError(
+            f"{function}: {other_name} of shape {other.shape} and {name} of shape {x.shape} do not broadcast"
+        ) from None
+
+
+def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    """Returns the reduced axes, not negative; raises numpy's AxisError if one is out of range."""
+    if isinstance(axis, Tracer):
+        raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints", axis))
+    try:
+        return np.lib.array_utils.normalize_axis_tuple(range(ndim) if axis is None else axis, ndim, function)
+    except np.exceptions.AxisError:
+        raise
+    except ValueError:
+        raise ValueError(f"{function}: axis must name each axis once, got {axis!r}") from None
+    except TypeError:
+        raise TypeError(
+            f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}"
+        ) from None
+    except OverflowError:
+        raise ValueError(f"{function}: axis {axis} is out of bounds for {ndim} dimensions") from None
+
+
+def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the mesh axes that `axis_name` names, each of which a `jax.shard_map` around the call must bind."""
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{function}: axis_name must name each mesh axis once, got {axis_name!r}")
+    if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            f"{function}: axis_name must name mesh axes of the jax.shard_map around the call, got {axis_name!r}"
+        )
+    return names
+
+
+def static_int(function: str, name: str, value) -> int:
+    """Returns `value` as an int that is known while tracing."""
+    if isinstance(value, Tracer):
+        raise TypeError(_traced(function, name, "a static Python int", value))
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}") from None
+
+
+def count_in_row(function: str, name: str, value, length) -> int:
+    """Returns `value`, a number from 0 to the row's length: an int, or a symbolic dimension of `jax.export`."""
+    number: Any = value if export.is_symbolic_dim(value) else static_int(function, name, value)
+    wanted = f"{function}: {name} must be from 0 to the row's length {length}, got {value}"
+    try:
+        if 0 <= number <= length:
+            return number
+    except InconclusiveDimensionOperation as error:
+        raise ValueError(
+            f"{wanted}, which is not known to be; say so in the constraints of jax.export.symbolic_shape"
+        ) from error
+    raise ValueError(wanted)
+
+
+def static_bool(function: str, name: str, value) -> bool:
+    """Returns `value` as a bool that is known while tracing."""
+    if isinstance(value, Tracer):
+        raise TypeError(_traced(function, name, "a static Python bool", value))
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _traced(function: str, name: str, accepted: str, value: Tracer) -> str:
+    if type(value).__name__ == "BatchTracer":
+        return (
+            f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
+            f"pass it with in_axes=None as a Python value, or close over it"
+        )
+    return (
+        f"{function}: {name} must be {accepted}, got a traced value; pass it through "
+        f"static_argnames={name!r} of jax.jit, or close over it"
+    )

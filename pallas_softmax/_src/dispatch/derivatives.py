@@ -1,0 +1,365 @@
+"""Derivatives of softmax, log_softmax, logsumexp and top-k, in both modes and of any order, by one mechanism.
+
+A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So JAX computes
+ys = f(xs) from xs without derivatives. A `jax.custom_jvp` that returns ys unchanged then adds the derivatives: the
+tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p`. f itself stays outside of the
+`custom_jvp`, because some tools do not look into one.
+
+    forward mode      evaluates `linear_p`: dys = tangent(saved, dxs)
+    reverse mode      JAX transposes `linear_p`: dxs = cotangent(saved, dys), which is the kernel of the gradient
+    higher orders     `linear_p` is linear in dxs; in `saved` its derivative is that of the same maps in plain JAX
+
+JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from pallas_softmax._src.dispatch import table as operations
+from pallas_softmax._src.dispatch import vmap as execution
+from pallas_softmax._src.dispatch import xla
+from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
+from pallas_softmax._src.dispatch.compiled import compiled
+from pallas_softmax._src.dispatch.mesh_types import sum_cotangents
+from pallas_softmax._src.dispatch.operation import Call, Choice
+from pallas_softmax._src.dispatch.table import PER_ROW
+
+
+class Static(NamedTuple):
+    """What is known of a call while tracing; hashable.
+
+    Attributes:
+      forward: the choice for the operation.
+      gradient: that for its gradient.
+      tangent: that for its tangent.
+      keywords: the static arguments of the operation, as the items of a dictionary.
+      shared: those of them that its gradient and its tangent take, too.
+    """
+
+    forward: Choice
+    gradient: Choice
+    tangent: Choice
+    keywords: tuple[tuple[str, Any], ...]
+    shared: tuple[tuple[str, Any], ...]
+
+
+def choose_all(
+    call: Call, implementation: str | None, *, own: dict[str, Any] | None = None, **shared: Any
+) -> Static:
+    """Returns the choices for a call and for its derivatives, which are plain JAX but where the gradient has kernels.
+
+    Args:
+      call: the call.
+      implementation: the name that the user gave, or None.
+      own: static arguments of the operation that its derivatives do not take.
+      **shared: the other ones.
+    """
+    operation = operations.TABLE[call.op]
+    assert operation.gradient is not None and operation.tangent is not None
+    forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
+    chosen = choose(forward, implementation)
+    if operation.gradient_has_kernels:
+        backward = choose(gradient, implementation)
+    else:
+        backward = choose_if_able(gradient, implementation)
+        if backward.cuda != "xla":
+            record(backward)
+    symmetric = operation.tangent == operation.gradient
+    return Static(
+        chosen,
+        backward,
+        backward if symmetric else choose_plain(tangent),
+        tuple({**shared, **(own or {})}.items()),
+        tuple(shared.items()),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """The tangent of an operation and its transpose; all take (static, saved, arrays) and return a tuple of arrays.
+
+    Attributes:
+      tangent: dxs -> dys. It may launch a kernel.
+      cotangent: dys -> dxs, the transpose. It may launch a kernel.
+      plain_tangent: the same as `tangent` in plain JAX, which can be differentiated in `saved`.
+      plain_cotangent: the same as `cotangent` in plain JAX.
+    """
+
+    tangent: Callable
+    cotangent: Callable
+    plain_tangent: Callable
+    plain_cotangent: Callable
+
+    @property
+    def transposed(self) -> "Maps":
+        """The maps with tangent and cotangent exchanged."""
+        return Maps(self.cotangent, self.tangent, self.plain_cotangent, self.plain_tangent)
+
+
+def maps_of(op: str) -> Maps:
+    """Returns the maps of an operation: those of `operations.TABLE`, run as every operation is, and in plain JAX."""
+    operation = operations.TABLE[op]
+    replicated = operation.results == PER_ROW  # over the mesh axes that a row is spread over
+
+    def run(static: Static, choice: Choice, saved, arrays):
+        return _as_tuple(execution.run(choice, *saved, *arrays, **dict(static.shared)))
+
+    def run_plain(static: Static, name: str | None, saved, arrays):
+        mesh_axes = static.forward.call.mesh_axes
+        return _as_tuple(
+            xla.functions[str(name)](*saved, *arrays, **dict(static.shared), mesh_axes=mesh_axes)
+        )
+
+    def whole(static: Static, cotangents):
+        return sum_cotangents(cotangents, static.forward.call.mesh_axes) if replicated else cotangents
+
+    return Maps(
+        lambda static, saved, dxs: run(static, static.tangent, saved, dxs),
+        lambda static, saved, dys: run(static, static.gradient, saved, whole(static, dys)),
+        lambda static, saved, dxs: run_plain(static, operation.tangent, saved, dxs),
+        lambda static, saved, dys: run_plain(static, operation.gradient, saved, whole(static, dys)),
+    )
+
+
+def _as_tuple(out) -> tuple:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Callable:
+    """Returns a jitted function (static, xs, constants) -> (ys, others) of an operation, with its derivatives.
+
+    Args:
+      op: the operation, for profiles.
+      primal: (static, xs, constants) -> (ys, others), tuples of arrays; ys depend on xs as `maps` say, while others,
+        floating as well, and the constants, which may be None, have no derivatives.
+      save: (xs, constants, ys, others) -> the arguments of the maps before the tangents or cotangents.
+      maps: the derivatives.
+    """
+
+    def unchanged(static, results, xs, constants):
+        # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
+        return checkpoint_name(results, f"pallas_softmax.{op}")
+
+    with_derivatives = jax.custom_jvp(unchanged, nondiff_argnums=(0,))
+
+    @with_derivatives.defjvp
+    def _(static, primals, tangents):
+        _, xs, constants = primals
+        ys, others = with_derivatives(static, *primals)
+        saved, tree = jax.tree.flatten(save(xs, constants, ys, others))
+        dxs = [dx for x, dx in zip(xs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        dys = _linear(_Map(maps, static, tree), saved, dxs)
+        return (ys, others), (tuple(dys), tuple(map(jnp.zeros_like, others)))
+
+    def run(static, xs, constants):
+        return with_derivatives(static, primal(static, lax.stop_gradient(xs), constants), xs, constants)
+
+    run.__name__ = op
+    return jax.jit(run, static_argnums=0)
+
+
+# ---- A value without a derivative
+
+_refused_tangent_p = Primitive("pallas_softmax_refused_tangent")
+
+
+def without_gradient(name: str, value: jax.Array, *inputs: jax.Array) -> jax.Array:
+    """Returns the value. Reverse mode raises if a loss depends on the inputs through it; its tangent is NaN.
+
+    Args:
+      name: the public name of the value, for the error.
+      value: a floating array.
+      inputs: the arrays that it was computed from.
+    """
+
+    @jax.custom_jvp
+    def identity(value, inputs):
+        return value
+
+    @identity.defjvp
+    def _(primals, tangents):
+        value, inputs = primals
+        floating = [t for x, t in zip(inputs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return value, _refused_tangent_p.bind(tangents[0], *floating, name=name)
+
+    return identity(value, inputs)
+
+
+def _refuse_transpose(cotangent, *_, name):
+    raise NotImplementedError(f"{name} has no gradient; wrap it in jax.lax.stop_gradient")
+
+
+def _refuse_batch(args, dims, *, name):
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    first = (
+        jnp.broadcast_to(args[0], (size, *args[0].shape))
+        if dims[0] is None
+        else jnp.moveaxis(args[0], dims[0], 0)
+    )
+    return _refused_tangent_p.bind(first, *args[1:], name=name), 0
+
+
+_refused_tangent_p.def_impl(lambda like, *_, name: jnp.full_like(like, jnp.nan))
+_refused_tangent_p.def_abstract_eval(lambda like, *_, name: like)
+mlir.register_lowering(
+    _refused_tangent_p,
+    mlir.lower_fun(lambda like, *_, name: jnp.full_like(like, jnp.nan), multiple_results=False),
+)
+ad.primitive_jvps[_refused_tangent_p] = lambda primals, tangents, *, name: (
+    _refused_tangent_p.bind(*primals, name=name),
+    _refused_tangent_p.bind(*map(ad.instantiate_zeros, tangents), name=name),
+)
+ad.primitive_transposes[_refused_tangent_p] = _refuse_transpose
+batching.primitive_batchers[_refused_tangent_p] = _refuse_batch
+
+
+# ---- A linear map as one operation
+
+
+class _Level(NamedTuple):
+    """One vmap around a linear map: for each array, whether the batch is its first dimension.
+
+    Attributes:
+      saved: for each leaf of `saved`.
+      inputs: for each linear array.
+      outputs: for each result; one that has no batch is the sum over it, as the transpose of a shared input.
+    """
+
+    saved: tuple[bool, ...]
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map:
+    """What `linear_p` computes; hashable, so that equal calls share JAX's caches.
+
+    Attributes:
+      maps: the tangent and its transpose, of which this is the first.
+      static: their first argument.
+      saved_tree: the structure of `saved`.
+      levels: each vmap around, the innermost first.
+    """
+
+    maps: Maps
+    static: Any
+    saved_tree: Any
+    levels: tuple[_Level, ...] = ()
+
+    @property
+    def transposed(self) -> "_Map":
+        """The transpose of this map."""
+        levels = tuple(_Level(level.saved, level.outputs, level.inputs) for level in self.levels)
+        return dataclasses.replace(self, maps=self.maps.transposed, levels=levels)
+
+    def __call__(self, saved: list, linear: list) -> list:
+        """Computes the map, by kernels where its operation has some."""
+        return self._batched(self.maps.tangent)(saved, linear)
+
+    def plain(self, saved: list, linear: list) -> list:
+        """Computes the map in plain JAX."""
+        return self._batched(self.maps.plain_tangent)(saved, linear)
+
+    def _batched(self, function: Callable) -> Callable:
+        def on_leaves(saved, linear):
+            return list(function(self.static, jax.tree.unflatten(self.saved_tree, saved), tuple(linear)))
+
+        for level in self.levels:
+            on_leaves = _at_level(on_leaves, level)
+        return on_leaves
+
+
+def _at_level(function: Callable, level: _Level) -> Callable:
+    """Returns the function (saved, linear), of two lists of arrays, as it is under one vmap."""
+    axes = ([0 if b else None for b in level.saved], [0 if b else None for b in level.inputs])
+
+    def batched(saved, linear):
+        outputs = jax.vmap(function, in_axes=axes)(saved, linear)
+        return [out if b else jnp.sum(out, 0) for out, b in zip(outputs, level.outputs)]
+
+    return batched
+
+
+# The map as a program; equal maps share it, while their jaxprs differ.
+_apply = compiled(lambda saved, linear, *, function: function(saved, linear), "function")
+
+linear_p = Primitive("pallas_softmax_linear")
+linear_p.multiple_results = True
+
+
+def _linear(function: _Map, saved: list, linear) -> list:
+    """Binds the map as one operation, whose parameter is its jaxpr, so that JAX sees what is inside it."""
+    linear, count = list(linear), len(saved)
+    jaxpr = jax.make_jaxpr(lambda *args: function(list(args[:count]), list(args[count:])))(*saved, *linear)
+    return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function, count=count)
+
+
+def _evaluate(*args, jaxpr, function, count):
+    return jaxpr_as_fun(jaxpr)(*args)
+
+
+def _abstract(*args, jaxpr, function, count):
+    return jaxpr.out_avals
+
+
+def _jvp(primals, tangents, *, jaxpr, function, count):
+    """Is the map again for the linear arrays, in which it is linear; for `saved`, the derivative of the plain map."""
+    primals = list(primals)
+    outputs = _linear(function, primals[:count], primals[count:])
+    sums = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
+    if any(type(t) is not ad.Zero for t in tangents[count:]):
+        linear = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        sums = _linear(function, primals[:count], linear)
+    moved = [i for i in range(count) if type(tangents[i]) is not ad.Zero]
+    if moved:
+
+        def plain(*values):
+            saved = primals[:count]
+            for i, value in zip(moved, values):
+                saved[i] = value
+            return function.plain(saved, primals[count:])
+
+        _, more = jax.jvp(plain, [primals[i] for i in moved], [tangents[i] for i in moved])
+        sums = [ad.add_tangents(a, b) for a, b in zip(sums, more)]
+    return outputs, sums
+
+
+def _transpose(cotangents, *args, jaxpr, function, count):
+    cotangents = [
+        ad.instantiate_zeros(ad.Zero(aval) if type(ct) is ad.Zero else ct)
+        for ct, aval in zip(cotangents, jaxpr.out_avals)
+    ]
+    saved, transposed = list(args[:count]), function.transposed
+    if all(
+        execution.is_visible(choice, saved) for choice in (function.static.gradient, function.static.tangent)
+    ):
+        return [None] * count + transposed(saved, cotangents)
+    return [None] * count + list(_linear(transposed, saved, cotangents))
+
+
+def _batch(args, dims, *, jaxpr, function, count):
+    batched = tuple(d is not None for d in dims)
+    args = [jnp.moveaxis(a, d, 0) if b else a for a, d, b in zip(args, dims, batched)]
+    level = _Level(batched[:count], batched[count:], (True,) * len(jaxpr.out_avals))
+    outputs = _linear(
+        dataclasses.replace(function, levels=(*function.levels, level)), args[:count], args[count:]
+    )
+    return outputs, [0] * len(outputs)
+
+
+linear_p.def_impl(
+    lambda *args, jaxpr, function, count: _apply(list(args[:count]), list(args[count:]), function=function)
+)
+linear_p.def_abstract_eval(_abstract)
+mlir.register_lowering(linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transpose
+batching.primitive_batchers[linear_p] = _batch

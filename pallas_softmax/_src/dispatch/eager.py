@@ -1,0 +1,60 @@
+"""Calls outside of `jax.jit`: JAX would dispatch each operation of a call by itself; here the call is one program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from pallas_softmax._src.dispatch import choose as choice
+
+
+def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
+    """Returns function(*arrays, *options), compiled as one program if no array is traced.
+
+    Args:
+      function: what is called; its errors, also of bad options, are the same either way.
+      arrays: arrays, scalars, None, or named tuples of them.
+      options: the other arguments; each combination of them is compiled by itself.
+    """
+    if all(map(_concrete, _leaves(arrays))) and _hashable(options) and not choice.recording():
+        # 1, 1.0 and True are equal, but as k only the first is accepted
+        return _compiled(function, options, tuple(map(type, jax.tree.leaves(options))), arrays)
+    return function(*arrays, *options)
+
+
+def _leaves(arrays: tuple) -> list:
+    """Returns the arrays, with named tuples taken apart. A list stays whole: the function refuses it."""
+    return [leaf for a in arrays for leaf in (a if hasattr(a, "_fields") else (a,))]
+
+
+def _concrete(x) -> bool:
+    """Returns whether x is None or numbers at hand, which no transformation traces."""
+    return x is None or (
+        isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
+        and not isinstance(x, Tracer)
+        and not is_foreign(x)
+    )
+
+
+def is_foreign(x) -> bool:
+    """Returns whether `x` is of numpy, and of a dtype that JAX has not: objects, strings, times, long doubles."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.char in "OSUMmgG"
+
+
+def _hashable(options: tuple) -> bool:
+    """Returns whether a compilation can be kept under the options; the function raises an error for other ones."""
+    try:
+        hash(options)
+    except TypeError:
+        return False
+    return not any(isinstance(option, Tracer) for option in options)
+
+
+def _run(function, options, types, arrays):
+    """Calls the function; types only tell compilations apart."""
+    return function(*arrays, *options)
+
+
+_compiled = jax.jit(_run, static_argnums=(0, 1, 2))

@@ -1,0 +1,263 @@
+"""How a call is divided over the devices of a mesh, under jit.
+
+Each device takes the rows, or the shard of each row, that it has: nothing is gathered. There are three ways:
+
+    inside shard_map with axis_name=   the shards are in hand already: `exchange.run`
+    Explicit mesh axes                 types say how arrays are sharded: `jax.shard_map` around `exchange.run`
+    Auto mesh axes                     XLA decides on the sharding: `custom_partitioning` asks us for a device's program
+
+An array that no mesh divides goes to `platforms.run` as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_softmax._src.dispatch import collectives as exchange
+from pallas_softmax._src.dispatch import platform as platforms
+from pallas_softmax._src.dispatch import table as operations
+from pallas_softmax._src.dispatch.choose import folds_constants
+from pallas_softmax._src.dispatch.compiled import compiled
+from pallas_softmax._src.dispatch.finer_mesh import decode
+from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.dispatch.refusal import placeholder, refuse_unless_cuda
+from pallas_softmax._src.dispatch.specs import explicit_axes, explicit_mesh, shared_axes, spec_of
+from pallas_softmax._src.dispatch.table import PER_ROW
+
+
+def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs a call on arrays that may be sharded.
+
+    Args:
+      choice: what to call.
+      arrays: the positional arguments of the operation, of one rank, the first of the full shape.
+      keywords: its static arguments.
+    """
+    operation = operations.TABLE[choice.call.op]
+    if choice.call.mesh_axes:
+        return exchange.run(choice, arrays, keywords, choice.call.mesh_axes)
+    leaves = jax.tree.leaves(arrays)
+    left_to_xla = choice.requested == "xla" and operation.divided_by_xla
+    if left_to_xla or not divisible(leaves):
+        return platforms.run(choice, arrays, keywords)
+
+    def shard_function(mesh_axes: tuple[str, ...]):
+        return lambda *arrays: exchange.run(choice, arrays, keywords, mesh_axes)
+
+    def whole(*arrays):
+        return platforms.run(choice, arrays, keywords)
+
+    return divide(choice, arrays, whole, _DimensionsOfRows.of(choice, arrays, keywords), shard_function)
+
+
+class Dimensions(Protocol):
+    """What `divide` must know of the dimensions of a call's arrays: which of them are divided alike."""
+
+    @property
+    def result_shapes(self) -> Any:
+        """What the call returns, as a tree of `jax.ShapeDtypeStruct`s."""
+
+    def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
+        """Returns how arguments and results are to be divided, given how the arguments are sharded.
+
+        Args:
+          specs: how each argument is sharded.
+          mesh_sizes: the number of devices along each mesh axis.
+
+        Returns:
+          The specs of the arguments, those of the results, and what the function of a device's shards must know of the
+          mesh axes; see `divide`.
+        """
+        ...
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """Returns Shardy's rule, a letter for each dimension, and the letters of those that no mesh axis divides."""
+        ...
+
+
+def divide(
+    choice: Choice, arrays: tuple, whole: Callable, dimensions: Dimensions, shard_function: Callable
+) -> Any:
+    """Runs a call on arrays that a mesh may divide.
+
+    Args:
+      choice: what to call.
+      arrays: its arguments.
+      whole: the function of the whole arrays.
+      dimensions: those of the arguments and the results.
+      shard_function: given the third result of `dimensions.lay_out`, returns the function of a device's shards.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def of_leaves(function):
+        return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
+    def on_shard(mesh_axes):
+        return of_leaves(shard_function(mesh_axes))
+
+    mesh = explicit_mesh(leaves)
+    if mesh is not None:
+        return _over_explicit_axes(leaves, dimensions, on_shard, mesh)
+    return _over_auto_axes(choice, leaves, of_leaves(whole), dimensions, on_shard)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DimensionsOfRows:
+    """`Dimensions` of an operation on rows: those of the full shape, that of the logits, are sharded alike.
+
+    Attributes:
+      shape: the full shape.
+      row_axes: the dimensions of a row.
+      arguments: for each array, whether each of its dimensions is one of the full shape.
+      results: the same for what is returned.
+      result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
+    """
+
+    shape: tuple[int, ...]
+    row_axes: tuple[int, ...]
+    arguments: list[list[bool]]
+    results: list[list[bool]]
+    result_shapes: Any
+
+    @staticmethod
+    def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
+        """Returns the dimensions of the arguments and results of a call."""
+        operation = operations.TABLE[choice.call.op]
+        shape = jax.tree.leaves(arrays)[0].shape
+        row_axes = platforms.row_axes(arrays, keywords)
+        results = platforms.result_shapes(choice.call.op, arrays, keywords)
+
+        def full(kinds, tree):
+            """Returns whether each dimension of each array of the tree is full; none along the row is in PER_ROW."""
+            kinds = jax.tree.leaves(
+                jax.tree.map(lambda kind, sub: jax.tree.map(lambda _: kind, sub), kinds, tree)
+            )
+            return [
+                [
+                    n == size and (kind != PER_ROW or i not in row_axes)
+                    for i, (n, size) in enumerate(zip(a.shape, shape))
+                ]
+                for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
+            ]
+
+        return _DimensionsOfRows(
+            shape, row_axes, full(operation.arguments, arrays), full(operation.results, results), results
+        )
+
+    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
+        """As `Dimensions` says; the third result are the mesh axes along the row."""
+        axes = shared_axes(self.shape, [*zip(specs, self.arguments)], mesh_sizes)
+        arguments, results = (
+            [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
+        )
+        return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """As `Dimensions` says: the dimensions of the full shape may be divided, and no other ones."""
+        others = []
+
+        def factors(full: list[bool]) -> str:
+            names = []
+            for i, is_full in enumerate(full):
+                if not is_full:
+                    others.append(f"w{len(others)}")
+                names.append(f"x{i}" if is_full else others[-1])
+            return " ".join(names)
+
+        sides = (", ".join(factors(full) for full in each) for each in (self.arguments, self.results))
+        return " -> ".join(sides), tuple(others)
+
+
+def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable, mesh) -> Any:
+    """Runs a call by `jax.shard_map`, on arrays whose types say how they are sharded."""
+    if not _available(mesh):  # JAX traces the call for a vmap, and uses nothing but the shapes of its results
+        return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
+    specs = [jax.typeof(a).sharding.spec for a in leaves]
+    in_specs, out_specs, mesh_axes = dimensions.lay_out(specs, mesh.shape)
+    mapped = jax.shard_map(
+        on_shard(mesh_axes),
+        mesh=mesh,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=explicit_axes(mesh),
+    )
+    laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, in_specs)]
+    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), mapped(*laid))
+
+
+def _over_auto_axes(
+    choice: Choice, leaves: list, whole: Callable, dimensions: Dimensions, on_shard: Callable
+) -> Any:
+    """Runs a call by `custom_partitioning`, on arrays whose sharding XLA decides."""
+
+    def partition(mesh, arg_shapes, _):
+        mesh, given = decode(mesh, [a.sharding for a in arg_shapes], [len(a.shape) for a in arg_shapes])
+        in_specs, out_specs, mesh_axes = dimensions.lay_out(given, mesh.shape)
+        in_shardings, out_shardings = (
+            [NamedSharding(mesh, s) for s in specs] for specs in (in_specs, out_specs)
+        )
+        return mesh, on_shard(mesh_axes), out_shardings, tuple(in_shardings)
+
+    function = custom_partitioning(whole)
+    rule, other_factors = dimensions.sharding_rule()
+    function.def_partition(
+        partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=other_factors
+    )
+    divided = jax.make_jaxpr(function)(*leaves)
+    results = _divided_p.bind(*leaves, whole=whole, divided=divided, refusal=choice.refusal)
+    return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
+
+
+# An operation that runs `divided`, the call by `custom_partitioning`. In `jax.export`, which cannot keep the Python
+# functions that partition it, the operation runs `whole`, and XLA divides that by itself.
+_divided_p = Primitive("pallas_softmax_divided")
+_divided_p.multiple_results = True
+_divided_p.def_impl(compiled(_divided_p.bind, "whole", "divided", "refusal"))
+
+
+@_divided_p.def_abstract_eval
+def _(*_, divided, **__):
+    return divided.out_avals
+
+
+def _lower(ctx, *leaves, whole, divided, refusal):
+    refuse_unless_cuda(ctx, refusal)  # here, since an error inside a partition becomes one of XLA's
+    exported = ctx.module_context.lowering_parameters.for_export
+    function = whole if exported else jaxpr_as_fun(divided)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
+
+
+mlir.register_lowering(_divided_p, _lower)
+
+
+def divisible(leaves: list[jax.Array]) -> bool:
+    """Returns whether a mesh may divide the arrays: not where their shards are in hand already."""
+    first, context = leaves[0], jax.sharding.get_abstract_mesh()
+    known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
+    real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
+    # custom_partitioning is not for arrays without a mesh among Explicit axes, nor for the older partitioner
+    typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    # custom_partitioning takes no constants, which `jax.ensure_compile_time_eval` makes
+    return known and real and typed and shardy and not context.manual_axes and not folds_constants()
+
+
+def _available(mesh) -> bool:
+    """Returns whether `jax.shard_map` may have the Explicit axes: not if they divide the batch of a vmap."""
+    probe = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(), out_specs=P(), axis_names=explicit_axes(mesh)
+    )
+    try:
+        jax.eval_shape(probe(lambda: jnp.zeros(())))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,188 @@
+"""Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA, and how they are moved.
+
+Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves whole blocks. What is a block only in
+part, because a row ends within it, is moved by inline PTX under a predicate, for which Pallas has no operation;
+each such function has a plain twin for the interpreter, but `load_from_ctas`: the interpreter has no clusters.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
+from pallas_softmax._src.gpu.ptx.inline import (
+    REF,
+    SCALAR,
+    array,
+    as_block,
+    emit_ptx,
+    i32,
+    inline,
+    per_thread_type,
+    scalar,
+    thread,
+)
+from pallas_softmax._src.gpu.ptx.values import Program
+
+# The index of all of a reference, as `plgpu.load` takes it: jax 0.10 needs it, later versions have no such argument.
+WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
+
+
+def layout(vec: int, *, interpret) -> Any:
+    """Returns the layout of a block in registers; None for the interpreter, which has no layouts."""
+    return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
+
+
+def filled(value, vec: int = 1, dtype=jnp.float32, *, interpret):
+    """Returns a block whose elements are all `value`."""
+    return _laid_out(jnp.full((WARPGROUP * vec,), value, dtype), vec, interpret)
+
+
+def positions(vec: int = 1, *, interpret):
+    """Returns a block of int32 whose elements are their own positions, 0 to 128 * vec - 1."""
+    return _laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), vec, interpret)
+
+
+def _laid_out(block, vec, interpret):
+    return block if interpret else plgpu.layout_cast(block, layout(vec, interpret=interpret))
+
+
+def load(ref, vec: int = 1, *, interpret):
+    """Returns the block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
+    if interpret:
+        return ref[...]
+    return plgpu.load(ref, *WHOLE, layout=layout(vec, interpret=interpret), optimized=False)
+
+
+def store(ref, block, *, interpret):
+    """Writes a block to `ref`, a one-dimensional reference to device memory of the block's size."""
+    if not interpret and hasattr(plgpu, "store"):  # jax 0.12 writes small blocks in no other way
+        plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = block
+
+
+def store_in_place(ref, block, vec: int = 1, *, interpret):
+    """Writes a block to `ref`, a one-dimensional reference to shared memory of the block's size.
+
+    Each thread writes its own elements, and no thread waits for another: where Pallas stores, all threads meet
+    before and after, which is needed only if some of them read what others write.
+    """
+    if interpret:
+        ref[...] = block
+        return
+
+    @inline(arg_types=(REF, layout(vec, interpret=interpret)))
+    def store_in_place(_, ref, block):
+        block.store_untiled(ref, optimized=False)
+
+    store_in_place(ref, block)
+
+
+def load_from_ctas(ref, count: int, empty: float):
+    """A block whose element i is element i of `ref` in CTA number i of the cluster, and `empty` from `count` on.
+
+    Args:
+      ref: a one-dimensional reference to shared memory, 128 float32, that all CTAs have.
+      count: number of CTAs of the cluster, up to 32.
+      empty: 0 or -inf.
+    """
+
+    @inline(arg_types=(REF,), return_type=per_thread_type("float32"))
+    def load_from_ctas(_, ref):
+        p = Program()
+        cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
+        inside = cta < count
+        p.set(out, empty)
+        there = p.fresh("u32")
+        p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
+        p.load_into(out, there, when=inside, space="shared::cluster")
+        (element,) = emit_ptx(p, {"ref": ref, "thread": thread()}, {"out": "f32"})
+        return as_block(element)
+
+    return load_from_ctas(ref)
+
+
+def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
+    """Returns a block of 128 elements of a row of `ref` (rows, vocab): its element i is at start + stride * i.
+
+    From its element `held` on the block holds `fill`, which is 0 or -inf, and nothing is read.
+    """
+    vocab = ref.shape[1]
+    if interpret:
+        i = jnp.arange(WARPGROUP)
+        return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
+
+    @inline(
+        arg_types=(REF, SCALAR, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), ref.dtype, layout=layout(1, interpret=interpret)),
+    )
+    def load_from_row(_, ref, row, start, held):
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
+        column = arith.addi(scalar(start), arith.muli(thread(), i32(stride)))
+        element = ir.MemRefType(ref.type).element_type
+        pointer = utils.memref_ptr(ref)
+        offset = predicated_ptx.offset_of(scalar(row), vocab, column)
+        register = predicated_ptx.load_vector(pointer, element, 1, offset, inside, fill)
+        return array(layout(1, interpret=interpret).to_mgpu(), (WARPGROUP,), [register])
+
+    return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
+
+
+def store_to_row(ref, row, *, start, held, block, interpret):
+    """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from `start` on."""
+    vocab = ref.shape[1]
+    block = block.astype(ref.dtype)
+    if interpret:
+        i = jnp.arange(WARPGROUP)
+        ref[row] = ref[row].at[jnp.where(i < held, start + i, vocab)].set(block, mode="drop")
+        return
+
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, layout(1, interpret=interpret)))
+    def store_to_row(_, ref, row, start, held, block):
+        (register,) = block.registers.flat
+        inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
+        offset = predicated_ptx.offset_of(scalar(row), vocab, arith.addi(thread(), scalar(start)))
+        predicated_ptx.store_vector(utils.memref_ptr(ref), register, 1, offset, inside)
+
+    store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
+
+
+def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False, interpret):
+    """Returns a block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
+
+    Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.
+    `aligned` says that element `start` is a multiple of vec bytes from the start of the mask, whatever `vocab` is.
+    """
+    columns, size = ref.shape[1], WARPGROUP * vec
+    if interpret:
+        i = jnp.arange(size)
+        inside = (i >= skip) & (i < held)
+        return (ref[row][jnp.where(inside & (columns > 1), start + i, 0)] & inside).astype(jnp.int8)
+
+    block_layout = layout(vec, interpret=interpret)
+
+    @inline(
+        arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((size,), np.dtype("int8"), layout=block_layout),
+    )
+    def load_mask(_, ref, row, start, held, skip):
+        position = arith.muli(thread(), i32(vec))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
+        inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
+        column = arith.addi(scalar(start), position)
+        pointer = utils.memref_ptr(ref)
+        register = predicated_ptx.load_mask(
+            pointer, vec, scalar(row), column, columns, inside, aligned=aligned
+        )
+        return array(block_layout.to_mgpu(), (size,), [register])
+
+    return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

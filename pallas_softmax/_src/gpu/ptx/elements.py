@@ -1,0 +1,110 @@
+"""Elements in shared memory, in programs of `ptx_values`: as words of 32 bits, as bits, as floats, as sort keys.
+
+A word is one float32, or two 16-bit elements, of which the first is the lower half. An element by itself is
+
+    bits     those of its own dtype, as a signed number ("s32"); a half is extended by its sign
+    float    the same number in float32 ("f32")
+    key      its sort key (see `sort_keys`), as a signed number ("s32")
+"""
+
+import numpy as np
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
+from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
+
+# The bits of -inf, by the name that PTX and MLIR have for the dtype.
+NEG_INF_BITS = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
+_UPPER_HALF, _HALF_BITS = 0xFFFF0000, 16
+
+
+class Elements:
+    """Writes programs for elements of one dtype.
+
+    Attributes:
+      name: the dtype in PTX: "f32", "bf16" or "f16".
+      itemsize: bytes of an element.
+      halves: whether a word has two elements.
+      all_ones: the bits of the float of the lowest key.
+      neg_inf: the bits of -inf.
+      magnitude: the bits of an element in which the sort key of a negative one differs from its own bits.
+      flip: the same of a word.
+    """
+
+    def __init__(self, dtype):
+        self.name = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
+        self.itemsize = np.dtype(dtype).itemsize
+        self.halves = self.itemsize == 2
+        self.all_ones = 2 ** (8 * self.itemsize) - 1
+        self.neg_inf = NEG_INF_BITS[self.name]
+        self.magnitude = self.all_ones >> 1
+        self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
+
+    def vector(self, p: Program, address: Value, offset: int = 0) -> list[Value]:
+        """Loads 16 bytes of elements; returns their four words."""
+        return p.load_vector(address, "s32", ACCESS_BYTES // 4, offset=offset)
+
+    def bits(self, words: list[Value]) -> list[Value]:
+        """Returns the bits of each element of the words."""
+        if not self.halves:
+            return words
+        return [half for word in words for half in (word << _HALF_BITS >> _HALF_BITS, word >> _HALF_BITS)]
+
+    def keys(self, words: list[Value]) -> list[Value]:
+        """Returns the sort key of each element of the words."""
+        return [self.key(bits) for bits in self.bits(words)]
+
+    def key(self, bits: Value) -> Value:
+        """Returns the sort key of an element's bits; or, since that is its own inverse, the bits of a key."""
+        return bits ^ (bits.sign() & self.magnitude)
+
+    def floats(self, p: Program, words: list[Value], marked: bool) -> list[Value]:
+        """Returns each element as a float; if `marked`, -inf in place of those whose bits are all ones."""
+        out = []
+        for word in words:
+            match self.name:
+                case "f32":
+                    out.append(word.bits("f32"))
+                case "bf16":  # a bfloat16 is the upper half of a float32
+                    out += [(word << _HALF_BITS).bits("f32"), (word & _UPPER_HALF).bits("f32")]
+                case _:
+                    out += [p.convert(half, "f32") for half in p.split(word, "f16")]
+        if marked:
+            out = [p.select(bits.equals(-1), -np.inf, x) for x, bits in zip(out, self.bits(words))]
+        return out
+
+    def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
+        """Loads the bits of an element, if the condition holds."""
+        if self.halves:
+            return p.convert(p.load(address, "s16", when=when), "s32")
+        return p.load(address, "s32", when=when)
+
+    def float_of_bits(self, p: Program, bits: Value) -> Value:
+        """Returns the float of an element's bits."""
+        match self.name:
+            case "f32":
+                return bits.bits("f32")
+            case "bf16":
+                return (bits << _HALF_BITS).bits("f32")
+        return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
+
+    def bits_of_float(self, p: Program, x: Value) -> Value:
+        """Returns the bits of the element that is nearest to a float."""
+        return p.convert(p.convert(x, self.name).bits("s16"), "s32") if self.halves else x.bits("s32")
+
+    def best(self, p: Program, words: list[Value], floats: list[Value] | None) -> tuple[Value, Value]:
+        """Returns the largest element as a float and as a sort key; if there is a NaN, one with the highest key.
+
+        It is taken from the floats where they are given, since some may be marked, and from the words otherwise: from
+        words of halves two at a time.
+
+            words   x1 x0 | x3 x2 | x5 x4 | x7 x6      ->  the largest of odd ones, of even ones  ->  of these two
+        """
+        if floats is not None or not self.halves:
+            x = p.reduce("max.NaN", floats or self.floats(p, words, marked=False))
+            return x, self.key(self.bits_of_float(p, x))
+        pair = p.reduce("max.NaN", [word.bits(f"{self.name}x2") for word in words])
+        half = p.op("max.NaN", self.name, *p.split(pair, self.name))
+        bits = p.convert(half.bits("s16"), "s32")
+        if self.name == "f16":
+            return p.convert(half, "f32"), self.key(bits)
+        return p.join(p.var(0, "u16"), half, "f32"), self.key(bits)

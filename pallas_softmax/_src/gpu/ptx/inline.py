@@ -1,0 +1,129 @@
+"""Inline code: functions of one thread, written in MLIR and PTX, that stand in a Pallas kernel as one operation.
+
+A function decorated with `inline` is called in the kernel with arrays and references. While it is traced it sees
+what one thread has of them: registers, which are MLIR vectors, and memory references. Its PTX is text, in which
+<name> stands for an operand or a result, and which declares all its other registers itself: `ptx_values` writes it.
+"""
+
+import re
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx.values import Program
+
+# Typed Any, since pyright does not know that the decorator adds the function's first parameter.
+inline: Any = plgpu.inline_mgpu
+
+# Types of arguments of inline code: a reference; a scalar, for which any layout will do; a block of an element for
+# each thread.
+REF = plgpu.RefType()
+SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+PER_THREAD: Any = SCALAR
+
+# How LLVM names the kind of register that holds a value of an MLIR type.
+_CONSTRAINTS = {
+    "i16": "h",
+    "i32": "r",
+    "i64": "l",
+    "f32": "f",
+    "!llvm.ptr": "l",
+    "!llvm.ptr<1>": "l",  # device memory
+    "!llvm.ptr<3>": "r",  # shared memory
+}
+
+
+# --- Values -------------------------------------------------------------------------------------------
+
+
+def i32(value: int) -> ir.Value:
+    """Returns a constant of 32 bits."""
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def thread() -> ir.Value:
+    """Returns the number of this thread in its warpgroup, 0 to 127."""
+    return arith.remui(utils.thread_idx(), i32(WARPGROUP))
+
+
+def scalar(argument) -> ir.Value:
+    """Returns the value of an argument of type SCALAR."""
+    return argument.registers.item()
+
+
+def array(layout, shape: tuple[int, ...], registers: list[ir.Value]):
+    """Returns an array, for inline code to return, of this thread's registers in the order of the layout."""
+    out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
+    return fragmented_array.FragmentedArray(_registers=out, _layout=layout, _is_signed=signed)
+
+
+def pack(values: list[Any]) -> ir.Value:
+    """Returns a register, which is an MLIR vector, that holds these elements."""
+    return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+
+def elements(register: ir.Value) -> list[ir.Value]:
+    """Returns the elements of a register."""
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[i])
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def per_thread_type(dtype: str) -> plgpu.ShapeDtypeStruct:
+    """Returns the type, for inline code to return, of a block with an element for each thread."""
+    return plgpu.ShapeDtypeStruct((WARPGROUP,), np.dtype(dtype), layout=PER_THREAD)
+
+
+def own_element(block) -> ir.Value:
+    """Returns this thread's element of an argument of type PER_THREAD."""
+    (register,) = block.registers.flat
+    return vector.extract(register, dynamic_position=[], static_position=[0])
+
+
+def as_block(element: ir.Value, signed: bool | None = None):
+    """Returns the block, for inline code to return, in which this is the thread's element, signed or not."""
+    registers = np.array([pack([element])], dtype=object)
+    layout = PER_THREAD.to_mgpu()
+    return fragmented_array.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape((WARPGROUP,))), _layout=layout, _is_signed=signed
+    )
+
+
+# --- PTX ----------------------------------------------------------------------------------------------
+
+
+def emit_ptx(
+    code: Program, operands: dict[str, ir.Value], results: dict[str, str] | None = None
+) -> list[Any]:
+    """Puts PTX into the inline code that is being traced, in a scope of its own.
+
+    Args:
+      code: the text, in which <name> stands for an operand or a result.
+      operands: values by name; a memory reference stands for its address.
+      results: types of MLIR, like "i32", by name. The text may write a result before it has read all operands.
+
+    Returns:
+      The values of the results.
+    """
+    results = results or {}
+    values = [utils.memref_ptr(v) if isinstance(v.type, ir.MemRefType) else v for v in operands.values()]
+    numbers = {name: f"${i}" for i, name in enumerate([*results, *operands])}
+    text = re.sub(r"<([a-z]\w*)>", lambda match: numbers[match[1]], str(code))
+    constraints = [f"=&{_CONSTRAINTS[kind]}" for kind in results.values()]
+    constraints += [_CONSTRAINTS[str(v.type)] for v in values]
+    types = [ir.Type.parse(kind) for kind in results.values()]
+    if not types:
+        result_type: Any = ir.Type.parse("!llvm.void")
+    elif len(types) == 1:
+        result_type = types[0]
+    else:
+        result_type = llvm.StructType.get_literal(types)
+    out = llvm.inline_asm(result_type, values, f"{{ {text} }}", ",".join(constraints), has_side_effects=True)
+    return [out] if len(types) == 1 else [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]

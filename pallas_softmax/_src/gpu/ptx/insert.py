@@ -1,0 +1,56 @@
+"""Puts inline PTX into a kernel, with operands that have names in its text."""
+
+from typing import Any
+
+from pallas_softmax._src.gpu.ptx.inline import (
+    PER_THREAD,
+    REF,
+    SCALAR,
+    as_block,
+    emit_ptx,
+    inline,
+    own_element,
+    per_thread_type,
+    scalar,
+    thread,
+)
+from pallas_softmax._src.gpu.ptx.values import Program
+
+_DTYPES = {"i32": "int32", "f32": "float32"}
+
+
+def insert_ptx(
+    code: Program,
+    refs: dict[str, Any],
+    scalars: dict[str, Any] | None = None,
+    blocks: dict[str, Any] | None = None,
+    results: dict[str, str] | None = None,
+) -> tuple:
+    """Puts PTX into the kernel, in which <name> stands for an operand or a result, and <thread> for 0 to 127.
+
+    Args:
+      code: the text.
+      refs: references to memory; the text has their addresses.
+      scalars: numbers that are the same for all threads.
+      blocks: arrays (128,) with a number for each thread; the text has that of the thread.
+      results: "i32" or "f32" by name; the text writes one of each thread.
+
+    Returns:
+      The results, each as an array (128,).
+    """
+    scalars, blocks, results = scalars or {}, blocks or {}, results or {}
+    arg_types = (REF,) * len(refs) + (PER_THREAD,) * len(blocks) + (SCALAR,) * len(scalars)
+    return_type = tuple(per_thread_type(_DTYPES[t]) for t in results.values()) if results else None
+
+    @inline(arg_types=arg_types, return_type=return_type)
+    def emit(_, *arguments):
+        values = iter(arguments)
+        operands = {name: next(values) for name in refs} | {"thread": thread()}
+        operands |= {name: own_element(next(values)) for name in blocks}
+        operands |= {name: scalar(next(values)) for name in scalars}
+        written = emit_ptx(code, operands, results)
+        signed = {"i32": True, "f32": None}
+        out = tuple(as_block(x, signed[t]) for x, t in zip(written, results.values()))
+        return out or None
+
+    return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()

@@ -1,0 +1,142 @@
+"""Loads and stores of one thread between device memory and registers, under a predicate, in inline PTX.
+
+All functions are called while inline code is traced (see `inline_ptx`): they take and return MLIR values. What
+they read or write lies in an array (rows, columns) that starts at `pointer`.
+"""
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
+from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, i32, pack
+from pallas_softmax._src.gpu.ptx.values import Program
+
+
+def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
+    """Returns the number of the element at this row and column, in 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    row_start = arith.muli(arith.extui(i64, row), utils.c(columns, i64))
+    return arith.addi(row_start, arith.extui(i64, column))
+
+
+def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
+    """Returns a vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
+
+    Args:
+      pointer: to element 0.
+      element: the elements' type.
+      vec: number of elements, which start at a multiple of their size in memory.
+      offset: number of the first one.
+      inside: whether to read them.
+      fill: the elements otherwise.
+    """
+    itemsize = utils.bytewidth(element)
+    p, (count, kind) = Program(), _words(vec * itemsize)
+    words = [p.operand(f"x{i}", kind) for i in range(count)]
+    reads = p.operand("inside", "u32").differs(0)
+    for word in words:
+        p.set(word, _bits(fill, element, kind))
+    p.load_vector_into(words, p.operand("at", "u64"), when=reads, space="global")
+    registers = emit_ptx(
+        p,
+        {"at": _address(pointer, offset, itemsize), "inside": _as_i32(inside)},
+        {f"x{i}": _REGISTERS[kind] for i in range(count)},
+    )
+    if vec * itemsize == 1:
+        registers = [arith.trunci(ir.IntegerType.get_signless(8), registers[0])]
+    return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
+
+
+def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
+    """Writes the first `vec` elements of a vector, of 2 to 16 bytes together, from element `offset` on if `inside`."""
+    itemsize = utils.bytewidth(ir.VectorType(register.type).element_type)
+    p, (count, kind) = Program(), _words(vec * itemsize)
+    packed = pack(elements(register)[:vec])
+    registers = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind])), packed))
+    names = [f"x{i}" for i in range(count)]
+    writes = p.operand("inside", "u32").differs(0)
+    p.store(p.operand("at", "u64"), *p.operands(kind, *names), when=writes, space="global")
+    emit_ptx(
+        p,
+        {
+            "at": _address(pointer, offset, itemsize),
+            "inside": _as_i32(inside),
+            **dict(zip(names, registers)),
+        },
+    )
+
+
+def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
+    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
+
+    Of a mask of one column all bytes are that of the row. `aligned` says that they start at a multiple of `vec`.
+    """
+    i8 = ir.IntegerType.get_signless(8)
+    if columns == 1:
+        (byte,) = elements(load_vector(pointer, i8, 1, offset_of(row, 1, i32(0)), inside))
+        return pack([byte] * vec)
+    first = offset_of(row, columns, column)
+    if aligned or columns % vec == 0:  # all vectors start at a multiple of their size
+        return load_vector(pointer, i8, vec, first, inside)
+    return _load_unaligned_bytes(pointer, vec, first, inside)
+
+
+def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
+    """Returns `vec` bytes, a multiple of four, that start anywhere: of the aligned words around them, shifted.
+
+        words     | w0          | w1          | w2          |
+        bytes            |<------- vec = 8 ------->|             shift = 8 * (address % 4) bits
+
+    The last word is read only where the bytes reach it. No read leaves the array's buffer, which starts and ends
+    at a multiple of four bytes.
+    """
+    p, count = Program(), vec // 4
+    at, reads = p.operand("at", "u64"), p.operand("inside", "u32").differs(0)
+    first = at & -4
+    shift = (p.convert(at, "u32") & 3) << 3
+    reads_last = reads & shift.differs(0)
+    words = [p.var(0, "u32") for _ in range(count + 1)]
+    for i, word in enumerate(words):
+        p.load_into(word, first, offset=4 * i, when=reads if i < count else reads_last, space="global")
+    for i, (low, high) in enumerate(zip(words, words[1:])):
+        p.set(p.operand(f"x{i}", "u32"), p.shift_right(low, high, shift))
+    registers = emit_ptx(
+        p,
+        {"at": _address(pointer, offset, 1), "inside": _as_i32(inside)},
+        {f"x{i}": "i32" for i in range(count)},
+    )
+    return vector.bitcast(ir.VectorType.get((vec,), ir.IntegerType.get_signless(8)), pack(registers))
+
+
+def _words(size: int) -> tuple[int, str]:
+    """Returns how `size` bytes, 1 to 16, are moved: the number of registers, and the kind of what each has."""
+    match size:
+        case 1:
+            return 1, "u8"
+        case 2:
+            return 1, "u16"
+        case 4 | 8 | 16:
+            return size // 4, "u32"
+    raise AssertionError(f"no access of {size} bytes")
+
+
+_REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR's types of the registers that hold such words
+
+
+def _bits(fill: float, element: ir.Type, kind: str) -> int:
+    """Returns a word of this kind that is full of elements `fill`, which is 0 or -inf, as a number."""
+    if fill == 0:
+        return 0
+    bits = NEG_INF_BITS[str(element)]
+    two_elements = utils.bytewidth(element) == 2 and kind == "u32"
+    return bits << 16 | bits if two_elements else bits
+
+
+def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
+
+
+def _as_i32(condition: ir.Value) -> ir.Value:
+    return arith.extui(ir.IntegerType.get_signless(32), condition)

@@ -1,0 +1,552 @@
+"""PTX as arithmetic of Python: a `Program` is text that is being written, a `Value` is a register in it.
+
+    p = Program()
+    address = p.operand("address", "u32")
+    x = p.load(address, "f32")
+    with p.when(x > 0.0):
+        p.store(address, p.exp2(x - 1.0))
+
+writes
+
+    ld.shared.b32 r0, [<address>+0];  setp.gt.f32 r1, r0, 0f00000000;  @!r1 bra end1;
+    sub.rn.f32 r2, r0, 0f3F800000;  ex2.approx.ftz.f32 r3, r2;  st.shared.b32 [<address>+0], r3;  end1:
+
+Python runs once, while the text is written: a `for` unrolls, and an `if` chooses what is written. What each thread
+decides on the GPU is `when`, `block`, `repeat`, `loop`, `select`, and the argument `when` of loads, stores, `set` and
+`increase`.
+
+Each result of arithmetic is a new register, which only `set`, `increase`, `update`, `load_into` and `take_into` change
+later. So a number that changes in a loop of the GPU is a variable, made by `var` or `fresh` before the loop, and
+changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
+
+A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", the same of 16 or 64
+bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two numbers of 16 bits ("f16x2", "bf16x2", "u16x2",
+"s16x2"), or a condition ("pred").
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+
+_BITS = {
+    **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
+    **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32, "u16x2": 32, "s16x2": 32},
+}
+_FLOATS = {"f16", "bf16", "f32"}
+WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
+_SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
+
+
+class Value:
+    """A register of a program, or one of its operands."""
+
+    def __init__(self, program: "Program", name: str, kind: str):
+        self.program, self.name, self.kind = program, name, kind
+        # If it is a comparison: the number of lines up to that one, the relation, and both sides.
+        self.comparison: tuple[int, str, Value, Any] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def bits(self, kind: str) -> "Value":
+        """Returns the same register, whose bits are taken as another kind from here on."""
+        assert _BITS[kind] == _BITS[self.kind]
+        return Value(self.program, self.name, kind)
+
+    def __add__(self, other: Any) -> "Value":
+        return self.program.op("add", self.kind, self, other)
+
+    def __sub__(self, other: Any) -> "Value":
+        return self.program.op("sub", self.kind, self, other)
+
+    def __rsub__(self, other: Any) -> "Value":
+        return self.program.op("sub", self.kind, other, self)
+
+    def __mul__(self, other: Any) -> "Value":
+        return self.program.op("mul" if self.kind == "f32" else "mul.lo", self.kind, self, other)
+
+    def __and__(self, other: Any) -> "Value":
+        return self.program.and_or("and", self, other)
+
+    def __or__(self, other: Any) -> "Value":
+        return self.program.and_or("or", self, other)
+
+    def __xor__(self, other: Any) -> "Value":
+        return self.program.op("xor", self.kind, self, other)
+
+    def __invert__(self) -> "Value":
+        if self.kind == "pred":  # no instruction: most take the opposite of a condition as well; see `_text`
+            return Value(self.program, f"!{self.name}".removeprefix("!!"), "pred")
+        return self.program.op("not", self.kind, self)
+
+    def __lshift__(self, by: Any) -> "Value":
+        return self.program.shift(f"shl.b{_BITS[self.kind]}", self, by)
+
+    def __rshift__(self, by: Any) -> "Value":
+        return self.program.shift(f"shr.{self.kind}", self, by)
+
+    def sign(self) -> "Value":
+        """Returns as many bits, all ones if this is negative, else zeros; of a pair each half by itself."""
+        if self.kind == "s16x2":
+            return self.program.sign_of_halves(self)
+        return self >> (_BITS[self.kind] - 1)
+
+    def __lt__(self, other: Any) -> "Value":
+        return self.program.compare(self, "lt", other)
+
+    def __le__(self, other: Any) -> "Value":
+        return self.program.compare(self, "le", other)
+
+    def __gt__(self, other: Any) -> "Value":
+        return self.program.compare(self, "gt", other)
+
+    def __ge__(self, other: Any) -> "Value":
+        return self.program.compare(self, "ge", other)
+
+    def equals(self, other: Any) -> "Value":
+        """Returns a condition: whether this is the number, or the value, that is given."""
+        return self.program.compare(self, "eq", other)
+
+    def differs(self, other: Any) -> "Value":
+        """Returns the opposite of `equals`."""
+        return self.program.compare(self, "ne", other)
+
+
+Condition = Value | None  # of what is done always, None
+
+
+class Program:
+    """Text of PTX that is written by arithmetic; the top of this file shows how.
+
+    An instruction for which there is no function is written by `+=`, with values for the names of their registers.
+    """
+
+    def __init__(self):
+        self.lines: list[str] = []
+        self.declarations: list[str] = []
+        self.labels = 0
+
+    def __iadd__(self, line: str):
+        self.lines.append(line)
+        return self
+
+    def __str__(self) -> str:
+        return "\n".join(self.declarations + self.lines)
+
+    # --- Registers
+
+    def fresh(self, kind: str) -> Value:
+        """Returns a register that has no value yet."""
+        name = f"r{len(self.declarations)}"
+        self.declarations.append(f".reg .{_untyped(kind)} {name};")
+        return Value(self, name, kind)
+
+    def operand(self, name: str, kind: str) -> Value:
+        """Returns what <name> stands for: an operand, which must not be changed, or a result, which is to be set."""
+        return Value(self, f"<{name}>", kind)
+
+    def operands(self, kind: str, *names: str) -> list[Value]:
+        """Returns several operands of one kind."""
+        return [self.operand(name, kind) for name in names]
+
+    def var(self, start: Any, kind: str | None = None) -> Value:
+        """Returns a register of its own, to be changed later, that starts with a number or with a value."""
+        out = self.fresh(kind or start.kind)
+        self.set(out, start)
+        return out
+
+    def set(self, register: Value, value: Any, when: Condition = None) -> None:
+        """Gives a register another value, where `when` holds."""
+        self += f"{_if(when)}mov.{_untyped(register.kind)} {register}, {_text(value, register.kind)};"
+
+    def increase(self, register: Value, by: Any, when: Condition = None) -> None:
+        """Adds to a register, where `when` holds."""
+        self.update(register, "add", by, when)
+
+    def update(self, register: Value, op: str, value: Any, when: Condition = None) -> None:
+        """Gives a register the result of an instruction, like "max", of itself and a value, where `when` holds."""
+        typed = _typed(op, register.kind)
+        self += f"{_if(when)}{typed} {register}, {register}, {_text(value, register.kind)};"
+
+    def special(self, name: str) -> Value:
+        """Returns a special register of PTX, like "lanemask_lt"."""
+        out = self.fresh("u32")
+        self += f"mov.u32 {out}, %{name};"
+        return out
+
+    # --- Arithmetic
+
+    def op(self, op: str, kind: str, *arguments: Any) -> Value:
+        """Returns the result of an instruction whose operands and result are of one kind."""
+        out = self.fresh(kind)
+        self += f"{_typed(op, kind)} {out}, {', '.join(_text(a, kind) for a in arguments)};"
+        return out
+
+    def bitwise3(self, function: Callable[[Any, Any, Any], Any], *arguments: Any) -> Value:
+        """Returns a function of three numbers bit by bit, like lambda a, b, c: a & b | c, by one instruction."""
+        kind = arguments[0].kind
+        table = function(0xF0, 0xCC, 0xAA) & 0xFF  # all combinations of three bits
+        out = self.fresh(kind)
+        self += f"lop3.b32 {out}, {', '.join(_text(a, kind) for a in arguments)}, {table};"
+        return out
+
+    def and_or(self, op: str, a: Value, b: Any) -> Value:
+        """Returns a & b or a | b; where b is a comparison that was just written, one instruction does both."""
+        comparison = b.comparison if isinstance(b, Value) else None
+        if comparison is None or comparison[0] != len(self.lines):
+            return self.op(op, a.kind, a, b)
+        _, relation, x, y = comparison
+        out = self.fresh("pred")
+        self += f"setp.{relation}.{op}.{x.kind} {out}, {x}, {_text(y, x.kind)}, {a};"
+        return out
+
+    def sign_of_halves(self, x: Value) -> Value:
+        """Returns for each half of the bits as many, all ones if it is negative, else zeros."""
+        out = self.fresh(x.kind)
+        self += f"prmt.b32 {out}, {x}, 0, {_SIGNS_OF_HALVES};"
+        return out
+
+    def shift(self, op: str, x: Value, by: Any) -> Value:
+        """Returns the result of a shift by a number of bits, which is unsigned."""
+        out = self.fresh(x.kind)
+        self += f"{op} {out}, {x}, {_text(by, 'u32')};"
+        return out
+
+    def compare(self, x: Value, relation: str, y: Any) -> Value:
+        """Returns a condition: whether x stands in a relation, like "lt", to y."""
+        out = self.fresh("pred")
+        self += f"setp.{relation}.{x.kind} {out}, {x}, {_text(y, x.kind)};"
+        out.comparison = len(self.lines), relation, x, y
+        return out
+
+    def min(self, a: Value, b: Any) -> Value:
+        """Returns the lesser one."""
+        return self.op("min", a.kind, a, b)
+
+    def max(self, a: Value, b: Any) -> Value:
+        """Returns the greater one; the number, where the other is NaN."""
+        return self.op("max", a.kind, a, b)
+
+    def multiply_add(self, a: Value, b: Any, c: Any) -> Value:
+        """Returns a * b + c, of floats rounded once."""
+        return self.op("fma.rn" if a.kind == "f32" else "mad.lo", a.kind, a, b, c)
+
+    def multiply_high(self, a: Value, b: Value) -> Value:
+        """Returns the upper half of the bits of the product."""
+        return self.op("mul.hi", a.kind, a, b)
+
+    def reciprocal(self, x: Value) -> Value:
+        """Returns 1 / x, to a unit in the last place."""
+        return self.op("rcp.approx.ftz", "f32", x)
+
+    def divide(self, a: Value, b: Any) -> Value:
+        """Returns a / b of floats, to two units in the last place."""
+        return self.op("div.full", "f32", a, b)
+
+    def multiply_wide(self, a: Value, b: int) -> Value:
+        """Returns the product of an unsigned number and a constant in 64 bits."""
+        out = self.fresh("u64")
+        self += f"mul.wide.u32 {out}, {a}, {b};"
+        return out
+
+    def at(self, array: Value, number: Any, itemsize: int) -> Value:
+        """Returns the address of item `number` of an array that starts at the address `array`."""
+        return self.multiply_add(number, itemsize, array)
+
+    def reduce(self, op: str, values: Sequence[Value]) -> Value:
+        """Reduces values by an instruction, like "max.NaN", in pairs and pairs of pairs."""
+        values = list(values)
+        while len(values) > 1:
+            unpaired = values[len(values) // 2 * 2 :]
+            values = [self.op(op, a.kind, a, b) for a, b in zip(values[::2], values[1::2])] + unpaired
+        return values[0]
+
+    def select(self, condition: Value, a: Any, b: Any, kind: str | None = None) -> Value:
+        """Returns a where the condition holds, else b."""
+        kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
+        out = self.fresh(kind)
+        typed = kind if kind == "f32" else _untyped(kind)
+        self += f"selp.{typed} {out}, {_text(a, kind)}, {_text(b, kind)}, {_text(condition, 'pred')};"
+        return out
+
+    def exp2(self, x: Value) -> Value:
+        """Returns 2^x."""
+        return self.op("ex2.approx.ftz", "f32", x)
+
+    def log2(self, x: Value) -> Value:
+        """Returns the logarithm to base 2, to 2^-22; so near 1, where it is 0, it is not exact."""
+        return self.op("lg2.approx.ftz", "f32", x)
+
+    def absolute(self, x: Value) -> Value:
+        """Returns the number without its sign."""
+        return self.op("abs", x.kind, x)
+
+    def convert(self, x: Value, kind: str, to_integer: str = "rzi") -> Value:
+        """Returns the number in another kind: the nearest float; or of a float an integer, as `to_integer` says.
+
+        That is "rzi" (without its fraction), "rni" (the nearest) or "rpi" (the next one up).
+        """
+        if kind in _FLOATS:
+            rounding = "" if x.kind in _FLOATS and _BITS[x.kind] < _BITS[kind] else "rn."
+        else:
+            rounding = f"{to_integer}." if x.kind in _FLOATS else ""
+        out = self.fresh(kind)
+        self += f"cvt.{rounding}{kind}.{x.kind} {out}, {x};"
+        return out
+
+    def split(self, x: Value, kind: str = "u32") -> tuple[Value, Value]:
+        """Returns the lower and the upper half of the bits, each of a kind."""
+        low, high = self.fresh(kind), self.fresh(kind)
+        self += f"mov.b{_BITS[x.kind]} {{{low}, {high}}}, {x};"
+        return low, high
+
+    def join(self, low: Value, high: Value, kind: str = "u64") -> Value:
+        """Returns a number whose lower and upper half of the bits are these."""
+        out = self.fresh(kind)
+        self += f"mov.b{_BITS[kind]} {out}, {{{low}, {high}}};"
+        return out
+
+    def shift_right(self, low: Value, high: Value, by: Value) -> Value:
+        """Returns the lower 32 bits of the 64 of low and high, shifted by less than 32."""
+        out = self.fresh("u32")
+        self += f"shf.r.wrap.b32 {out}, {low}, {high}, {by};"
+        return out
+
+    # --- Bits
+
+    def count_ones(self, x: Value) -> Value:
+        """Returns the number of bits that are 1."""
+        out = self.fresh("u32")
+        self += f"popc.b32 {out}, {x};"
+        return out
+
+    def highest_bit(self, x: Value) -> Value:
+        """Returns the number of the highest bit that is 1."""
+        out = self.fresh("u32")
+        self += f"bfind.u32 {out}, {x};"
+        return out
+
+    def permute(self, low: Value, high: Value, bytes_: int) -> Value:
+        """Returns four bytes of two numbers, whose bytes are 0 to 3 and 4 to 7: each digit of `bytes_` names one.
+
+        8 more than the number of a byte is a byte full of its sign.
+        """
+        out = self.fresh("u32")
+        self += f"prmt.b32 {out}, {low}, {high}, {bytes_};"
+        return out
+
+    def lowest_bit(self, x: Value) -> Value:
+        """Returns the number of the lowest bit that is 1; of 0 it is 32."""
+        reverse, out = self.fresh("u32"), self.fresh("u32")
+        self += f"brev.b32 {reverse}, {x}; clz.b32 {out}, {reverse};"
+        return out
+
+    # --- Control
+
+    def label(self, name: str) -> str:
+        """Returns a label that the text does not have yet, which starts with this name."""
+        self.labels += 1
+        return f"{name}{self.labels}"
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[Callable[..., None]]:
+        """What is written within is left by a thread where leave(condition) is called, if that holds; or leave()."""
+        end = self.label("end")
+
+        def leave(condition: Condition = None) -> None:
+            self.lines.append(f"{_if(condition)}bra {end};")
+
+        yield leave
+        self += f"{end}:"
+
+    @contextlib.contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """What is written within runs in the threads where the condition holds."""
+        with self.block() as leave:
+            leave(~condition)
+            yield
+
+    @contextlib.contextmanager
+    def repeat(self) -> Iterator[Callable[[Value], None]]:
+        """What is written within runs once, and again where again(condition), the last thing in it, is true."""
+        start = self.label("again")
+        self += f"{start}:"
+
+        def again(condition: Value) -> None:
+            self.lines.append(f"@{condition} bra {start};")
+
+        yield again
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[Callable[..., None]]:
+        """What is written within runs again and again, until a condition for which leave(condition) is called."""
+        start = self.label("again")
+        with self.block() as leave:
+            self += f"{start}:"
+            yield leave
+            self += f"bra {start};"
+
+    # --- Memory
+
+    def load(
+        self,
+        address: Value,
+        kind: str,
+        *,
+        offset: int = 0,
+        when: Condition = None,
+        default: Any = None,
+        space: str = "shared",
+    ) -> Value:
+        """Returns the number in memory at address + offset, or the default where `when` does not hold.
+
+        Without a default it may be anything there.
+        """
+        out = self.fresh(kind) if default is None else self.var(default, kind)
+        self.load_into(out, address, offset=offset, when=when, space=space)
+        return out
+
+    def load_into(
+        self,
+        register: Value,
+        address: Value,
+        *,
+        offset: int = 0,
+        when: Condition = None,
+        space: str = "shared",
+    ) -> None:
+        """Gives a register the number in memory at address + offset, where `when` holds."""
+        self.load_vector_into([register], address, offset=offset, when=when, space=space)
+
+    def load_vector(self, address: Value, kind: str, count: int, *, offset: int = 0) -> list[Value]:
+        """Returns neighbouring numbers in shared memory, a power of two, loaded up to 16 bytes at a time."""
+        out = [self.fresh(kind) for _ in range(count)]
+        self.load_vector_into(out, address, offset=offset)
+        return out
+
+    def load_vector_into(
+        self,
+        registers: list[Value],
+        address: Value,
+        *,
+        offset: int = 0,
+        when: Condition = None,
+        space: str = "shared",
+    ) -> None:
+        """Gives registers, a power of two, neighbouring numbers at address + offset, where `when` holds."""
+        kind = registers[0].kind
+        for byte, vector, names in _vectors([str(register) for register in registers], kind):
+            self += f"{_if(when)}ld.{space}{vector}.b{_BITS[kind]} {names}, [{address}+{offset + byte}];"
+
+    def store(
+        self,
+        address: Value,
+        *values: Any,
+        offset: int = 0,
+        when: Condition = None,
+        space: str = "shared",
+    ) -> None:
+        """Writes neighbouring values, or integers of 32 bits, to memory, up to 16 bytes at a time."""
+        kind = values[0].kind if isinstance(values[0], Value) else "u32"
+        for byte, vector, names in _vectors([_text(value, kind) for value in values], kind):
+            self += f"{_if(when)}st.{space}{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
+
+    def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
+        """Adds to a number in shared memory, at address + offset, atomically."""
+        add = "red.relaxed.cta.shared::cta.add.u32"
+        self += f"{_if(when)}{add} [{address}+{offset}], {_text(number, 'u32')};"
+
+    def take_from(self, address: Value, number: Any, *, when: Condition = None, default: Any = None) -> Value:
+        """Adds to a number in shared memory, atomically, and returns what it was before; the rest is as in `load`."""
+        out = self.fresh("u32") if default is None else self.var(default, "u32")
+        self.take_into(out, address, number, when=when)
+        return out
+
+    def take_into(
+        self, register: Value, address: Value, number: Any, *, offset: int = 0, when: Condition = None
+    ) -> None:
+        """Adds to a number in shared memory, atomically, and gives a register what it was, where `when` holds."""
+        add = "atom.relaxed.cta.shared::cta.add.u32"
+        self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_text(number, 'u32')};"
+
+    def in_cta(self, address: Value, cta: Any) -> Value:
+        """Returns the address, for space="shared::cluster", of what another CTA of the cluster has at this one."""
+        return self.op("mapa.shared::cluster", "u32", address, cta)
+
+    # --- Warps and CTAs
+
+    def barrier(self) -> None:
+        """All threads of a CTA of one warpgroup meet."""
+        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic numbers barriers from 1
+
+    def shuffle(self, x: Value, mode: str, by: Any) -> Value:
+        """Returns the value of another lane: "bfly" (number lane ^ by), "down" (lane + by) or "idx" (by)."""
+        if _BITS[x.kind] == 64:
+            low, high = (self.shuffle(half, mode, by) for half in self.split(x))
+            return self.join(low, high, x.kind)
+        out = self.fresh(x.kind)
+        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {LANES - 1}, {WHOLE_WARP};"
+        return out
+
+    def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
+        """Returns the value of lane number lane - by, and a condition: whether there is one."""
+        out, inside = self.fresh(x.kind), self.fresh("pred")
+        self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {WHOLE_WARP};"
+        return out, inside
+
+    def over_lanes(self, op: str, x: Value) -> Value:
+        """Reduces an integer over the lanes of a warp by "add", "min" or "max"; each of them gets the result."""
+        out = self.fresh(x.kind)
+        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {WHOLE_WARP};"
+        return out
+
+    def any(self, condition: Value) -> Value:
+        """Returns a condition: whether another one holds in some lane of the warp."""
+        out = self.fresh("pred")
+        self += f"vote.sync.any.pred {out}, {condition}, {WHOLE_WARP};"
+        return out
+
+    def ballot(self, condition: Value) -> Value:
+        """Returns the lanes of the warp in which the condition holds, as bits."""
+        out = self.fresh("u32")
+        self += f"vote.sync.ballot.b32 {out}, {condition}, {WHOLE_WARP};"
+        return out
+
+
+def _untyped(kind: str) -> str:
+    """Returns the type of a register that holds a value of a kind."""
+    return kind if kind == "pred" else f"b{max(16, _BITS[kind])}"  # there are none of 8 bits
+
+
+def _typed(op: str, kind: str) -> str:
+    """Returns an instruction with its type; a float's sum is rounded by itself, never joined to a multiply-add."""
+    if op in ("and", "or", "xor", "not"):
+        return f"{op}.{_untyped(kind)}"
+    return f"{op}.rn.f32" if kind == "f32" and op in ("add", "sub", "mul") else f"{op}.{kind}"
+
+
+def _if(condition: Condition) -> str:
+    return "" if condition is None else f"@{condition} "
+
+
+def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
+    """Yields for each access to neighbouring numbers its first byte, its suffix, and the registers."""
+    itemsize = _BITS[kind] // 8
+    size = min(len(registers), ACCESS_BYTES // itemsize)
+    for i in range(0, len(registers), size):
+        names = ", ".join(registers[i : i + size])
+        yield (itemsize * i, f".v{size}", f"{{{names}}}") if size > 1 else (itemsize * i, "", names)
+
+
+def _text(value: Any, kind: str) -> str:
+    """Returns a register, or a number as PTX writes it."""
+    if isinstance(value, Value):
+        if value.name.startswith("!"):
+            return value.program.op("not", "pred", ~value).name
+        return value.name
+    # a float is 0f, and the eight hexadecimal digits of its bits
+    return f"0f{np.float32(value).view(np.uint32):08X}" if kind == "f32" else str(int(value))

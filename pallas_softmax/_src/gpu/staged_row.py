@@ -1,0 +1,215 @@
+"""Long rows: which part of a row a CTA works on, and how the CTA goes over it in shared memory."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu.layout import Cut, Walk
+
+
+class PartPlace(NamedTuple):
+    """The part of a row that this CTA works on, and where it lies in an `aligned_view` of the array of rows.
+
+    Here 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
+    view_row is 1 and first is vocab + start:
+
+        view row 0    | row 0           | row 1           | row 2           |
+        view row 1    | row 3           | row 4           | row 5           |
+                                        | part 0 | part 1 |
+
+    Attributes:
+      row: number of the row in the array (rows, vocab).
+      index: number of the part in the row.
+      start: first element of the row that is in the part.
+      owned: number of elements of the part.
+      view_row: number of the view's row that holds the part; None if the view is one-dimensional.
+      first: first element of the part, counted from the start of that row of the view.
+    """
+
+    row: Any
+    index: Any
+    start: Any
+    owned: Any
+    view_row: Any
+    first: Any
+
+    def in_view(self, gmem):
+        """Returns the row of the view `gmem` that holds the part, from whose element `first` on it lies."""
+        return gmem if self.view_row is None else gmem.at[self.view_row]
+
+
+def part_place(
+    cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False, row: Any = None
+) -> PartPlace:
+    """Returns the place of this CTA's part; the axes of the grid are "row" and, of several parts, "part".
+
+    Args:
+      cut: how each row is cut into parts.
+      view: the shape of the arrays in device memory, from `aligned_view`.
+      rows: number of rows.
+      backwards: whether the CTAs take the rows and their parts from the last one on.
+      row: number of the row, where a CTA takes several; by default, what the CTA has on the axis "row".
+    """
+    row = lax.axis_index("row") if row is None else row
+    index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
+    if backwards:
+        row, index = rows - 1 - row, cut.count - 1 - index
+    start = cut.start(index)
+    owned = cut.start(index + 1) - start
+    rows_together = view[-1] // cut.vocab
+    view_row = row // rows_together if len(view) > 1 else None
+    return PartPlace(row, index, start, owned, view_row, row % rows_together * cut.vocab + start)
+
+
+class StagedRow:
+    """Elements of a row on their way through shared memory, as a `Walk` takes them.
+
+    Each step has a slot of shared memory, and the barrier of the slot's number. They are those of its own number; or,
+    where a CTA takes several rows in turns, the steps of all of them go through the slots in a circle. With 5 slots
+    and 3 steps:
+
+        row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
+        row 1, step 2 | row 2, step 0 | ...
+
+    Where a row has more steps than there are slots, its first ones come `again`, after the last one, with the numbers
+    that follow. With 5 slots and 7 steps, of which 2 are numbers 7 and 8, too:
+
+        row 0, step 0 | row 0, step 1 | row 0, step 2 | row 0, step 3 | row 0, step 4
+        row 0, step 5 | row 0, step 6 | row 0, step 0 | row 0, step 1 | row 1, step 0
+        row 1, step 1 | ...
+
+    Attributes:
+      walk: how the CTA goes over the elements.
+      interpret: as for `pallas_call`.
+      slots: number of slots, if they are a circle, or None.
+      steps_before: of a circle, number of steps that the CTA takes before this row's first one.
+      freed: of a circle, called as freed(i) as soon as the slot of step i may be filled again.
+      again: of a circle, number of steps that come twice.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        interpret: Any,
+        slots: int | None = None,
+        steps_before: Any = 0,
+        freed: Callable[[Any], None] = lambda i: None,
+        again: int = 0,
+    ):
+        self.walk = walk
+        self.interpret = interpret
+        self.slots = slots
+        self.steps_before = steps_before
+        self.freed = freed
+        self.again = again
+
+    def slot(self, i):
+        """Returns the number of the slot, and of the barrier, of step i."""
+        return i if self.slots is None else lax.rem(self.steps_before + jnp.int32(i), jnp.int32(self.slots))
+
+    def _position(self, i):
+        """Returns the position of step i in the row."""
+        return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
+
+    def filled(self, value):
+        """Returns a float32 block whose elements are all `value`."""
+        return blocks.filled(value, self.walk.vec, interpret=self.interpret)
+
+    def copy_in(self, gmem, smem, landed, start, i) -> None:
+        """Starts the copy of step i of the elements from `start` on of `gmem`.
+
+        Args:
+          gmem: a one-dimensional reference to device memory.
+          smem: a reference to shared memory for the elements.
+          landed: barriers, of which one completes when the step has arrived.
+          start: the first element in `gmem`, on 16 bytes.
+          i: an int or traced.
+        """
+        walk = self.walk
+
+        def copy(size: int) -> None:
+            slot = self.slot(i)
+            plgpu.copy_gmem_to_smem(
+                gmem.at[pl.ds(start + self._position(i), size)],
+                smem.at[pl.ds(slot * walk.step_size, size)],
+                landed.at[slot],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        if walk.full_steps:
+            full = i < walk.full_steps
+            pl.when(full | (i >= walk.steps) if self.again else full)(lambda: copy(walk.step_size))
+        if walk.rest:
+            pl.when(i == walk.full_steps)(lambda: copy(walk.rest))
+
+    def wait(self, landed) -> None:
+        """Waits until all steps have arrived."""
+        for i in range(self.walk.steps):
+            plgpu.barrier_wait(landed.at[i])
+
+    def sweep(self, take_step: Callable, state, first: int = 0):
+        """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
+
+        It begins with step `first`; the steps before that one come last, when they are there again.
+        """
+        walk = self.walk
+
+        def take_full(i, state):
+            return take_step(i, walk.step_size, state)
+
+        if walk.full_steps:
+            state = lax.fori_loop(first, walk.full_steps, take_full, state)
+        if walk.rest:
+            state = take_step(walk.full_steps, walk.rest, state)
+        return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
+
+    def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
+        """For each block of step i of `size` elements: where it lies in shared memory, and how many it holds."""
+        for start in range(0, size, self.walk.block_size):
+            at = pl.ds(self.slot(i) * self.walk.step_size + start, self.walk.block_size)
+            yield at, min(self.walk.block_size, size - start)
+
+    def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
+        """Yields the blocks of step i of `size` elements, in float32, with `fill` after the last element."""
+        for at, held in self.blocks(i, size):
+            x = blocks.load(smem.at[at], self.walk.vec, interpret=self.interpret).astype(jnp.float32)
+            if held < self.walk.block_size:
+                x = jnp.where(blocks.positions(self.walk.vec, interpret=self.interpret) < held, x, fill)
+            yield x
+
+    def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
+        """Writes blocks to step i of `size` elements in shared memory, where each thread has its own elements."""
+        values = [block.astype(smem.dtype) for block in values]
+        for (at, _), block in zip(self.blocks(i, size), values, strict=True):
+            blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
+
+    def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
+        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`.
+
+        It begins with the steps that are there, the last ones, and ends with those that come again.
+        """
+
+        def leave(i, in_flight: int) -> None:
+            """Waits until step i has left its slot; so many steps after it may be on their way."""
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+            self.freed(i)
+
+        def write_step(i, size, carry):
+            self.store(smem, i, size, values(i, size))
+            plgpu.commit_smem()
+            source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
+            plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + self._position(i), size)])
+            if self.slots is not None:
+                pl.when(jnp.int32(i) > self.again)(functools.partial(leave, i - 1, 1))
+            return carry
+
+        self.sweep(write_step, (), self.again)
+        # The CTA may go as soon as shared memory has been read; that all is written, the kernel's end sees to.
+        leave(self.walk.steps + self.again - 1, 0)

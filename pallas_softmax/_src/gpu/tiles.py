@@ -1,0 +1,290 @@
+"""Tiles: short rows in registers (see `layout.Tile`), and how they move between these and device memory.
+
+Loads and stores are inline PTX under a predicate, since tiles reach beyond the array and Pallas has no such
+operation; each function has a plain twin for the interpreter.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_softmax._src.folding import MaskRows
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
+from pallas_softmax._src.gpu.ptx.inline import (
+    REF,
+    SCALAR,
+    array,
+    elements,
+    emit_ptx,
+    i32,
+    inline,
+    pack,
+    scalar,
+    thread,
+)
+from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program
+
+
+def layout(tile: Tile) -> Any:
+    """Returns the layout of a tile in registers, which is that of the drawing in `layout.Tile`."""
+    lanes, vec = tile.lanes, tile.vec
+    if lanes > 32:  # a row is cut into the vectors of each warp, and these into those of its lanes
+        tiling, warp_dims, lane_dims = ((1, lanes * vec), (LANES * vec,), (vec,)), (-3,), (-2,)
+    else:  # four warps take 32 / lanes rows each, whose vectors and rows are those of the lanes
+        rows = LANES // lanes
+        tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (1, vec))
+        warp_dims, lane_dims = (-6,), (-4, -3)
+    canonical = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(tiling), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        canonical.tiling, canonical.warp_dims, canonical.lane_dims, canonical.vector_dim
+    )
+
+
+def load(ref, tile: Tile, row, fill, *, interpret):
+    """Returns the rows of an array (rows, vocab) from `row` on, as a tile, with `fill` where the array ends."""
+    rows, vocab = ref.shape
+    if interpret:
+        i, j = _indices(tile, row)
+        inside = (i < rows) & (j < vocab)
+        return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
+
+    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, ref.dtype))
+    def load(_, ref, row):
+        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        registers = []
+        for at, column in places(tile, scalar(row)):
+            offset = predicated_ptx.offset_of(at, vocab, column)
+            inside = _inside(at, rows, column, vocab)
+            registers.append(predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load(ref, row)
+
+
+def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, blocked=False, interpret):
+    """Returns the elements of an array in device memory that a tile of column numbers, of `vec` 1, points at.
+
+    Args:
+      ref: the array (its rows, columns); of a single column, all places have that.
+      row: number of the tile's first row.
+      column: the tile of column numbers.
+      rows: number of rows; beyond these, and beyond the array's columns, the result is 0.
+      ref_row: which row of the array belongs to a row.
+      blocked: see `store`.
+    """
+    columns = ref.shape[1]
+    if interpret:
+        i, _ = _indices(tile, row)
+        found = ref[...][jnp.where(i < rows, ref_row(i), 0), column if columns > 1 else 0]
+        return jnp.where(i < rows, found, jnp.zeros_like(found))
+
+    dtype = np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
+
+    @inline(arg_types=(REF, SCALAR, layout(tile)), return_type=type_of(tile, dtype))
+    def gather(_, ref, row, column):
+        pointer = utils.memref_ptr(ref)
+        element = ir.IntegerType.get_signless(8) if dtype == "int8" else ir.MemRefType(ref.type).element_type
+        registers = []
+        for (at, _), register in zip(places(tile, scalar(row), blocked), column.registers.flat, strict=True):
+            of_column = elements(register)[0] if columns > 1 else i32(0)
+            offset = predicated_ptx.offset_of(ref_row(_RowNumber(at)).value, columns, of_column)
+            inside = _inside(at, rows, of_column, columns)
+            registers.append(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return gather(ref, row, column)
+
+
+def load_per_row(ref, tile: Tile, row, *, interpret):
+    """Returns the numbers (rows,) that belong to rows from `row` on, broadcast along the rows of a tile."""
+    (rows,) = ref.shape
+    if interpret:
+        i, _ = _indices(tile, row)
+        return jnp.broadcast_to(ref[...][jnp.where(i < rows, i, 0)], tile.shape)
+
+    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, ref.dtype))
+    def load_per_row(_, ref, row):
+        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
+        registers = []
+        for at, _ in places(tile, scalar(row)):
+            inside = _inside(at, rows, i32(0), 1)
+            offset = predicated_ptx.offset_of(at, 1, i32(0))
+            (number,) = elements(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
+            registers.append(pack([number] * tile.vec))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_per_row(ref, row)
+
+
+def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, *, interpret):
+    """Returns the mask, as a boolean tile, for the rows from `row` on of an array of this shape; False where that ends.
+
+    Args:
+      ref: the mask, boolean (mask rows, vocab or 1).
+      mask_row: which row of the mask belongs to a row.
+    """
+    (rows, vocab), columns = shape, ref.shape[1]
+    if interpret:
+        i, j = _indices(tile, row)
+        inside = (i < rows) & (j < vocab)
+        return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
+
+    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, "int8"))
+    def load_mask(_, ref, row):
+        pointer = utils.memref_ptr(ref)
+        registers = []
+        for at, column in places(tile, scalar(row)):
+            inside = _inside(at, rows, column, vocab)
+            of_mask = mask_row(_RowNumber(at)).value
+            registers.append(predicated_ptx.load_mask(pointer, tile.vec, of_mask, column, columns, inside))
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_mask(ref, row) != 0
+
+
+def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
+    """Writes a tile to the rows of an array (rows, vocab) from `row` on, as far as the array goes.
+
+    An array (rows, 1) takes the tile's first column.
+
+    Args:
+      blocked: whether the registers of a lane are neighbours in the row, of a tile of `vec` 1: lane 0 has columns 0 to
+        steps - 1. They are written together as far as alignment allows.
+    """
+    (rows, vocab), itemsize = ref.shape, np.dtype(ref.dtype).itemsize
+    value = value.astype(ref.dtype)
+    if interpret:
+        for i in range(tile.rows):
+
+            @pl.when(row + i < rows)
+            def _(i=i):
+                ref[row + i] = value[i, :vocab]
+
+        return
+
+    @inline(arg_types=(REF, SCALAR, layout(tile)))
+    def store(_, ref, row, value):
+        pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
+        spots, registers = list(places(tile, scalar(row), blocked)), list(value.registers.flat)
+        if blocked:
+            vec = math.gcd(vocab, tile.steps, ACCESS_BYTES // itemsize)
+            together = [registers[i : i + vec] for i in range(0, len(registers), vec)]
+            registers = [pack([elements(register)[0] for register in each]) for each in together]
+            spots = spots[::vec]
+        for (at, column), register in zip(spots, registers, strict=True):
+            offset = predicated_ptx.offset_of(at, vocab, column)
+            predicated_ptx.store_vector(pointer, register, vec, offset, _inside(at, rows, column, vocab))
+
+    store(ref, row, value)
+
+
+def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
+    """Writes to an array (rows, vocab) what a tile of `vec` 1 has for each row, when its warp has written all before.
+
+    Args:
+      row: number of the tile's first row.
+      column: tile of column numbers; those of a row all differ.
+      value: tile of what is written there.
+      held: number of the first columns of the tile that are written.
+    """
+    rows, vocab = ref.shape
+    value = value.astype(ref.dtype)
+    if interpret:
+        for i in range(tile.rows):
+
+            @pl.when(row + i < rows)
+            def _(i=i):
+                ref[row + i] = ref[row + i].at[column[i, :held]].set(value[i, :held])
+
+        return
+
+    @inline(arg_types=(REF, SCALAR, layout(tile), layout(tile)))
+    def scatter(_, ref, row, column, value):
+        pointer = utils.memref_ptr(ref)
+        emit_ptx(_meet_in_warp(), {})
+        registers = zip(column.registers.flat, value.registers.flat, strict=True)
+        for (at, place), (of_column, register) in zip(places(tile, scalar(row)), registers, strict=True):
+            offset = predicated_ptx.offset_of(at, vocab, elements(of_column)[0])
+            predicated_ptx.store_vector(pointer, register, 1, offset, _inside(at, rows, place, held))
+
+    scatter(ref, row, column, value)
+
+
+def _meet_in_warp() -> Program:
+    """All lanes of the warp meet; what any of them wrote before, comes before what any writes afterwards."""
+    p = Program()
+    p += f"bar.warp.sync {WHOLE_WARP};"
+    return p
+
+
+def spread(of_row, tile: Tile, out: Tile, *, interpret):
+    """Returns a tile `out` of the numbers that a tile, whose rows lie in the same lanes, has one of for a whole row."""
+    if interpret:
+        return jnp.broadcast_to(of_row[:, :1], out.shape)
+
+    @inline(arg_types=(layout(tile),), return_type=type_of(out, of_row.dtype))
+    def spread(_, of_row):
+        numbers = [elements(register)[0] for register in of_row.registers.flatten()[:: tile.steps]]
+        registers = [pack([number] * out.vec) for number in numbers for _ in range(out.steps)]
+        return array(layout(out).to_mgpu(), out.shape, registers)
+
+    return spread(of_row)
+
+
+def _indices(tile: Tile, row):
+    """Returns row numbers (tile rows, 1) and column numbers (1, tile columns) of a tile, for the interpreter."""
+    rows, columns = tile.shape
+    return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
+
+
+def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
+    """Returns the type of a tile, for inline code to return."""
+    return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
+
+
+def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields row and first column of each register of this thread, in the order of the layout's registers."""
+    own, lanes = thread(), tile.lanes
+    of_lane, of_step = (tile.steps, 1) if blocked else (tile.vec, lanes * tile.vec)
+    row = arith.addi(row, arith.divui(own, i32(lanes)))
+    column = arith.muli(arith.remui(own, i32(lanes)), i32(of_lane))
+    for i in range(0, tile.rows, WARPGROUP // lanes):
+        for step in range(tile.steps):
+            yield arith.addi(row, i32(i)), arith.addi(column, i32(step * of_step))
+
+
+def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:
+    """Returns whether a row and a column are those of an array (rows, columns)."""
+    less = arith.CmpIPredicate.ult
+    return arith.andi(arith.cmpi(less, row, i32(rows)), arith.cmpi(less, column, i32(columns)))
+
+
+class _RowNumber:
+    """A row number in a register, with the arithmetic that `folding.MaskRows` does on it."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def __floordiv__(self, other: int):
+        return _RowNumber(arith.divui(self.value, i32(other)))
+
+    def __mod__(self, other: int):
+        return _RowNumber(arith.remui(self.value, i32(other)))
+
+    def __mul__(self, other: int):
+        return _RowNumber(arith.muli(self.value, i32(other)))
+
+    def __add__(self, other: "_RowNumber"):
+        return _RowNumber(arith.addi(self.value, other.value))

@@ -1,0 +1,491 @@
+"""linear_logsumexp, linear_cross_entropy and linear_log_probs: what they promise, and how their gradients are wired."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import CustomVJPPrimal
+from jax.typing import ArrayLike
+
+from pallas_softmax import online
+from pallas_softmax._src import arguments
+from pallas_softmax._src.arguments import AxisName
+from pallas_softmax._src.dispatch import vmap as execution
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose
+from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, varies, vary_together
+from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.dispatch.refusal import reverse_only
+from pallas_softmax._src.linear import losses as projection
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.mesh import describe, lay_together
+
+Reduction = Literal["mean", "sum"] | None
+
+WORKSPACE_BYTES = 512 * 2**20
+
+
+def linear_logsumexp(
+    x: ArrayLike,
+    w: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns logsumexp(x @ w + bias) over the columns of w, without the logits in memory as a whole.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
+
+    Args:
+      x: (..., D), of float16, bfloat16, float32 or float64.
+      w: (D, V), of the dtype of `x`.
+      bias: (V,), of a floating dtype.
+      softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
+      transpose_w: whether `w` is (V, D), as an embedding table is that the model uses here, too. No transposed copy is
+        made of it.
+      workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of a chunk of rows, of 8
+        at least. Kernels that compute the gradient of a bfloat16 `w` may take more: a chunk of 2 D V bytes, the size of
+        that gradient, which is written when the chunk is gone; or one of all rows, up to 4 D V bytes, the size of the
+        float32 sum that the gradients of several chunks need.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
+        columns, the same on all devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      float32 of shape (...), float64 for float64. The logits are accumulated and kept in float32 for 16-bit `x`, too.
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode. The gradients have their dtypes, and are
+      accumulated in float32; the derivatives in the logits are rounded to the dtype of `x`.
+
+    Raises:
+      TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a static argument is traced,
+        or `axis_name` is no name.
+      ValueError: shapes do not fit, `w` has no columns, a number is out of range, `axis_name` is not bound, `x` differs
+        along it, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    options = _Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return at_once(_per_token_of, (x, w, bias, None, Tokens(None)), (options,))
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    softcap: float | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+    reduction: Reduction = "mean",
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns the cross entropy of the logits z = x @ w + bias and labels, without the logits in memory as a whole.
+
+    The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
+    The source is that of `linear_logsumexp`.
+
+    A mean or sum that is differentiated computes its gradients along with it: three matrix products in all (four by
+    kernels with label smoothing). One loss per token, and any loss in float16, makes the logits again in its backward:
+    four products. A loss that is not differentiated takes one.
+
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`.
+
+    Args:
+      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. One out
+        of this range makes the loss NaN, unless `where` leaves it out.
+      where: boolean, broadcastable to `labels`; False leaves a token out, whatever its `x` and its label are: its loss
+        and its gradient are 0.
+      label_smoothing: number s from 0 to 1, or one per token: an array that broadcasts to `labels`. It may be traced,
+        and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
+      z_loss: number of 0 or more, with the same forms; z_loss * logsumexp(z)**2 is added to the loss of each token.
+      reduction: "mean" over the tokens that are not left out (0 if there is none), "sum", or None: one loss per token.
+
+    Returns:
+      float32 (float64 for float64): a scalar, or for reduction=None an array of the shape of `labels`. Differentiable
+      as `linear_logsumexp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and for labels that are no integers or do not
+        fit, `where` that is not boolean or does not fit, or an unknown reduction.
+    """
+    name = "linear_cross_entropy"
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    arguments.check_array(name, "labels", labels)
+    tokens = Tokens(
+        labels,
+        label_smoothing=_number(
+            name, "label_smoothing", label_smoothing, 0, lambda s: (s >= 0) & (s <= 1), "from 0 to 1"
+        ),
+        z_loss=_number(
+            name, "z_loss", z_loss, 0, lambda z: (z >= 0) & (z < np.inf), "a finite number of 0 or more"
+        ),
+    )
+    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    if reduction is None:
+        return at_once(_per_token_of, (x, w, bias, where, tokens), (options,))
+    return at_once(_total_of, (x, w, bias, where, tokens), (options, reduction))
+
+
+def linear_log_probs(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns log softmax(z / temperature)[label] of each token, without the logits in memory as a whole.
+
+    They are z = x @ w + bias, with the softcap if there is one. The source is that of `linear_logsumexp`.
+
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`.
+
+    Args:
+      labels: as for `linear_cross_entropy`.
+      where: as for `linear_cross_entropy`.
+      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to `labels`. It may be traced,
+        and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
+
+    Returns:
+      float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
+      Differentiable as `linear_logsumexp`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+    """
+    name = "linear_log_probs"
+    arguments.check_array(name, "labels", labels)
+    temperature = _number(
+        name, "temperature", temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37), "from 1e-37 to 1e37"
+    )
+    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return at_once(_log_probs_of, (x, w, bias, where, Tokens(labels, temperature)), (options,))
+
+
+class _Options(NamedTuple):
+    """The static arguments of a public function, as users pass them, and the function's name."""
+
+    function: str
+    softcap: float | None
+    transpose_w: bool
+    workspace_bytes: int
+    axis_name: AxisName
+    implementation: ImplementationName | None
+
+
+class _Static(NamedTuple):
+    """What is known of a call while tracing, as `derivatives.Static`; hashable.
+
+    Attributes:
+      function: the public function, for messages.
+      forward: the choice for the operation that computes the statistics.
+      gradient: that for the operation that computes the gradients.
+      head: the projection and its loss.
+      workspace_bytes: the bound of what is stored of the logits.
+      vocab: the number of columns of a whole row.
+    """
+
+    function: str
+    forward: Choice
+    gradient: Choice
+    head: Head
+    workspace_bytes: int
+    vocab: int
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the columns are spread over."""
+        return self.forward.call.mesh_axes
+
+    def run(self, choice: Choice, *arrays, **keywords):
+        """Runs `forward` or `gradient`."""
+        keywords |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
+        return execution.run_projection(choice, *arrays, **keywords)
+
+    def values(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
+        """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp."""
+        if tokens.labels is None:
+            return online.log_of(statistics.normalizer)
+        losses = projection.losses(statistics, tokens, self.vocab)
+        return jnp.where(self.valid(tokens.labels), losses, jnp.nan)
+
+    def weights(self, labels, given) -> jax.Array:
+        """Returns the weights of the tokens' losses in a gradient: `given`, but NaN where the label is out of range.
+
+        A weight of 0, of a token that is left out, stays 0.
+        """
+        return given if labels is None else jnp.where(self.valid(labels) | (given == 0), given, jnp.nan)
+
+    def valid(self, labels) -> jax.Array:
+        """Returns which labels are columns."""
+        return (labels >= 0) & (labels < self.vocab)
+
+    def unwrap(self, arrays: tuple) -> tuple[tuple[Any, ...], Any]:
+        """Returns the arrays that the forward of a custom_vjp gets, and whether the gradient of w is wanted.
+
+        The second result is () for yes and None for no. True and False would not do: a forward saves a tree for the
+        backward, and JAX makes arrays of its leaves. () and None have no leaves.
+
+        Args:
+          arrays: x, w, bias, tokens and perhaps weights, as trees of `CustomVJPPrimal`s.
+
+        Raises:
+          NotImplementedError: a gradient in a number of the tokens is wanted.
+        """
+        for name, number in arrays[3]._asdict().items():
+            if number is not None and name != "labels" and number.perturbed:
+                raise NotImplementedError(
+                    f"{self.function}: there is no gradient in {name}; wrap it in jax.lax.stop_gradient"
+                )
+        values = jax.tree.map(lambda a: a.value, arrays, is_leaf=lambda a: isinstance(a, CustomVJPPrimal))
+        return values, () if arrays[1].perturbed else None
+
+
+# ---- One value for each token: its gradient makes the logits again
+
+
+def _log_probs_of(x, w, bias, where, tokens: Tokens, options: _Options):
+    return 0 - _per_token_of(x, w, bias, where, tokens, options)  # a token that is left out gets 0, not -0
+
+
+def _per_token_of(x, w, bias, where, tokens: Tokens, options: _Options) -> Any:
+    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, "projection_grad")
+    values: Any = _per_token(static, x, w, bias, tokens)
+    return values if where is None else jnp.where(where, values, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _per_token(static: _Static, x, w, bias, tokens: Tokens):
+    """Returns the value of each token."""
+    return static.values(static.run(static.forward, x, w, bias, tokens), tokens)
+
+
+def _per_token_forward(static: _Static, *arrays):
+    (x, w, bias, tokens), with_dw = static.unwrap(arrays)
+    statistics = static.run(static.forward, x, w, bias, tokens)
+    return static.values(statistics, tokens), (x, w, bias, tokens, statistics, with_dw)
+
+
+def _per_token_backward(static: _Static, saved, dvalues):
+    x, w, bias, tokens, statistics, with_dw = saved
+    weights = static.weights(tokens.labels, sum_cotangents(dvalues, static.mesh_axes))
+    arrays = (x, w, bias, tokens, weights, statistics)
+    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=with_dw is not None)
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, None
+
+
+_per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
+
+
+# ---- Their mean or sum: its gradient is computed along with it
+
+
+def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: Reduction):
+    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, "projection_with_grad")
+    weights = jnp.ones_like(tokens.labels, online.widen(x).dtype)
+    weights = weights if where is None else jnp.where(where, weights, 0)
+    if reduction == "mean":
+        weights = weights / jnp.maximum(jnp.sum(weights), 1)
+    if x.dtype == jnp.float16:
+        return _weighted(_per_token(static, x, w, bias, tokens), weights)
+    return _total(static, x, w, bias, tokens, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(static: _Static, x, w, bias, tokens: Tokens, weights):
+    """Returns the sum of weights * losses, in which what has weight 0 may be NaN; the weights have no gradient."""
+    return _weighted(static.values(static.run(static.forward, x, w, bias, tokens), tokens), weights)
+
+
+def _total_forward(static: _Static, *arrays):
+    (x, w, bias, tokens, weights), with_dw = static.unwrap(arrays)
+    arrays = (x, w, bias, tokens, static.weights(tokens.labels, weights))
+    statistics, *gradients = static.run(static.gradient, *arrays, with_dw=with_dw is not None)
+    return _weighted(static.values(statistics, tokens), weights), gradients
+
+
+def _weighted(losses, weights):
+    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+
+
+def _total_backward(static: _Static, gradients, dtotal):
+    dtotal = sum_cotangents(dtotal, static.mesh_axes)
+    dx, dw, dbias = jax.tree.map(lambda g: (online.widen(g) * dtotal).astype(g.dtype), gradients)
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, None, None
+
+
+_total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
+
+
+# ---- Checks of the arguments
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def _number(function: str, name: str, value, default: float, accepted: Callable, wanted: str) -> Any:
+    """Returns a number of the loss, checked where it is known; None for a known scalar that is the default."""
+    value = arguments.in_range(function, name, value, accepted, wanted)
+    return None if arguments.is_known(value) and not np.ndim(value) and value == default else value
+
+
+def _checked(x, w, bias, where, tokens: Tokens, options: _Options, gradient: str) -> tuple[_Static, tuple]:
+    """Checks the arguments; returns what is known while tracing, and the arrays, sharded alike.
+
+    Labels become int32, and -1 where they are out of range. Numbers of tokens that `where` leaves out become harmless.
+
+    Args:
+      x, w, bias, where, tokens: as users pass them.
+      options: as users pass them.
+      gradient: the operation that computes the gradients. In float16 it is always "projection_grad": gradients that a
+        forward rounds before they are multiplied by the cotangent could overflow, or become 0.
+    """
+    name = options.function
+    x, w, bias, head = _checked_projection(x, w, bias, options)
+    workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
+    if workspace_bytes <= 0:
+        raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
+    mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
+    vocab = head.vocab(w) * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    batch = x.shape[:-1]
+    if where is not None:
+        where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+    tokens = _checked_tokens(name, tokens, where, batch, online.widen(x).dtype, vocab)
+    for of, a in (("x", x), ("where", where), *tokens._asdict().items()):
+        if a is not None and varies(a, mesh_axes):
+            raise ValueError(
+                f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
+            )
+    arrays = lay_together((x, w, bias, where, tokens), head)
+    x, w, bias, where, tokens = vary_together(*arrays, but=mesh_axes)
+    w, bias = vary_together(w, bias, over=mesh_axes)
+    reason = (
+        f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
+        " reverse mode (jax.grad, jax.vjp); for others, write the logits out and call pallas_softmax.logsumexp"
+    )
+    x, w = reverse_only(x, reason), reverse_only(w, reason)
+    bias = None if bias is None else reverse_only(bias, reason)
+
+    def chosen(op: str) -> Choice:
+        return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
+
+    gradient = "projection_grad" if x.dtype == jnp.float16 else gradient
+    static = _Static(name, chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)
+    return static, (x, w, bias, where, tokens)
+
+
+def _checked_projection(x, w, bias, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array | None, Head]:
+    """Checks x, w and bias, and what is static of the projection."""
+    name = options.function
+    x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
+    bias = None if bias is None else arguments.array(name, "bias", bias)
+    for of, a in ("x", x), ("w", w), ("bias", bias):
+        if a is not None and a.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {of} must be of {', '.join(_FLOATS)}, got {a.dtype.name}")
+    if x.dtype != w.dtype:
+        raise TypeError(
+            f"{name}: x and w must have one dtype, got {x.dtype.name} and {w.dtype.name}; cast one of them"
+        )
+    transpose_w = arguments.static_bool(name, "transpose_w", options.transpose_w)
+    layout = "(V, D)" if transpose_w else "(D, V)"
+    if x.ndim < 1 or w.ndim != 2 or w.shape[1 if transpose_w else 0] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
+        )
+    head = Head(transpose_w, _softcap(name, options.softcap), _precision(x.dtype))
+    vocab = head.vocab(w)
+    if not isinstance(vocab, int):
+        raise NotImplementedError(f"{name}: V={vocab} is symbolic; in jax.export the dimensions of x may be")
+    if vocab == 0:
+        raise ValueError(f"{name}: w must have at least one column, got {layout} = {w.shape}")
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"{name}: bias must have the shape ({vocab},), got {bias.shape}")
+    return x, w, bias, head
+
+
+def _softcap(function: str, softcap) -> float | None:
+    """Returns the softcap as a Python number: kernels are compiled for it."""
+    if softcap is None:
+        return None
+    wanted = "None or from 1e-37 to 1e37"
+    if isinstance(softcap, Tracer):
+        raise TypeError(
+            f"{function}: softcap must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
+        )
+    softcap = arguments.in_range(function, "softcap", softcap, lambda c: (c >= 1e-37) & (c <= 1e37), wanted)
+    if np.ndim(softcap):
+        raise ValueError(f"{function}: softcap must be {wanted}, got shape {np.shape(softcap)}")
+    return float(softcap)
+
+
+def _precision(dtype) -> Any:
+    """Returns the precision of the products: for float32 what `jax.default_matmul_precision` says, or else the full."""
+    if dtype.itemsize < 4:
+        return None
+    return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
+    """Returns the numbers of the tokens, each of this shape; a token that is left out has label 0 and default numbers.
+
+    So nothing of it can make a NaN, which `jax_debug_nans` and checkify would report.
+    """
+
+    def per_token(of: str, value, default: float, accepted: Callable) -> Any:
+        if value is None:
+            return None
+        value = arguments.array(name, of, value)
+        try:
+            value = jnp.broadcast_to(value.astype(dtype), shape)
+        except ValueError:
+            raise ValueError(
+                f"{name}: {of} must be a scalar or broadcast to the shape of labels {shape}, got {value.shape}"
+            ) from None
+        value = jnp.where(accepted(value), value, jnp.nan)
+        return value if where is None else jnp.where(where, value, default)
+
+    labels = tokens.labels
+    if labels is not None:
+        labels = _labels(name, labels, shape, vocab)
+        labels = labels if where is None else jnp.where(where, labels, 0)
+    return Tokens(
+        labels,
+        per_token("temperature", tokens.temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37)),
+        per_token("label_smoothing", tokens.label_smoothing, 0, lambda s: (s >= 0) & (s <= 1)),
+        per_token("z_loss", tokens.z_loss, 0, lambda z: (z >= 0) & (z < jnp.inf)),
+    )
+
+
+def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
+    """Returns the labels in int32; those that are no column are -1."""
+    labels = arguments.array(name, "labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
+    if labels.shape != shape:
+        raise ValueError(
+            f"{name}: labels must have the shape of x without its last dimension, {shape}, got {labels.shape}"
+        )
+    if labels.dtype.itemsize < 4:  # 8 and 16 bits may hold neither V nor -1
+        labels = labels.astype(jnp.int32)
+    return jnp.where((labels >= 0) & (labels < vocab), labels, -1).astype(jnp.int32)

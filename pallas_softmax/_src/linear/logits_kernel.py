@@ -1,0 +1,260 @@
+"""Kernels that make logits, x @ w + bias, tile by tile, and write in their place what is wanted of them.
+
+`row_sums` reduces the rows of each tile, and where it is given a reference for each row writes exponentials, too;
+`logit_gradients` writes gradients. The logits themselves stay in registers:
+
+    acc, 64 rows of a tile of x @ w, float32
+      │  + bias, softcap, temperature; -inf from column V on
+      ▼
+      z ──► of each row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
+      └───► exp(z - reference), or the gradient                                 (rows, V), 16 bits
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax._src.gpu.blocks import WHOLE
+from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
+from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
+from pallas_softmax._src.linear.product import Place, product, store
+from pallas_softmax.online import Normalizer
+
+
+class Labels(NamedTuple):
+    """The labels, and in which parts of the product they are.
+
+    Attributes:
+      column: int32 (rows,); one outside of [0, V) is no column.
+      in_tile: int32 (groups of 64 rows, tiles): 0 where no row of the group has its label in the tile.
+    """
+
+    column: Any
+    in_tile: Any
+
+
+class RowSums(NamedTuple):
+    """What a kernel finds of each row in each tile of the columns: float32 (tiles, rows).
+
+    Attributes:
+      normalizer: (m, d), the maximum and the sum of exp(z - m); or of exp(z - reference), if there is one.
+      label_logit: z at the label, 0 where the label is not in the tile.
+      total: the sum of z; None if it is not asked for.
+    """
+
+    normalizer: Normalizer
+    label_logit: Any
+    total: Any
+
+
+def row_sums(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    tokens: Tokens,
+    reference: jax.Array | None = None,
+    *,
+    head: Head,
+    tiling: Tiling,
+    interpret: Any = None,
+) -> tuple[RowSums, jax.Array | None]:
+    """Reduces the rows of the logits; with a reference, writes exp(z - reference) in the dtype of x, too.
+
+    Args:
+      x, w, bias, tokens: as in `projection.Pieces`.
+      reference: float32 (rows,), or None.
+      head: the projection.
+      tiling: sizes of tiles and stages.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      The sums, and the exponentials, (rows, columns of w); columns that do not count are 0. Of logits with a softcap
+      they are multiplied by its slope. Rows are rounded up to a multiple of a tile's in the sums.
+    """
+    rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
+    tiles = -(-columns // TILE_N)
+    number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
+    sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
+    stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    inputs = (
+        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
+        _labels(tokens.labels, columns, head.vocab(w), tiling),
+        None if tokens.temperature is None else _padded(tokens.temperature, tiling.cluster_rows, 1),
+        None if reference is None else _padded(reference, tiling.cluster_rows),
+    )
+
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, reference_gmem, sums_gmem, stored_gmem):
+        z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
+        own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+        zeros = _zeros(interpret)
+        sums_gmem.label_logit[own] = lax.cond(
+            _has_labels(labels_gmem, place),
+            lambda: jnp.sum(jnp.where(_at_label(labels_gmem, place, column, interpret), z, 0.0), axis=1),
+            lambda: zeros,
+        )
+        if sums_gmem.total is not None:
+            sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
+        m = jnp.max(z, axis=1)
+        sums_gmem.normalizer.m[own] = m
+        r = online.shift(m) if reference_gmem is None else _of_rows(reference_gmem, place, interpret)
+        e = jnp.exp(z - _along(r, z))
+        sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
+        if stored_gmem is not None:
+            store(place, e * _slope(z, place, t_gmem, head, interpret), stored_gmem)
+
+    return product(
+        epilogue,
+        x,
+        w,
+        inputs,
+        (sums, stored),
+        b_transposed=head.transpose_w,
+        staged=None if stored is None else x.dtype,
+        tiling=tiling,
+        name="linear_statistics" if stored is None else "linear_exponentials",
+        interpret=interpret,
+    )
+
+
+def logit_gradients(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    tokens: Tokens,
+    coefficients: Coefficients,
+    *,
+    head: Head,
+    tiling: Tiling,
+    interpret: Any = None,
+) -> jax.Array:
+    """Returns the gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
+
+    Args:
+      x, w, bias, tokens, coefficients: as in `projection.Pieces`.
+      head: the projection.
+      tiling: sizes of tiles and stages.
+      interpret: as for `pallas_call`.
+    """
+    columns = w.shape[0 if head.transpose_w else 1]
+    inputs = (
+        None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
+        _labels(tokens.labels, columns, head.vocab(w), tiling),
+        None if tokens.temperature is None else _padded(tokens.temperature, tiling.cluster_rows, 1),
+        jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
+    )
+
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, coefficients_gmem, out_gmem):
+        z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
+        m, of_exp, of_label, constant = jax.tree.map(
+            lambda gmem: _along(_of_rows(gmem, place, interpret), z), coefficients_gmem
+        )
+        dz = of_exp * jnp.exp(z - m)
+        if constant is not None:
+            dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
+        dz = lax.cond(
+            _has_labels(labels_gmem, place),
+            lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
+            lambda: dz,
+        )
+        store(place, dz * _slope(z, place, t_gmem, head, interpret), out_gmem)
+
+    (dz,) = product(
+        epilogue,
+        x,
+        w,
+        inputs,
+        (jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),),
+        b_transposed=head.transpose_w,
+        staged=x.dtype,
+        tiling=tiling,
+        name="linear_logit_gradients",
+        interpret=interpret,
+    )
+    return dz
+
+
+# ---- Logits in registers
+
+
+def _logits(acc, place: Place, bias_gmem, t_gmem, head: Head, vocab: int, interpret):
+    """Returns the logits of a part of the product, and their columns, of which the part's first one is 0."""
+    column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
+    z = acc
+    if bias_gmem is not None:
+        bias = _load(bias_gmem.at[pl.ds(place.column, acc.shape[1])], 0, interpret)
+        z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
+    if head.softcap is not None:
+        z = head.softcap * _tanh(z * (1 / head.softcap))
+    if t_gmem is not None:
+        z = z * _along(1 / _of_rows(t_gmem, place, interpret), z)
+    if vocab % acc.shape[1]:
+        z = jnp.where(column < vocab - place.column, z, -jnp.inf)
+    return z, column
+
+
+def _tanh(y):
+    """Returns tanh(y) to some units of float32's last place; the GPU's own instruction is right to 11 bits."""
+    far = 1 - 2 / (1 + jnp.exp(2 * y))
+    square = y * y
+    near = y - y * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))  # the series, to 1e-9 of y
+    return jnp.where(square < 0.01, near, far)
+
+
+def _slope(z, place: Place, t_gmem, head: Head, interpret):
+    """Returns the derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
+    if head.softcap is None:
+        return 1.0
+    capped = z if t_gmem is None else z * _along(_of_rows(t_gmem, place, interpret), z)
+    t = jnp.maximum(capped * (1 / head.softcap), -1)
+    return (1 - t) * (1 + t)
+
+
+# ---- Numbers of rows and columns
+
+
+def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
+    labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
+    tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
+    tiles = jnp.arange(-(-columns // TILE_N))
+    return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
+
+
+def _has_labels(labels_gmem: Labels, place: Place):
+    """Returns whether some row of this part of the product has its label there."""
+    return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
+
+
+def _at_label(labels_gmem: Labels, place: Place, column, interpret):
+    """Returns which element of each row is that of its label."""
+    return column == _along(_of_rows(labels_gmem.column, place, interpret) - place.column, column)
+
+
+def _padded(a, multiple: int, value=0):
+    return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
+
+
+def _of_rows(gmem, place: Place, interpret):
+    """Returns the numbers of the part's 64 rows."""
+    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1, interpret)
+
+
+def _load(gmem, reduced: int, interpret):
+    """Returns numbers of rows or columns in the layout of an accumulator that is reduced along dimension `reduced`."""
+    if interpret:
+        return gmem[...]
+    return plgpu.load(gmem, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
+
+
+def _zeros(interpret):
+    zeros = jnp.zeros((WARPGROUP_ROWS,), jnp.float32)
+    return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _along(of_rows, like):
+    """Returns a number of each row, for all elements of the row."""
+    return lax.broadcast_in_dim(of_rows, like.shape, (0,))

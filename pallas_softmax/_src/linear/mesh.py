@@ -1,0 +1,156 @@
+"""How the operations of a projection are divided over a mesh, under jit.
+
+    x       (..., D)           the tokens over some mesh axes, as x or labels are sharded; D is whole
+    w       (D, V) or (V, D)   the columns over other mesh axes, as w is sharded; D is gathered, as fully sharded
+                               data parallelism does, and so are columns over a mesh axis that divides the tokens
+
+Devices that share a row send two numbers and a logit for it, and a sum for its dx; those that share w, a sum for dw.
+As for all other operations (`sharding.partition`), it is `jax.shard_map` over Explicit mesh axes, and
+`custom_partitioning` over Auto ones.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_softmax._src.dispatch import platform as platforms
+from pallas_softmax._src.dispatch.choose import choose_again
+from pallas_softmax._src.dispatch.mesh import divide, divisible
+from pallas_softmax._src.dispatch.operation import Call, Choice, symbolic
+from pallas_softmax._src.dispatch.specs import explicit_mesh, shared_axes
+from pallas_softmax._src.linear.losses import Head
+
+
+def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
+    """Returns the `Call` of an operation on the rows x @ w, for a user's call of `function`."""
+    return Call(
+        op=op,
+        dtype=x.dtype.name,
+        rows=math.prod(x.shape[:-1]),
+        vocab=head.vocab(w),
+        depth=x.shape[-1],
+        objection=symbolic(x.shape + w.shape),
+        mesh_axes=mesh_axes,
+        function=function,
+    )
+
+
+def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs an operation of `implementations/projection.py` on arrays that may be sharded.
+
+    Args:
+      choice: what to call.
+      arrays: its arrays, those that have one number for each token in any shape.
+      keywords: its static arguments.
+    """
+    if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
+        return _on_shard(choice, keywords, ((), choice.call.mesh_axes), *arrays)
+    whole = functools.partial(_on_shard, choice, keywords, ((), ()))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    dimensions = _DimensionsOfProjection.of(
+        choice.call.op, arrays, keywords["head"], jax.eval_shape(whole, *shapes)
+    )
+    return divide(
+        choice, arrays, whole, dimensions, lambda axes: functools.partial(_on_shard, choice, keywords, axes)
+    )
+
+
+def lay_together(arrays: tuple, head: Head) -> tuple:
+    """Returns the arrays, sharded as an operation takes them, where types say how they are sharded.
+
+    Args:
+      arrays: x, w, bias, and what has one number for each token; None stays.
+      head: the projection.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    mesh = explicit_mesh(leaves)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    dimensions = _DimensionsOfProjection.of("projection", arrays, head, ())
+    specs, *_ = dimensions.lay_out([jax.typeof(a).sharding.spec for a in leaves], mesh.shape)
+    laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
+    return jax.tree.unflatten(tree, laid)
+
+
+def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias, *per_token) -> Any:
+    """Runs the operation on what one device has of the arrays, for whose shapes the choice is made anew.
+
+    Args:
+      choice: that for the user's call.
+      keywords: the static arguments.
+      axes: two tuples, the mesh axes that the tokens are spread over, and those that the columns are spread over.
+      x, w, bias, *per_token: the device's shards.
+    """
+    tokens, columns = axes
+    batch, op = x.shape[:-1], choice.call.op
+    rows = math.prod(batch)
+    flat = (x.reshape(rows, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(rows), per_token))
+    call = describe(op, x, w, keywords["head"], function=choice.call.function)
+    on_shard = choose_again(call, choice.requested)
+    out = platforms.run(on_shard, flat, {**keywords, "mesh_axes": columns})
+    if op == "projection":
+        return jax.tree.map(lambda a: a.reshape(batch), out)
+    *statistics, dx, dw, dbias = out
+    statistics = jax.tree.map(lambda a: a.reshape(batch), statistics)
+    dw, dbias = lax.psum((dw, dbias), tokens) if tokens else (dw, dbias)
+    return *statistics, dx.reshape(x.shape), dw, dbias
+
+
+@dataclasses.dataclass(frozen=True)
+class _DimensionsOfProjection:
+    """`partition.Dimensions` of a projection. Dimensions have names: "b0", "b1", ... of the tokens, "d" and "v".
+
+    Attributes:
+      arguments: for each array, the names of its dimensions.
+      results: the same for what is returned.
+      result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
+      sizes: the size of each dimension, by name.
+    """
+
+    arguments: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    result_shapes: Any
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(op: str, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
+        """Returns the dimensions of the arguments and results of an operation."""
+        x, w, bias, *per_token = arrays
+        tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
+        of_w = ("v", "d") if head.transpose_w else ("d", "v")
+        of_bias = () if bias is None else (("v",),)
+        like_arguments = ((*tokens, "d"), of_w, *of_bias)
+        gradients = 0 if op == "projection" else len(like_arguments)
+        count = len(jax.tree.leaves(result_shapes)) - gradients
+        return _DimensionsOfProjection(
+            like_arguments + (tokens,) * len(jax.tree.leaves(per_token)),
+            (tokens,) * count + like_arguments[:gradients],
+            result_shapes,
+            dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w)))),
+        )
+
+    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], Any]:
+        """As `Dimensions` says; the third result are the mesh axes of the tokens, and those of the columns."""
+        names = [name for name in self.sizes if name != "d"]
+        given = []
+        for spec, own in zip(specs, self.arguments):
+            entries = dict(zip(own, spec))
+            given.append(([entries.get(name) for name in names], [name in own for name in names]))
+        axes = dict(zip(names, shared_axes(tuple(self.sizes[name] for name in names), given, mesh_sizes)))
+        arguments, results = (
+            [P(*(axes.get(name) or None for name in own)) for own in each]
+            for each in (self.arguments, self.results)
+        )
+        *tokens, columns = axes.values()
+        return arguments, results, (sum(tokens, ()), columns)
+
+    def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
+        """As `Dimensions` says: tokens and columns may be divided, and the dimension D may not."""
+        sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
+        return " -> ".join(sides), ("d",)

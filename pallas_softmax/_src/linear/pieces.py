@@ -1,0 +1,227 @@
+"""The pieces of a projection (`implementations.projection.Pieces`) by the kernels of this folder, for 16-bit floats.
+
+    statistics               one product; its epilogue reduces
+    dlogits                  one product; its epilogue writes the gradients
+    statistics_and_dlogits   of bfloat16, one product, whose epilogue does both: see there
+
+The products with the gradients of the logits, which are stored by then, are XLA's: cuBLAS reaches what the kernels do.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax._src.dispatch.mesh_types import vary_together
+from pallas_softmax._src.linear import logits_kernel
+from pallas_softmax._src.linear import xla as xla_projection
+from pallas_softmax._src.linear.chunks import Pieces, operations_of
+from pallas_softmax._src.linear.logits_kernel import RowSums
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, plan_projection, rounded_up
+from pallas_softmax.online import Normalizer
+
+_GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
+_LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and what they multiply
+_SLICE = 2**26  # elements of a slice that is changed at a time: a read and a write take some 90 us on an H100
+
+
+def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
+    """Returns what `Pieces.statistics` says."""
+    sums, _ = logits_kernel.row_sums(
+        x, w, bias, tokens, head=head, tiling=plan_projection(len(x)), interpret=interpret
+    )
+    return _of_rows(sums, None, len(x))
+
+
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
+    """Returns what `Pieces.dlogits` says."""
+    return logits_kernel.logit_gradients(
+        x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
+    )
+
+
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head, interpret: Any = None):
+    """Returns what `Pieces.statistics_and_dlogits` says.
+
+    The gradient of the logits is of_exp * exp(z - m), but for the label, and the m and the of_exp of a row are known
+    when the whole row is. So the product stores e = exp(z - r), with a guess r of m, the largest of some logits, and
+    a pass over e makes gradients of it, in its place:
+
+        dz = factor * e,   factor = of_exp * exp(r - m)          and at the label what it is in float32
+
+    A bad guess does no harm as long as e and its sum are within the range of bfloat16, which is that of float32. Where
+    they are not, in any row, e is made once more, with r = m there.
+
+    float16 has not that range, and label smoothing makes dz no multiple of e: they take two products.
+    """
+    if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
+        merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head, interpret=interpret))
+        return merged, dlogits(x, w, bias, tokens, coefficients, head=head, interpret=interpret)
+
+    reference, sums, e = _exponentials(x, w, bias, tokens, head, interpret)
+    found = _of_rows(sums, reference, len(x))
+    merged, coefficients = to_coefficients(found)
+    m, of_exp, of_label, _ = coefficients
+    factor = of_exp * jnp.exp(reference - m)
+    at_label = of_exp * jnp.exp(found.label_logit - m) - of_label
+    if head.softcap is not None:
+        t = 1 if tokens.temperature is None else tokens.temperature
+        tanh = found.label_logit * t / head.softcap
+        at_label = at_label * (1 - tanh) * (1 + tanh)
+    own_label = jnp.where(tokens.labels < head.vocab(w), tokens.labels, -1)
+    return merged, _changed_in_place(_gradients_of_rows, e, (factor, at_label, own_label))
+
+
+def _gradients_of_rows(e, of_rows):
+    """Returns dz of some rows, given their e.
+
+    Args:
+      e: exp(z - reference) times the softcap's slope, (rows, V).
+      of_rows: the factor of each row, its gradient at the label, and its label, -1 where that is no column.
+    """
+    factor, at_label, label = (a[:, None] for a in of_rows)
+    is_label = lax.broadcasted_iota(jnp.int32, e.shape, 1) == label
+    return jnp.where(is_label, at_label, factor * e.astype(factor.dtype)).astype(e.dtype)
+
+
+def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Array:
+    """Returns function(array, of_rows), computed for a slice of the rows at a time, which is written over itself.
+
+    If it were computed for all rows at once, XLA would make a second array: it does not write over what a
+    `lax.while_loop` returned.
+
+    Args:
+      function: (slice of array, slices of of_rows) -> what takes the place of the slice of the array.
+      array: (rows, V).
+      of_rows: arrays (rows,).
+    """
+    array, *of_rows = vary_together(array, *of_rows)  # a loop carries one type
+    n = len(array)
+    rows = -(-n // max(2, array.size // _SLICE))
+
+    def step(start, rows, array):
+        part, *parts = (lax.dynamic_slice_in_dim(a, start, rows) for a in (array, *of_rows))
+        return lax.dynamic_update_slice_in_dim(array, function(part, parts), start, 0)
+
+    array = lax.fori_loop(0, n // rows, lambda i, array: step(i * rows, rows, array), array)
+    rest = n % rows
+    # The barrier hides where the rest starts: XLA changes no slice in place whose start is a constant.
+    return step(lax.optimization_barrier(jnp.int32(n - rest)), rest, array) if rest else array
+
+
+def _exponentials(x, w, bias, tokens, head: Head, interpret) -> Any:
+    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope."""
+    tiling = plan_projection(len(x))
+
+    def exponentials(reference) -> Any:
+        args = (x, w, bias, tokens, reference)
+        return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling, interpret=interpret)
+
+    def out_of_range(sums: RowSums):
+        d = _sum_of_exponentials(sums, len(x))
+        return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
+
+    def once_more(state):
+        (reference, sums, _), _ = state
+        m = online.shift(jnp.max(sums.normalizer.m, 0)[: len(x)])
+        return exponentials(jnp.where(out_of_range(sums), m, reference)), False
+
+    guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), tokens, head=head), 1)
+    first = exponentials(online.shift(guess))
+    state = first, jnp.any(out_of_range(first[1]))
+    return lax.while_loop(lambda state: state[1], once_more, state)[0]
+
+
+def _sum_of_exponentials(sums: RowSums, rows: int) -> jax.Array:
+    """Returns the sum of exp(z - reference) of each row."""
+    return jnp.sum(sums.normalizer.d, 0)[:rows]
+
+
+def _first_columns(w, bias, head: Head):
+    columns = min(_GUESS_COLUMNS, head.vocab(w))
+    w = w[:columns] if head.transpose_w else w[:, :columns]
+    return w, None if bias is None else bias[:columns]
+
+
+def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
+    """Merges the tiles of each row by ⊕; d is of exp(z - m) or, with a reference, of exp(z - reference)."""
+    m, d = sums.normalizer
+    if reference is None:
+        total = online.across(Normalizer(m, d), 0, lambda of_row: of_row[None])
+        normalizer = Normalizer(total.m[:rows], total.d[:rows])
+    else:
+        m = jnp.max(m, 0)[:rows]
+        d = _sum_of_exponentials(sums, rows)
+        normalizer = Normalizer(m, d * jnp.exp(reference - online.shift(m)))
+    label_logit = jnp.sum(sums.label_logit, 0)[:rows]
+    return Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
+
+
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
+    """Returns the bytes stored for each logit: four float32 for each row of a tile; where gradients are made, these."""
+    return 16 / TILE_N, itemsize
+
+
+def pieces(interpret: Any = None) -> Pieces:
+    """Returns the pieces; `interpret` as for `pallas_call`."""
+
+    def of(function):
+        return functools.partial(function, interpret=interpret)
+
+    return Pieces(
+        of(statistics),
+        of(dlogits),
+        of(statistics_and_dlogits),
+        xla_projection.add_product,
+        xla_projection.product,
+        bytes_per_logit,
+    )
+
+
+# ---- The operations, of arrays of any size
+
+
+def operations(interpret: Any = None) -> dict[str, Callable]:
+    """Returns the operations of a projection; `interpret` as for `pallas_call`."""
+    return {
+        name: functools.partial(_on_whole_atoms, operation, name)
+        for name, operation in operations_of(pieces(interpret)).items()
+    }
+
+
+def _on_whole_atoms(
+    operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
+):
+    """Runs an operation on arrays of whole swizzle atoms, to which x and w are copied if need be.
+
+    w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
+    """
+    (n, depth), vocab = x.shape, head.vocab(w)
+    rows = rounded_up(n, ATOM_ROWS)
+    deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
+    if (rows, deep, wide) == (n, depth, vocab):
+        return operation(x, w, bias, tokens, *of_rows, head=head, **static)
+
+    def extended(a, *shape: int):
+        return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape, strict=True)])
+
+    w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
+    temperature = tokens.temperature
+    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))  # new rows have weight 0
+    if temperature is not None:  # they must not divide by 0
+        tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
+    bias = None if bias is None else extended(bias, wide)
+    head = dataclasses.replace(head, columns=vocab)
+    results = operation(extended(x, rows, deep), w, bias, tokens, *of_rows, head=head, **static)
+    if name == "projection":
+        return jax.tree.map(lambda a: a[:n], results)
+    *statistics, dx, dw, dbias = results
+    dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
+    dbias = None if dbias is None else dbias[:vocab]
+    return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias

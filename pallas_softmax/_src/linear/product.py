@@ -1,0 +1,318 @@
+"""A product of two matrices, made tile by tile, of which an epilogue makes something while a tile is in registers.
+
+One CTA stays on each multiprocessor and takes tile after tile. Of its three warpgroups the last copies blocks of the
+operands to shared memory, the other two multiply them (wgmma), 64 rows of the tile each:
+
+                         b (K, N)
+                         │   TILE_N    │
+                         ├─────────────┤
+                  TILE_K │   stage 0   │   each stage holds a block of a and one of b, copied by warpgroup 2 (TMA)
+                         ├─────────────┤   while the stages before it are multiplied
+                         │   stage 1   │
+       a (M, K)          ├─────────────┤
+       ┌─────┬─────┬──   ┌─────────────┐
+       │  0  │  1  │ ..  │ warpgroup 0 │   64 rows: TILE_N / 2 float32 registers of each thread
+       │     │     │     ├─────────────┤
+       │     │     │     │ warpgroup 1 │   64 rows
+       └─────┴─────┴──   └─────────────┘
+
+Two barriers for each stage say that a block has `arrived` and that it is `consumed`. Block k of all that a CTA takes,
+of whichever tile, goes to stage k % stages, so that the copies for the next tile go on while the epilogue runs:
+
+       warpgroup 2       copy 0 │ copy 1 │ copy 2 │ wait │ copy 3 │ ..
+                              └─ arrived[0]          ▲
+                                     │               └─ consumed[0] ─┐
+       warpgroups 0, 1           wait │ wgmma 0 │ wgmma 1 │ wgmma 2 │ ..   │ epilogue │ wgmma of the next tile
+
+In a cluster of two CTAs the tiles lie one below the other and share their block of b. Each CTA copies its own block of
+a, and a half of that of b into both; so a stage is consumed when the multipliers of both have read it.
+
+       CTA 0, tile (i, j)        block of a ─► CTA 0     first half of the block of b   ─► CTAs 0 and 1
+       CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
+
+Tiles reach beyond the matrices: the copies bring zeros from there, which add nothing to the product, and write nothing
+there. Matrices are copied in swizzle atoms of 8 rows and 128 bytes, of which their dimensions must be multiples.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src.linear.plan import (
+    ATOM_ROWS,
+    CTAS,
+    MULTIPLIERS,
+    SWIZZLE_BYTES,
+    TILE_K,
+    TILE_M,
+    TILE_N,
+    WARPGROUP_ROWS,
+    Tiling,
+)
+
+plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any, since pyright takes its transforms for abstract
+
+
+class Place(NamedTuple):
+    """Where the part of a tile that a warpgroup holds lies in the product.
+
+    Attributes:
+      row: its first row.
+      column: its first column.
+      tile: the number of its column of tiles.
+      staging: two buffers (64, columns) in shared memory, for what the epilogue writes; None without `staged`.
+    """
+
+    row: Any
+    column: Any
+    tile: Any
+    staging: Any
+
+
+def product(
+    epilogue: Callable[..., None],
+    a: jax.Array,
+    b: jax.Array,
+    others: tuple,
+    out_type: tuple,
+    *,
+    b_transposed: bool = False,
+    staged: Any = None,
+    tiling: Tiling,
+    name: str,
+    interpret: Any = None,
+) -> tuple:
+    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
+
+    Args:
+      epilogue: what is made of a part; `acc` is that in float32, the other arguments are references to device memory.
+      a: (M, K).
+      b: (K, N), or (N, K) if `b_transposed`.
+      others: further inputs of the epilogue; pytrees of arrays.
+      out_type: shapes and dtypes of the outputs; pytrees.
+      staged: the dtype of what the epilogue writes by `store`, if it does.
+      tiling: sizes of tiles and stages.
+      name: the kernel's name in profiles.
+      interpret: as for `pallas_call`.
+    """
+    shape = _Shape.of(a, b, b_transposed, tiling)
+    stages, cluster = tiling.stages, tiling.cluster
+    b_block = (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
+    barrier: Any = plgpu.Barrier
+    if cluster > 1:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+
+    flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
+    flat_outputs, out_tree = jax.tree.flatten(out_type)
+
+    def body(*refs):
+        a_gmem, b_gmem, *others_gmem = in_tree.unflatten(refs[: len(flat_inputs)])
+        outputs_gmem = out_tree.unflatten(refs[len(flat_inputs) :])
+
+        def run(a_smem, b_smem, staging_smem, arrived, consumed):
+            warpgroup = lax.axis_index("warpgroup")
+            cta = _Cta(
+                tiling, shape, warpgroup, a_gmem, b_gmem, a_smem, b_smem, staging_smem, arrived, consumed
+            )
+            pl.when(cta.warpgroup == MULTIPLIERS)(cta.copy_all)
+
+            @pl.when(cta.warpgroup < MULTIPLIERS)
+            def _():
+                cta.multiply_all(lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
+
+        pl.run_scoped(
+            run,
+            plgpu.SMEM((stages, TILE_M, TILE_K), a.dtype, transforms=_transforms(a.dtype)),
+            plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
+            None if staged is None else _staging(staged),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
+            collective_axes="warpgroup",
+        )
+
+    launch = plgpu.kernel(
+        body,
+        out_type=flat_outputs,
+        grid=(CTAS // cluster,),
+        grid_names=("cta",),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("cluster",) if cluster > 1 else (),
+        num_threads=MULTIPLIERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+        ),
+        interpret=interpret,
+    )
+    return out_tree.unflatten(launch(*flat_inputs))
+
+
+class _Shape(NamedTuple):
+    """The shape of a product a @ b, in tiles and blocks.
+
+    Attributes:
+      tiles: number of tiles along the rows, those of a cluster counted as one, and along the columns.
+      steps: number of blocks along K.
+      b_transposed: whether b is (N, K).
+    """
+
+    tiles: tuple[int, int]
+    steps: int
+    b_transposed: bool
+
+    @staticmethod
+    def of(a: jax.Array, b: jax.Array, b_transposed: bool, tiling: Tiling) -> "_Shape":
+        """Returns that of the product of two arrays."""
+        columns = b.shape[0 if b_transposed else 1]
+        tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, TILE_N)
+        return _Shape(tiles, pl.cdiv(a.shape[1], TILE_K), b_transposed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """What a CTA does, and the memory that it does it in; the drawings at the top of this file show both.
+
+    Attributes:
+      tiling: sizes of tiles and stages.
+      shape: that of the product.
+      warpgroup: number of this warpgroup: the multipliers come first, then the copier.
+      a_gmem: the first operand.
+      b_gmem: the second one.
+      a_smem: a block of a for each stage.
+      b_smem: a block of b for each stage.
+      staging_smem: the buffers of `Place.staging`, for each multiplier; None without `staged`.
+      arrived: a barrier for each stage, which completes when both its blocks have been copied.
+      consumed: a barrier for each stage, which completes when all multipliers of the cluster have read it.
+    """
+
+    tiling: Tiling
+    shape: _Shape
+    warpgroup: Any
+    a_gmem: Any
+    b_gmem: Any
+    a_smem: Any
+    b_smem: Any
+    staging_smem: Any
+    arrived: Any
+    consumed: Any
+
+    def copy_all(self) -> None:
+        """Does the work of the copier: brings the blocks of all tiles of this CTA to shared memory."""
+        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+        blocks = self._over_tiles(self._copy)
+        # No CTA may leave while another one of its cluster has yet to tell it that a stage is consumed.
+        for stage in range(self.tiling.stages):
+            pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, self.consumed.at[stage]))
+
+    def multiply_all(self, epilogue: Callable[[Any, Place], None]) -> None:
+        """Does the work of a multiplier: calls epilogue(acc, place) for its part of each tile of this CTA."""
+        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        self._over_tiles(functools.partial(self._multiply, epilogue))
+        if self.staging_smem is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
+        """Calls take(i, j, count) for each tile (i, j) of this CTA, and returns the number of blocks of all.
+
+        Before block k of the tile, the CTA has count(k) blocks: of each operand, in the order of the stages.
+        """
+        tiles, cluster = self.shape.tiles, self.tiling.cluster
+
+        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="cta", init_carry=jnp.int32(0))
+        def blocks(loop, carry):
+            i, j = plgpu.planar_snake(loop.index[0], tiles, 0, self.tiling.rows_together)
+            i = i if cluster == 1 else i * cluster + lax.axis_index("cluster")
+            take(i, j, lambda k: carry + k)
+            return carry + self.shape.steps
+
+        return blocks
+
+    def _copy(self, i, j, count) -> None:
+        """Starts the copies of the blocks of tile (i, j), each as soon as its stage is consumed."""
+        stages = self.tiling.stages
+        rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
+        shared = {} if self.tiling.cluster == 1 else {"collective_axes": "cluster"}
+
+        def step(k, carry):
+            along, stage = pl.ds(k * TILE_K, TILE_K), lax.rem(count(k), stages)
+
+            @pl.when(count(k) >= stages)
+            def _():
+                plgpu.barrier_wait(self.consumed.at[stage])
+
+            arrived = self.arrived.at[stage]
+            plgpu.copy_gmem_to_smem(self.a_gmem.at[rows, along], self.a_smem.at[stage], arrived)
+            b_block = (
+                self.b_gmem.at[columns, along] if self.shape.b_transposed else self.b_gmem.at[along, columns]
+            )
+            plgpu.copy_gmem_to_smem(b_block, self.b_smem.at[stage], arrived, **shared)
+            return carry
+
+        lax.fori_loop(0, self.shape.steps, step, None)
+
+    def _multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
+        """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
+        stages, steps = self.tiling.stages, self.shape.steps
+
+        @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
+        def _(acc):
+            def step(k, carry):
+                stage = lax.rem(count(k), stages)
+                plgpu.barrier_wait(self.arrived.at[stage])
+                a_block = self.a_smem.at[stage, pl.ds(self.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                b_block = self.b_smem.at[stage]
+                plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.shape.b_transposed else b_block)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(k > 0)  # this product runs on, the one before has ended
+                def _():
+                    plgpu.barrier_arrive(self.consumed.at[lax.rem(count(k) - 1, stages)])
+
+                return carry
+
+            lax.fori_loop(0, steps, step, None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.consumed.at[lax.rem(count(steps - 1), stages)])
+            row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
+            staging = None if self.staging_smem is None else self.staging_smem.at[self.warpgroup]
+            epilogue(acc[...], Place(row, j * TILE_N, j, staging))
+
+
+# Registers of a thread of each warpgroup; a multiprocessor has 512 for a thread of all three together.
+_COPIER_REGISTERS = 40
+_MULTIPLIER_REGISTERS = 232
+
+
+def store(place: Place, values, gmem) -> None:
+    """Writes a part of the product to its place in `gmem`, in the dtype of that.
+
+    It goes through the buffers of `place` by turns, so that one is copied while the other is filled.
+    """
+    width = place.staging.shape[-1]
+    for i, at in enumerate(range(0, values.shape[1], width)):
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has left its buffer
+        place.staging[i % 2] = values[:, at : at + width].astype(gmem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            place.staging.at[i % 2],
+            gmem.at[pl.ds(place.row, WARPGROUP_ROWS), pl.ds(place.column + at, width)],
+        )
+
+
+def _staging(dtype) -> Any:
+    shape = (MULTIPLIERS, 2, WARPGROUP_ROWS, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+
+
+def _transforms(dtype) -> tuple:
+    """Returns how blocks lie in shared memory for wgmma and TMA: in swizzled atoms of 8 rows of 128 bytes each."""
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((ATOM_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)

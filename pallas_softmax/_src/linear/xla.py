@@ -1,0 +1,111 @@
+"""Implementation `xla` of a projection and its softmax: plain JAX, for every device and floating dtype."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax.online import Normalizer
+
+# On the CPU, where x.T @ dz has memory of its own before it is added to the total: the most of that, in bytes.
+_PRODUCT_BYTES = 32 * 2**20
+
+
+def logits(x, w, bias, tokens: Tokens, *, head: Head):
+    """Returns the logits z of some rows, in the dtype of the arithmetic."""
+    z = dot(x, w, (1, 1 if head.transpose_w else 0), head)
+    z = z if bias is None else z + bias.astype(z.dtype)[None]
+    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    return z if tokens.temperature is None else z / tokens.temperature[:, None]
+
+
+def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
+    """Returns what `Pieces.statistics` says."""
+    return _statistics_of(logits(x, w, bias, tokens, head=head), tokens)
+
+
+def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
+    """Returns what `Pieces.dlogits` says."""
+    return _dlogits_of(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
+
+
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head):
+    """Returns what `Pieces.statistics_and_dlogits` says."""
+    z = logits(x, w, bias, tokens, head=head)
+    merged, coefficients = to_coefficients(_statistics_of(z, tokens))
+    return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype)
+
+
+def _statistics_of(z, tokens: Tokens) -> Statistics:
+    m, d = online.reduce(z, 1, chunk=z.shape[1])
+    columns = jnp.where(
+        tokens.labels < 0, z.shape[1], tokens.labels
+    )  # a negative index would count from the end
+    label_logit = jnp.take_along_axis(z, columns[:, None], 1, mode="fill", fill_value=0)
+    total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
+    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit[:, 0], total)
+
+
+def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
+    m, of_exp, of_label, constant = jax.tree.map(lambda number: number[:, None], coefficients)
+    at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
+    dz = of_exp * jnp.exp(z - m) - jnp.where(at_label, of_label, 0)
+    dz = dz if constant is None else dz - constant
+    if head.softcap is None:
+        return dz
+    capped = z if tokens.temperature is None else z * tokens.temperature[:, None]
+    tanh = capped / head.softcap
+    return dz * (1 - tanh) * (1 + tanh)
+
+
+def add_product(total, x, dz, *, head: Head):
+    """Returns what `Pieces.add_product` says; on the CPU, where XLA does not add in place, some columns at a time."""
+
+    def product(x, dz):
+        return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
+
+    def directly(total, x, dz):
+        return total + product(x, dz)
+
+    def by_columns(total, x, dz):
+        along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
+        depth = x.shape[1]
+        if not isinstance(depth, int):  # symbolic: of jax.export
+            return directly(total, x, dz)
+        width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
+
+        def step(i, total):
+            start = jnp.minimum(i * width, vocab - width)
+            part = lax.dynamic_slice_in_dim(total, start, width, along)
+            columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+            new = columns >= i * width - start  # the last columns overlap with those before
+            dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, start, width, 1), 0)
+            return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), start, along)
+
+        return lax.fori_loop(0, -(-vocab // width), step, total)
+
+    if total is None:
+        return product(x, dz)
+    if not x.size or not total.size:
+        return total
+    return lax.platform_dependent(total, x, dz, cpu=by_columns, default=directly)
+
+
+def product(x, dz, *, head: Head):
+    """Returns what `Pieces.product` says, on a GPU: cuBLAS sums in float32 and rounds what it writes."""
+    a, b = (dz, x) if head.transpose_w else (x, dz)
+    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
+
+
+def bytes_per_logit(itemsize: int) -> tuple[float, float]:
+    """Returns the bytes of a logit z, in float32 or wider, and those of z with dz, which has the dtype of x."""
+    wide = max(4, itemsize)
+    return wide, wide + itemsize
+
+
+# No `product`: on the CPU XLA would make it of float32 copies of its operands.
+functions = operations_of(
+    Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+)

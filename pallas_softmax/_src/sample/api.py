@@ -1,0 +1,229 @@
+"""sample: its contract, its parameters as one number per row, and its derivatives."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike
+
+from pallas_softmax._src import arguments
+from pallas_softmax._src.arguments import AxisName
+from pallas_softmax._src.dispatch import vmap as execution
+from pallas_softmax._src.dispatch.choose import ImplementationName
+from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, without_gradient
+from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.operation import describe, distance
+from pallas_softmax._src.dispatch.specs import lay_together
+from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+
+_INT32_MAX = np.iinfo(np.int32).max
+_LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
+
+
+class Sample(NamedTuple):
+    """A draw from each row, as three arrays of the shape of the logits without the axis of the row.
+
+    Attributes:
+      indices: int32, the positions drawn; -1 where there was nothing to draw from.
+      log_probs: log softmax(logits / temperature) at these, over the whole row.
+      log_mass: the log of the share of the row's mass that the filters kept: a draw had the probability
+        exp(log_probs - log_mass).
+    """
+
+    indices: jax.Array
+    log_probs: jax.Array
+    log_mass: jax.Array
+
+
+export.register_namedtuple_serialization(Sample, serialized_name="pallas_softmax.Sample")
+
+
+def sample(
+    key: jax.Array | np.ndarray,
+    logits: ArrayLike,
+    *,
+    axis: int = -1,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> Sample:
+    """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
+
+    The order of a row is that of `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply one
+    after the other: `top_k` keeps the first entries; `top_p`, of what is left, normalised again, keeps each entry whose
+    predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p`
+    times the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
+    The filters and their order are those of Hugging Face's transformers; the draw is by inversion of the kept masses.
+
+    Args:
+      key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one for each row, so that a draw
+        does not depend on the other rows. A row draws u = `jax.random.uniform` of its key, in float32 (one key for all:
+        of the shape of the batch), and takes the first kept entry, in the order of the row's indices, whose cumulative
+        kept mass exceeds u times the kept mass.
+      logits: real array of any shape with at least one dimension, which is not empty along `axis`.
+      axis: the axis of a row.
+      temperature: 0 or positive. 0 takes the first entry of the row's order. One whose reciprocal is no normal number
+        is replaced by the nearest that has one.
+      top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
+      top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
+      min_p: from 0 to 1; None or 0 filters nothing.
+      where: boolean, broadcastable to `logits`. A masked position is never drawn.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its equal
+        shard of `logits` and `where`, and the same of all else; the result, of the whole row, is the same on all.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      Sample(indices, log_probs, log_mass), in float32 (float64 for float64 logits) but for the indices. A row with an
+      unmasked NaN or +inf, with nothing to draw from, or with a traced parameter out of range gives -1, NaN and NaN.
+      `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order;
+      at temperature 0 its derivative is 0. `log_mass` has no derivative: reverse mode raises NotImplementedError if a
+      loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.
+
+    Raises:
+      TypeError: an argument has the wrong dtype or is no array, `axis` is not an int, or `axis_name` is no name.
+      ValueError: an argument is out of range or does not fit, `axis_name` is not bound, an argument other than `logits`
+        and `where` differs along it, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "sample"
+    arguments.check_array(name, "key", key)
+    temperature = arguments.in_range(name, "temperature", temperature, lambda t: t >= 0, "0 or positive")
+    temperature = arguments.normal_temperature(temperature, logits)
+    top_k = _filter("top_k", top_k, lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", integer=True)
+    top_p = _filter("top_p", top_p, lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1")
+    min_p = _filter("min_p", min_p, lambda p: (p >= 0) & (p <= 1), "from 0 to 1")
+    arrays = (key, logits, where, temperature, top_k, top_p, min_p)
+    return at_once(_sample_of, arrays, (axis, axis_name, implementation))
+
+
+def _filter(name: str, value, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
+    if value is None:
+        return None
+    return arguments.in_range("sample", name, value, accepted, wanted, integer=integer)
+
+
+def _sample_of(
+    key, logits, where, temperature, top_k, top_p, min_p, axis, axis_name, implementation
+) -> Sample:
+    name = "sample"
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
+    if x.shape[axis] == 0:
+        raise ValueError(f"{name}: logits of shape {x.shape} have nothing to draw along axis {axis}")
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
+        x = x.astype(
+            jnp.float16
+        )  # the same numbers; there is no integer dtype of fewer bits for the sort keys
+    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
+    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
+    batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))
+    u = _uniform(key, batch)[..., None]
+
+    parameters = _parameters(x, axis, temperature, top_k, top_p, min_p)
+    x, mask, *parameters = lay_together(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
+    if any(varies(a, mesh_axes) for a in parameters if a is not None):
+        raise ValueError(
+            f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
+            f"axis_name={axis_name!r}"
+        )
+    x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
+    x, mask = vary_together(x, mask, over=mesh_axes)
+    call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
+    call = dataclasses.replace(call, inner=inner)
+    u, t, *filters = parameters
+    (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))
+    log_mass = without_gradient("sample: log_mass", log_mass, x, t)
+    return Sample(*(a.reshape(batch) for a in (_indices(bits), log_probs, log_mass)))
+
+
+def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
+    """Returns the temperature, top_k, top_p and min_p of each row, with size 1 in place of the row, or None.
+
+    The temperature is NaN where a parameter is out of range; such a row gets no draw. A positive temperature is clipped
+    to [tiny, 1 / tiny], where its reciprocal is a normal number. A top_k that filters nothing becomes int32's maximum.
+    """
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    wide = floating if jnp.finfo(floating).bits >= 32 else jnp.dtype(jnp.float32)
+
+    def per_row(name: str, value) -> Any:
+        if value is None:
+            return None
+        value = arguments.per_row("sample", name, value, x.shape, axis)
+        return value if name == "top_k" else value.astype(wide)
+
+    t = per_row("temperature", temperature)
+    k, top_p, min_p = lax.stop_gradient(
+        (per_row("top_k", top_k), per_row("top_p", top_p), per_row("min_p", min_p))
+    )
+    good = t >= 0
+    if k is not None:
+        k = (jnp.minimum(k, _INT32_MAX) if jnp.iinfo(k.dtype).max > _INT32_MAX else k).astype(jnp.int32)
+        good &= k >= -1
+        k = jnp.where(k > 0, k, _INT32_MAX)
+    if top_p is not None:
+        good &= (top_p >= 0) & (top_p <= _LARGEST_TOP_P)
+        top_p = jnp.minimum(top_p, 1)
+    if min_p is not None:
+        good &= (min_p >= 0) & (min_p <= 1)
+    tiny = jnp.finfo(wide).tiny
+    t = jnp.where(good, jnp.where(t == 0, 0, jnp.clip(t, tiny, 1 / tiny)), jnp.nan)
+    return [t, k, top_p, min_p]
+
+
+def _draw(static: Static, xs, constants):
+    """Returns log_probs, which has derivatives, and the index and log_mass, which have none.
+
+    The index is returned as a float with the same bits: JAX has no zero tangent of an integer that varies over the mesh
+    axes of `jax.shard_map`.
+    """
+    logits, temperature = xs
+    where, u, *filters = constants
+    indices, log_probs, log_mass = execution.run(static.forward, logits, where, u, temperature, *filters)
+    return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
+
+
+def _indices(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def _save(xs, constants, ys, others):
+    """Returns the residuals of the derivatives: logits, temperature, drawn index, its log-probability; and the mask."""
+    return (*xs, _indices(others[0]), *ys), constants[0]
+
+
+_sample = differentiable("sample", _draw, _save, maps_with_temperature("sample"))
+
+
+def _uniform(key, batch: tuple[int, ...]) -> jax.Array:
+    """Returns a float32 in [0, 1) for each row, from one key for all of them, or from one key each."""
+    key = arguments.array("sample", "key", key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.ndim > 1:
+            raise TypeError(
+                f"sample: an array of keys must be typed, as of jax.random.key, got {jax.typeof(key)}"
+            )
+        try:
+            key = jax.random.wrap_key_data(key)
+        except (TypeError, ValueError):
+            raise TypeError(f"sample: key must be a key of jax.random, got {jax.typeof(key)}") from None
+    if key.ndim == 0:
+        return jax.random.uniform(key, batch, jnp.float32)
+    if key.shape != batch:
+        raise ValueError(f"sample: key must be one key or have the batch shape {batch}, got {key.shape}")
+
+    def draw(key):
+        return jax.random.uniform(key, (), jnp.float32)
+
+    # a vmap of other generators than threefry draws all numbers from the first key
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        return lax.map(draw, key.reshape(-1)).reshape(batch)
+    return functools.reduce(lambda each, _: jax.vmap(each), batch, draw)(key)

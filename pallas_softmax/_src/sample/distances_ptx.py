@@ -1,0 +1,124 @@
+"""The last entry that a filter keeps of a row of float32 or float16: from how far elements are below the largest.
+
+Here top_p is 0.5 of the mass:
+
+    histogram    2 7 9 | 30 41 38 | 60 ...    elements in buckets of equal width, in all CTAs of the row, which tell
+                       '---zone---'           the masses nearly, and so where the goal is reached
+    zone         0.43 of the mass above       one sweep: the exact mass above, and lists of the 109 keys in it
+    lists        0.4996 | 0.5003              the last key, among those listed
+
+This file has the histogram, and finds the edges of the zone; the rest is done by `zone_ptx`.
+"""
+
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample.plan import BUCKETS, SECTIONS
+from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, Row
+from pallas_softmax._src.sample.search_ptx import Search
+
+_EACH = BUCKETS // SECTIONS  # buckets of a section, one for each lane
+
+# The octaves that the histogram spans, by log2(V / mass): normal logits with V = 128,256 have 5.4 and span 13.5; the
+# last that top_p = 0.9 keeps lies 6.8 octaves below the largest, of top_p = 0.999, 9.3.
+SPAN = 2.5
+_DEVIATIONS = 1.2  # six times 0.3 ln(2)
+_LEAST_ERROR = 1e-4  # where elements have few values, which lie anywhere in their buckets
+_TOLERANCE = 1e-5  # of sums of 2048 masses in float32, relative
+_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 whose last bit counts 1, so that adding it rounds
+
+
+class Widths:
+    """How wide the buckets of a row are, whose whole mass is known.
+
+    Attributes:
+      per_unit: buckets in 1 of the logits.
+      octaves: of the masses, in a bucket.
+      total: the mass of the row.
+    """
+
+    def __init__(self, p: Row, total: Value):
+        depth = p.log2(p.divide(p.var(float(p.layout.window.vocab), "f32"), total))
+        per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * SPAN, 2.0**-10))
+        self.per_unit = p.min(p.scale * per_octave, 1e30)
+        self.octaves = p.divide(p.scale, self.per_unit)
+        self.total = total
+
+
+def zone(f: Search, total: Value) -> tuple[Value, Value]:
+    """Returns the least and the greatest element that may be the last entry; the mass of the row is `total`."""
+    widths = Widths(f.p, total)
+    _count(f, widths)
+    return _edges(f, widths)
+
+
+def _count(f: Search, widths: Widths) -> None:
+    """Counts elements by their distance from the largest, and sums up the sections of the histogram."""
+    p, layout = f.p, f.p.layout
+    f.clear()
+    # Bits of magic + bucket, times 4, in arithmetic modulo 2^32.
+    base = p.word(layout.histogram) - (4 * _MAGIC_BITS) % 2**32
+
+    def add(x):
+        bits = p.multiply_add(p.top - x, widths.per_unit, _MAGIC).bits("u32")
+        p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
+
+    p.sweep(lambda words, _: [add(x) for x in p.floats(words)])
+
+    # By Horner's rule, as if elements lay in the middle of their bucket.
+    ratio = f.measure(p.exp2(widths.octaves * -1), 1.0)
+
+    def horner(bucket, numbers):
+        sum_ = p.convert(numbers[-1], "f32")
+        for number in numbers[-2::-1]:
+            sum_ = p.multiply_add(sum_, ratio, p.convert(number, "f32"))
+        return [sum_ * _measure_of(f, widths, bucket)]
+
+    f.sum_buckets(horner)
+
+
+def _measure_of(f: Search, widths: Widths, bucket: Value) -> Value:
+    """Returns the measure of an element in the middle of a bucket."""
+    p = f.p
+    return f.measure(p.exp2(p.convert(bucket, "f32") * widths.octaves * -1), 1.0)
+
+
+def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
+    """Returns the edges of the zone; warp 1 finds the one, warp 0 the other."""
+    p, layout = f.p, f.p.layout
+    with p.when(p.warp < 2):
+        is_greatest = p.warp.equals(0)
+        goal = f.measure(f.goal * _lean(f, widths, is_greatest), f.goal)
+        section, before = f.section_that_reaches(goal, p.var(layout.sections, "u32"))
+        bucket = section * _EACH + p.lane
+        address = p.word(layout.histogram, bucket)
+        number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
+        # The last bucket has all that are further away, too.
+        number = p.select(~is_greatest & bucket.equals(BUCKETS - 1), 0, number)
+        _, upto = p.scan(p.convert(number, "f32") * _measure_of(f, widths, bucket))
+        bucket = section * _EACH + p.first_that(before + upto >= goal)
+        # Elements of the bucket may lie beside its edge by the rounding of that.
+        half = p.select(is_greatest, -0.5, 0.5, "f32")
+        distance = p.divide(p.convert(bucket, "f32") + half, widths.per_unit)
+        edge = p.top - distance
+        slack = p.absolute(edge) * 2.0**-23 + p.absolute(distance) * 2.0**-20 + 1e-44
+        edge = p.select(is_greatest, edge + slack, p.max(edge - slack, LEAST_FINITE))
+        is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
+        edge = p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), edge)
+        p.store(p.word(layout.picked, p.warp), edge, when=p.first_lane)
+    p.barrier()
+    greatest, least = p.load_vector(p.word(layout.picked), "f32", 2)
+    return least, greatest
+
+
+def _lean(f: Search, widths: Widths, is_greatest: Value) -> Value:
+    """Returns by how much the goal is missed, at most, if elements are taken to lie in the middle of their buckets.
+
+    If all lay at one edge it would be half a bucket. But errors of many elements cancel: in a bucket that spans the
+    share b of a mass they are 0.3 b of each, and so 0.3 b sqrt(total) of a total in which no mass exceeds 1. It is
+    enough that the goal is nearly always found in the zone, since where it is not, the row is searched.
+    """
+    p = f.p
+    sign = p.select(is_greatest, -1.0, 1.0, "f32")
+    errors = widths.octaves * p.exp2(p.log2(widths.total) * -0.5) * _DEVIATIONS + _LEAST_ERROR
+    if_cancelled = p.multiply_add(errors, sign, 1.0)
+    if_at_edge = p.exp2(widths.octaves * sign * 0.5) * p.multiply_add(sign, _TOLERANCE, 1.0)
+    return p.select(is_greatest, p.max(if_at_edge, if_cancelled), p.min(if_at_edge, if_cancelled))

@@ -1,0 +1,104 @@
+"""A draw from a row of logits, as one program of inline PTX for the CTAs of a cluster, once the row has arrived.
+
+    stage                                 file              exchanges over the cluster
+    the row's maximum and its mass        arrival_ptx       1
+    top_k, then top_p, then min_p         filters_ptx       1 for min_p, if it is stricter than the others
+      the last entry that one keeps         search_ptx
+        bfloat16                              values_ptx      1
+        float32, float16                      distances_ptx   1
+          near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
+                                                                or 2 with a better bound for a small top_k
+            among the keys listed there           lists_ptx     0
+        where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, and 1
+                                                                (of bfloat16 3, of a small top_k 2)
+    the draw                              inverse_ptx       0
+
+They stand on `row_ptx` (elements, sums over warps, CTAs and clusters) and on the words that `plan.Layout` draws. The
+mass of an element is 2^((x - top) * scale), where scale is log2(e) / temperature and top the largest element of the
+row. Whatever decides is an integer, or is added up in one order, and so a draw is the same bits each time.
+"""
+
+import functools
+
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import arrival_ptx, filters_ptx, inverse_ptx
+from pallas_softmax._src.sample.plan import Layout
+from pallas_softmax._src.sample.row_ptx import ARRIVE, INF, WAIT, Row
+from pallas_softmax._src.sample.search_ptx import Kept
+
+_LN2 = 0.6931471805599453
+_NEAR_ONE = 2.0**-6  # |x - 1| below which 4 terms of a series are as good as float32
+_NAN = float("nan")
+
+
+@functools.lru_cache(maxsize=16)  # to write it takes half a second
+def text(layout: Layout, dtype) -> Row:
+    """Returns the program for a part of a row that lies at <x>, with -inf where there is no element or a masked one.
+
+    Its operands are <scratch>, the words that `Layout` draws; <row>, <part>, <origin>: the number of the row, that of
+    the CTA in its cluster, and the index in the row of what is at position 0; <scale>; the numbers of a request <u>,
+    <temperature>, <top_k>, <top_p>, <min_p>; and <index>, <log_prob>, <log_mass>, device memory for the results.
+    """
+    p = Row(layout, dtype)
+    p.barrier()
+    # A temperature of 0, whose scale is that of the least one, takes the first entry.
+    greedy = p.var(p.operand("temperature", "f32").equals(0.0))
+    top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
+    few = p.var((top_k <= arrival_ptx.most_few(layout)) & (top_k < layout.window.vocab))
+    mass_of_cta, bound = arrival_ptx.arrive(p, few, top_k)
+    drawable = (p.absolute(p.top) < INF) & (p.operand("temperature", "f32") >= 0.0)
+    with p.when(~drawable):
+        with p.when(p.thread.equals(0) & p.cta.equals(0)):
+            _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
+        if p.ctas > 1:
+            p.meet()  # no CTA leaves while another one may read its shared memory
+    with p.when(drawable):
+        _draw(p, mass_of_cta, greedy, top_k, few, bound)
+    return p
+
+
+def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, bound: Value) -> None:
+    """Draws, and writes the results.
+
+    Args:
+      greedy: whether the temperature is 0.
+      mass_of_cta, top_k, few, bound: the arguments of `arrival_ptx.arrive`, and what it returns.
+    """
+    top_p = p.select(greedy, 1.0, p.operand("top_p", "f32"))
+    min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
+    by_number, by_mass, by_weight = top_k < p.layout.window.vocab, top_p < 1.0, min_p > 0.0
+    filtered = by_number | by_mass | by_weight
+    filters = filters_ptx.Filters(top_k, by_number, top_p, by_mass, min_p, by_weight)
+    _, total = p.before(mass_of_cta)
+    kept = Kept(p, mass_of_cta)
+    filters_ptx.search(p, kept, total, filters, few, bound)
+    least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
+    known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
+
+    before, all_kept = p.before(kept.mass)
+    cta, target = inverse_ptx.choose(p, kept.mass, before, p.operand("u", "f32") * all_kept)
+    if p.ctas > 1:
+        p += ARRIVE
+    with p.when(p.cta.equals(cta)):
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, known)
+        log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
+        log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
+        with p.when(p.thread.equals(0)):
+            index = position + p.operand("origin", "s32")
+            _write(p, index, log_prob, p.select(filtered, log_mass, 0.0))
+    if p.ctas > 1:
+        p += WAIT  # no CTA leaves while another one may read its shared memory
+
+
+def _log(p: Row, x: Value) -> Value:
+    """Returns log(x); near 1 as `device.arithmetic.log_of_sum` has it."""
+    u = x - 1.0
+    series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
+    return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
+
+
+def _write(p: Row, index: Value, log_prob: Value, log_mass: Value) -> None:
+    """Writes the results of the row."""
+    offset = p.multiply_wide(p.operand("row", "u32"), 4)
+    for name, value in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):
+        p.store(p.operand(name, "u64") + offset, value, space="global")

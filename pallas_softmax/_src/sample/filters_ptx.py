@@ -1,0 +1,96 @@
+"""The filters, one after another: top_k, then top_p of what that keeps, then min_p."""
+
+import dataclasses
+
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
+from pallas_softmax._src.sample.arrival_ptx import bound_of_best
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, Row
+from pallas_softmax._src.sample.search_ptx import Kept, Search
+
+_LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """The filters of a row: its numbers top_k, top_p and min_p; and whether these filter anything, in this order."""
+
+    top_k: Value
+    by_number: Value
+    top_p: Value
+    by_mass: Value
+    min_p: Value
+    by_weight: Value
+
+
+def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound: Value) -> None:
+    """Keeps what top_k keeps, and of that what top_p keeps; and what min_p keeps, where lists have all that is kept.
+
+    The text of a search is there once, in a loop that runs for each of them. If top_k is small, `few`, all of what it
+    keeps is not below `bound`. So the lists of a zone from there to the largest have all that any filter keeps, and are
+    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more with
+    the bound of its best one; and if that is too much, without. So the turns of the loop are, with their goals:
+
+        top_k                    a number of entries; once more, or twice (`again`), where `few` make too many keys
+        top_p   `is_mass`        a share of the kept mass
+        min_p   `is_weight`      the number of keys in the lists that it keeps, where these have all that is kept
+    """
+    counted, is_weight, is_best = (p.var(False, "pred") for _ in range(3))
+    is_mass, few = p.var(~filters.by_number), p.var(few)
+    left = p.var(filters.by_number | filters.by_mass)
+    low, high = p.var(p.max(bound, LEAST_FINITE)), p.var(p.top)
+    zone = lists_ptx.zone_of(p)
+    with p.loop() as leave:
+        leave(~left)
+        _, all_kept = p.before(kept.mass)
+        of_mass = p.max(filters.top_p * all_kept, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
+        again, to_weight = (p.var(False, "pred") for _ in range(2))
+        f = Search(p, kept, goal, is_mass)
+        if p.layout.by_value:
+            values_ptx.search(f, counted)
+        else:
+            with p.when(is_weight):
+                p.set(goal, lists_ptx.number_from(p, zone, filters.min_p))
+            with p.when(~few):
+                for edge, found in zip((low, high), distances_ptx.zone(f, total)):
+                    p.set(edge, found)
+            p.set(again, zone_ptx.search(f, zone, low, high, few))
+            p.set(few, few & ~(again & is_best))
+            with p.when(again & few):
+                p.set(low, p.max(low, bound_of_best(p, filters.top_k)))
+                p.set(is_best, True)
+            p.set(zone.known, zone.known & few)
+            is_first = filters.by_weight & zone.known & lists_ptx.have_room(p, zone) & ~is_weight
+            p.set(to_weight, is_first & (p.weight(p.of_key(kept.key)) < filters.min_p))
+        to_mass = p.var(filters.by_mass & ~is_mass & ~is_weight & ~again)
+        p.set(is_weight, to_weight & ~to_mass)
+        p.set(is_mass, to_mass)
+        p.set(left, again | is_mass | is_weight)
+        with p.when(few & left & ~zone.known & ~again):
+            p.meet()  # others may still read what was found of the zone
+
+
+def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
+    """Returns the least mass that min_p keeps; where it is stricter than the others, `kept` becomes what it keeps.
+
+    The second result is whether it is: then the last sum over the CTA was of what is kept.
+    """
+    least = p.var(0, "f32")
+    is_kept = p.weight(p.of_key(kept.key)) >= min_p
+    enough = is_kept & kept.key.differs(KEEP_ALL)
+    is_stricter = p.var(by_weight & ~enough)
+    with p.when(is_stricter):
+        p.set(least, min_p)
+        sums = [p.var(0, "f32") for _ in range(4)]
+
+        def add(words, _):
+            for i, x in enumerate(p.floats(words)):
+                weight = p.weight(x)
+                p.increase(sums[i % 4], weight, weight >= least)
+
+        p.sweep(add)
+        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.layout.least)
+        p.meet()
+        kept.down_to_the_last(p.of_ctas(p.layout.least, 1)[0].bits("f32"))
+    return least, is_stricter

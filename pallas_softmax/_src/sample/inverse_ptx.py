@@ -1,0 +1,184 @@
+"""The entry that is drawn: the first, in the order of the row, at which the kept mass exceeds u times all of it.
+
+From the kept masses of the CTAs, of the warps of one CTA, of the chunks of one warp, of the lanes of one chunk:
+
+    kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
+    before it       0   | 0.5 | 2 | 2        it lies in the second, of which 1.3 is to be found there
+
+each time the last of them with kept mass before which there is not more than the target.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import arrival_ptx
+from pallas_softmax._src.sample.plan import CHUNK_BYTES
+from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, Row
+from pallas_softmax._src.sample.search_ptx import Kept
+
+_EVERYWHERE = 0x7FFFFFFF  # a position after all others
+
+# Called as weight(element, position), writes the mass of an element, and whether it counts.
+Weight = Callable[[Value, Value], tuple[Value, Value]]
+
+
+def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
+    """Returns in which lane a target lies, and what is left of it there; lanes have a mass, and so much before it."""
+    lane = p.last_that((mass > 0.0) & (before <= target))
+    return lane, target - p.shuffle(before, "idx", lane)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Where the kept mass of each warp is known, conditions; if neither holds, the drawing CTA adds it up.
+
+    Attributes:
+      from_arrival: nothing is left out.
+      from_filter: the last sum over the CTA was of what is kept.
+    """
+
+    from_arrival: Value
+    from_filter: Value
+
+
+def draw_from_part(
+    p: Row, kept: Kept, cta: Value, target: Value, least: Value, known: Known
+) -> tuple[Value, Value]:
+    """Returns the position of the entry, and the entry as a float; in the CTA in which the target lies.
+
+    Args:
+      cta: its number.
+      target: the kept mass of the CTA up to the entry.
+      least: the least mass that is kept, by min_p.
+      known: where the kept mass of each warp is known.
+    """
+    equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
+    none_kept, all_kept = equal_kept.equals(0), equal_kept.equals(equal)
+    least_key = p.select(all_kept, kept.key, kept.key + 1)
+    position, element = p.fresh("s32"), p.fresh("f32")
+
+    def find(weight, known):
+        for register, value in zip((position, element), _find(p, weight, target, known)):
+            p.set(register, value)
+
+    # A comparison of floats is enough, but where some of equal keys are kept, or +0 and not -0.
+    is_simple = p.var((all_kept | none_kept) & least_key.differs(0))
+    with p.when(is_simple):
+        bound = p.select(kept.key.equals(KEEP_ALL), -INF, p.of_key(least_key))
+
+        def weight_from_bound(x, _):
+            weight = p.weight(x)
+            return weight, (x >= bound) & (weight >= least)
+
+        find(weight_from_bound, known)
+    with p.when(~is_simple):
+        # Of the entries with the last key, those from the position `cut` on are left out.
+        cut = p.var(_EVERYWHERE, "s32")
+        with p.when(~all_kept):
+            p.set(cut, 0)
+        with p.when(~all_kept & ~none_kept):
+
+            def one_if_equal(x, _):
+                return p.var(1.0, "f32"), p.key(x).equals(kept.key)
+
+            last, _ = _find(p, one_if_equal, p.convert(equal_kept, "f32"))
+            p.set(cut, last)
+            p.barrier()
+
+        def kept_weight(x, position):
+            weight, key = p.weight(x), p.key(x)
+            equal = key.equals(kept.key) & (position < cut)
+            return weight, ((key > kept.key) | equal) & (weight >= least)
+
+        find(kept_weight, None)
+    return position, element
+
+
+def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> tuple[Value, Value]:
+    """Returns the position of the last element with mass before which there is not more than `target`, and the element.
+
+    Args:
+      weight: writes the mass of an element, and whether it counts.
+      target: not negative.
+      known: where the masses of warps are known, if they may be.
+    """
+
+    def go_on(mass):
+        return choose(p, mass, p.scan(mass)[0], target)
+
+    warp, target = go_on(_masses_of_warps(p, weight, known))
+
+    # The chunks of that warp, one for each warp of the CTA at a time.
+    span, chunks = p.span_of(warp)
+    masses = p.layout.drawn + LANES
+    chunk = p.var(p.warp)
+    with p.loop() as leave:
+        leave(chunk >= chunks.bits("u32"))
+        at = span + chunk * CHUNK_BYTES
+        of_lane = p.reduce("add", _masses(p, weight, p.vector(at), at))
+        p.store(p.word(masses, chunk), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
+        p.increase(chunk, p.warps)
+    p.barrier()
+    inside = p.lane < chunks.bits("u32")
+    chunk, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
+
+    at = span + chunk * CHUNK_BYTES
+    words = p.vector(at)
+    of_elements = _masses(p, weight, words, at)
+    lane, target = go_on(p.reduce("add", of_elements))
+    elements = p.floats(words)
+    before, number, element = p.var(0, "f32"), p.var(0, "s32"), p.var(elements[0])
+    for i, (x, mass) in enumerate(zip(elements, of_elements)):
+        reached = (mass > 0.0) & (before <= target)
+        p.set(number, i, reached)
+        p.set(element, x, reached)
+        p.increase(before, mass)
+    position = _position_of(p, at) + number
+    return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
+
+
+def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
+    """Returns the mass of each warp of the CTA, in the lane of its number."""
+    mass, drawn = p.var(0, "f32"), p.layout.drawn
+
+    def add_up():
+        sums = [p.var(0, "f32") for _ in range(4)]
+
+        def add(words, address):
+            for i, (its, counts) in enumerate(_weights(p, weight, words, address)):
+                p.increase(sums[i % 4], its, counts)
+
+        p.sweep(add)
+        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [p.reduce("add", sums)]), when=p.first_lane)
+        p.barrier()
+        p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
+
+    if known is None:
+        add_up()
+        return mass
+    with p.when(known.from_arrival):
+        m, d = arrival_ptx.of_warp(p)
+        p.set(mass, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
+    with p.when(known.from_filter):
+        p.set(mass, p.sum_of_warp())
+    with p.when(~(known.from_arrival | known.from_filter)):
+        add_up()
+    return mass
+
+
+def _weights(p: Row, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
+    """Returns for each element of words taken at once, the first of which is at an address, what `weight` does."""
+    first, vec = _position_of(p, address), p.layout.window.vec
+    return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
+
+
+def _masses(p: Row, weight: Weight, words: list[Value], address: Value) -> list[Value]:
+    """Returns the mass of each element of the words, 0 of those that do not count."""
+    return [p.select(counts, its, 0.0) for its, counts in _weights(p, weight, words, address)]
+
+
+def _position_of(p: Row, address: Value) -> Value:
+    """Returns the position in the part of the element at an address."""
+    return ((address - p.x) >> (p.elements.itemsize.bit_length() - 1)).bits("s32")

@@ -1,0 +1,233 @@
+"""The last entry that a filter keeps, from the lists of keys that the CTAs have made of a zone.
+
+    lists       12 40 | 7 31 | 40 3      of three CTAs, as distances from the least key
+    merged      12 40 7 31 40 3          in each CTA, with the mass of each
+    last        40                       which each CTA finds by itself
+    counts      0, 1 | 0, 0 | 0, 1       what the list of each CTA has above it, and how many of it
+
+Masses are added as integers, in units of which that of the whole zone has 2^31: keys come in any order, and the sums
+are the same bits again.
+"""
+
+import dataclasses
+
+from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample.digits_ptx import number_of
+from pallas_softmax._src.sample.plan import BUCKETS
+from pallas_softmax._src.sample.row_ptx import Row
+from pallas_softmax._src.sample.search_ptx import Search
+
+_BUCKETS = 2 * LANES  # into which a round cuts a range, two for each lane
+# The histogram has room for all of them and for one of each lane, with a mass for each.
+MAX_KEYS = BUCKETS // 2 - LANES
+_LARGEST = 2.0**31  # the mass of all keys as an integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Zone:
+    """Neighbouring keys, of which some may be that of the last entry.
+
+    Attributes:
+      found: a condition: whether the goal is reached among them.
+      least, greatest: the first and the last of them.
+      number: how many elements have such a key, in all CTAs.
+      number_of_cta: the same of each CTA, in the lane of its number.
+      most: the greatest of those.
+      mass: of all of them.
+      above, mass_above_of_cta: the measure of what is above them in all CTAs, and the mass of it in each.
+      known: a condition: whether all this is known, and lists of several keys are merged, or those of two are counted.
+    """
+
+    found: Value
+    least: Value
+    greatest: Value
+    number: Value
+    number_of_cta: Value
+    most: Value
+    mass: Value
+    above: Value
+    mass_above_of_cta: Value
+    known: Value
+
+
+def zone_of(p: Row) -> Zone:
+    """Returns variables for a zone of which nothing is known yet."""
+    kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
+    return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
+
+
+def have_room(p: Row, zone: Zone) -> Value:
+    """Returns whether the lists of all CTAs, and that into which they are merged, have room for the zone."""
+    return (zone.number <= MAX_KEYS) & (zone.most <= p.layout.list_size)
+
+
+def search(f: Search, zone: Zone) -> None:
+    """Keeps what the filter keeps, whose last key is in the lists."""
+    p, layout = f.p, f.p.layout
+    mass = p.max(zone.mass, 1e-30)
+    per_unit, unit = p.divide(p.var(_LARGEST, "f32"), mass), mass * (1 / _LARGEST)
+
+    def mass_of(distance):
+        key = (zone.least.bits("u32") + distance).bits("s32")
+        return p.convert(p.weight(p.of_key(key)) * per_unit, "u32", "rni")
+
+    first_of_cta, _ = p.before(zone.number_of_cta)
+    _clear(p)
+    p.store(p.word(layout.picked), 0, when=p.thread.equals(0))
+    with p.when(~zone.known):
+        _merge(f, zone, first_of_cta, mass_of)
+        p.set(zone.known, True)
+    p.barrier()
+    rest = f.goal - zone.above
+    goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")
+    distance, above = _last(f, zone, goal)
+    left = p.convert((goal - above), "f32")
+    each = p.convert(p.max(mass_of(distance), 1), "f32")
+    number = number_of(p, f.measure(p.divide(left, each), left))
+
+    cta = p.var(p.warp)  # that the warp looks at, one after another
+    with p.loop() as leave:
+        leave(cta >= p.ctas)
+        mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
+        slot = p.var(p.shuffle(first_of_cta, "idx", cta))
+        end = slot + p.shuffle(zone.number_of_cta, "idx", cta)
+        p.increase(slot, p.lane)
+        with p.loop() as leave_keys:
+            leave_keys(slot >= end)
+            its, amount = p.load_vector(p.word(layout.histogram, slot, 2), "u32", 2)
+            p.increase(mass_above, amount, its > distance)
+            p.increase(equal, 1, its.equals(distance))
+            p.increase(slot, LANES)
+        p.store(
+            p.word(layout.counters, cta, 4), *p.over_warp(["add"] * 2, [mass_above, equal]), when=p.first_lane
+        )
+        p.increase(cta, p.warps)
+    p.barrier()
+    mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
+    p.load_vector_into([mass_above, equal], p.word(layout.counters, p.lane, 4), when=p.lane < p.ctas)
+    key = (zone.least.bits("u32") + distance).bits("s32")
+    f.kept.down_to(key, number, zone.mass_above_of_cta + p.convert(mass_above, "f32") * unit, equal)
+
+
+def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
+    """Writes the distance from the least key and the mass of the keys in all lists to one, a key for each thread."""
+    p, layout = f.p, f.p.layout
+    slot = p.var(p.thread)
+    with p.loop() as leave:
+        leave(slot - p.lane >= zone.number)
+        cta, is_key = p.var(0, "u32"), slot < zone.number
+        for bit in reversed(range((p.ctas - 1).bit_length())):
+            later = cta + (1 << bit)
+            p.set(cta, later, is_key & (slot >= p.shuffle(first_of_cta, "idx", later)))
+        slot_of_cta = slot - p.shuffle(first_of_cta, "idx", cta)
+        (key,) = p.of_cta(p.word(layout.keys, slot_of_cta), cta, "s32", when=is_key)
+        distance = key.bits("u32") - zone.least.bits("u32")
+        p.store(p.word(layout.histogram, slot, 2), distance, mass_of(distance), when=is_key)
+        p.increase(slot, layout.threads)
+
+
+def _clear(p: Row) -> None:
+    """Makes the sums over buckets 0, and the few keys that are left."""
+    p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
+
+
+def number_from(p: Row, zone: Zone, least: Value) -> Value:
+    """Returns how many keys of the merged lists have at least this mass, a float."""
+    number, slot = p.var(0, "u32"), p.var(p.lane)
+    with p.loop() as leave:
+        leave(slot >= zone.number)
+        distance = p.load(p.word(p.layout.histogram, slot, 2), "u32")
+        key = (zone.least.bits("u32") + distance).bits("s32")
+        p.increase(number, 1, p.weight(p.of_key(key)) >= least)
+        p.increase(slot, LANES)
+    return p.convert(p.over_lanes("add", number), "f32")
+
+
+def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
+    """Returns the last distance, and the measure above it, in all threads.
+
+    Measures are integers. A range of distances, at first that of the zone, is cut into 64 buckets from its greatest on,
+    to which the threads add the masses of the keys. The goal is reached in one of them, which is the next range, until
+    one has no more keys than a warp has lanes, or one distance. Then a lane has a key, and adds up all from there on.
+    """
+    p, layout = f.p, f.p.layout
+    low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
+    keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
+    masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _BUCKETS)
+    # How many keys are in the range; and the mass and the number of those above it.
+    inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
+    several = p.var(low.differs(high))
+
+    def each_key(body):
+        slot = p.var(p.thread)
+        with p.loop() as leave:
+            leave(slot >= zone.number)
+            its, amount = p.load_vector(keys + slot * 8, "u32", 2)
+            with p.when(its - low <= high - low):
+                body(its, amount)
+            p.increase(slot, layout.threads)
+
+    with p.loop() as leave:
+        leave((inside <= LANES) | ~several)
+        width = p.max(p.highest_bit(high - low).bits("s32") - (_BUCKETS.bit_length() - 2), 0).bits("u32")
+
+        def add(its, amount):
+            at = ((high - its) >> width) * 4
+            p.add_to(masses + at, amount)
+            p.add_to(numbers + at, 1)
+
+        each_key(add)
+        p.barrier()
+        first_mass, second_mass = p.load_vector(masses + p.lane * 8, "u32", 2)
+        first_number, second_number = p.load_vector(numbers + p.lane * 8, "u32", 2)
+        mass, mass_upto = p.scan(first_mass + second_mass)
+        number, number_upto = p.scan(first_number + second_number)
+        mass, number = mass + mass_above, number + number_above
+        upto = f.measure(mass_upto + mass_above, number_upto + number_above)
+        # Rounding may have put the goal above all.
+        goal_here = p.min(goal, p.shuffle(upto, "idx", LANES - 1))
+        lane = p.first_that(upto >= goal_here)
+        in_second = f.measure(mass + first_mass, number + first_number) < goal_here
+        bucket = p.lane * 2 + p.select(in_second, 1, 0, "u32")
+        p.increase(mass, first_mass, in_second)
+        p.increase(number, first_number, in_second)
+        p.set(mass_above, p.shuffle(mass, "idx", lane))
+        p.set(number_above, p.shuffle(number, "idx", lane))
+        p.set(inside, p.shuffle(p.select(in_second, second_number, first_number), "idx", lane))
+        p.set(high, high - (p.shuffle(bucket, "idx", lane) << width))
+        p.set(low, p.select(high - low >> width > 0, high - ((p.var(1, "u32") << width) - 1), low))
+        p.set(several, low.differs(high))
+        with p.when((inside > LANES) & several):
+            p.barrier()
+            _clear(p)
+            p.barrier()
+
+    distance, above = p.var(low), p.var(f.measure(mass_above, number_above))
+    with p.when(several):
+
+        def copy(its, amount):
+            place = p.take_from(p.word(layout.picked), 1)
+            p.store(few_keys + place * 8, its, f.measure(amount, 1))
+
+        each_key(copy)
+    p.barrier()
+    with p.when(several):
+        own = p.load(few_keys + p.lane * 8, "u32", when=p.lane < inside, default=0)
+        before, upto = p.var(above), p.var(above)
+        at, number = p.var(few_keys), p.var(0, "u32")
+        with p.loop() as leave:
+            leave(number >= inside)
+            words = p.load_vector(at, "u32", 8)
+            for its, amount in zip(words[::2], words[1::2]):  # 0 where there is none
+                p.increase(before, amount, its > own)
+                p.increase(upto, amount, its >= own)
+            p.increase(at, 32)
+            p.increase(number, 4)
+        # A goal that rounding has put above all is that of the last of all.
+        reached = (p.lane < inside) & (upto >= p.min(goal, p.over_lanes("max", upto)))
+        p.set(distance, p.over_lanes("max", p.select(reached, own, low)))
+        lane = p.first_that((p.lane < inside) & own.equals(distance))
+        p.set(above, p.shuffle(before, "idx", lane))
+    return distance, above

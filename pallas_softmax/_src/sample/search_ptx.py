@@ -1,0 +1,126 @@
+"""The search for the threshold of a filter: its goal, what is kept, and counts of elements in buckets.
+
+Entries come in the order of their keys, the largest first, equal ones by index. The goal is a number of entries, of
+top_k, or a mass, of top_p: the entry with which the entries up to it first reach the goal is the last that is kept.
+`measure` stands for whichever of both the goal is:
+
+    x                5    4    4    3    1          sorted; a temperature such that weights are powers of two
+    number, up to    1    2    3    4    5          top_k = 3: the goal is 3, reached with the second 4
+    mass, up to      1    1.5  2    2.25 2.31       top_p = 0.5: the goal is 1.16, reached with the first 4
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample.plan import SECTIONS
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, Row
+
+_EACH = 8  # buckets whose sum a thread makes
+
+
+class Kept:
+    """What the filters have kept so far.
+
+    Attributes:
+      key: the last key that is kept.
+      mass, equal, equal_kept: of each CTA, in the lane of its number: the kept mass, the number of entries whose key is
+        the last one, and that of those of them that are kept.
+    """
+
+    def __init__(self, p: Row, mass: Value):
+        self._p = p
+        self.key = p.var(KEEP_ALL, "s32")
+        self.mass = p.var(mass)
+        self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
+
+    def down_to_the_last(self, mass: Value) -> None:
+        """Keeps everything, of which each CTA has this mass."""
+        p = self._p
+        p.set(self.key, KEEP_ALL)
+        p.set(self.mass, mass)
+        p.set(self.equal, 0)
+        p.set(self.equal_kept, 0)
+
+    def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
+        """Keeps what is above a key, and the first `number` of the entries with that key.
+
+        Args:
+          above, equal: of each CTA, in the lane of its number: the mass above the key, and the number of entries with
+            it.
+        """
+        p = self._p
+        before, _ = p.before(equal)
+        room = p.max((number - before).bits("s32"), 0).bits("u32")
+        p.set(self.key, key)
+        p.set(self.equal, equal)
+        p.set(self.equal_kept, p.min(room, equal))
+        p.set(self.mass, above + p.convert(self.equal_kept, "f32") * p.weight(p.of_key(key)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """The search for the last entry that a filter keeps, which changes `kept`.
+
+    Attributes:
+      p: the program that is written.
+      kept: what was kept before, and then what this filter keeps of it.
+      goal: what the entries up to the last one reach, a float: a mass if `is_mass`, else a number of entries.
+      is_mass: a condition.
+    """
+
+    p: Row
+    kept: Kept
+    goal: Value
+    is_mass: Value
+
+    def measure(self, mass: Value, number: Value | float) -> Value:
+        """Returns the mass or the number of entries, whichever the goal is."""
+        return self.p.select(self.is_mass, mass, number)
+
+    def clear(self) -> None:
+        """Makes the numbers of elements in all buckets 0."""
+        p, layout = self.p, self.p.layout
+        zero = [p.var(0, "u32")] * 4
+        for first in range(0, layout.buckets, 4 * layout.threads):
+            inside = p.thread * 4 < layout.buckets - first
+            p.store(p.word(layout.histogram + first, p.thread, 4), *zero, when=inside)
+        p.barrier()
+
+    def sum_buckets(self, of_eight: Callable[[Value, list[Value]], list[Value]]) -> None:
+        """Sums up each section of the buckets, for all CTAs to see.
+
+        Args:
+          of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements,
+            writes one or two sums over them.
+        """
+        p, layout = self.p, self.p.layout
+        p.barrier()
+        threads = layout.buckets // _EACH // SECTIONS  # of one sum, neighbouring lanes
+        for first in range(0, layout.buckets // _EACH, layout.threads):
+            group = p.thread + first
+            with p.when(group < layout.buckets // _EACH):
+                numbers = p.load_vector(p.word(layout.histogram, group, _EACH), "u32", _EACH)
+                whole = (p.lane & (threads - 1)).equals(0)
+                at = p.word(layout.sections, group >> (threads.bit_length() - 1))
+                for i, of_group in enumerate(of_eight(group * _EACH, numbers)):
+                    for bit in range(threads.bit_length() - 1):
+                        of_group = of_group + p.shuffle(of_group, "bfly", 1 << bit)
+                    p.store(at, of_group, offset=4 * SECTIONS * i, when=whole)
+        p.meet()
+
+    def section_that_reaches(self, goal: Value, at: Value) -> tuple[Value, Value]:
+        """Returns the section with which a goal is reached, and the measure before it; called in one warp.
+
+        The sums over the sections are at word `at`.
+        """
+        p = self.p
+        at = p.word(0, at + p.lane * 2)
+        of_ctas = [p.of_cta(at, cta, "f32", 2) for cta in range(p.ctas)]
+        first, second = (p.reduce("add", column) for column in zip(*of_ctas))
+        before, upto = p.scan(first + second)
+        lane = p.first_that(upto >= goal)
+        before, first = p.shuffle(before, "idx", lane), p.shuffle(first, "idx", lane)
+        in_first = before + first >= goal
+        section = lane * 2 + p.select(in_first, 0, 1, "u32")
+        return section, p.select(in_first, before, before + first)

@@ -1,0 +1,195 @@
+"""The last entry that a filter keeps of a row of bfloat16: from how many elements have which value.
+
+Of bfloat16 there are few values, and so each has a bucket of the histogram, from the largest element down. Values of
+one sign are neighbours as integers, but for those near 0, which are so many that they share a bucket; 0 has its own:
+
+    bucket    0 to 7     ..  zero - 2   |  zero - 1  |  zero  |  zero + 1  |  zero + 2  |  ..   4095
+    value     largest,       above      |  near 0    |  +0    |  -0        |  near 0,   |       all that are
+              next ones      2^-14      |            |        |            |  negative  |       further away
+
+So the mass in each bucket is known, and the last key with it, after one exchange over the cluster. If the goal lies in
+a bucket of many values, or if those near 0 are so many that their mass is not known well enough, the row is searched
+digit by digit.
+"""
+
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.sample import digits_ptx
+from pallas_softmax._src.sample.plan import SECTIONS, VALUE_BUCKETS
+from pallas_softmax._src.sample.search_ptx import Search
+
+_NEAR_ZERO = 14  # values up to 2^-14, and the next one, share a bucket
+_FIRST = (127 - _NEAR_ZERO) << 7  # the bits of 2^-14
+_LAST = VALUE_BUCKETS - 1
+_EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
+
+
+def search(f: Search, counted: Value) -> None:
+    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`.
+
+    Args:
+      f: the search.
+      counted: a condition, to be changed: whether the histogram is there, from another search.
+    """
+    p, layout = f.p, f.p.layout
+    zero = _zero_bucket(f)
+
+    def number_and_mass(bucket, numbers):
+        # The values of eight buckets have one exponent, and so lie at equal distances, but for 0 at an end of them.
+        fourth, fifth = (_value(f, zero, bucket + i) for i in (3, 4))
+        values = [p.multiply_add(fifth - fourth, float(i - 4), fifth) for i in range(8)]
+        for i, of_zero in ((0, _negative_zero(zero)), (7, zero)):
+            values[i] = p.select((bucket + i).equals(of_zero), 0.0, values[i])
+        numbers = [p.convert(number, "f32") for number in numbers]
+        mass = p.reduce("add", [n * _weight(f, x) for n, x in zip(numbers, values)])
+        return [p.reduce("add", numbers), mass]
+
+    with p.when(~counted):
+        f.clear()
+        _count(f, zero)
+        f.sum_buckets(number_and_mass)
+    with p.when(p.warp.equals(0)):
+        p.store(p.word(layout.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
+    p.barrier()
+    bucket = p.load(p.word(layout.picked), "u32")
+    above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
+
+    # What the mass of those near 0 may be off, since they count as the greatest or the least of them.
+    off = near_zero * p.weight(p.var(0, "f32")) * p.scale * 2.0 ** (1 - _NEAR_ZERO)
+    off = p.select(bucket + 1 >= _negative_zero(zero), off, 0.0)
+    positive, negative = _near_zero(zero)
+    is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
+    exact = is_one_value & (off <= all_mass_above * 2.0**-22)
+    with p.when(exact):
+        digits_ptx.keep_down_to(f, p.key(_value(f, zero, bucket)), above, mass_above, equal)
+    with p.when(~exact):
+        p.meet()  # others may still read the histogram, where the sums over digits will be
+        digits_ptx.search_row(f)
+        p.meet()  # or those sums, where there may be a histogram again
+    p.set(counted, exact)
+
+
+def _zero_bucket(f: Search) -> Value:
+    """Returns the bucket of +0, one before a multiple of 8, so that that of the largest element is one of the first 8.
+
+    It is a number of 16 bits, and so it may lie after all buckets: where all elements are negative, or -0. Where the
+    largest is above -2^-14, the bucket of -0 is still there, 0, one after 65535.
+    """
+    p = f.p
+    bits = p.top.bits("u32") >> 16
+    size = bits & 0x7FFF
+    size = p.max((size - _FIRST).bits("s32"), p.min(size, 1).bits("s32")).bits("u32")
+    negative = p.op("sub", "u32", 7, size) & -8
+    return (p.select(p.top < 0.0, negative, (size + 8) & -8) - 1) & 0xFFFF
+
+
+def _negative_zero(zero: Value) -> Value:
+    """Returns the bucket of -0."""
+    return (zero + 1) & 0xFFFF
+
+
+def _near_zero(zero: Value) -> tuple[Value, Value]:
+    """Returns the bucket of the positive elements near 0, and that of the negative ones."""
+    return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
+
+
+def _count(f: Search, zero: Value) -> None:
+    """Counts elements by value, the two of a word at a time."""
+    p = f.p
+    base = p.word(p.layout.histogram)
+    of_negative_zero = _negative_zero(zero)
+    offset = of_negative_zero | (of_negative_zero << 16)
+    minus_first, last, one = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 1))
+
+    def take(words, _):
+        for word in words:
+            not_negative = (~word).bits("s16x2").sign().bits("u32")  # a half of ones, or of zeros
+            size = word & 0x7FFF7FFF
+            least = p.min(size.bits("s16x2"), one)  # 0 for 0
+            size = p.max(p.op("add", "s16x2", size, minus_first), least).bits("u32")
+            bucket = p.min(p.op("add", "u16x2", size ^ not_negative, offset), last).bits("u32")
+            p.add_to(base + ((bucket & 0xFFFF) << 2), 1)
+            p.add_to(base + ((bucket >> 16) << 2), 1)
+
+    p.sweep(take)
+
+
+def _value(f: Search, zero: Value, bucket: Value) -> Value:
+    """Returns the value of a bucket; that of those near 0 is the greatest of them, or the least."""
+    p = f.p
+    from_zero = (bucket - zero - 1) & 0xFFFF  # of numbers that are not negative its bits are inverted
+    positive = from_zero >= 0x8000
+    size = p.select(positive, from_zero ^ 0xFFFF, from_zero)
+    sign = p.select(positive, 0, 0x80000000, "u32")
+    return ((p.select(size.equals(0), 0, size + _FIRST) << 16) | sign).bits("f32")
+
+
+def _weight(f: Search, x: Value) -> Value:
+    """Returns the mass of an element; 1 for what is larger than all elements, or is no number."""
+    return f.p.min(f.p.weight(x), 1.0)
+
+
+def _measure_of(f: Search, zero: Value, bucket: Value) -> Value:
+    """Returns the measure of an element of a bucket."""
+    return f.measure(_weight(f, _value(f, zero, bucket)), 1.0)
+
+
+def _bucket_that_reaches(f: Search, zero: Value) -> Value:
+    """Returns the bucket with which the goal is reached, the last one if it is not; called in one warp."""
+    p = f.p
+    numbers, masses = p.layout.sections, p.layout.sections + SECTIONS
+    section, before = f.section_that_reaches(f.goal, p.select(f.is_mass, masses, numbers, "u32"))
+    bucket = section * _EACH + p.lane * 2
+    at = p.word(p.layout.histogram, bucket)
+    numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
+    first, second = (
+        p.convert(p.reduce("add", column), "f32") * _measure_of(f, zero, bucket + i)
+        for i, column in enumerate(zip(*numbers))
+    )
+    lower, upto = p.scan(first + second)
+    lane = p.first_that(before + upto >= f.goal)
+    in_first = before + p.shuffle(lower + first, "idx", lane) >= f.goal
+    return section * _EACH + lane * 2 + p.select(in_first, 0, 1, "u32")
+
+
+def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
+    """Returns what lies above a bucket, and in it.
+
+    Returns:
+      The measure and the mass above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the
+      number of elements in it; and the number of elements near 0, a float.
+    """
+    p, layout = f.p, f.p.layout
+    cta = p.var(p.warp)  # that the warp looks at, one after another
+    with p.loop() as leave:
+        leave(cta >= p.ctas)
+        at = p.word(layout.sections, p.lane, 2)
+        numbers, masses = (p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2))
+        measures = [f.measure(*both) for both in zip(masses, numbers)]
+        own = (bucket & -_EACH) + p.lane * 2
+        numbers = p.of_cta(p.word(layout.histogram, own), cta, "u32", 2)
+        measure, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
+        for i in range(2):
+            before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # all of this section
+            p.increase(measure, measures[i], before)
+            p.increase(mass, masses[i], before)
+            here = own + i
+            number = p.convert(numbers[i], "f32")
+            mass_here = number * _weight(f, _value(f, zero, here))
+            p.increase(measure, f.measure(mass_here, number), here < bucket)
+            p.increase(mass, mass_here, here < bucket)
+            p.set(equal, numbers[i], here.equals(bucket))
+        for i, value in enumerate(p.over_warp(["add"] * 3, [measure, mass, equal])):
+            p.store(p.word(layout.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
+        near_zero = p.var(0, "u32")
+        for one in _near_zero(zero):
+            at = p.word(layout.histogram, p.min(one, _LAST))
+            p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
+        p.store(p.word(layout.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
+        p.increase(cta, p.warps)
+    p.barrier()
+    inside = p.lane < p.ctas
+    at = p.word(layout.counters, p.lane, 4)
+    measure, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
+    equal, near_zero = (p.load(at, "u32", offset=4 * i, when=inside, default=0) for i in (2, 3))
+    above, all_mass, near_zero = p.over_warp(["add"] * 3, [measure, mass, near_zero])
+    return above, all_mass, mass, equal, p.convert(near_zero, "f32")

@@ -1,0 +1,259 @@
+"""softmax, log_softmax and logsumexp: what they promise, and how their gradients are wired."""
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_softmax import online
+from pallas_softmax._src import arguments
+from pallas_softmax._src.arguments import Axis, AxisName
+from pallas_softmax._src.dispatch import vmap as execution
+from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
+from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, maps_of
+from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.operation import describe
+
+# Kept from when this file is imported, in case a program puts our function in its place later. It is typed Any, since
+# its own types take return_sign as a literal only.
+_jax_logsumexp: Any = jax.nn.logsumexp
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, as `jax.nn.softmax`.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+
+    Args:
+      x: logits of any shape. float16 and bfloat16 are computed in float32 and returned in their own dtype;
+        integers are promoted to float.
+      axis: the axis, axes or (None) all axes of a row.
+      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0. Where it has more
+        dimensions than `x`, `x` is broadcast to it first, and `axis` counts in that shape.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
+        equal shard of `x` and `where`, and gets that shard of the result. Not for complex `x`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is 0.
+      Differentiable in `x`, in both modes and to any order (`jax.experimental.jet` excepted: use nested `jax.jvp`).
+
+    Raises:
+      TypeError: `x` or `where` is not an array, `x` is boolean, or `axis_name` is no name.
+      ValueError: `axis` is out of range or repeated, `where` is not boolean or does not fit, `axis_name` is
+        not bound, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    return at_once(_softmax_of, (x, where), (axis, axis_name, implementation))
+
+
+def _softmax_of(x, where, axis, axis_name, implementation):
+    rows = _float_rows("softmax", x, axis, where, axis_name)
+    (y,) = _run(_softmax, "softmax", rows, implementation)
+    return y
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
+
+    Args:
+      x: logits of any shape, with the dtypes of `softmax`.
+      axis: the axis, axes or (None) all axes of a row.
+      where: boolean, as for `softmax`. Masked positions are left out of the row and give -inf.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `softmax`.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is -inf.
+      Differentiable as `softmax`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`.
+    """
+    return at_once(_log_softmax_of, (x, where), (axis, axis_name, implementation))
+
+
+def _log_softmax_of(x, where, axis, axis_name, implementation):
+    rows = _float_rows("log_softmax", x, axis, where, axis_name)
+    (y,) = _run(_log_softmax, "log_softmax", rows, implementation)
+    return y
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
+
+    Args:
+      a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
+      axis: the axis, axes or (None, the default) all axes of a row.
+      b: factors of the exponentials, which broadcast as `where` does. With them, and for complex `a` or `return_sign`,
+        the call is JAX's own, in float32 for 16-bit logits, and takes no `axis_name` and no implementation but "xla".
+      keepdims: whether the reduced dimensions stay, with size 1.
+      return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
+      where: boolean, as for `softmax`. Masked positions are left out.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result is that of
+        the whole row, the same on all its devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      An array of the shape of `a` without the reduced dimensions. An empty or fully masked row, or one of nothing
+      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN. Differentiable as `softmax`; the gradient of a
+      row with one +inf is NaN there and 0 elsewhere, as JAX's.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `softmax`, but booleans have a result; and for `keepdims` or
+        `return_sign` that is no bool.
+    """
+    a = float(a) if type(a) is int else a  # as in JAX, of any length
+    return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
+
+
+def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implementation):
+    name = "logsumexp"
+    keepdims = arguments.static_bool(name, "keepdims", keepdims)
+    return_sign = arguments.static_bool(name, "return_sign", return_sign)
+    if (
+        b is not None
+        or return_sign
+        or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
+    ):
+        check_name(name, implementation)
+        for of, value, accepted in (
+            ("implementation", implementation, (None, "xla")),
+            ("axis_name", axis_name, (None,)),
+        ):
+            if value not in accepted:
+                raise NotImplementedError(
+                    f"{name}: {of} must be {' or '.join(map(repr, accepted))} with b, return_sign or complex a, "
+                    f"got {value!r}"
+                )
+        return _by_jax(name, a, axis, b, keepdims, return_sign, where)
+    rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
+    rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
+    out, _ = _run(_logsumexp, name, rows, implementation)
+    return out if keepdims else jnp.squeeze(out, rows.axes)
+
+
+def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
+    """Computes by `jax.nn.logsumexp` what no kernel has: b, return_sign, complex a; 16-bit numbers in float32."""
+    a = arguments.array(name, "a", a)
+    b = None if b is None else arguments.array(name, "b", b)
+    where = None if where is None else arguments.array(name, "where", where)
+    for of, other in ("a", a), ("b", b):
+        if other is not None and jnp.issubdtype(other.dtype, jax.dtypes.extended):
+            raise TypeError(f"{name}: {of} must be of numbers, got dtype {other.dtype}")
+    for of, other in ("b", b), ("where", where):
+        a = a if other is None else arguments.broadcast(name, "a", a, of, other)
+    where = None if where is None else arguments.mask(name, where, a.shape)
+    axes = arguments.normalized_axes(name, axis, a.ndim)
+    factors = () if b is None else (b,)
+    together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    out_dtype = jax.eval_shape(jnp.exp, together).dtype
+    wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
+    a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))
+    out = _jax_logsumexp(a, axes, *(factors or (None,)), keepdims, return_sign, where)
+    return out if wide == out_dtype else jax.tree.map(lambda x: x.astype(out_dtype), out)
+
+
+def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
+    """Returns the arguments, checked; integer logits are made floats with the same softmax."""
+    rows = arguments.rows(function, "x", x, axis, where, axis_name)
+    return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
+
+
+def _run(function: Callable, op: str, rows: arguments.Rows, implementation: str | None):
+    """Chooses and runs an operation; returns its results that have derivatives.
+
+    Args:
+      function: the operation as `differentiable` made it.
+      op: its name, also that of the public function.
+      rows: the checked arguments.
+      implementation: as the user passed it.
+    """
+    call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=op)
+    ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
+    return ys
+
+
+def _same_shape(static: Static, xs, constants):
+    """Runs softmax or log_softmax: they have one result, of the shape of the logits, and nothing else."""
+    return (execution.run(static.forward, *xs, *constants, **dict(static.keywords)),), ()
+
+
+def _save_result(xs, constants, ys, others):
+    """Returns what the derivatives of softmax and log_softmax need: their result, and the mask."""
+    return ys, *constants
+
+
+def _logsumexp_and_d(static: Static, xs, constants):
+    """Runs logsumexp: it returns logsumexp and d, and beside them m, a constant, since no derivative depends on it."""
+    lse, (m, d) = execution.run(static.forward, *xs, *constants, **dict(static.keywords))
+    return (lse, d), (m,)
+
+
+def _save_normalizer(xs, constants, ys, others):
+    """Returns what the derivatives of logsumexp need: the logits, (m, d), and the mask."""
+    return (*xs, *others, ys[1]), *constants
+
+
+_softmax = differentiable("softmax", _same_shape, _save_result, maps_of("softmax"))
+_log_softmax = differentiable("log_softmax", _same_shape, _save_result, maps_of("log_softmax"))
+# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
+_logsumexp = differentiable("logsumexp", _logsumexp_and_d, _save_normalizer, maps_of("logsumexp"))

@@ -1,0 +1,77 @@
+"""Short rows, in registers: several rows in a CTA, each over a few lanes, a warp, or all threads."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.softmax.formulas import Formula
+
+
+def launch(
+    formula: Formula,
+    arrays: list[jax.Array],
+    mask: Mask | None,
+    tile: Tile,
+    *,
+    name: str,
+    approximate: bool,
+    interpret=None,
+) -> list[jax.Array]:
+    """Computes a formula on the rows of the arrays (rows, vocab), a tile of rows in each CTA.
+
+    Args:
+      formula: what is computed.
+      arrays: those that the formula reads, of one shape.
+      mask: which elements count, or None.
+      tile: how rows lie over a CTA.
+      name: the kernel's name in profiles.
+      approximate: whether exp may be approximate; see `plan.approximate`.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      One array (rows, vocab) of the last array's dtype; or, of a formula that has numbers for each row,
+      arrays (rows, 1).
+    """
+    rows, vocab = arrays[0].shape
+    if formula.value is None:
+        out_type = formula.row_results((rows, 1), arrays[-1].dtype)
+    else:
+        out_type = [jax.ShapeDtypeStruct((rows, vocab), arrays[-1].dtype)]
+    fill = formula.reduction.neutral
+
+    def broadcast(per_row):
+        return lax.broadcast_in_dim(per_row, tile.shape, (0,))
+
+    def body(x_gmem, mask_gmem, *out_gmem):
+        row = lax.axis_index("row") * tile.rows
+        x = [tiles.load(gmem, tile, row, fill, interpret=interpret).astype(jnp.float32) for gmem in x_gmem]
+        term = formula.term(*x)
+        keep = None
+        if mask is not None:
+            keep = tiles.load_mask(mask_gmem, tile, row, (rows, vocab), mask.row, interpret=interpret)
+            term = jnp.where(keep, term, fill)
+
+        total = formula.reduction.across(formula.reduction.lift(term), 1, broadcast)
+        constants = [broadcast(constant) for constant in formula.constants(total)]
+        if formula.value is None:
+            results = constants
+        else:
+            y = formula.value(*x, *constants)
+            results = [y if keep is None else jnp.where(keep, y, formula.masked_value)]
+
+        for gmem, y in zip(out_gmem, results, strict=True):
+            tiles.store(gmem, tile, row, y, interpret=interpret)
+
+    kernel = gpu_kernel(
+        body,
+        grid={"row": -(-rows // tile.rows)},
+        out_type=out_type,
+        name=name,
+        approximate=approximate,
+        interpret=interpret,
+    )
+    return kernel(arrays, None if mask is None else mask.array)

@@ -1,0 +1,201 @@
+"""fused_topk: what it promises, and how its gradient is wired."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_softmax._src import arguments
+from pallas_softmax._src.arguments import AxisName
+from pallas_softmax._src.dispatch import vmap as execution
+from pallas_softmax._src.dispatch.choose import ImplementationName
+from pallas_softmax._src.dispatch.derivatives import Maps, Static, choose_all, differentiable
+from pallas_softmax._src.dispatch.eager import at_once
+from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.dispatch.specs import lay_together
+from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+
+
+class TopK(NamedTuple):
+    """The winners of each row, best first.
+
+    Attributes:
+      values: their probabilities, or the logs of these; the shape of the logits, with k along the axis of the row.
+      indices: int32, their positions in the row; the same shape.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+
+
+export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
+
+
+def fused_topk(
+    logits: ArrayLike,
+    k: int | np.integer,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    log: bool = False,
+    dtype: DTypeLike | None = None,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> TopK:
+    """Returns the k largest entries of p = softmax(logits / temperature), normalised over the whole row.
+
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4; the order is that of `jax.lax.top_k`.
+
+    Args:
+      logits: real array of any shape with at least one dimension.
+      k: static int, 0 <= k <= logits.shape[axis]; or a symbolic dimension of `jax.export` known to be in these bounds.
+      axis: the axis of a row; in the result it has size k.
+      where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
+        when fewer than k are unmasked.
+      temperature: a positive scalar, or one for each row: an array that broadcasts to the shape of `logits` without
+        `axis`, or with size 1 there. One that is traced and not positive gives NaN values. One whose reciprocal is no
+        normal number is replaced by the nearest that has one.
+      log: return log p instead of p.
+      dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
+        equal shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices are those of the
+        whole row; the result is the same on all its devices.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+
+    Returns:
+      TopK(values, indices). `indices` (int32) are exactly those of `lax.top_k(logits, k)`: descending by
+      +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked
+      winners come last, by the lowest index, with value 0 (log: -inf), so that those of a fully masked row are 0 to
+      k - 1; a row with an unmasked NaN or +inf has NaN values.
+      Differentiable in `logits` and `temperature`, in both modes and to any order.
+
+    Raises:
+      TypeError: `logits` or `temperature` is no real array, `where` is no array, `k` is traced or not an integer,
+        `axis` is not an int, `log` is no bool, `dtype` is not floating, or `axis_name` is no name.
+      ValueError: `k` or `axis` is out of range, `temperature` is not positive, does not fit or differs along
+        `axis_name`, `where` is not boolean or does not fit, `axis_name` is not bound, or `implementation` is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    name = "fused_topk"
+    temperature = arguments.parameter(name, "temperature", temperature)
+    if arguments.is_known(temperature):  # the numbers are not known in what follows
+        if np.asarray(temperature).dtype.kind in "bc":
+            raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
+        if not np.all(np.asarray(temperature) > 0):
+            raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    temperature = arguments.normal_temperature(temperature, logits)
+    return at_once(_topk_of, (logits, where, temperature), (k, axis, log, dtype, axis_name, implementation))
+
+
+def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, implementation) -> TopK:
+    name = "fused_topk"
+    x, axis = arguments.real_rows(name, "logits", logits, axis)
+    mesh_axes = arguments.bound_mesh_axes(name, axis_name)
+    length = x.shape[axis] * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
+    k = arguments.count_in_row(name, "k", k, length)
+    mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
+    floating = jax.eval_shape(jnp.exp, x).dtype
+    t = _temperature(name, temperature, x.shape, axis, floating)
+    out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
+    if varies(t, mesh_axes):
+        raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
+
+    call = describe("topk", x, (axis,), mask, k, mesh_axes, function=name)
+    # kernels store no floats of 8 bits
+    stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
+    own = {"k": k, "dtype": stored}
+    static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
+    x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
+    x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
+    x, mask = vary_together(x, mask, over=mesh_axes)
+    if k == 0:  # no winner depends on anything
+        x, t = lax.stop_gradient((x, t))
+    (values, _), (_, bits) = _topk(static, (x, t), (mask,))
+    indices = _indices(bits)
+    return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
+
+
+def _as_stored(name: str, dtype):
+    """Returns the dtype of an array asked for with this one; warns, as JAX does, if 64 bits become 32."""
+
+    def stored():
+        return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
+
+    try:
+        if isinstance(dtype, jax.Array):
+            raise TypeError("an array is no dtype")
+        wanted = np.dtype(dtype)
+        if jax.dtypes.canonicalize_dtype(dtype) == wanted:
+            got = stored()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # JAX's warning names jnp.zeros; ours follows
+                got = stored()
+        if not jnp.issubdtype(got, jnp.floating):
+            raise TypeError("it is not floating")
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: dtype must be None or a floating dtype, got {dtype!r}") from None
+    if got != wanted and dtype is not float:
+        warnings.warn(
+            f"{name}: dtype {wanted.name} is not available without jax_enable_x64; the values are {got.name}",
+            stacklevel=2,
+        )
+    return got
+
+
+def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
+    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive."""
+    t = arguments.array(name, "temperature", temperature)
+    if jnp.issubdtype(t.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
+    t = arguments.per_row(name, "temperature", t, shape, axis)
+    t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    tiny = jnp.finfo(t.dtype).tiny
+    return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
+
+
+def _values_and_d(static: Static, xs, constants):
+    """Returns the winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it.
+
+    The indices are returned as floats of the same bits, for JAX has no zero tangent of an integer that varies over
+    the mesh axes of `jax.shard_map`.
+    """
+    logits, temperature = xs
+    winners, (m, d) = execution.run(static.forward, logits, *constants, temperature, **dict(static.keywords))
+    return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
+
+
+def _indices(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def _save(xs, constants, ys, others):
+    """Returns what the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
+    m, bits = others
+    return (*xs, m, ys[1], _indices(bits)), *constants
+
+
+def _topk_maps() -> Maps:
+    """Returns the derivatives of top-k; a tangent of the values gets their dtype."""
+    maps = maps_with_temperature("topk")
+
+    def rounded(function: Callable) -> Callable:
+        def run(static: Static, saved, dxs):
+            dvalues, dd = function(static, saved, dxs)
+            return dvalues.astype(dict(static.keywords)["dtype"]), dd
+
+        return run
+
+    return dataclasses.replace(maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
+
+
+_topk = differentiable("topk", _values_and_d, _save, _topk_maps())

@@ -1,0 +1,239 @@
+"""The order of many candidates, by buckets, in inline PTX, by the 128 threads of a CTA; see `ranking_ptx`.
+
+The range of the candidates is cut into equal pieces, the buckets, as many as there are slots. Candidates are counted
+in their buckets; a running sum of the counts says where in the order each bucket starts; and within its bucket a
+candidate is compared with the others there. With 4 buckets, of the keys 9 to 1:
+
+    slots      3  8  1  9  5  2  9'      in any order
+    bucket     2  0  3  0  1  3  0       (9 - key) / 2.25
+    counts     3  1  1  2
+    starts     0  3  4  5
+    grouped    8  9  9' | 5 | 3 | 1  2   in any order within a bucket
+    ranked     9  9' 8  | 5 | 3 | 2  1
+
+If the candidates are spread over the buckets, the time grows with their number alone. If they are not, there is a
+bucket with many, and `ranking_ptx` sorts, or compares each with all. So what is cut is the range of the distances from
+the best one:
+
+  * A distance is a difference of keys, which lie on a scale of logarithms. Of a range around 0 most keys are those of
+    tiny numbers. So if there are both signs, what is below 2^-16 of the largest magnitude counts as 0.
+  * In 16 bits many candidates have the same key, so their indices count too: V * the difference of keys + index.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+
+from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk import sums_ptx
+from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
+
+_CHUNK = 4  # candidates of a thread that are handled together
+_OCTAVES = 16  # powers of two from the largest magnitude to what counts as 0
+_INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
+
+# A word has two numbers of 16 bits: below, a bucket or where it starts; above, a count. The place of a candidate is
+#     in `_count`   | how many its bucket had before it | number of its bucket    |
+#     from `_group` | how many its bucket has           | where its bucket starts |
+_HALF, _LOWER = 16, 0xFFFF
+
+_OF_ZERO = 2**31  # the key of +0 in a slot; that of -0 comes before it
+_ROUNDED_DOWN = 1 - 2.0**-20  # makes a factor less than it is exactly, by more than float32 rounds
+
+
+def rank_by_buckets(
+    p: Program,
+    capacity: int,
+    k: int,
+    padded: int,
+    dtype,
+    vocab: int | None,
+    most: int,
+    otherwise: Callable[[Value], None],
+) -> None:
+    """Writes the k best of the first <n> slots to <ranked>; a thread has slots thread, thread + 128, ...
+
+    Args:
+      capacity: number of slots, and of the words of <buckets>.
+      padded, dtype, vocab: as in `ranking_ptx.rank`.
+      most: number of candidates of a bucket up to which they are compared.
+      otherwise: leaves the buckets, where a condition holds: a bucket has more. The slots then are as they were.
+    """
+    thread, buckets = p.operands("u32", "thread", "buckets")
+    each = capacity // WARPGROUP
+    mine = p.at(buckets, thread, 4 * each)  # the thread's counters
+    p.store(mine, *[0] * each)
+    values, greatest, least = _load_and_bracket(p, each)
+    distance, distances = _distances(p, greatest, least, dtype, vocab)
+    places = _count(p, values, distance, _factor(p, distances, capacity))
+    _start(p, mine, each, most, otherwise)
+    _group(p, values, places)
+    for have, chunk in _chunks(p, each):
+        _compare(p, have, values[chunk], places[chunk], k, padded)
+
+
+def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
+    """Yields some of a thread's `each` candidates after others: conditions, whether it has them, and which they are.
+
+    What is done with those of a chunk does not wait for each other. All threads leave the chunks as soon as none of
+    them has a candidate.
+    """
+    thread, n = p.operands("s32", "thread", "n")
+    with p.block() as leave:
+        for first in range(0, each, _CHUNK):
+            left = n - WARPGROUP * first
+            leave(left <= 0)
+            some = slice(first, min(first + _CHUNK, each))
+            yield [thread < left - WARPGROUP * i for i in range(some.stop - some.start)], some
+
+
+def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
+    """Loads the thread's slots; returns them, and the greatest and the least of all keys, as slots have them."""
+    thread, slots, ranked = p.operands("u32", "thread", "slots", "ranked")
+    greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
+    own = p.at(slots, thread, SLOT_BYTES)
+    values = []
+    for have, chunk in _chunks(p, each):
+        turns = range(chunk.start, chunk.stop)
+        values += [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
+        for has, value in zip(have, values[chunk]):
+            _, key = p.split(value)
+            p.update(greatest, "max", key, when=has)
+            p.update(least, "min", key, when=has)
+    of_warp = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
+    greater, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
+    return values, p.reduce("max", greater), p.reduce("min", smaller)
+
+
+def _distances(
+    p: Program, greatest: Value, least: Value, dtype, vocab: int | None
+) -> tuple[Callable[[Value], Value], Value]:
+    """Returns a function from a slot to its distance from the best one, and how many distances there are, a float.
+
+    Distances are below 2^32. It only matters that better candidates are not farther away. Keys from `last` to `first`
+    count as one, that of 0, to which others have the distance from the nearer end:
+
+        key        least ... last           | last ... first | first ... greatest
+        distance   best + (last - key)      | best           | greatest - key           best = greatest - first
+    """
+    largest = p.max(greatest - _OF_ZERO, _OF_ZERO - 1 - least).bits("s32")
+    small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
+    # What counts as 0: +0 and -0, and what is small if there are both signs.
+    small = p.select((least < _OF_ZERO) & (greatest >= _OF_ZERO), small, 0)
+    first, last = small + _OF_ZERO, _OF_ZERO - 1 - small
+
+    def nearest(key: Value) -> Value:
+        return p.max(p.min(key, first), last)
+
+    best, indices, shift = greatest - nearest(greatest), 1, 0
+    if vocab is not None and jnp.dtype(dtype).itemsize == 2:
+        shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
+        indices = (vocab - 1 >> shift) + 1
+
+    def distance(slot: Value) -> Value:
+        complement, key = p.split(slot)
+        at = nearest(key)
+        between = best - (key - at)
+        if indices == 1:
+            return between
+        # Of what counts as 0 a better key may have the higher index.
+        return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
+
+    last_distance = best - (least - nearest(least))
+    return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
+
+
+def _factor(p: Program, distances: Value, capacity: int) -> Value:
+    """Returns the factor by which distances become buckets: bucket = distance * factor / 2^32.
+
+    It is a little less than slots * 2^32 / distances, by more than float32 rounds, and at most 2^32 - 1.
+    """
+    return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+
+
+def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], factor: Value) -> list[Value]:
+    """Counts the candidates in their buckets; returns the places: bucket, and above 16 bits how many it had before."""
+    buckets = p.operand("buckets", "u32")
+    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
+    for have, chunk in _chunks(p, len(values)):
+        for has, value, place, number in zip(have, values[chunk], places[chunk], before):
+            p.set(place, p.multiply_high(distance(value), factor))
+            p.take_into(number, p.at(buckets, place, 4), 1, when=has)
+        for place, number in zip(places[chunk], before):
+            p.set(number, number << _HALF)
+            p.update(place, "or", number)
+    p.barrier()
+    return places
+
+
+def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
+    """Turns each count into where its bucket starts, and above 16 bits the count.
+
+    sums of the thread's counts -> of the lanes below -> of the warps below, through <ranked>
+    """
+    counts = p.load_vector(mine, "u32", each)
+    start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
+    held = p.over_lanes("max", p.reduce("max", counts))
+    (words,) = sums_ptx.of_warps(p, [total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
+    held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
+    sums_ptx.add_lower_warps(p, start, list(totals))
+    otherwise(p.reduce("max", held) > most)
+    starts = []
+    for count in counts:
+        starts.append((count << _HALF) + start)
+        start = start + count
+    p.store(mine, *starts)
+    p.barrier()
+
+
+def _group(p: Program, values: list[Value], places: list[Value]) -> None:
+    """Writes the candidates to the slots again, grouped by buckets.
+
+    A place then is where its bucket starts, and above 16 bits how many it has.
+    """
+    buckets, slots = p.operands("u32", "buckets", "slots")
+    for have, chunk in _chunks(p, len(values)):
+        before = []
+        for has, place in zip(have, places[chunk]):
+            before.append(place >> _HALF)
+            p.load_into(place, p.at(buckets, place & _LOWER, 4), when=has)
+        for has, value, place, number in zip(have, values[chunk], places[chunk], before):
+            p.store(p.at(slots, (place & _LOWER) + number, SLOT_BYTES), value, when=has)
+    p.barrier()
+
+
+def _compare(
+    p: Program, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
+) -> None:
+    """Compares candidates with the others of their buckets, one after another, and writes them at their ranks.
+
+    A bucket that starts at rank k or later is left out.
+    """
+    slots, ranked = p.operands("u32", "slots", "ranked")
+    ranks, addresses, counts = [], [], []
+    for has, place in zip(have, places):
+        rank = place & _LOWER
+        address = p.at(slots, rank, SLOT_BYTES)
+        counts.append(p.select(has & (rank < k), place >> _HALF, 0))
+        ranks.append(p.var(rank))
+        addresses.append(p.var(address))
+    most, turn = p.reduce("max", counts), p.var(0, "u32")
+    with p.block() as leave:
+        leave(most.equals(0))
+        with p.repeat() as again:
+            inside, others = [], []
+            for count, address in zip(counts, addresses):
+                inside.append(turn < count)
+                others.append(p.load(address, "u64", when=inside[-1]))
+                p.increase(address, SLOT_BYTES)
+            for value, other, rank, within in zip(values, others, ranks, inside):
+                p.increase(rank, 1, when=within & (other > value))
+            p.increase(turn, 1)
+            again(turn < most)
+        for value, count, rank in zip(values, counts, ranks):
+            wins = (count > 0) & (rank < k)
+            index, key = index_and_key(p, value)
+            at = p.at(ranked, rank, 4)
+            p.store(at, key, when=wins)
+            p.store(at, index, offset=4 * padded, when=wins)

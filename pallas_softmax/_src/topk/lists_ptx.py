@@ -1,0 +1,60 @@
+"""The order of the winners of few lists, each of which is in order, in inline PTX: `selection.rank_lists`.
+
+A winner's rank is the number of better ones in all lists, and of each list a binary search finds it. For k = 4:
+
+    lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is the better one
+    rank      0 3 4 . | 1 2 .  .        6: one better one in its own list, two in the other
+    ranked    9 8 7 6
+"""
+
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key, slot_of
+
+
+def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, padded: int) -> None:
+    """A thread has every 128th of the winners, and counts for each the better ones in one list after another."""
+    p = Program()
+    thread, row_number, slots_at, ranked_at = p.operands("u32", "thread", "row", "slots", "ranked")
+    keys, indices = p.operands("u64", "keys", "indices")
+    own = p.multiply_wide(row_number, lists * k) + p.convert(thread, "u64") << 2  # bytes
+    turns = range(-(-lists * k // WARPGROUP))
+    listed = [thread < lists * k - i * WARPGROUP for i in turns]
+    loaded = [
+        [p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=listed[i], space="global") for i in turns]
+        for at in (keys, indices)
+    ]
+    values = [slot_of(p, key, index) for key, index in zip(*loaded)]
+    own_slot = p.at(slots_at, thread, SLOT_BYTES)
+    for i, value in enumerate(values):
+        p.store(own_slot, value, offset=SLOT_BYTES * WARPGROUP * i, when=listed[i])
+    p.barrier()
+    ranks = [p.var(0, "u32") for _ in turns]
+    for number in range(lists):
+        better = _better(p, slots_at + SLOT_BYTES * k * number, k, values)
+        for rank, of_list in zip(ranks, better):
+            p.increase(rank, of_list)
+    for value, rank, is_listed in zip(values, ranks, listed):
+        wins = is_listed & (rank < k)
+        index, key = index_and_key(p, value)
+        at = p.at(ranked_at, rank, 4)
+        p.store(at, key, when=wins)
+        p.store(at, index, offset=4 * padded, when=wins)
+    p.barrier()
+    refs = {"slots": slots, "ranked": ranked, "keys": keys_gmem, "indices": indices_gmem}
+    insert_ptx(p, refs, {"row": row})
+
+
+def _better(p: Program, start: Value, k: int, values: list[Value]) -> list[Value]:
+    """Returns for each value how many slots of a list are greater: of k from the address `start` on, in order."""
+    ends = [p.var(start) for _ in values]  # of those that are known to be greater
+    step = 1 << k.bit_length() - 1
+    while step:
+        last = start + SLOT_BYTES * (k - step)
+        for end, value in zip(ends, values):
+            inside = end <= last
+            other = p.load(end, "u64", offset=SLOT_BYTES * (step - 1), when=inside)
+            p.increase(end, SLOT_BYTES * step, when=inside & (other > value))
+        step //= 2
+    return [(end - start) >> (SLOT_BYTES.bit_length() - 1) for end in ends]

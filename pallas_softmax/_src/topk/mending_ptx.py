@@ -1,0 +1,81 @@
+"""Winners whose packed keys are alike are put in order by their whole keys, in inline PTX (see `packed_ptx`).
+
+A warp looks at such pairs of neighbours one after another: all lanes read the two words, and then the two whole keys,
+which are in the registers of some lane.
+"""
+
+from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk import packed_ptx
+
+
+def pairs_alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
+    """Returns bit i where the words at position i of a lane and the next one differ in their low bits only.
+
+    Of each row it looks at the first `count` pairs of neighbours.
+    """
+    bits = p.var(0, "u32")
+    of_next_lane = p.shuffle(words[0], "down", 1)
+    left = (count - lane * len(words)).bits("s32")  # pairs from the first position of this lane on
+    for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
+        near = (word ^ other).bits("u32") <= ones
+        p.update(bits, "or", 1 << i, when=near & (left > i))
+    return bits
+
+
+def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
+    """Exchanges neighbours that are in the wrong order, pair by pair; where pairs meet, until a pass finds none.
+
+    Args:
+      words: the packed keys at the positions of a lane.
+      pairs: bit i where the word at position i and the next one are alike.
+    """
+    own_lane = p.operand("thread", "u32") & (LANES - 1)
+
+    def put(i, lane, word):
+        here = own_lane.equals(lane)
+        for j, register in enumerate(words):
+            p.set(register, word, when=here & i.equals(j))
+
+    next_pair = pairs >> 1 | (p.shuffle(pairs, "down", 1) & 1) << len(words) - 1
+    meet = p.any((pairs & next_pair).differs(0))
+    exchanged = p.var(False, "pred")
+    with p.repeat() as again:
+        p.set(exchanged, False)
+        left = p.var(pairs)
+        with p.loop() as leave_pass:
+            lanes = p.ballot(left.differs(0))
+            leave_pass(lanes.equals(0))
+            lane = p.lowest_bit(lanes)
+            i = p.shuffle(p.lowest_bit(left), "idx", lane)
+            p.set(left, left & (left - 1), when=own_lane.equals(lane))
+            is_last = i.equals(len(words) - 1)
+            next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
+            word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)
+            key, next_key = (whole_key(p, tile, row, w, lane, ones) for w in (word, next_word))
+            with p.when(key < next_key):
+                put(i, lane, next_word)
+                put(next_i, next_lane, word)
+                p.set(exchanged, True)
+        again(exchanged & meet)
+
+
+def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
+    """Returns value i of a lane; the number and the lane are the same for the warp."""
+    while len(values) > 1:  # a bit of the number at a time
+        odd = (i & 1).differs(0)
+        unpaired = values[len(values) // 2 * 2 :]
+        values = [p.select(odd, b, a) for a, b in zip(values[::2], values[1::2])] + unpaired
+        i = i >> 1
+    return p.shuffle(values[0], "idx", lane)
+
+
+def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: int) -> Value:
+    """Returns the whole key of a packed key of the row of a lane; both are the same for the warp."""
+    column = (~word & ones).bits("u32")
+    of_step = column & (tile.lanes * tile.vec - 1)
+    step = column >> (tile.lanes * tile.vec).bit_length() - 1
+    i = step * tile.vec + (of_step & (tile.vec - 1))
+    owner = (lane & -tile.lanes) + (of_step >> tile.vec.bit_length() - 1)
+    return of_lane(p, packed_ptx.keys_of_thread(p, tile, row), i, owner)

@@ -1,0 +1,221 @@
+"""What the searches for the k best of rows in registers share: packed keys, and the lists of a lane's best elements.
+
+A row lies over the `lanes` lanes of a tile, and a thread may have several rows. An element is one word, its packed key:
+the upper bits of its key, above the complement of its column.
+
+    packed key  | key without its lowest b bits    | complement of the column, b bits |
+
+No two packed keys are equal: of equal elements that of the lower column is the larger. Those of 16-bit elements have
+room for the whole key. Those of 32-bit ones have not: elements that are alike, which differ in the lowest b bits only,
+come in the order of their columns. So winners that are alike are looked at again, by whole keys. That is rare in logits
+without ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk.slots import LOWEST_KEY
+
+LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key, packed or not, and the column of what is beyond the row
+_LOWEST_WIDE = -(2**63)
+_HALF_BITS = 16  # of the keys of 16-bit floats
+
+
+def rows_of_thread(tile: Tile) -> int:
+    """Returns the number of rows that a thread has a part of."""
+    return tile.rows // (WARPGROUP // tile.lanes)
+
+
+def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
+    """Puts PTX into the kernel, of which it returns the winners, a tile `out`, and per_row over such a tile.
+
+    Args:
+      code: the text. <x{row}_{i}> has key i of a row of the thread, or elements 2 i and 2 i + 1 of a row of 16 bits; it
+        writes register i of a row of winners, <winner{row}_{i}>.
+      held: the tile of keys, of 32 bits, or of elements of 16 bits as integers.
+      per_row: tiles, each of one number for a whole row.
+    """
+    layout, out_layout = tiles.layout(tile), tiles.layout(out)
+    dtypes = ["int32"] + ["float32"] * len(per_row)
+    result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
+    rows = rows_of_thread(tile)
+
+    @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
+    def emit(_, held, per_row):
+        operands = {"thread": thread()}
+        for row, registers in enumerate(np.split(held.registers.flatten(), rows)):
+            operands |= {f"x{row}_{i}": word for i, word in enumerate(_words(registers))}
+        winners = [f"winner{row}_{i}" for row in range(rows) for i in range(out.steps)]
+        outputs = [[pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(winners, "i32"))]]
+        for a in per_row:
+            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
+            outputs.append([pack([x]) for x in of_rows for _ in range(out.steps)])
+        return tuple(array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
+
+    winner, *per_row = emit(held, list(per_row))
+    return winner, per_row
+
+
+def _words(registers) -> list[ir.Value]:
+    """Returns the elements of registers in numbers of 32 bits: of 16 bits two by two, the last one alone twice."""
+    i32 = ir.IntegerType.get_signless(32)
+    held = [x for register in registers for x in elements(register)]
+    if held[0].type == i32:
+        return held
+    if ir.VectorType(registers[0].type).shape[0] > 1:
+        words = [vector.bitcast(ir.VectorType.get((len(elements(r)) // 2,), i32), r) for r in registers]
+        return [word for of_register in words for word in elements(of_register)]
+    pairs = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
+    return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
+
+
+def lane_and_first_column(p: Program, tile: Tile) -> tuple[Value, Value]:
+    """Returns the number of the thread's lane in its rows, and the column of its first element."""
+    lane = p.operand("thread", "u32") & (tile.lanes - 1)
+    return lane, lane * tile.vec
+
+
+def winner(p: Program, row: int, i: int) -> Value:
+    """Returns the result <winner{row}_{i}>."""
+    return p.operand(f"winner{row}_{i}", "s32")
+
+
+def columns_of_thread(tile: Tile) -> list[int]:
+    """Returns the columns of a thread's elements, but for the first column of its lane."""
+    return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
+
+
+def keys_of_thread(p: Program, tile: Tile, row: int) -> list[Value]:
+    """Returns the operands <x{row}_{i}>: the keys of the thread's elements of a row."""
+    return [p.operand(f"x{row}_{i}", "s32") for i in range(tile.steps * tile.vec)]
+
+
+def column_bits(tile: Tile, narrow: bool) -> int:
+    """Returns the number of bits of a column in a packed key."""
+    return _HALF_BITS if narrow else (tile.shape[1] - 1).bit_length()
+
+
+def packed_keys(
+    p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int, narrow: bool
+) -> list[Value]:
+    """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
+    ones = (1 << bits) - 1
+    packed = []
+    for key, column in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
+        complement = ones - column - first_column
+        if narrow:
+            packed.append(key << _HALF_BITS | complement)
+        else:
+            packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
+    lower_beyond_row(p, tile, vocab, packed, first_column)
+    return packed
+
+
+def lower_beyond_row(p: Program, tile: Tile, vocab: int, words: list[Value], first_column: Value) -> None:
+    """Makes the packed keys of what a thread has beyond the row the lowest."""
+    for word, column in zip(words, columns_of_thread(tile)):
+        if column + tile.vec * (tile.lanes - 1) >= vocab:  # of the last lane
+            p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
+
+
+def leave_if_exact(
+    p: Program,
+    tile: Tile,
+    rows: int,
+    bits: int,
+    alike: Value,
+    leave: Callable[[Value], None],
+    too_short: Value | None = None,
+) -> None:
+    """Leaves a block if the order of packed keys is that of the keys in all rows of the warp, and no list is too short.
+
+    It is if no two neighbours are alike, and also if all floats, as bits, end in so many zeros.
+    """
+
+    def leave_unless(condition):
+        leave(~p.any(condition if too_short is None else condition | too_short))
+
+    leave_unless(alike)
+    union = p.var(0, "s32")
+    for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
+        # Of a negative float, the bits of the key are turned.
+        union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
+    leave_unless((union & (1 << bits) - 1).differs(0))
+
+
+def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, count: int) -> list[Value]:
+    """Returns `count` numbers of 64 bits: keys of the thread's elements of a row, above complements of their columns.
+
+    Those of elements beyond the row are lower than all others, and so are those beyond what the thread has.
+    """
+    held = []
+    for of_element, start in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
+        key, column = p.var(of_element), first_column + start
+        if tile.shape[1] > vocab:
+            beyond = column >= vocab
+            p.set(key, LOWEST, when=beyond)
+            p.set(column, _HIGHEST, when=beyond)
+        held.append((column.bits("s32"), key))
+    wide = [p.join(~column, key, "s64") for column, key in held]
+    return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(count - len(wide))]
+
+
+def best(p: Program, words: list[Value], count: int) -> list[Value]:
+    """Returns the largest words, the largest first, and the lowest word where there are not so many.
+
+    Of a comparison, a half is left out that nothing needs.
+    """
+    comparisons, places = network(len(words), count)
+    out, needed, steps = list(words), set(places), []
+    for i, j in reversed(comparisons):
+        if {i, j} & needed:
+            steps.append((i, j, i in needed, j in needed))
+            needed |= {i, j}
+    for i, j, upper, lower in reversed(steps):
+        a, b = out[i], out[j]
+        if lower:
+            out[j] = p.min(a, b)
+        if upper:
+            out[i] = p.max(a, b)
+    return [out[i] for i in places] + [p.var(LOWEST, "s32") for _ in range(count - len(places))]
+
+
+def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Returns the comparisons that find the best `count` of n elements, and the places of these afterwards, in order.
+
+    A comparison (i, j) leaves the larger element in place i. It is Batcher's odd-even merge sort (Knuth, volume 3,
+    5.3.4), of which each list keeps `count` elements: of 32 elements the best 8 take 248 minima and maxima, which a
+    whole sort that leaves out what is not needed takes 280 for.
+    """
+    comparisons: list[tuple[int, int]] = []
+
+    def merged(a: list[int], b: list[int]) -> list[int]:
+        """Merges two lists of places whose elements are in order."""
+        if not (a and b):
+            return a + b
+        if len(a) == len(b) == 1:
+            comparisons.append((a[0], b[0]))
+            return a + b
+        even, odd = merged(a[::2], b[::2]), merged(a[1::2], b[1::2])
+        out = even[:1]
+        for i, j in zip(odd, even[1:]):
+            comparisons.append((i, j))
+            out += [i, j]
+        pairs = min(len(odd), len(even) - 1)
+        return out + odd[pairs:] + even[1 + pairs :]
+
+    def best(places: list[int]) -> list[int]:
+        half = (len(places) + 1) // 2
+        return merged(best(places[:half]), best(places[half:]))[:count] if half < len(places) else places
+
+    return comparisons, best(list(range(n)))

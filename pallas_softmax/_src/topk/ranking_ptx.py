@@ -1,0 +1,203 @@
+"""The order of candidates in inline PTX, by the 128 threads of a CTA: `selection.rank`."""
+
+from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk.buckets_ptx import rank_by_buckets
+from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
+
+# On an H100, 4000 x 25000 float32 in two CTAs of a multiprocessor: 67 candidates take 790 cycles by counting, 1400 by
+# buckets; 140 take 2960 and 1780; 620 take 7730 by sorting, 3650 by buckets; 2400 take 30,300 and 12,800.
+_COUNTED = 96  # candidates up to which a comparison of each with all is faster than buckets
+_COMPARED = 256  # candidates up to which it is faster than a sort
+_AT_ONCE = 4  # slots that a thread compares with its own at once
+_IN_BUCKET = 32  # candidates of one bucket above which buckets are slower than either
+
+
+def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | None) -> None:
+    """Writes the k best candidates in order: of few found by counting, of many by buckets.
+
+    Where many lie in one bucket, they are found by counting or, if there is room for more candidates, by sorting.
+
+        up to 96 candidates              counting
+        more, none of the buckets full   buckets
+        more, a bucket is full           buckets, and then counting (room for 256 candidates) or sorting (for more)
+
+    Args:
+      dtype: that of the logits.
+      vocab: a number that the indices are below, or None.
+    """
+    capacity = slots.shape[0] // 2
+    p = Program()
+    few = p.operand("n", "u32") <= _COUNTED
+    with p.block() as finish:
+        if capacity <= _COMPARED:
+            with p.block() as count:
+                count(few)
+                with p.block() as crowded:
+                    rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=crowded)
+                    finish()
+                p.barrier()  # all threads have read what they reduced in <ranked>
+            _rank_by_counting(p, k, padded)
+        else:
+            with p.block() as sort:
+                with p.block() as count:
+                    count(few)
+                    rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=sort)
+                    finish()
+                _rank_by_counting(p, k, padded)
+                finish()
+            _rank_by_sorting(p, capacity, k, padded)
+    p.barrier()
+    insert_ptx(p, {"slots": slots, "buckets": buckets, "ranked": ranked}, {"n": n})
+
+
+def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: int) -> None:
+    """Writes key and index of slots whose ranks are `rank`, rank + 1, ... to <ranked>, as far as they are below k.
+
+    <ranked>  | key of rank 0, 1, ... padded - 1 | index of rank 0, 1, ... padded - 1 |
+    """
+    at = p.at(p.operand("ranked", "u32"), rank, 4)
+    for i, value in enumerate(values):
+        wins = rank.bits("s32") < k - i
+        index, key = index_and_key(p, value)
+        p.store(at, key, offset=4 * i, when=wins)
+        p.store(at, index, offset=4 * (padded + i), when=wins)
+
+
+# ---- by counting
+
+
+def _rank_by_counting(p: Program, k: int, padded: int) -> None:
+    """A slot's rank is the number of better ones:
+
+    for own = thread, thread + 128, ... below n:
+        rank = how many of the first n slots, rounded up to four, are greater than slot `own`   (empty ones are 0)
+        write slot `own` at its rank, if that is below k
+    """
+    thread, n, slots = p.operands("u32", "thread", "n", "slots")
+    own, last = p.var(thread), p.at(slots, n, SLOT_BYTES)
+    with p.loop() as leave:
+        leave(own >= n)
+        value = p.load(p.at(slots, own, SLOT_BYTES), "u64")
+        rank, at = p.var(0, "u32"), p.var(slots)
+        with p.repeat() as again:
+            for other in p.load_vector(at, "u64", _AT_ONCE):
+                p.increase(rank, 1, when=other > value)
+            p.increase(at, _AT_ONCE * SLOT_BYTES)
+            again(at < last)
+        _write_ranked(p, [value], rank, k, padded)
+        p.increase(own, WARPGROUP)
+
+
+# ---- by sorting
+
+
+def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
+    """A bitonic sort of all slots, the largest first, in registers; a thread holds size / 128 neighbours.
+
+    sort the values of each thread                            a run of one thread
+    for run = 2, 4, ..., 128 threads:                         its halves are sorted, in opposite directions
+        for stride = run / 2, ..., 2, 1 threads:
+            exchange with thread ^ stride: the lower thread keeps the larger of each two values
+        sort the values of each thread, which are bitonic now
+
+    Every other run is to be sorted the other way round. Its values are complemented meanwhile, so that all threads
+    do the same.
+    """
+    thread, slots = p.operands("u32", "thread", "slots")
+    own = p.at(slots, thread, SLOT_BYTES)
+    # The values may come in any order: 128 slots apart they come without bank conflicts.
+    values = [p.load(own, "u64", offset=SLOT_BYTES * i) for i in range(0, size, WARPGROUP)]
+    _sort_halves_of_thread(p, values)
+    run = p.var(1, "u32")
+    _complement_odd_runs(p, values, run)
+    _sort_bitonic(p, values)
+    _complement_odd_runs(p, values, run)
+    with p.repeat() as next_run:
+        p.set(run, run << 1)
+        _complement_odd_runs(p, values, run)
+        stride = p.var(run >> 1)
+        with p.repeat() as next_stride:
+            _exchange(p, values, stride, own)
+            p.set(stride, stride >> 1)
+            next_stride(stride.differs(0))
+        _sort_bitonic(p, values)
+        _complement_odd_runs(p, values, run)
+        next_run(run < WARPGROUP)
+    _write_ranked(p, values, thread * len(values), k, padded)
+
+
+def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
+    """Puts the larger of two values into register a, the other one into b."""
+    swap = a < b
+    larger = p.select(swap, b, a)
+    p.set(b, p.select(swap, a, b))
+    p.set(a, larger)
+
+
+def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
+    """Sorts each half of a thread's values, a power of two: the first from the largest, the second to the largest.
+
+    Together they then are bitonic. It grows runs of 2, 4, ... values, every other one the other way round.
+    """
+    length = 2
+    while length < len(values):
+        for start in range(0, len(values), length):
+            turned = start // length % 2
+            half = length
+            while half > 1:
+                half //= 2
+                for i in range(start, start + length):
+                    if not (i - start) & half:
+                        a, b = values[i], values[i + half]
+                        _compare_and_swap(p, *((b, a) if turned else (a, b)))
+        length *= 2
+
+
+def _sort_bitonic(p: Program, values: list[Value]) -> None:
+    """Sorts a thread's values, which are bitonic and a power of two, from the largest on."""
+    half = len(values)
+    while half > 1:
+        half //= 2
+        for i in range(len(values)):
+            if not i & half:
+                _compare_and_swap(p, values[i], values[i + half])
+
+
+def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
+    """Complements the values of the threads whose run, of `run` threads, has an odd number."""
+    odd = (p.operand("thread", "u32") & run).differs(0)
+    ones = p.select(odd, -1, 0, "u64")
+    for value in values:
+        p.set(value, value ^ ones)
+
+
+def _exchange(p: Program, values: list[Value], stride: Value, own: Value) -> None:
+    """Exchanges values with thread ^ stride; the lower of the two keeps the larger of each two values.
+
+    Lanes of a warp exchange by shuffles, others through the slots.
+
+    Args:
+      stride: a power of two.
+      own: the address of this thread's slot.
+    """
+    thread, slots = p.operands("u32", "thread", "slots")
+    upper = (thread & stride).differs(0)
+
+    def keep(value: Value, other: Value) -> None:
+        p.set(value, p.select((value < other) ^ upper, other, value))
+
+    with p.block() as exchanged:
+        with p.block() as through_slots:
+            through_slots(stride >= LANES)
+            for value in values:
+                keep(value, p.shuffle(value, "bfly", stride))
+            exchanged()
+        p.barrier()
+        for i, value in enumerate(values):
+            p.store(own, value, offset=SLOT_BYTES * WARPGROUP * i)
+        p.barrier()
+        partner = p.at(slots, thread ^ stride, SLOT_BYTES)
+        for i, value in enumerate(values):
+            keep(value, p.load(partner, "u64", offset=SLOT_BYTES * WARPGROUP * i))

@@ -1,0 +1,323 @@
+"""The steps by which a CTA finds the k best of its row: what each computes, and each in plain JAX.
+
+On the GPU the steps are inline PTX, for Pallas has no scatter, sort or warp operations there. The interpreter runs
+the same steps in JAX, which are here. They come in the order of their files:
+
+    arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
+    bound_ptx.py       bound                                        the search for the candidates in it
+    selection_ptx.py   collect, count, collect_ties, fill_slots
+                       collect_winners                              the candidates of a merge
+    ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
+    buckets_ptx.py                                                  or buckets
+    lists_ptx.py       rank_lists                                   the order of the winners of few lists
+    merging_ptx.py     take, take_words                             the k best of rows in registers
+    sorting_ptx.py     take                                         the same, where most of a row are winners
+
+`plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
+shared memory is in references to
+
+    x_smem      (window.size,), the elements of the part; -inf where the part has none; for a masked element the float
+                of the lowest key
+    group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
+    slots       int32, two words for each of candidate_slots(k), the list of candidates
+    hits        int32, scratch: the numbers of the groups that reach the bound (`plan.listed_items` of both)
+    counts      (128,) int32: the number of candidates, and of groups in `hits`; the rest is scratch
+
+In a compact window `slots` and `hits` are int16, and `slots` has one number for each candidate, its position.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_softmax._src.gpu import sort_keys
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.topk import (
+    arrival_ptx,
+    bound_ptx,
+    lists_ptx,
+    merging_ptx,
+    ranking_ptx,
+    selection_ptx,
+    sorting_ptx,
+)
+from pallas_softmax._src.topk.plan import Window, padded_winners
+from pallas_softmax._src.topk.slots import ranked_slots, write_slots
+from pallas_softmax._src.topk.tile_plan import merged_tile, sorts, winners_tile
+from pallas_softmax.online import Normalizer, shift
+
+
+class Extent(NamedTuple):
+    """Where the elements of a part lie in its window.
+
+    Attributes:
+      low: position of the first one.
+      high: position after the last one.
+      origin: index in the row of what is at position 0; it may be negative.
+    """
+
+    low: Any
+    high: Any
+    origin: Any
+
+
+# ---- while the row arrives
+
+
+def fill_edges(
+    window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, infinite: bool = False, interpret
+):
+    """Writes head and tail of the window: the few elements beside the body, and -inf around them.
+
+    Args:
+      x_gmem: device memory, one-dimensional, in which the part starts at element `first`.
+      mask: None, or (reference to the mask, its row): a masked element becomes the float of the lowest key.
+      infinite: whether it becomes -inf instead.
+    """
+    if not interpret:
+        return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask, infinite)
+    for start, end in ((0, window.head), (window.head + window.body, window.size)):
+        if start == end:
+            continue
+        position = jnp.arange(start, end)
+        inside = (position >= extent.low) & (position < extent.high)
+        x = jnp.where(inside, x_gmem[...][jnp.where(inside, first + position - extent.low, 0)], -jnp.inf)
+        if mask is not None:
+            mask_gmem, row = mask
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
+            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
+        x_smem[start:end] = x.astype(x_smem.dtype)
+
+
+def clear(slots, counts, *, interpret):
+    """Empties the list of candidates."""
+    if interpret:
+        slots[...] = jnp.zeros_like(slots[...])
+        counts[...] = jnp.zeros_like(counts[...])
+    else:
+        arrival_ptx.clear(slots, counts)
+
+
+def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret):
+    """Writes the float of the lowest key to the masked positions of a step, as far as they are in the body.
+
+    Args:
+      keep: the mask, a block of int8 for each block of the step; 0 masks.
+      infinite: whether to write -inf instead.
+    """
+    if not interpret:
+        return arrival_ptx.mask_step(window, x_smem, step, keep, infinite)
+    start, size = step * window.step_blocks * window.block, len(keep) * window.block
+    position = start + jnp.arange(size)
+    body = (position >= window.head) & (position < window.head + window.body)
+    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
+    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
+
+
+def _of_masked(dtype, infinite: bool):
+    """Returns what is written for a masked element: -inf, or the float of the lowest key."""
+    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
+
+
+def absorb_step(
+    window: Window, x_smem, group_keys, step, blocks: int, lane: Normalizer, scale, *, masked: bool, interpret
+):
+    """Returns the normalizer of each thread (128,) with its elements of a step; writes the step's group_keys.
+
+    Args:
+      step: number of the step.
+      blocks: number of blocks of it.
+      lane: the normalizer of each thread (128,) before.
+      scale: d is the sum of 2^((x - m) * scale).
+      masked: whether there is a mask, so that the lowest key is of a masked element, which counts as -inf.
+    """
+    if not interpret:
+        return arrival_ptx.absorb_step(window, x_smem, group_keys, step, blocks, lane, scale, masked)
+    x = x_smem[pl.ds(step * window.step_blocks * window.block, blocks * window.block)]
+    x = x.reshape(blocks, WARPGROUP, window.vec)
+    key, lowest = sort_keys.key(x), sort_keys.lowest_key(x.dtype)
+    if masked:
+        x = jnp.where(key == lowest, -jnp.inf, x)
+        key = jnp.where(key == lowest, sort_keys.key_of(-np.inf, x.dtype), key)
+    key = jnp.where(jnp.isnan(x), ~lowest, key)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    groups_per_step = window.step_blocks // window.group_blocks
+    for i, start in enumerate(range(0, blocks, window.group_blocks)):
+        at = (step * groups_per_step + i) * WARPGROUP
+        group_keys[pl.ds(at, WARPGROUP)] = jnp.max(key[start : start + window.group_blocks], (0, 2))
+    s = shift(m)
+    terms = jnp.exp2((x - s[:, None]) * scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
+
+
+# ---- the search
+
+
+def bound(group_keys, slots, counts, groups: int, k: int, *, interpret):
+    """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
+
+    Args:
+      slots: an empty list, of which 512 words are used meanwhile.
+      counts: of which all but the two counts may be used.
+    """
+    if not interpret:
+        return bound_ptx.bound(group_keys, slots, counts, groups, k)
+    return lax.sort(group_keys[:groups])[groups - k]
+
+
+def collect(window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups, interpret):
+    """Appends to the list the elements whose key reaches the bound, in any order.
+
+    The number of candidates, counts[0], ends above the number of slots where there is no room for all.
+
+    Args:
+      all_groups: whether to look at every group, since `hits` may have no room for those that reach the bound.
+    """
+    if not interpret:
+        return selection_ptx.collect(
+            window, x_smem, group_keys, hits, slots, counts, bound, extent, all_groups=all_groups
+        )
+    key = sort_keys.key(x_smem[: window.size])
+    chosen = _inside(window, extent) & (key >= bound)
+    write_slots(slots, counts[0] + jnp.cumsum(chosen) - 1, chosen, key, _indices(window, extent))
+    counts[0] = counts[0] + jnp.sum(chosen, dtype=jnp.int32)
+
+
+def count(window: Window, x_smem, group_keys, bound, *, interpret):
+    """Returns at how many positions of the window the key reaches the bound, and at how many it exceeds it."""
+    if interpret:
+        key = sort_keys.key(x_smem[: window.size])
+        reach, exceed = (key >= bound).astype(jnp.int32), (key > bound).astype(jnp.int32)
+    else:
+        reach, exceed = selection_ptx.count(window, x_smem, group_keys, bound)
+    return jnp.sum(reach, dtype=jnp.int32), jnp.sum(exceed, dtype=jnp.int32)
+
+
+def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int, *, interpret):
+    """Writes elements whose key is the bound to the slots from `first` to k - 1: those of lowest index.
+
+    Args:
+      scratch: shared memory of at least 8 words.
+    """
+    if not interpret:
+        return selection_ptx.collect_ties(window, x_smem, scratch, slots, bound, extent, first, k)
+    key = sort_keys.key(x_smem[: window.size])
+    tied = _inside(window, extent) & (key == bound)
+    slot = first + jnp.cumsum(tied) - 1
+    write_slots(slots, slot, tied & (slot < k), key, _indices(window, extent))
+
+
+def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound, *, interpret):
+    """Makes the list of those of n winners in device memory whose key reaches the bound; counts[0] is their number.
+
+    Args:
+      slots, counts: an empty list, of at least n slots.
+      keys_gmem, indices_gmem: (rows, winners) int32.
+      row, first: where in them the n winners start.
+    """
+    if not interpret:
+        return selection_ptx.collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound)
+    capacity = slots.size // 2
+    inside = jnp.arange(capacity) < n
+    at = jnp.where(inside, first + jnp.arange(capacity), 0)
+    chosen = inside & (keys_gmem[row][at] >= bound)
+    write_slots(slots, jnp.cumsum(chosen) - 1, chosen, keys_gmem[row][at], indices_gmem[row][at])
+    counts[0] = jnp.sum(chosen, dtype=jnp.int32)
+
+
+def _inside(window: Window, extent: Extent):
+    position = jnp.arange(window.size)
+    return (position >= extent.low) & (position < extent.high)
+
+
+def _indices(window: Window, extent: Extent):
+    return extent.origin + jnp.arange(window.size, dtype=jnp.int32)
+
+
+def fill_slots(x_smem, positions, slots, n, origin):
+    """Makes slots of a list of n positions, at the start of the row's shared memory, which must not be read after it.
+
+    On the GPU alone: the interpreter lists slots.
+    """
+    selection_ptx.fill_slots(x_smem, positions, slots, n, origin)
+
+
+# ---- the order
+
+
+def rank(slots, n, buckets, ranked, k: int, dtype, vocab: int | None, *, interpret):
+    """Writes the k best of the first n slots, in order, to `ranked`: keys, and after padded_winners(k) indices.
+
+    Args:
+      buckets: scratch in shared memory, a word for each slot.
+      ranked: shared memory, at least 2 * padded_winners(k) words.
+      dtype: that of the logits.
+      vocab: a number that the indices are below, or None.
+    """
+    padded = padded_winners(k)
+    if not interpret:
+        return ranking_ptx.rank(slots, n, buckets, ranked, k, padded, dtype, vocab)
+    key, index = ranked_slots(slots, n)
+    ranked[:k] = key[:k]
+    ranked[padded : padded + k] = index[:k]
+
+
+def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, *, interpret):
+    """Writes the k best of a row's lists in device memory, each of k winners in order, to `ranked`, as `rank` does.
+
+    Args:
+      slots: scratch in shared memory, of at least lists * k slots.
+      keys_gmem, indices_gmem: (rows, lists * k) int32.
+    """
+    padded = padded_winners(k)
+    if not interpret:
+        return lists_ptx.rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists, k, padded)
+    at = jnp.arange(lists * k)
+    write_slots(slots, at, at >= 0, keys_gmem[row], indices_gmem[row])
+    key, index = ranked_slots(slots, lists * k)
+    ranked[:k] = key[:k]
+    ranked[padded : padded + k] = index[:k]
+
+
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpret):
+    """Returns indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked (see `tiles.store`).
+
+    Args:
+      vocab: number of elements of a row; the tile may have more columns.
+      key: tile of the keys of the row's elements.
+      per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
+      itemsize: bytes of an element: 4, or 2 of a row that is sorted.
+    """
+    if not interpret:
+        if sorts(vocab, k):
+            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow=itemsize == 2)
+        return merging_ptx.take(tile, vocab, k, key, per_row)
+    out = winners_tile(tile, vocab, k)
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
+    best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
+    return best, [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+
+
+def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
+    """Returns keys and indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked.
+
+    Args:
+      bits: tile of the bits of the row's elements, of 16 bits each; all ones where an element is masked.
+      vocab, per_row: as in `take`.
+    """
+    if not interpret:
+        word, per_row = merging_ptx.take_words(tile, vocab, k, bits, per_row)
+    else:
+        key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+        words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+        out = merged_tile(tile, k)
+        best = ~lax.sort(~words)[:, :k]
+        word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
+        per_row = [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+    return word >> 16, ~word & 0xFFFF, per_row

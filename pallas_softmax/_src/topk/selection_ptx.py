@@ -1,0 +1,468 @@
+"""The search of `selection` in inline PTX, by the 128 threads of a CTA.
+
+The groups that reach the bound are listed, and a thread takes every 128th of the list: as many at once as have 32
+elements, of which it makes a mask. Groups of 8 elements, four at once:
+
+    its groups    12         71         130        388
+    mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
+    slots         | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, some at a time
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk import sums_ptx
+from pallas_softmax._src.topk.plan import Window
+from pallas_softmax._src.topk.slots import (
+    LOWEST_KEY,
+    POSITION_BYTES,
+    SLOT_BYTES,
+    capacity_of,
+    lists_positions,
+    slot_of,
+    store_position,
+    store_slot,
+)
+
+_BITS = 32  # elements that a thread looks at together, one for each bit of a word
+_ALL_ONES = 2**32 - 1
+# Slots up to which a thread has so few candidates that it appends two, and not four, at once.
+_FEW_SLOTS = 256
+_LOADED_AT_ONCE = 8  # loads that a thread has under way
+
+_GROUPS_BYTE = 4  # of <counts>: how many groups reach the bound, after how many candidates there are
+
+
+# ---- the candidates
+
+
+def collect(
+    window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups: bool
+) -> None:
+    """A thread takes some groups that reach the bound, 32 elements in all, and then others, and appends their elements:
+
+    n = list the groups that reach the bound          with all_groups: n = all groups, and leave out those that do not
+    for turn = 0, 128 * groups at once, ... below n:
+        mask = a bit for each of the thread's 32 elements that is in the extent and reaches the bound
+        place = reserve as many places as mask has bits
+        while mask: take its lowest bit, and write that element to slot `place`, and go to the next
+
+    Where the list is too short for the groups, all threads leave at once. Where the slots are too few, they only count
+    from there on.
+    """
+    kind, capacity = Elements(x_smem.dtype), capacity_of(slots)
+    p = Program()
+    thread, candidates = p.operands("u32", "thread", "counts")
+    with p.block() as finish:
+        if all_groups:
+            n = p.var(window.groups, "u32")
+        else:
+            n = _list_hits(p, window, hits, capacity, finish)
+        finish((thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
+        turn = p.var(thread)
+        with p.repeat() as again:
+            mask = _mask_turn(p, window, kind, turn, n, None if all_groups else hits)
+            count = p.count_ones(mask)
+            place = p.take_from(candidates, count, when=count.differs(0))
+            _append(p, window, kind, mask, turn, place, slots, None if all_groups else hits)
+            p.increase(turn, _BITS // window.group_size * WARPGROUP)
+            again((turn & -LANES) < n)
+    p.barrier()
+    insert_ptx(
+        p,
+        {"x": x_smem, "group_keys": group_keys, "hits": hits, "slots": slots, "counts": counts},
+        {"bound": bound, "low": extent.low, "high": extent.high, "origin": extent.origin},
+    )
+
+
+def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
+    """Lists in `hits` the numbers of the groups that reach <bound>, in any order; returns how many there are.
+
+    A warp counts those of its groups that do, and reserves as many places. If they are more than there is room for, it
+    makes the number of candidates too large, and gives up.
+
+    Args:
+      capacity: number of slots for candidates.
+      give_up: leaves the search.
+    """
+    thread, group_keys, counts = p.operands("u32", "thread", "group_keys", "counts")
+    bound, (room,) = p.operand("bound", "s32"), hits.shape
+    own = p.at(group_keys, thread, 4)
+    lower_lanes, place = p.special("lanemask_lt"), p.fresh("u32")
+    each = window.groups_per_thread
+    for start in range(0, each, _LOADED_AT_ONCE):
+        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+        keys = [p.load(own, "s32", offset=4 * WARPGROUP * i) for i in turns]
+        count, before, reach = p.var(0, "u32"), [], []
+        for key in keys:
+            reach.append(key >= bound)
+            ballot = p.ballot(reach[-1])
+            before.append(p.count_ones(ballot & lower_lanes) + count)
+            count += p.count_ones(ballot)
+        with p.block() as leave:
+            leave(count.equals(0))
+            p.set(place, 0)
+            p.take_into(place, counts, count, offset=_GROUPS_BYTE, when=lower_lanes.equals(0))
+            first = p.shuffle(place, "idx", 0)
+            for i, reaches, lower in zip(turns, reach, before):
+                at = lower + first
+                fits = reaches & (at < room)
+                _store_hit(p, hits, at, thread + WARPGROUP * i, fits)
+    p.barrier()
+    n = p.load(counts, "u32", offset=_GROUPS_BYTE)
+    with p.when(n > room):
+        p.store(counts, capacity + 1, when=thread.equals(0))
+        give_up()
+    return n
+
+
+def _store_hit(p: Program, hits, at: Value, group: Value, when: Value) -> None:
+    """Writes the number of a group to the list of those that reach the bound."""
+    itemsize = np.dtype(hits.dtype).itemsize
+    value = group if itemsize == 4 else p.convert(group, "u16")
+    p.store(p.at(p.operand("hits", "u32"), at, itemsize), value, when=when)
+
+
+def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = None) -> Value:
+    """Returns the number of a group of that list; where `when` does not hold, the default, or anything."""
+    itemsize = np.dtype(hits.dtype).itemsize
+    address = p.at(p.operand("hits", "u32"), at, itemsize)
+    if itemsize == 2:
+        return p.convert(p.load(address, "u16", when=when, default=default), "u32")
+    if default is not None:
+        return p.load(address, "u32", when=when, default=default)
+    p.load_into(address, address, when=when)  # which saves a register
+    return address
+
+
+def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value, hits) -> Value:
+    """Returns a bit for each element of groups turn, turn + 128, ... in the extent that reaches <bound>.
+
+    Bits are compared, not keys. With a bound that is not negative they compare alike, since those of negative elements
+    are less than 0. For a negative bound all bits but the signs are inverted first, which makes keys of negative
+    elements and leaves the others above the bound. The groups are those listed in `hits`, or all where that is None.
+    """
+    group_keys, x = p.operands("u32", "group_keys", "x")
+    bound = p.operand("bound", "s32")
+    groups, have = [], []
+    for i in range(_BITS // window.group_size):
+        number = turn + i * WARPGROUP
+        has = number < n
+        if hits is None:
+            key = p.load(p.at(group_keys, number, 4), "s32", when=has, default=LOWEST_KEY)
+            has = has & (key >= bound)
+            groups.append(p.select(has, number, 0))
+        else:
+            groups.append(_load_hit(p, hits, number, has, default=0))
+        have.append(has)
+    firsts, vectors = [], []
+    for group in groups:
+        first = _first_position(p, window, group)
+        firsts.append(first)
+        vectors.append(_group_words(p, window, kind, first, p.at(x, first, kind.itemsize)))
+    mask, flip = p.var(0, "u32"), bound.sign() & kind.flip
+    bound = bound << (16 if kind.halves else 0)
+    for i, (first, has, words) in enumerate(zip(firsts, have, vectors)):
+        bits = _bits_reaching(p, kind, words, bound, flip)
+        if window.groups * window.group_size > window.cut.shortest:  # some are outside
+            bits = _in_extent(p, window, first, bits)
+        mask = mask | p.select(has, bits, 0) << i * window.group_size
+    return mask
+
+
+def _bits_reaching(p: Program, kind: Elements, words: list[Value], bound: Value, flip: Value) -> Value:
+    """Returns a bit for each element of the words, turned by `flip`, that is not below `bound`."""
+    each = _BITS // 4  # bits of one of several registers, which do not wait for each other
+    elements = []
+    for word in words:
+        turned = word ^ flip
+        elements += [turned << 16, turned] if kind.halves else [turned]
+    bits = [p.var(0, "u32") for _ in range(0, len(elements), each)]
+    for i, element in enumerate(elements):
+        p.update(bits[i // each], "or", 1 << i, when=element >= bound)
+    return p.reduce("or", bits)
+
+
+def _first_position(p: Program, window: Window, group: Value) -> Value:
+    """Returns the first position of a group."""
+    of_first_block = (group >> _log2(WARPGROUP)) * (window.group_blocks * window.block)
+    return p.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
+
+
+def _log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+def _group_words(p: Program, window: Window, kind: Elements, first: Value, address: Value) -> list[Value]:
+    """Returns the words of a group, loaded 16 bytes at a time.
+
+    Args:
+      first: the first position of the group.
+      address: that of this position.
+    """
+    offsets = [b * window.block * kind.itemsize for b in range(window.group_blocks)]
+    words = []
+    if window.blocks % window.group_blocks == 0:
+        for offset in offsets:
+            words += kind.vector(p, address, offset)
+        return words
+    # The last block stands for those that would come after it; no position of theirs is in the extent.
+    in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
+    last = p.at(p.operand("x", "u32"), in_last_block, kind.itemsize)
+    for offset in offsets:
+        words += kind.vector(p, p.min(address + offset, last))
+    return words
+
+
+def _in_extent(p: Program, window: Window, first: Value, bits: Value) -> Value:
+    """Returns the bits of a group's elements without those outside of the extent: before <low>, and from <high> on.
+
+    Positions rise with the bits, and those before <low> are in the first vector of the window.
+    """
+    low, high = p.operand("low", "u32"), p.operand("high", "s32")
+    starts = first.equals(0)
+    p.update(bits, "and", p.var(_ALL_ONES, "u32") << low, when=starts)
+    rest = p.max(high - first, 0).bits("u32")
+    blocks = rest >> _log2(window.block)
+    in_vector = p.min(rest & (window.block - 1), window.vec)
+    return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
+
+
+def _append(
+    p: Program,
+    window: Window,
+    kind: Elements,
+    mask: Value,
+    turn: Value,
+    place: Value,
+    listed,
+    hits,
+) -> None:
+    """Writes the elements whose bits are in `mask` to the list from `place` on, some at once; it changes both."""
+    slots, origin = p.operands("u32", "slots", "origin")
+    capacity = capacity_of(listed)
+    with p.loop() as leave:
+        leave(mask.equals(0) | (place >= capacity))
+        chosen, bits, groups = [], [], []
+        for i in range(2 if capacity <= _FEW_SLOTS else 4):
+            inside = place + i < capacity
+            chosen.append(inside & mask.differs(0))
+            bits.append(p.lowest_bit(mask))
+            p.update(mask, "and", mask - 1)
+            group = p.multiply_add(bits[-1] >> _log2(window.group_size), WARPGROUP, turn)
+            groups.append(group if hits is None else _load_hit(p, hits, group, chosen[-1]))
+        keys, positions = [], []
+        for choose, bit, group in zip(chosen, bits, groups):
+            position = _first_position(p, window, group)
+            in_group = bit & (window.group_size - 1)
+            block, in_vector = in_group >> _log2(window.vec), in_group & (window.vec - 1)
+            positions.append(position + p.multiply_add(block, window.block, in_vector))
+            if lists_positions(listed):
+                store_position(p, slots, place, positions[-1], when=choose)
+                p.increase(place, 1)
+                continue
+            # The element is loaded once more, since a register cannot be chosen by number.
+            at = p.at(p.operand("x", "u32"), positions[-1], kind.itemsize)
+            keys.append(kind.load_bits(p, at, when=choose))
+        for choose, key, position in zip(chosen, keys, positions):
+            p.set(key, kind.key(key))
+            store_slot(p, slots, place, key, position + origin, when=choose)
+            p.increase(place, 1)
+
+
+# ---- counts and ties
+
+
+def count(window: Window, x_smem, group_keys, bound) -> tuple:
+    """Returns for each thread how many of its positions reach the bound, and how many exceed it (128,).
+
+    for each group of the thread: skip its blocks if the largest key is below the bound, or compare each element
+    """
+    kind, p = Elements(x_smem.dtype), Program()
+    thread, x, keys_at = p.operands("u32", "thread", "x", "group_keys")
+    limit = p.operand("bound", "s32")
+    reach, exceed = p.operands("u32", "reach", "exceed")
+    block_bytes = window.block * kind.itemsize
+    p.set(reach, 0)
+    p.set(exceed, 0)
+    address, group = p.at(x, thread, 16), p.at(keys_at, thread, 4)
+    left = p.var(window.blocks, "u32")
+    with p.repeat() as next_group:
+        largest = p.load(group, "s32")
+        blocks = p.min(left, window.group_blocks)
+        p.update(left, "sub", blocks)
+        with p.block() as counted:
+            reaches = largest >= limit
+            with p.when(~reaches):
+                p.set(address, p.at(address, blocks, block_bytes))
+                counted()
+            with p.repeat() as next_block:
+                for key in kind.keys(kind.vector(p, address)):
+                    p.increase(reach, 1, when=key >= limit)
+                    p.increase(exceed, 1, when=key > limit)
+                p.increase(address, block_bytes)
+                p.update(blocks, "sub", 1)
+                next_block(blocks.differs(0))
+        p.increase(group, 4 * WARPGROUP)
+        next_group(left.differs(0))
+    refs = {"x": x_smem, "group_keys": group_keys}
+    return insert_ptx(p, refs, {"bound": bound}, results={"reach": "i32", "exceed": "i32"})
+
+
+def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int) -> None:
+    """Goes through the blocks in order, and numbers the elements that are equal to the bound:
+
+    base = first
+    for each block, while base < k:
+        before = base + those in the vectors of lower threads of this warp + those of lower warps
+        for each element of the thread's vector that is tied:
+            if before < k: write it to slot `before`
+            before += 1
+        base += those in the block
+    """
+    kind, p = Elements(x_smem.dtype), Program()
+    thread, x, slots_at = p.operands("u32", "thread", "x", "slots")
+    tie, origin, number = p.operands("s32", "bound", "origin", "first")
+    base, parity = p.var(number), p.var(0, "u32")
+    lower_lanes, warp = p.special("lanemask_lt"), sums_ptx.warp_of_thread(p)
+    first_position = (thread * window.vec).bits("s32")
+    address, block = p.at(x, thread, 16), p.var(0, "u32")
+    with p.loop() as leave:
+        leave((block >= window.blocks) | (base >= k))
+        keys = kind.keys(kind.vector(p, address))
+        tied, before, in_warp = _tied_in_warp(p, keys, first_position, lower_lanes)
+        _add_lower_warps(p, before, in_warp, base, parity, warp, lower_lanes)
+        for j, is_tied in enumerate(tied):
+            with p.when(is_tied & (before < k)):
+                if lists_positions(slots):
+                    store_position(p, slots_at, before, first_position + j)
+                else:
+                    store_slot(p, slots_at, before, tie, first_position + j + origin)
+            p.increase(before, 1, when=is_tied)
+        p.increase(address, window.block * kind.itemsize)
+        p.increase(first_position, window.block)
+        p.increase(block, 1)
+        p.update(parity, "xor", 1)
+    p.barrier()
+    insert_ptx(
+        p,
+        {"x": x_smem, "scratch": scratch, "slots": slots},
+        {"bound": bound, "low": extent.low, "high": extent.high, "origin": extent.origin, "first": first},
+    )
+
+
+def _tied_in_warp(
+    p: Program, keys: list[Value], first_position: Value, lower_lanes: Value
+) -> tuple[list[Value], Value, Value]:
+    """Finds which of a thread's keys, at positions from `first_position` on, are <bound> and in the extent.
+
+    Returns a condition for each, and two numbers: how many there are in lower lanes of the warp, whose mask is
+    `lower_lanes`, and in the whole warp.
+    """
+    tie, low, high = p.operands("s32", "bound", "low", "high")
+    in_warp, before = p.var(0, "s32"), p.var(0, "s32")
+    tied = []
+    for j, key in enumerate(keys):
+        position = first_position + j
+        equal = key.equals(tie)
+        from_low = equal & (position >= low)
+        tied.append(from_low & (position < high))
+        ballot = p.ballot(tied[-1])
+        p.increase(in_warp, p.count_ones(ballot))
+        p.increase(before, p.count_ones(ballot & lower_lanes))
+    return tied, before, in_warp
+
+
+def _add_lower_warps(
+    p: Program, before: Value, in_warp: Value, base: Value, parity: Value, warp: Value, lower_lanes: Value
+) -> None:
+    """Adds to `before` the counts `in_warp` of lower warps, and `base`; to `base` the counts of all warps.
+
+    The warps meet in <scratch>, in two places by turns, which `parity` (0 or 1) tells. The lane that writes for its
+    warp is the one whose mask of lower lanes is 0.
+    """
+    place = p.at(p.operand("scratch", "u32"), parity, 4 * WARPS)
+    p.store(p.at(place, warp, 4), in_warp, when=lower_lanes.equals(0))
+    p.barrier()
+    totals = p.load_vector(place, "s32", WARPS)
+    p.increase(before, base)
+    for i, total in enumerate(totals):
+        p.increase(before, total, when=warp > i)
+        p.increase(base, total)
+
+
+# ---- from positions to slots
+
+
+def fill_slots(x_smem, positions, slots, n, origin) -> None:
+    """A thread keeps every 128th candidate in registers; when all have read the row, it writes their slots there.
+
+    The slots after those of candidates are made empty, as all were where the search lists slots.
+    """
+    kind, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
+    p = Program()
+    thread, x, own, first_index = p.operands("u32", "thread", "x", "positions", "origin")
+    candidates = p.operand("n", "u32")
+    own = p.at(own, thread, POSITION_BYTES)
+    values = [p.var(0, "u64") for _ in range(capacity_of(slots) // WARPGROUP)]
+    with p.block() as leave:
+        for first in range(0, each, _LOADED_AT_ONCE):
+            leave(candidates <= WARPGROUP * first)
+            loaded = []
+            for i in range(first, min(first + _LOADED_AT_ONCE, each)):
+                listed = thread + WARPGROUP * i < candidates
+                offset = POSITION_BYTES * WARPGROUP * i
+                position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
+                loaded.append((i, listed, position, kind.load_bits(p, p.at(x, position, kind.itemsize))))
+            for i, listed, position, bits in loaded:
+                p.set(values[i], slot_of(p, kind.key(bits), position + first_index), when=listed)
+    p.barrier()
+    at = p.at(x, thread, SLOT_BYTES)
+    for i, value in enumerate(values):
+        p.store(at, value, offset=SLOT_BYTES * WARPGROUP * i)
+    p.barrier()
+    insert_ptx(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
+
+
+# ---- the winners of other CTAs
+
+
+def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound) -> None:
+    """A thread takes every 128th winner: it loads eight at a time, and appends those that reach the bound.
+
+    The list must be empty, and all threads past the barrier at the end of `clear`.
+    """
+    p = Program()
+    thread, row_number, first_winner, winners = p.operands("u32", "thread", "row", "first", "n")
+    slots_at, candidates = p.operands("u32", "slots", "counts")
+    keys_at, indices_at = p.operands("u64", "keys", "indices")
+    least = p.operand("bound", "s32")
+    each = slots.shape[0] // 2 // WARPGROUP
+    number = p.multiply_wide(row_number, keys_gmem.shape[1]) + p.convert(first_winner, "u64")
+    own = number + p.convert(thread, "u64") << 2  # bytes
+    keys, indices = ([p.fresh("s32") for _ in range(min(each, _LOADED_AT_ONCE))] for _ in range(2))
+    for start in range(0, each, _LOADED_AT_ONCE):
+        turns, listed = range(start, min(start + _LOADED_AT_ONCE, each)), []
+        for i, key, index in zip(turns, keys, indices):
+            listed.append(thread + i * WARPGROUP < winners)
+            p.set(key, LOWEST_KEY)
+            p.set(index, 0)
+            offset = 4 * WARPGROUP * i
+            p.load_into(key, own + keys_at, offset=offset, when=listed[-1], space="global")
+            p.load_into(index, own + indices_at, offset=offset, when=listed[-1], space="global")
+        for is_listed, key, index in zip(listed, keys, indices):
+            with p.when(is_listed & (key >= least)):
+                place = p.take_from(candidates, 1)
+                store_slot(p, slots_at, place, key, index)
+    p.barrier()
+    insert_ptx(
+        p,
+        {"slots": slots, "counts": counts, "keys": keys_gmem, "indices": indices_gmem},
+        {"row": row, "first": first, "n": n, "bound": bound},
+    )

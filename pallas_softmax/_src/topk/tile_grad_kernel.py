@@ -1,0 +1,90 @@
+"""The backward of top-k for short rows, in registers: one read of the logits, one write of their cotangents.
+
+With p = softmax(x / T), and r = g_d d - sum over the winners of g p (with log: of g), the cotangent of each logit is
+p r / T, and that of a winner g p / T (with log: g / T) more. That of T is minus the sum over all logits of their
+cotangent times (x - m) / T: `slope` has what p r / T adds to it, `slope_won` what winners have more. So a row lies in
+the registers of some lanes of a warp, a `Tile`, and its winners over the same lanes, k / lanes each:
+
+    winners   loads g and the indices, reads the logits there again, from the cache; r of the row
+    tile      writes p r / T of all elements
+    winners   writes its elements again, when the warp has written them
+
+Both tiles have a row in the same lanes, so `tiles.spread` takes a number of a row from one to the other.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.softmax.plan import approximate
+
+
+def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool, interpret=None):
+    """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
+
+    Args:
+      x: (rows, vocab), the logits.
+      temperature: float32, (1,) or (rows,).
+      m, d: (rows,), the normalizers.
+      indices: (rows, k) int32, the winners.
+      g: (rows, k), the cotangents of the winners' values.
+      g_d: (rows,), those of d.
+      plan: how a row lies over the lanes.
+      log: whether the values are logs of probabilities.
+      interpret: as for `pallas_call`.
+    """
+    rows, vocab = x.shape
+    k = indices.shape[1]
+    winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))  # in the registers of the same lanes
+    scale = 1 / temperature
+
+    def over_winners(per_row):
+        return lax.broadcast_in_dim(per_row, winners.shape, (0,))
+
+    def topk_grad(x_gmem, scale_gmem, m_gmem, d_gmem, g_d_gmem, indices_gmem, g_gmem, dx_gmem, dt_gmem):
+        row = lax.axis_index("row") * plan.rows
+
+        def of_row(gmem):
+            if gmem.shape[0] == 1 < rows:
+                return over_winners(jnp.full((plan.rows,), gmem[0]))
+            return tiles.load_per_row(gmem, winners, row, interpret=interpret)
+
+        def spread(of_winners):
+            return tiles.spread(of_winners, winners, plan, interpret=interpret)
+
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret).astype(jnp.float32)
+        index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
+        g = tiles.load(g_gmem, winners, row, 0, interpret=interpret).astype(jnp.float32)
+        m, d, scale = of_row(m_gmem), of_row(d_gmem), of_row(scale_gmem)
+        x_won = tiles.gather(x_gmem, winners, row, index, rows=rows, interpret=interpret).astype(jnp.float32)
+        scaled_won = (x_won - m) * scale
+        p_won = jnp.exp(scaled_won) / d
+        direct = g if log else g * p_won
+        rest = of_row(g_d_gmem) * d - over_winners(jnp.sum(direct, 1))
+        won = (direct + p_won * rest) * scale
+        # Where a factor is 0, (x - m) / T may be -inf.
+        slope_won = over_winners(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
+
+        weight = spread(rest / d)
+        of_element = spread(scale)
+        scaled = (x - spread(m)) * of_element
+        e = jnp.exp(scaled)
+        tiles.store(dx_gmem, plan, row, e * (weight * of_element), interpret=interpret)
+        slope = lax.broadcast_in_dim(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan.shape, (0,))
+        dt = -(weight * slope + spread(slope_won)) * of_element
+        tiles.store(dt_gmem, plan, row, dt, interpret=interpret)
+        tiles.scatter(dx_gmem, winners, row, index, won, held=k, interpret=interpret)
+
+    return gpu_kernel(
+        topk_grad,
+        grid={"row": -(-rows // plan.rows)},
+        out_type=[
+            jax.ShapeDtypeStruct((rows, vocab), x.dtype),
+            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        ],
+        approximate=approximate(x.dtype),
+        interpret=interpret,
+    )(x, scale, m, d, g_d, indices, g)
