@@ -1,16 +1,13 @@
 """Which implementation runs a call, and why."""
 
 import contextvars
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch import table as operations
-from pallas_softmax._src.dispatch.load import load
-from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Choice
+from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Choice, Refusal
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -21,9 +18,9 @@ _recorder: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 
 
 def choose(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for a call of the user's, which `explain` lists.
+    """Returns the choice for a user's call: the named implementation or, if None, the first that takes the call.
 
-    It is the named implementation or, if None, the first one that takes the call.
+    `explain` lists it.
 
     Raises:
       ValueError: the name is unknown.
@@ -49,23 +46,22 @@ def record(choice: Choice) -> None:
 
 
 def choose_again(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for other shapes of a call that was chosen before, as `choose`; `explain` does not list it."""
+    """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
     on_shard = call
     if call.mesh_axes:
-        operation = operations.TABLE[call.op]
-        if operation.on_shard is None:  # the plain JAX form, with sums over the mesh
+        if call.op.on_shard is None:  # plain JAX, with sums over the mesh
             return Choice(call, "xla", "xla", requested=implementation)
-        on_shard = dataclasses.replace(call, op=operation.on_shard)
+        on_shard = call.of(call.op.on_shard)
     reasons = []
-    cuda = None
+    cuda = plan = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
-        reason = _objection(name, on_shard, automatic=implementation is None)
-        if reason is None:
+        plan = _plan(name, on_shard, automatic=implementation is None)
+        if not isinstance(plan, Refusal):
             cuda = name
             break
-        reasons.append((name, reason))
+        reasons.append((name, plan.reason))
     elsewhere = "xla" if implementation in (None, "xla") else None
-    return Choice(call, cuda, elsewhere, tuple(reasons), requested=implementation)
+    return Choice(call, cuda, elsewhere, tuple(reasons), implementation, plan)
 
 
 def choose_plain(call: Call) -> Choice:
@@ -74,42 +70,33 @@ def choose_plain(call: Call) -> Choice:
 
 
 def choose_if_able(call: Call, implementation: str | None) -> Choice:
-    """Returns the choice for a step that no user named: as `choose_again`, but `xla` if the implementation lacks it."""
+    """Returns the choice for a step that no user named: `xla` if the named implementation lacks it."""
     choice = choose_again(call, implementation)
     return choose_plain(call) if choice.cuda is None else choice
 
 
-def _objection(name: str, call: Call, automatic: bool) -> str | None:
-    """Returns why the implementation does not take the call, or is not the choice for it; None if it is."""
+def _plan(name: str, call: Call, automatic: bool) -> Any:
+    """Returns the plan of the named implementation, None for `xla`, or a `Refusal`.
+
+    Args:
+      name: the implementation.
+      call: what it should run.
+      automatic: whether the user named no implementation, so that a slower one is refused.
+    """
     if name == "xla":
         return None
     if call.objection is not None:
-        return call.objection
+        return Refusal(call.objection)
     if folds_constants():
-        return "JAX cannot trace a kernel inside jax.ensure_compile_time_eval"
-    candidate = load(name)
-    if call.op not in candidate.functions:
-        return f"no kernel for {call.op}"
-    reason = candidate.unsupported(call, target.capability())
-    if reason is None and automatic:
-        reason = _better_by_xla(call) or candidate.slower(call)
-    return reason
-
-
-_FUSED_ROW = 8_192  # elements of a row at most that XLA keeps on chip (benchmarks/results/launch)
-
-
-def _better_by_xla(call: Call) -> str | None:
-    """Returns why XLA is better at a call than any kernel, however fast; None if it is not.
-
-    It is for a float32 softmax of short, aligned rows. The kernels of `mosaic_gpu` take from 24% less time for it than
-    XLA (few rows) to 11% more (in the L2 cache), and those of `triton` as long as XLA. But in a program XLA fuses the
-    softmax with what makes its logits, which a kernel cannot.
-    """
-    plain_softmax = call.op == "softmax" and call.dtype == "float32" and not call.masked and call.inner == 1
-    if plain_softmax and call.vocab % 4 == 0 and call.vocab <= _FUSED_ROW:
-        return f"no faster than xla for aligned float32 rows of up to {_FUSED_ROW} without where"
-    return None
+        return Refusal("JAX cannot trace a kernel inside jax.ensure_compile_time_eval")
+    if name not in call.op.kernels:
+        return Refusal(f"no kernel for {call.op.name}")
+    kernel = call.op.kernels[name]()
+    plan = kernel.plan(call, target.capability())
+    if automatic and not isinstance(plan, Refusal):
+        reason = call.op.better_by_xla(call) or kernel.slower(call)
+        return plan if reason is None else Refusal(reason)
+    return plan
 
 
 def folds_constants() -> bool:
@@ -122,7 +109,8 @@ def stays_plain(choice: Choice) -> bool:
     if choice.requested is not None:
         return choice.requested == "xla"
     call = choice.call
-    return call.objection is not None or call.dtype not in KERNEL_DTYPES or _better_by_xla(call) is not None
+    is_better = call.op.better_by_xla(call) is not None
+    return call.objection is not None or call.dtype not in KERNEL_DTYPES or is_better
 
 
 def recording() -> bool:
@@ -133,9 +121,9 @@ def recording() -> bool:
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
     """Returns which implementations `function(*args, **kwargs)` would run, in the order of its calls of this package.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. Inside `jax.vmap` the choice shown is that for one
-    slice, and for sharded arrays that for the whole arrays. When the function runs, the choice is made again for the
-    batch, and on each device for its shard.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. The choice shown is for one slice of a `jax.vmap`, and
+    for the whole of a sharded array. When the function runs, the choice is made again for the batch and for each
+    device's shard.
 
       >>> print(*explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32")), sep="\\n")
       softmax float32[4, 50257]: mosaic_gpu on cuda, xla elsewhere
@@ -148,9 +136,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
       **kwargs: its keyword arguments.
 
     Returns:
-      One `Choice` for each call, which prints as one line: the implementation on CUDA devices, that on other ones, and
-      why others were passed over. One for its gradient follows where that has kernels, whether or not it is wanted. If
-      the last call names an implementation that cannot run it, its `cuda` is None.
+      One `Choice` per call. It prints as one line: the implementation on CUDA devices and elsewhere, and why others
+      were passed over. A `Choice` for the gradient follows if the gradient has kernels. If the last call
+      names an implementation that cannot run it, its `cuda` is None.
 
     Raises:
       TypeError: `function` is not callable.

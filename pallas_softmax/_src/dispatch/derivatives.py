@@ -1,4 +1,4 @@
-"""Derivatives of softmax, log_softmax, logsumexp and top-k, in both modes and of any order, by one mechanism.
+"""Derivatives of operations on rows, in both modes and of any order, by one mechanism.
 
 A kernel has no derivatives that JAX could find, and JAX's own `custom_vjp` gives reverse mode only. So JAX computes
 ys = f(xs) from xs without derivatives. A `jax.custom_jvp` that returns ys unchanged then adds the derivatives: the
@@ -10,6 +10,8 @@ tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p
     higher orders     `linear_p` is linear in dxs; in `saved` its derivative is that of the same maps in plain JAX
 
 JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`.
+
+`linear_p` is home-made: `jax.custom_derivatives.linear_call` has no vmap rule, and rejects tangents of its residuals.
 """
 
 import dataclasses
@@ -23,25 +25,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from pallas_softmax._src.dispatch import table as operations
-from pallas_softmax._src.dispatch import vmap as execution
-from pallas_softmax._src.dispatch import xla
 from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
 from pallas_softmax._src.dispatch.compiled import compiled
 from pallas_softmax._src.dispatch.mesh_types import sum_cotangents
-from pallas_softmax._src.dispatch.operation import Call, Choice
-from pallas_softmax._src.dispatch.table import PER_ROW
+from pallas_softmax._src.dispatch.operation import PER_ROW, Call, Choice, Operation
+from pallas_softmax._src.dispatch.vmap import as_rows, is_visible
 
 
 class Static(NamedTuple):
-    """What is known of a call while tracing; hashable.
+    """Everything about a call that is known while tracing; hashable.
 
     Attributes:
       forward: the choice for the operation.
-      gradient: that for its gradient.
-      tangent: that for its tangent.
+      gradient: the choice for its gradient.
+      tangent: the choice for its tangent.
       keywords: the static arguments of the operation, as the items of a dictionary.
-      shared: those of them that its gradient and its tangent take, too.
+      shared: the static arguments that its gradient and its tangent also take.
     """
 
     forward: Choice
@@ -54,7 +53,7 @@ class Static(NamedTuple):
 def choose_all(
     call: Call, implementation: str | None, *, own: dict[str, Any] | None = None, **shared: Any
 ) -> Static:
-    """Returns the choices for a call and for its derivatives, which are plain JAX but where the gradient has kernels.
+    """Returns the choices for a call and its derivatives. Derivatives are plain JAX unless the gradient has kernels.
 
     Args:
       call: the call.
@@ -62,7 +61,7 @@ def choose_all(
       own: static arguments of the operation that its derivatives do not take.
       **shared: the other ones.
     """
-    operation = operations.TABLE[call.op]
+    operation = call.op
     assert operation.gradient is not None and operation.tangent is not None
     forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
     chosen = choose(forward, implementation)
@@ -72,7 +71,7 @@ def choose_all(
         backward = choose_if_able(gradient, implementation)
         if backward.cuda != "xla":
             record(backward)
-    symmetric = operation.tangent == operation.gradient
+    symmetric = operation.tangent is operation.gradient
     return Static(
         chosen,
         backward,
@@ -84,7 +83,7 @@ def choose_all(
 
 @dataclasses.dataclass(frozen=True)
 class Maps:
-    """The tangent of an operation and its transpose; all take (static, saved, arrays) and return a tuple of arrays.
+    """The tangent of an operation and its transpose. All take (static, saved, arrays) and return a tuple of arrays.
 
     Attributes:
       tangent: dxs -> dys. It may launch a kernel.
@@ -104,19 +103,18 @@ class Maps:
         return Maps(self.cotangent, self.tangent, self.plain_cotangent, self.plain_tangent)
 
 
-def maps_of(op: str) -> Maps:
-    """Returns the maps of an operation: those of `operations.TABLE`, run as every operation is, and in plain JAX."""
-    operation = operations.TABLE[op]
+def maps_of(operation: Operation) -> Maps:
+    """Returns the derivatives of an operation, run like every operation, and in plain JAX."""
+    gradient, tangent = operation.gradient, operation.tangent
+    assert gradient is not None and tangent is not None
     replicated = operation.results == PER_ROW  # over the mesh axes that a row is spread over
 
     def run(static: Static, choice: Choice, saved, arrays):
-        return _as_tuple(execution.run(choice, *saved, *arrays, **dict(static.shared)))
+        return _as_tuple(as_rows(choice, *saved, *arrays, **dict(static.shared)))
 
-    def run_plain(static: Static, name: str | None, saved, arrays):
+    def run_plain(static: Static, operation: Operation, saved, arrays):
         mesh_axes = static.forward.call.mesh_axes
-        return _as_tuple(
-            xla.functions[str(name)](*saved, *arrays, **dict(static.shared), mesh_axes=mesh_axes)
-        )
+        return _as_tuple(operation.plain(*saved, *arrays, **dict(static.shared), mesh_axes=mesh_axes))
 
     def whole(static: Static, cotangents):
         return sum_cotangents(cotangents, static.forward.call.mesh_axes) if replicated else cotangents
@@ -124,8 +122,8 @@ def maps_of(op: str) -> Maps:
     return Maps(
         lambda static, saved, dxs: run(static, static.tangent, saved, dxs),
         lambda static, saved, dys: run(static, static.gradient, saved, whole(static, dys)),
-        lambda static, saved, dxs: run_plain(static, operation.tangent, saved, dxs),
-        lambda static, saved, dys: run_plain(static, operation.gradient, saved, whole(static, dys)),
+        lambda static, saved, dxs: run_plain(static, tangent, saved, dxs),
+        lambda static, saved, dys: run_plain(static, gradient, saved, whole(static, dys)),
     )
 
 
@@ -133,20 +131,23 @@ def _as_tuple(out) -> tuple:
     return out if isinstance(out, tuple) else (out,)
 
 
-def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Callable:
+def differentiable(operation: Operation, primal: Callable, maps: Maps) -> Callable:
     """Returns a jitted function (static, xs, constants) -> (ys, others) of an operation, with its derivatives.
 
+    `operation.save` maps (xs, constants, ys, others) to the leading arguments of the maps.
+
     Args:
-      op: the operation, for profiles.
-      primal: (static, xs, constants) -> (ys, others), tuples of arrays; ys depend on xs as `maps` say, while others,
-        floating as well, and the constants, which may be None, have no derivatives.
-      save: (xs, constants, ys, others) -> the arguments of the maps before the tangents or cotangents.
+      operation: the operation.
+      primal: (static, xs, constants) -> (ys, others), tuples of arrays. ys depend on xs as `maps` say. `others`, which
+        are floating, and the constants, which may be None, have no derivatives.
       maps: the derivatives.
     """
+    save = operation.save
+    assert save is not None
 
     def unchanged(static, results, xs, constants):
         # jet ignores a custom_jvp, and would find derivatives of 0. It has no rule for a name, so it raises.
-        return checkpoint_name(results, f"pallas_softmax.{op}")
+        return checkpoint_name(results, f"pallas_softmax.{operation.name}")
 
     with_derivatives = jax.custom_jvp(unchanged, nondiff_argnums=(0,))
 
@@ -162,7 +163,7 @@ def differentiable(op: str, primal: Callable, save: Callable, maps: Maps) -> Cal
     def run(static, xs, constants):
         return with_derivatives(static, primal(static, lax.stop_gradient(xs), constants), xs, constants)
 
-    run.__name__ = op
+    run.__name__ = operation.name
     return jax.jit(run, static_argnums=0)
 
 
@@ -243,7 +244,7 @@ class _Map:
     """What `linear_p` computes; hashable, so that equal calls share JAX's caches.
 
     Attributes:
-      maps: the tangent and its transpose, of which this is the first.
+      maps: the tangent and its transpose; this map is the tangent.
       static: their first argument.
       saved_tree: the structure of `saved`.
       levels: each vmap around, the innermost first.
@@ -261,7 +262,7 @@ class _Map:
         return dataclasses.replace(self, maps=self.maps.transposed, levels=levels)
 
     def __call__(self, saved: list, linear: list) -> list:
-        """Computes the map, by kernels where its operation has some."""
+        """Computes the map, by kernels if its operation has any."""
         return self._batched(self.maps.tangent)(saved, linear)
 
     def plain(self, saved: list, linear: list) -> list:
@@ -288,7 +289,7 @@ def _at_level(function: Callable, level: _Level) -> Callable:
     return batched
 
 
-# The map as a program; equal maps share it, while their jaxprs differ.
+# The map as a program. Equal maps share it, although their jaxprs differ.
 _apply = compiled(lambda saved, linear, *, function: function(saved, linear), "function")
 
 linear_p = Primitive("pallas_softmax_linear")
@@ -296,7 +297,7 @@ linear_p.multiple_results = True
 
 
 def _linear(function: _Map, saved: list, linear) -> list:
-    """Binds the map as one operation, whose parameter is its jaxpr, so that JAX sees what is inside it."""
+    """Binds the map as one operation. Its jaxpr is a parameter, so that JAX sees what is inside."""
     linear, count = list(linear), len(saved)
     jaxpr = jax.make_jaxpr(lambda *args: function(list(args[:count]), list(args[count:])))(*saved, *linear)
     return linear_p.bind(*saved, *linear, jaxpr=jaxpr, function=function, count=count)
@@ -311,7 +312,7 @@ def _abstract(*args, jaxpr, function, count):
 
 
 def _jvp(primals, tangents, *, jaxpr, function, count):
-    """Is the map again for the linear arrays, in which it is linear; for `saved`, the derivative of the plain map."""
+    """The tangent in the linear arrays is the map itself; in `saved` it is the derivative of the plain map."""
     primals = list(primals)
     outputs = _linear(function, primals[:count], primals[count:])
     sums = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outputs]
@@ -338,9 +339,7 @@ def _transpose(cotangents, *args, jaxpr, function, count):
         for ct, aval in zip(cotangents, jaxpr.out_avals)
     ]
     saved, transposed = list(args[:count]), function.transposed
-    if all(
-        execution.is_visible(choice, saved) for choice in (function.static.gradient, function.static.tangent)
-    ):
+    if all(is_visible(choice, saved) for choice in (function.static.gradient, function.static.tangent)):
         return [None] * count + transposed(saved, cotangents)
     return [None] * count + list(_linear(transposed, saved, cotangents))
 

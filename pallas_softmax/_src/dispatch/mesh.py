@@ -1,12 +1,12 @@
-"""How a call is divided over the devices of a mesh, under jit.
+"""How a call is divided over the devices of a mesh.
 
-Each device takes the rows, or the shard of each row, that it has: nothing is gathered. There are three ways:
+Each device takes the rows it holds, or its shard of each row. Nothing is gathered. There are three cases:
 
-    inside shard_map with axis_name=   the shards are in hand already: `exchange.run`
-    Explicit mesh axes                 types say how arrays are sharded: `jax.shard_map` around `exchange.run`
-    Auto mesh axes                     XLA decides on the sharding: `custom_partitioning` asks us for a device's program
+    inside shard_map, with axis_name=   the shards are at hand: `on_shard`
+    Explicit mesh axes                  types say how arrays are sharded: `jax.shard_map` around `on_shard`
+    Auto mesh axes                      XLA decides on the sharding; `custom_partitioning` asks for a device's program
 
-An array that no mesh divides goes to `platforms.run` as it is.
+Arrays that no mesh divides go to `platform.by_platform`.
 """
 
 import dataclasses
@@ -22,41 +22,60 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch import collectives as exchange
-from pallas_softmax._src.dispatch import platform as platforms
-from pallas_softmax._src.dispatch import table as operations
 from pallas_softmax._src.dispatch.choose import folds_constants
 from pallas_softmax._src.dispatch.compiled import compiled
 from pallas_softmax._src.dispatch.finer_mesh import decode
-from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation
+from pallas_softmax._src.dispatch.platform import by_platform, result_shapes, row_axes, run_shard
 from pallas_softmax._src.dispatch.refusal import placeholder, refuse_unless_cuda
 from pallas_softmax._src.dispatch.specs import explicit_axes, explicit_mesh, shared_axes, spec_of
-from pallas_softmax._src.dispatch.table import PER_ROW
 
 
-def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs a call on arrays that may be sharded.
 
     Args:
-      choice: what to call.
-      arrays: the positional arguments of the operation, of one rank, the first of the full shape.
+      choice: the call and its implementations.
+      arrays: the positional arguments of the operation, of one rank; the first has the full shape.
       keywords: its static arguments.
     """
-    operation = operations.TABLE[choice.call.op]
+    operation = choice.call.op
     if choice.call.mesh_axes:
-        return exchange.run(choice, arrays, keywords, choice.call.mesh_axes)
+        return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
     leaves = jax.tree.leaves(arrays)
     left_to_xla = choice.requested == "xla" and operation.divided_by_xla
     if left_to_xla or not divisible(leaves):
-        return platforms.run(choice, arrays, keywords)
+        return by_platform(choice, arrays, keywords)
 
     def shard_function(mesh_axes: tuple[str, ...]):
-        return lambda *arrays: exchange.run(choice, arrays, keywords, mesh_axes)
+        return lambda *arrays: on_shard(choice, arrays, keywords, mesh_axes)
 
     def whole(*arrays):
-        return platforms.run(choice, arrays, keywords)
+        return by_platform(choice, arrays, keywords)
 
     return divide(choice, arrays, whole, _DimensionsOfRows.of(choice, arrays, keywords), shard_function)
+
+
+def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
+    """Runs a call on one device's shard of the arrays, where mesh axes are bound.
+
+    Args:
+      choice: the choice for the user's whole call.
+      arrays: the device's shards.
+      keywords: the static arguments.
+      mesh_axes: the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
+        `lax.axis_index`.
+    """
+    operation = choice.call.op
+    if not mesh_axes:
+        return run_shard(choice, operation, arrays, keywords)
+    if operation.on_mesh is None:
+        return operation.plain(*arrays, **keywords, mesh_axes=mesh_axes)
+
+    def run(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
+        return run_shard(choice, step or operation, arrays, keywords)
+
+    return operation.on_mesh(run, *arrays, **keywords, mesh_axes=mesh_axes)
 
 
 class Dimensions(Protocol):
@@ -131,10 +150,10 @@ class _DimensionsOfRows:
     @staticmethod
     def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
         """Returns the dimensions of the arguments and results of a call."""
-        operation = operations.TABLE[choice.call.op]
+        operation = choice.call.op
         shape = jax.tree.leaves(arrays)[0].shape
-        row_axes = platforms.row_axes(arrays, keywords)
-        results = platforms.result_shapes(choice.call.op, arrays, keywords)
+        axes = row_axes(arrays, keywords)
+        results = result_shapes(operation, arrays, keywords)
 
         def full(kinds, tree):
             """Returns whether each dimension of each array of the tree is full; none along the row is in PER_ROW."""
@@ -143,14 +162,14 @@ class _DimensionsOfRows:
             )
             return [
                 [
-                    n == size and (kind != PER_ROW or i not in row_axes)
+                    n == size and (kind != PER_ROW or i not in axes)
                     for i, (n, size) in enumerate(zip(a.shape, shape))
                 ]
                 for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)
             ]
 
         return _DimensionsOfRows(
-            shape, row_axes, full(operation.arguments, arrays), full(operation.results, results), results
+            shape, axes, full(operation.arguments, arrays), full(operation.results, results), results
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:

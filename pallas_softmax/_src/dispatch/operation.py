@@ -1,13 +1,102 @@
-"""Values that describe a call and the implementations that may run it; they compute nothing."""
+"""The vocabulary of the dispatch: an operation, its kernels, a call of it, and the choice of an implementation.
+
+An operation is a function of rows: softmax is one, its gradient is another. Each operation is an object in the file
+`operation.py` of its folder. Three words say what its arrays are:
+
+    ROW      one element per element of a row, (..., V)
+    MASK     a boolean that broadcasts to that, or None
+    PER_ROW  one number, or a few, per row: (..., 1) or (..., k)
+
+Nothing here computes anything.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import min_dim
 
+ROW, MASK, PER_ROW = "row", "mask", "per row"
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")  # the dtypes of the logits that kernels read
+
+
+class Refusal(NamedTuple):
+    """A planner's answer for a call that its kernel cannot run."""
+
+    reason: str
+
+
+def _never(call: "Call") -> None:
+    """Returns no reason, for any call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One implementation of one operation, other than plain JAX.
+
+    Attributes:
+      plan: (call, compute capability) -> a plan, which says how the call lies over the GPU, or a `Refusal`.
+      run: (plan, *arrays, **static) -> the results. The arrays and static arguments are those of the plain function.
+      slower: call -> why another implementation is faster at a call that this one can run, or None.
+    """
+
+    plan: Callable[["Call", tuple[int, int]], Any]
+    run: Callable[..., Any]
+    slower: Callable[["Call"], str | None] = _never
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """All that the package must know of an operation.
+
+    Attributes:
+      name: the name in profiles and in `explain`.
+      arguments: ROW, MASK or PER_ROW for each positional argument; a tuple of words for a tuple of arrays.
+      results: the same for the results. One word for a tuple means each of its arrays.
+      plain: the function in plain JAX: the reference for arguments and results.
+      kernels: for the name of an implementation, a function that imports and returns its `Kernel`.
+      gradient: the backward: cotangents of the results to cotangents of the arguments; or None.
+      tangent: the transpose of `gradient`: tangents of the arguments to tangents of the results; or None.
+      save: (xs, constants, ys, others) -> what is kept for the derivatives; see `derivatives.differentiable`.
+      is_gradient: whether this is the backward of an operation on logits.
+      gradient_has_kernels: whether a named implementation must have a kernel for the gradient. Otherwise plain JAX
+        computes a gradient that has none.
+      on_mesh: what each device computes where a row is spread over devices:
+        (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
+        kernel on a shard; its operation is None for this operation itself. No `on_mesh`: `plain`, with mesh_axes=.
+      shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
+      kernels_take_mesh_axes: whether the kernels themselves take mesh_axes=, and so need no `on_mesh`.
+      divided_by_xla: whether XLA divides the plain form over a mesh as well as this package does.
+      vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
+        of its conditions.
+      better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
+    """
+
+    name: str
+    arguments: tuple
+    results: Any
+    plain: Callable[..., Any]
+    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict)
+    gradient: "Operation | None" = None
+    tangent: "Operation | None" = None
+    save: Callable[..., tuple] | None = None
+    is_gradient: bool = False
+    gradient_has_kernels: bool = False
+    on_mesh: Callable[..., Any] | None = None
+    shard_step: "Operation | None" = None
+    kernels_take_mesh_axes: bool = False
+    divided_by_xla: bool = True
+    vmap_adds_rows: bool = False
+    better_by_xla: Callable[["Call"], str | None] = _never
+
+    @property
+    def on_shard(self) -> "Operation | None":
+        """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX."""
+        if self.on_mesh is None and not self.kernels_take_mesh_axes:
+            return None
+        return self.shard_step or self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,21 +104,21 @@ class Call:
     """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on.
 
     Attributes:
-      op: the name of the operation, a key of `operations.TABLE`.
+      op: the operation.
       dtype: the name of the logits' dtype.
       rows: the number of rows.
-      vocab: the number of elements of a row; of a row that is spread over a mesh, of one device's shard.
-      inner: how far apart neighbours in a row are in memory, in elements: 1 if the reduced axes are the last ones. None
-        if the reduced axes are not side by side, so that no number says it.
+      vocab: the number of elements of a row, or of one device's shard of a row that is spread over a mesh.
+      inner: the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
+        None if the reduced axes are not adjacent, so that no single number describes the distance.
       masked: whether there is a `where`.
-      k: the number of winners, for top-k; None for other operations.
+      k: the number of winners of top-k; None for other operations.
       objection: why no kernel can take the arrays, whatever it computes; None if one can.
-      mesh_axes: names of the mesh axes of `jax.shard_map` that each row is spread over.
+      mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
       depth: for a projection x @ w, the length D of the rows of x; None for other operations.
       function: the public function that the user called, for messages.
     """
 
-    op: str
+    op: Operation
     dtype: str
     rows: int
     vocab: int
@@ -41,7 +130,7 @@ class Call:
     depth: int | None = None
     function: str = dataclasses.field(kw_only=True)
 
-    def of(self, op: str) -> "Call":
+    def of(self, op: Operation) -> "Call":
         """Returns the call of another operation on the same rows."""
         return dataclasses.replace(self, op=op)
 
@@ -51,11 +140,11 @@ class Call:
         logits = f"[{self.rows}, {self.vocab}]"
         if self.depth is not None:
             logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
-        return f"{self.op} {self.dtype}{logits}{k}{over}"
+        return f"{self.op.name} {self.dtype}{logits}{k}{over}"
 
 
 def describe(
-    op: str,
+    op: Operation,
     x: jax.Array,
     axes: tuple[int, ...],
     where: jax.Array | None,
@@ -64,7 +153,7 @@ def describe(
     *,
     function: str,
 ) -> Call:
-    """Returns the `Call` of operation `op` on the rows of `x` along `axes`, for a user's call of `function`."""
+    """Returns the `Call` of an operation on the rows of `x` along `axes`, for a user's call of `function`."""
     vocab = math.prod(x.shape[a] for a in axes)
     return Call(
         op=op,
@@ -81,14 +170,14 @@ def describe(
 
 
 def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
-    """Returns the number of elements from one of a row to the next; None if the sorted axes are not side by side."""
+    """Returns the distance between neighbours of a row, in elements; None if the sorted axes are not adjacent."""
     if not axes:
         return 1
     return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
 
 
 def symbolic(shape: tuple, k: int | None = None) -> str | None:
-    """Returns why a shape, or a number of winners, that is not known while tracing is refused; None if it is known."""
+    """Returns why a shape or a number of winners is refused that is unknown while tracing; None if it is known."""
     if not all(isinstance(d, int) for d in shape):
         return f"the shape {shape} is symbolic"
     return None if k is None or isinstance(k, int) else f"k={k} is symbolic"
@@ -104,6 +193,7 @@ class Choice:
       elsewhere: the implementation on other platforms; None where the named one needs a GPU.
       reasons: (implementation, why it was passed over), in the order in which they were tried.
       requested: the implementation that the user named, or None.
+      plan: the plan of the kernel on CUDA devices; None for plain JAX. Equal calls have equal plans.
     """
 
     call: Call
@@ -111,6 +201,7 @@ class Choice:
     elsewhere: str | None
     reasons: tuple[tuple[str, str], ...] = ()
     requested: str | None = None
+    plan: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def refusal(self) -> str | None:
@@ -143,19 +234,3 @@ class Choice:
             where = f"{self.cuda} on cuda, {self.elsewhere} elsewhere"
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons)
         return f"{self.call}: {where}" + (f" ({reasons})" if reasons else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """What an implementation offers.
-
-    Attributes:
-      functions: for each operation that it has, the function; all implementations of one operation take the
-        same arguments, described in `implementations/xla.py`, or, of a projection, in `implementations/projection.py`.
-      unsupported: (call, compute capability) -> why it cannot run the call, or None if it can.
-      slower: call -> why another implementation should be chosen for a call that this one can run, or None.
-    """
-
-    functions: Mapping[str, Callable]
-    unsupported: Callable[[Call, tuple[int, int]], str | None]
-    slower: Callable[[Call], str | None]

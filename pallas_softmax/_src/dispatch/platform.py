@@ -1,4 +1,4 @@
-"""A call on the arrays of one device: the platform that it is lowered for decides the implementation."""
+"""The last step of a call: the platform that the computation is lowered for decides the implementation."""
 
 import dataclasses
 import functools
@@ -10,39 +10,36 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from pallas_softmax._src.dispatch import table as operations
-from pallas_softmax._src.dispatch import xla
 from pallas_softmax._src.dispatch.choose import choose_again, choose_if_able
 from pallas_softmax._src.dispatch.compiled import compiled
-from pallas_softmax._src.dispatch.load import load
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.dispatch.operation import Choice, distance
+from pallas_softmax._src.dispatch.operation import Choice, Operation, distance
 from pallas_softmax._src.dispatch.refusal import placeholder
 
 
-def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Calls the chosen implementation.
+def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs a call on the arrays of one device by the implementation that was chosen for the platform.
 
     Args:
-      choice: what to call.
-      arrays: the positional arguments of the operation; see `operations.TABLE`.
+      choice: the call and its implementations.
+      arrays: the positional arguments of the operation; see `Operation.arguments`.
       keywords: its static arguments.
     """
-    on_cuda = choice.required_cuda()
-    operation = choice.call.op
+    on_cuda, op = choice.required_cuda(), choice.call.op
 
     if on_cuda == choice.elsewhere:
-        return load(on_cuda).functions[operation](*arrays, **keywords)
+        return op.plain(*arrays, **keywords)
 
     def implementation(name: str) -> Callable:
-        function = functools.partial(load(name).functions[operation], **keywords)
-        # Both branches must agree in the mesh axes of `jax.shard_map` that their results vary over: those that an
-        # argument varies over. Over the axes that a row is spread over, the function itself decides.
+        run = op.plain if name == "xla" else functools.partial(op.kernels[name]().run, choice.plan)
+        function = functools.partial(run, **keywords)
+        # Both branches must agree on the mesh axes of `jax.shard_map` that their results vary over: the axes that an
+        # argument varies over. The function itself decides for the axes that a row is spread over.
         vary = functools.partial(vary_together, but=keywords.get("mesh_axes", ()))
         return lambda *arrays: jax.tree.map(lambda out: vary(out, *arrays)[0], function(*arrays))
 
     def refused(*arrays):
-        return placeholder(result_shapes(operation, arrays, keywords), str(choice.refusal))
+        return placeholder(result_shapes(op, arrays, keywords), str(choice.refusal))
 
     other = refused if choice.elsewhere is None else implementation(choice.elsewhere)
     cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
@@ -51,8 +48,8 @@ def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-# It is like `lax.platform_dependent`, but in a module for several platforms each branch is lowered for its platforms
-# alone. So such a module can have a kernel, which can be lowered for CUDA only.
+# Like `lax.platform_dependent`, except that a module for several platforms lowers each branch for its own platforms
+# only. So such a module can contain a kernel, which lowers for CUDA only.
 _by_platform_p = Primitive("pallas_softmax_by_platform")
 _by_platform_p.multiple_results = True
 _by_platform_p.def_impl(compiled(_by_platform_p.bind, "cuda", "elsewhere"))
@@ -68,13 +65,13 @@ mlir.register_lowering(
 )
 
 
-def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs `operation` on what one device has of the arrays, for whose shapes the choice is made anew.
+def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs an operation on one device's part of the arrays. The choice is made anew for the shapes of that part.
 
     Args:
-      choice: that for the user's whole call.
-      operation: the user's, or a step of it.
-      arrays, keywords: as for `run`.
+      choice: the choice for the user's whole call.
+      operation: the user's operation, or a step of it.
+      arrays, keywords: as for `by_platform`.
     """
     x, axes = jax.tree.leaves(arrays)[0], row_axes(arrays, keywords)
     vocab = math.prod(x.shape[a] for a in axes)
@@ -89,17 +86,17 @@ def run_shard(choice: Choice, operation: str, arrays: tuple, keywords: dict[str,
         dtype=x.dtype.name,
         k=keywords.get("k"),
     )
-    users_step = operation in (choice.call.op, operations.TABLE[choice.call.op].on_shard)
-    choose = choose_again if users_step else choose_if_able
-    return run(choose(call, choice.requested), arrays, keywords)
+    is_users = operation in (choice.call.op, choice.call.op.on_shard)
+    choose = choose_again if is_users else choose_if_able
+    return by_platform(choose(call, choice.requested), arrays, keywords)
 
 
 def row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the reduced axes: those that are named, or the last one of an operation that takes no others."""
+    """Returns the reduced axes: the named ones, or the last one for an operation without an `axes` argument."""
     return keywords.get("axes", (jax.tree.leaves(arrays)[0].ndim - 1,))
 
 
-def result_shapes(operation: str, arrays: tuple, keywords: dict[str, Any]) -> Any:
+def result_shapes(operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Returns shapes and dtypes of the operation's results, as `jax.ShapeDtypeStruct`s."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    return jax.eval_shape(functools.partial(xla.functions[operation], **keywords), *shapes)
+    return jax.eval_shape(functools.partial(operation.plain, **keywords), *shapes)

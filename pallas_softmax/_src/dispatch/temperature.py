@@ -9,18 +9,19 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.derivatives import Maps, Static, maps_of
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent
+from pallas_softmax._src.dispatch.operation import Operation
 from pallas_softmax._src.dispatch.specs import explicit_axes
 
 
-def maps_with_temperature(op: str) -> Maps:
+def maps_with_temperature(operation: Operation) -> Maps:
     """Returns the derivatives of an operation in its logits and its temperature.
 
     Integer logits have no derivative. Rows may share a temperature; its cotangent is then the sum over these rows.
 
     Args:
-      op: the operation. The first two arrays that its derivatives take are the logits and the temperature.
+      operation: the operation. The first two arrays that its derivatives take are the logits and the temperature.
     """
-    maps = maps_of(op)
+    maps = maps_of(operation)
 
     def tangent(function: Callable) -> Callable:
         def run(static: Static, saved, dxs):

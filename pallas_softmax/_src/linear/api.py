@@ -14,15 +14,16 @@ from jax.typing import ArrayLike
 from pallas_softmax import online
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch import vmap as execution
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotangents, varies, vary_together
-from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
-from pallas_softmax._src.linear import losses as projection
+from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.mesh import describe, lay_together
+from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD, PROJECTION_WITH_GRAD
+from pallas_softmax._src.linear.vmap import as_tokens
 
 Reduction = Literal["mean", "sum"] | None
 
@@ -222,13 +223,13 @@ class _Static(NamedTuple):
     def run(self, choice: Choice, *arrays, **keywords):
         """Runs `forward` or `gradient`."""
         keywords |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
-        return execution.run_projection(choice, *arrays, **keywords)
+        return as_tokens(choice, *arrays, **keywords)
 
     def values(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
         """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp."""
         if tokens.labels is None:
             return online.log_of(statistics.normalizer)
-        losses = projection.losses(statistics, tokens, self.vocab)
+        losses = formulas.losses(statistics, tokens, self.vocab)
         return jnp.where(self.valid(tokens.labels), losses, jnp.nan)
 
     def weights(self, labels, given) -> jax.Array:
@@ -271,7 +272,7 @@ def _log_probs_of(x, w, bias, where, tokens: Tokens, options: _Options):
 
 
 def _per_token_of(x, w, bias, where, tokens: Tokens, options: _Options) -> Any:
-    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, "projection_grad")
+    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, PROJECTION_GRAD)
     values: Any = _per_token(static, x, w, bias, tokens)
     return values if where is None else jnp.where(where, values, 0)
 
@@ -303,7 +304,7 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 
 def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: Reduction):
-    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, "projection_with_grad")
+    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, PROJECTION_WITH_GRAD)
     weights = jnp.ones_like(tokens.labels, online.widen(x).dtype)
     weights = weights if where is None else jnp.where(where, weights, 0)
     if reduction == "mean":
@@ -350,7 +351,9 @@ def _number(function: str, name: str, value, default: float, accepted: Callable,
     return None if arguments.is_known(value) and not np.ndim(value) and value == default else value
 
 
-def _checked(x, w, bias, where, tokens: Tokens, options: _Options, gradient: str) -> tuple[_Static, tuple]:
+def _checked(
+    x, w, bias, where, tokens: Tokens, options: _Options, gradient: Operation
+) -> tuple[_Static, tuple]:
     """Checks the arguments; returns what is known while tracing, and the arrays, sharded alike.
 
     Labels become int32, and -1 where they are out of range. Numbers of tokens that `where` leaves out become harmless.
@@ -358,7 +361,7 @@ def _checked(x, w, bias, where, tokens: Tokens, options: _Options, gradient: str
     Args:
       x, w, bias, where, tokens: as users pass them.
       options: as users pass them.
-      gradient: the operation that computes the gradients. In float16 it is always "projection_grad": gradients that a
+      gradient: the operation that computes the gradients. In float16 it is always PROJECTION_GRAD: gradients that a
         forward rounds before they are multiplied by the cotangent could overflow, or become 0.
     """
     name = options.function
@@ -387,11 +390,11 @@ def _checked(x, w, bias, where, tokens: Tokens, options: _Options, gradient: str
     x, w = reverse_only(x, reason), reverse_only(w, reason)
     bias = None if bias is None else reverse_only(bias, reason)
 
-    def chosen(op: str) -> Choice:
+    def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
-    gradient = "projection_grad" if x.dtype == jnp.float16 else gradient
-    static = _Static(name, chosen("projection"), chosen(gradient), head, workspace_bytes, vocab)
+    gradient = PROJECTION_GRAD if x.dtype == jnp.float16 else gradient
+    static = _Static(name, chosen(PROJECTION), chosen(gradient), head, workspace_bytes, vocab)
     return static, (x, w, bias, where, tokens)
 
 

@@ -5,7 +5,7 @@
                                data parallelism does, and so are columns over a mesh axis that divides the tokens
 
 Devices that share a row send two numbers and a logit for it, and a sum for its dx; those that share w, a sum for dw.
-As for all other operations (`sharding.partition`), it is `jax.shard_map` over Explicit mesh axes, and
+As for all other operations (`dispatch/mesh.py`), it is `jax.shard_map` over Explicit mesh axes, and
 `custom_partitioning` over Auto ones.
 """
 
@@ -19,15 +19,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch import platform as platforms
 from pallas_softmax._src.dispatch.choose import choose_again
 from pallas_softmax._src.dispatch.mesh import divide, divisible
-from pallas_softmax._src.dispatch.operation import Call, Choice, symbolic
+from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
+from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.specs import explicit_mesh, shared_axes
 from pallas_softmax._src.linear.losses import Head
+from pallas_softmax._src.linear.operation import PROJECTION
 
 
-def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
+def describe(op: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
     """Returns the `Call` of an operation on the rows x @ w, for a user's call of `function`."""
     return Call(
         op=op,
@@ -41,8 +42,8 @@ def describe(op: str, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, func
     )
 
 
-def run(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs an operation of `implementations/projection.py` on arrays that may be sharded.
+def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
+    """Runs an operation on a projection on arrays that may be sharded.
 
     Args:
       choice: what to call.
@@ -72,7 +73,7 @@ def lay_together(arrays: tuple, head: Head) -> tuple:
     mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    dimensions = _DimensionsOfProjection.of("projection", arrays, head, ())
+    dimensions = _DimensionsOfProjection.of(PROJECTION, arrays, head, ())
     specs, *_ = dimensions.lay_out([jax.typeof(a).sharding.spec for a in leaves], mesh.shape)
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
@@ -93,8 +94,8 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     flat = (x.reshape(rows, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(rows), per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_again(call, choice.requested)
-    out = platforms.run(on_shard, flat, {**keywords, "mesh_axes": columns})
-    if op == "projection":
+    out = by_platform(on_shard, flat, {**keywords, "mesh_axes": columns})
+    if op is PROJECTION:
         return jax.tree.map(lambda a: a.reshape(batch), out)
     *statistics, dx, dw, dbias = out
     statistics = jax.tree.map(lambda a: a.reshape(batch), statistics)
@@ -119,14 +120,14 @@ class _DimensionsOfProjection:
     sizes: dict[str, int]
 
     @staticmethod
-    def of(op: str, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
+    def of(op: Operation, arrays: tuple, head: Head, result_shapes: Any) -> "_DimensionsOfProjection":
         """Returns the dimensions of the arguments and results of an operation."""
         x, w, bias, *per_token = arrays
         tokens = tuple(f"b{i}" for i in range(x.ndim - 1))
         of_w = ("v", "d") if head.transpose_w else ("d", "v")
         of_bias = () if bias is None else (("v",),)
         like_arguments = ((*tokens, "d"), of_w, *of_bias)
-        gradients = 0 if op == "projection" else len(like_arguments)
+        gradients = 0 if op is PROJECTION else len(like_arguments)
         count = len(jax.tree.leaves(result_shapes)) - gradients
         return _DimensionsOfProjection(
             like_arguments + (tokens,) * len(jax.tree.leaves(per_token)),

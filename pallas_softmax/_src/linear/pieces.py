@@ -7,7 +7,6 @@
 The products with the gradients of the logits, which are stored by then, are XLA's: cuBLAS reaches what the kernels do.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +19,10 @@ from pallas_softmax import online
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
-from pallas_softmax._src.linear.chunks import Pieces, operations_of
+from pallas_softmax._src.linear.chunks import Pieces
 from pallas_softmax._src.linear.logits_kernel import RowSums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
-from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, plan_projection, rounded_up
+from pallas_softmax._src.linear.plan import TILE_N, plan_projection
 from pallas_softmax.online import Normalizer
 
 _GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
@@ -182,46 +181,3 @@ def pieces(interpret: Any = None) -> Pieces:
         xla_projection.product,
         bytes_per_logit,
     )
-
-
-# ---- The operations, of arrays of any size
-
-
-def operations(interpret: Any = None) -> dict[str, Callable]:
-    """Returns the operations of a projection; `interpret` as for `pallas_call`."""
-    return {
-        name: functools.partial(_on_whole_atoms, operation, name)
-        for name, operation in operations_of(pieces(interpret)).items()
-    }
-
-
-def _on_whole_atoms(
-    operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
-):
-    """Runs an operation on arrays of whole swizzle atoms, to which x and w are copied if need be.
-
-    w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
-    """
-    (n, depth), vocab = x.shape, head.vocab(w)
-    rows = rounded_up(n, ATOM_ROWS)
-    deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
-    if (rows, deep, wide) == (n, depth, vocab):
-        return operation(x, w, bias, tokens, *of_rows, head=head, **static)
-
-    def extended(a, *shape: int):
-        return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape, strict=True)])
-
-    w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
-    temperature = tokens.temperature
-    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))  # new rows have weight 0
-    if temperature is not None:  # they must not divide by 0
-        tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
-    bias = None if bias is None else extended(bias, wide)
-    head = dataclasses.replace(head, columns=vocab)
-    results = operation(extended(x, rows, deep), w, bias, tokens, *of_rows, head=head, **static)
-    if name == "projection":
-        return jax.tree.map(lambda a: a[:n], results)
-    *statistics, dx, dw, dbias = results
-    dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
-    dbias = None if dbias is None else dbias[:vocab]
-    return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias

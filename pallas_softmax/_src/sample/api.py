@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch import vmap as execution
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, without_gradient
 from pallas_softmax._src.dispatch.eager import at_once
@@ -21,6 +20,9 @@ from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe, distance
 from pallas_softmax._src.dispatch.specs import lay_together
 from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.sample.operation import SAMPLE
+from pallas_softmax._src.topk.operation import indices_of
 
 _INT32_MAX = np.iinfo(np.int32).max
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -137,12 +139,12 @@ def _sample_of(
         )
     x, mask, *parameters = vary_together(x, mask, *parameters, but=mesh_axes)
     x, mask = vary_together(x, mask, over=mesh_axes)
-    call = describe("sample", x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
+    call = describe(SAMPLE, x, (x.ndim - 1,), mask, mesh_axes=mesh_axes, function=name)
     call = dataclasses.replace(call, inner=inner)
     u, t, *filters = parameters
     (log_probs,), (bits, log_mass) = _sample(choose_all(call, implementation), (x, t), (mask, u, *filters))
     log_mass = without_gradient("sample: log_mass", log_mass, x, t)
-    return Sample(*(a.reshape(batch) for a in (_indices(bits), log_probs, log_mass)))
+    return Sample(*(a.reshape(batch) for a in (indices_of(bits), log_probs, log_mass)))
 
 
 def _parameters(x: jax.Array, axis: int, temperature, top_k, top_p, min_p) -> list:
@@ -187,20 +189,11 @@ def _draw(static: Static, xs, constants):
     """
     logits, temperature = xs
     where, u, *filters = constants
-    indices, log_probs, log_mass = execution.run(static.forward, logits, where, u, temperature, *filters)
+    indices, log_probs, log_mass = as_rows(static.forward, logits, where, u, temperature, *filters)
     return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
 
 
-def _indices(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.int32)
-
-
-def _save(xs, constants, ys, others):
-    """Returns the residuals of the derivatives: logits, temperature, drawn index, its log-probability; and the mask."""
-    return (*xs, _indices(others[0]), *ys), constants[0]
-
-
-_sample = differentiable("sample", _draw, _save, maps_with_temperature("sample"))
+_sample = differentiable(SAMPLE, _draw, maps_with_temperature(SAMPLE))
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:

@@ -10,11 +10,12 @@ from jax.typing import ArrayLike
 from pallas_softmax import online
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import Axis, AxisName
-from pallas_softmax._src.dispatch import vmap as execution
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
 from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, maps_of
 from pallas_softmax._src.dispatch.eager import at_once
-from pallas_softmax._src.dispatch.operation import describe
+from pallas_softmax._src.dispatch.operation import Operation, describe
+from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.softmax.operation import LOG_SOFTMAX, LOGSUMEXP, SOFTMAX
 
 # Kept from when this file is imported, in case a program puts our function in its place later. It is typed Any, since
 # its own types take return_sign as a literal only.
@@ -58,7 +59,7 @@ def softmax(
 
 def _softmax_of(x, where, axis, axis_name, implementation):
     rows = _float_rows("softmax", x, axis, where, axis_name)
-    (y,) = _run(_softmax, "softmax", rows, implementation)
+    (y,) = _run(_softmax, SOFTMAX, rows, implementation)
     return y
 
 
@@ -93,7 +94,7 @@ def log_softmax(
 
 def _log_softmax_of(x, where, axis, axis_name, implementation):
     rows = _float_rows("log_softmax", x, axis, where, axis_name)
-    (y,) = _run(_log_softmax, "log_softmax", rows, implementation)
+    (y,) = _run(_log_softmax, LOG_SOFTMAX, rows, implementation)
     return y
 
 
@@ -187,7 +188,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
     rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
-    out, _ = _run(_logsumexp, name, rows, implementation)
+    out, _ = _run(_logsumexp, LOGSUMEXP, rows, implementation)
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
 
@@ -218,42 +219,32 @@ def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
 
 
-def _run(function: Callable, op: str, rows: arguments.Rows, implementation: str | None):
+def _run(function: Callable, operation: Operation, rows: arguments.Rows, implementation: str | None):
     """Chooses and runs an operation; returns its results that have derivatives.
 
     Args:
-      function: the operation as `differentiable` made it.
-      op: its name, also that of the public function.
+      function: the operation, made differentiable.
+      operation: the operation. It has the name of the public function.
       rows: the checked arguments.
       implementation: as the user passed it.
     """
-    call = describe(op, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=op)
+    name = operation.name
+    call = describe(operation, rows.x, rows.axes, rows.where, mesh_axes=rows.mesh_axes, function=name)
     ys, _ = function(choose_all(call, implementation, axes=rows.axes), (rows.x,), (rows.where,))
     return ys
 
 
 def _same_shape(static: Static, xs, constants):
-    """Runs softmax or log_softmax: they have one result, of the shape of the logits, and nothing else."""
-    return (execution.run(static.forward, *xs, *constants, **dict(static.keywords)),), ()
-
-
-def _save_result(xs, constants, ys, others):
-    """Returns what the derivatives of softmax and log_softmax need: their result, and the mask."""
-    return ys, *constants
+    """Runs softmax or log_softmax, which have one result, of the shape of the logits."""
+    return (as_rows(static.forward, *xs, *constants, **dict(static.keywords)),), ()
 
 
 def _logsumexp_and_d(static: Static, xs, constants):
-    """Runs logsumexp: it returns logsumexp and d, and beside them m, a constant, since no derivative depends on it."""
-    lse, (m, d) = execution.run(static.forward, *xs, *constants, **dict(static.keywords))
+    """Runs logsumexp. It returns logsumexp and d. m is a constant in addition: no derivative depends on it."""
+    lse, (m, d) = as_rows(static.forward, *xs, *constants, **dict(static.keywords))
     return (lse, d), (m,)
 
 
-def _save_normalizer(xs, constants, ys, others):
-    """Returns what the derivatives of logsumexp need: the logits, (m, d), and the mask."""
-    return (*xs, *others, ys[1]), *constants
-
-
-_softmax = differentiable("softmax", _same_shape, _save_result, maps_of("softmax"))
-_log_softmax = differentiable("log_softmax", _same_shape, _save_result, maps_of("log_softmax"))
-# The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
-_logsumexp = differentiable("logsumexp", _logsumexp_and_d, _save_normalizer, maps_of("logsumexp"))
+_softmax = differentiable(SOFTMAX, _same_shape, maps_of(SOFTMAX))
+_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, maps_of(LOG_SOFTMAX))
+_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, maps_of(LOGSUMEXP))

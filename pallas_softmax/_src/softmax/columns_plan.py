@@ -12,7 +12,6 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.dispatch import table as operations
 from pallas_softmax._src.gpu.hardware import (
     ACCESS_BYTES,
     FULL_CLUSTERS,
@@ -135,19 +134,19 @@ def plan_columns(
     """Returns how the columns of an operation lie over a GPU of this capability; None if transposing is better.
 
     Args:
-      op: a name in `operations.TABLE`.
+      op: the name of the operation.
       outer, vocab, inner, dtype: shape and dtype of the arrays that it reads along their middle axis.
     """
     if outer * vocab >= INT32_LIMIT or inner >= INT32_LIMIT:
         return None
-    itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
+    itemsize, arrays = jnp.dtype(dtype).itemsize, 2 if op.endswith("_grad") else 1
     if vocab * inner < TILE_ELEMENTS:
         return None  # most threads of a tile would have nothing
     if tile := _tile(outer, vocab, inner, itemsize, arrays):
         return tile
     if inner * itemsize % ACCESS_BYTES:
         return None  # bulk copies need lines that start on 16 bytes
-    only_read = operations.TABLE[op].results == operations.PER_ROW
+    only_read = op == "logsumexp"
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     for strip_bytes, most, in_turns in (
         (STRIP_BYTES, min(smem, HALF_SMEM_BYTES), False),  # two CTAs on a multiprocessor, or more

@@ -10,7 +10,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.dispatch import table as operations
 from pallas_softmax._src.gpu.hardware import (
     ACCESS_BYTES,
     FULL_CLUSTERS,
@@ -205,14 +204,14 @@ def plan_softmax(
     """Returns how the rows of an operation lie over a GPU of this compute capability.
 
     Args:
-      op: a name in `operations.TABLE`.
+      op: the name of the operation.
       rows, vocab, dtype: shape and dtype of the arrays whose rows it reads.
       masked: whether there is a mask.
     """
-    itemsize, arrays = jnp.dtype(dtype).itemsize, operations.TABLE[op].row_arrays
+    itemsize, arrays = jnp.dtype(dtype).itemsize, 2 if op.endswith("_grad") else 1
     vec = ACCESS_BYTES // itemsize
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
-    only_read = operations.TABLE[op].results == operations.PER_ROW
+    only_read = op == "logsumexp"
 
     def parts(count: int, cluster: bool) -> Parts:
         if rows <= FEW_ROWS:

@@ -13,7 +13,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch import vmap as execution
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.derivatives import Maps, Static, choose_all, differentiable
 from pallas_softmax._src.dispatch.eager import at_once
@@ -21,6 +20,8 @@ from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.specs import lay_together
 from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+from pallas_softmax._src.dispatch.vmap import as_rows
+from pallas_softmax._src.topk.operation import TOPK, indices_of
 
 
 class TopK(NamedTuple):
@@ -108,7 +109,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
 
-    call = describe("topk", x, (axis,), mask, k, mesh_axes, function=name)
+    call = describe(TOPK, x, (axis,), mask, k, mesh_axes, function=name)
     # kernels store no floats of 8 bits
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     own = {"k": k, "dtype": stored}
@@ -119,7 +120,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     if k == 0:  # no winner depends on anything
         x, t = lax.stop_gradient((x, t))
     (values, _), (_, bits) = _topk(static, (x, t), (mask,))
-    indices = _indices(bits)
+    indices = indices_of(bits)
     return TopK(jnp.moveaxis(values.astype(out_dtype), -1, axis), jnp.moveaxis(indices, -1, axis))
 
 
@@ -170,23 +171,13 @@ def _values_and_d(static: Static, xs, constants):
     the mesh axes of `jax.shard_map`.
     """
     logits, temperature = xs
-    winners, (m, d) = execution.run(static.forward, logits, *constants, temperature, **dict(static.keywords))
+    winners, (m, d) = as_rows(static.forward, logits, *constants, temperature, **dict(static.keywords))
     return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
-
-
-def _indices(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.int32)
-
-
-def _save(xs, constants, ys, others):
-    """Returns what the derivatives need: the logits, the temperature, (m, d), the winners' indices, and the mask."""
-    m, bits = others
-    return (*xs, m, ys[1], _indices(bits)), *constants
 
 
 def _topk_maps() -> Maps:
     """Returns the derivatives of top-k; a tangent of the values gets their dtype."""
-    maps = maps_with_temperature("topk")
+    maps = maps_with_temperature(TOPK)
 
     def rounded(function: Callable) -> Callable:
         def run(static: Static, saved, dxs):
@@ -198,4 +189,4 @@ def _topk_maps() -> Maps:
     return dataclasses.replace(maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
 
 
-_topk = differentiable("topk", _values_and_d, _save, _topk_maps())
+_topk = differentiable(TOPK, _values_and_d, _topk_maps())

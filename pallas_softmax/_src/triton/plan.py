@@ -47,8 +47,6 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_softmax._src.dispatch import table as operations
-
 # --- What the kernels can take ------------------------------------------------------------------------
 
 MAX_K = 256  # winners; the sorting network is unrolled, and for more of them it takes minutes to compile
@@ -187,7 +185,7 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
       dtype: dtype of the elements.
       masked: whether there is a mask.
     """
-    is_gradient = operations.TABLE[op].is_gradient
+    is_gradient = op.endswith("_grad")
     is_16_bit = jnp.dtype(dtype).itemsize == 2
 
     if vocab <= _max_block(op, is_16_bit, masked):

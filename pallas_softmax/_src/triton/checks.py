@@ -1,4 +1,4 @@
-"""Says which calls the Triton kernels take, and which of these XLA runs faster. Nothing here imports Triton."""
+"""Reasons why no Triton kernel can run a call, and why XLA may be faster. Nothing here imports Triton."""
 
 import functools
 import importlib.metadata
@@ -6,10 +6,9 @@ import importlib.util
 import re
 import sys
 
-from pallas_softmax._src.dispatch import table as operations
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call
 from pallas_softmax._src.folding import TRANSPOSED
-from pallas_softmax._src.triton.plan import MAX_INDEX, MAX_K, MAX_PARTS, plan_topk
+from pallas_softmax._src.triton.plan import MAX_INDEX
 
 # The first GPUs with the instructions that Triton emits for bfloat16: A100.
 MIN_CAPABILITY = (8, 0)
@@ -24,17 +23,17 @@ MIN_TRITON = (3, 6)
 
 
 def slower(call: Call) -> str | None:
-    """Says why XLA is faster than the kernels at a call that they support; None if it is not."""
+    """Returns why XLA is faster than the kernels at a call that they support; None if it is not."""
     if call.inner != 1:
         return TRANSPOSED
-    is_gradient = operations.TABLE[call.op].is_gradient
+    is_gradient = call.op.is_gradient
     if is_gradient and call.masked and call.dtype == "float32" and call.vocab > FAST_MASKED_BACKWARD:
         return f"slower than xla for the masked backward of float32 rows of more than {FAST_MASKED_BACKWARD}"
     return None
 
 
 def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
-    """Says why the kernels do not take a call on a GPU of this compute capability; None if they do."""
+    """Returns why the kernels do not take a call on a GPU of this compute capability; None if they do."""
     if capability < MIN_CAPABILITY:
         return f"needs compute capability {_dotted(MIN_CAPABILITY)} or newer, not {_dotted(capability)}"
     if call.dtype not in KERNEL_DTYPES:
@@ -43,27 +42,12 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
         return "the array is empty"
     if max(call.rows, call.vocab) > MAX_INDEX:
         return f"more than {MAX_INDEX} rows, or elements of a row: {call.rows} x {call.vocab}"
-    if call.op == "sample":
-        return "no kernel for sample: its filters search a row that is on chip, and these kernels keep none there"
-    if call.op == "topk" and (reason := _unsupported_topk(call)) is not None:
-        return reason
-    return missing()
-
-
-def _unsupported_topk(call: Call) -> str | None:
-    """Says why the kernels of top-k do not take a call of it; None if they do."""
-    if call.inner != 1:
-        return "the row is not contiguous: its axes are not the last ones"
-    if call.k is None or not 1 <= call.k <= MAX_K:
-        return f"k={call.k} is not from 1 to {MAX_K}"
-    if plan_topk(call.rows, call.vocab, call.k, call.dtype).parts > MAX_PARTS:
-        return f"k={call.k} of a row of {call.vocab}: more than {MAX_PARTS} parts"
     return None
 
 
 @functools.cache
 def missing() -> str | None:
-    """Says why jax-triton cannot be used in this Python environment; None if it can."""
+    """Returns why jax-triton cannot be used in this Python environment; None if it can."""
     cuda = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
     return incompatible(
         _installed_version("jax-triton"), _installed_version("triton"), sys.version_info[:2], cuda
@@ -73,7 +57,7 @@ def missing() -> str | None:
 def incompatible(
     jax_triton: str | None, triton: str | None, python: tuple[int, int], cuda: bool
 ) -> str | None:
-    """Says why versions do not work together; None if they do.
+    """Returns why versions do not work together; None if they do.
 
     jax-triton 0.3.1 lowers with triton 3.6 to 3.9, and 0.4.1 with triton 3.7 to 3.9, both with jax 0.10.2 to
     0.12.0.1.

@@ -1,0 +1,84 @@
+"""The operations on a projection as Mosaic GPU kernels, on arrays of any size."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
+from pallas_softmax._src.gpu import checks
+from pallas_softmax._src.linear.chunks import operations_of
+from pallas_softmax._src.linear.losses import Head, Tokens
+from pallas_softmax._src.linear.pieces import pieces
+from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
+
+HOPPER = 9  # major compute capability of the GPUs that have wgmma
+
+
+def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
+    """Returns None, since each chunk of rows is planned by itself, or why the kernels cannot run the call."""
+    if (reason := checks.unsupported(call, capability)) is not None:
+        return Refusal(reason)
+    if capability[0] != HOPPER:
+        return Refusal(
+            f"the matrix product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+        )
+    if jnp.dtype(call.dtype).itemsize != 2:
+        return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
+    if 0 in (call.rows, call.vocab, call.depth):
+        return Refusal("an array is empty")
+    # Most of a tile would be idle. With 1 or 2 columns, gradients are also wrong on a GPU, for an unknown reason; see
+    # `test_few_columns` and `test_one_column`.
+    if call.vocab < TILE_N:
+        return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
+    return None
+
+
+def operations(interpret: Any = None) -> dict[str, Callable]:
+    """Returns the operations of a projection; `interpret` as for `pallas_call`."""
+    return {
+        name: functools.partial(_on_whole_atoms, operation, name)
+        for name, operation in operations_of(pieces(interpret)).items()
+    }
+
+
+def _on_whole_atoms(
+    operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
+):
+    """Runs an operation on arrays of whole swizzle atoms, to which x and w are copied if need be.
+
+    w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
+    """
+    (n, depth), vocab = x.shape, head.vocab(w)
+    rows = rounded_up(n, ATOM_ROWS)
+    deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
+    if (rows, deep, wide) == (n, depth, vocab):
+        return operation(x, w, bias, tokens, *of_rows, head=head, **static)
+
+    def extended(a, *shape: int):
+        return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape, strict=True)])
+
+    w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
+    temperature = tokens.temperature
+    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))  # new rows have weight 0
+    if temperature is not None:  # they must not divide by 0
+        tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
+    bias = None if bias is None else extended(bias, wide)
+    head = dataclasses.replace(head, columns=vocab)
+    results = operation(extended(x, rows, deep), w, bias, tokens, *of_rows, head=head, **static)
+    if name == "projection":
+        return jax.tree.map(lambda a: a[:n], results)
+    *statistics, dx, dw, dbias = results
+    dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
+    dbias = None if dbias is None else dbias[:vocab]
+    return *jax.tree.map(lambda a: a[:n], statistics), dx[:n, :depth], dw, dbias
+
+
+def _kernel(function: Callable) -> Kernel:
+    return Kernel(plan, lambda plan, *arrays, **static: function(*arrays, **static))
+
+
+KERNELS = {name: _kernel(function) for name, function in operations().items()}

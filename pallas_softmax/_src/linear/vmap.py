@@ -1,0 +1,66 @@
+"""The way of a projection to its kernel begins here: a batch of `jax.vmap` becomes more tokens, or a loop."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.linear.mesh import over_mesh
+from pallas_softmax._src.linear.operation import PROJECTION
+
+
+def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
+    """Runs an operation on a projection, x @ w.
+
+    Under a vmap whose slices share w and bias, one call with more tokens computes the statistics of all slices. All
+    other operations run slice by slice, because each slice has its own dw.
+
+    Args:
+      choice: the call and its implementations.
+      *arrays: x, w, bias, and arrays with one number per token.
+      **static: the other arguments.
+
+    Raises:
+      NotImplementedError: a named implementation does not support the call.
+    """
+    choice.required_cuda()
+
+    @custom_vmap
+    def call(*arrays):
+        return over_mesh(choice, arrays, static)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *arrays):
+        x, w, bias, *per_token = arrays
+        x_batched, w_batched, bias_batched, *per_token_batched = in_batched
+        if choice.call.op is PROJECTION and not any(jax.tree.leaves((w_batched, bias_batched))):
+            x, *per_token = jax.tree.map(
+                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
+                [x, *per_token],
+                [x_batched, *per_token_batched],
+            )
+            out = call(x, w, bias, *per_token)
+        else:
+            leaves, tree = jax.tree.flatten(arrays)
+            batched = jax.tree.leaves(in_batched)
+
+            def one(moving):
+                slices = iter(moving)
+                return call(*tree.unflatten([next(slices) if b else a for a, b in zip(leaves, batched)]))
+
+            out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
+        return out, jax.tree.map(lambda _: True, out)
+
+    once = jax.custom_jvp(call)
+
+    @once.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "linear_cross_entropy, linear_log_probs and linear_logsumexp have first derivatives only; for second ones"
+            " write the logits out, with pallas_softmax.logsumexp"
+        )
+
+    return once(*arrays)

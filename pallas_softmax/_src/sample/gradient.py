@@ -1,0 +1,50 @@
+"""The derivatives of the log-probability of a draw, in plain JAX."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax._src.masks import logits_of
+from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tangent
+
+
+def sample_grad(residuals, where, g, *, mesh_axes=()):
+    """Returns the gradients of log_probs of a draw: those of `topk` with log=True and the drawn index as its winner.
+
+    Args:
+      residuals: logits, temperature, the drawn index in the whole row, and its log-probability.
+      where: the mask.
+      g: the cotangent of log_probs.
+      mesh_axes: the mesh axes that a row is spread over.
+
+    Returns:
+      The derivatives in the logits and in the temperature; 0 where the temperature is 0.
+    """
+    g = jnp.where(residuals[1] == 0, 0, g)
+    residuals = _drawn_as_winner(residuals, where, mesh_axes)
+    return topk_grad(residuals, where, g, jnp.zeros_like(g), log=True, mesh_axes=mesh_axes)
+
+
+def sample_tangent(residuals, where, dx, dt, *, mesh_axes=()):
+    """Returns the tangent of log_probs of a draw: the transpose of `sample_grad`."""
+    winner = _drawn_as_winner(residuals, where, mesh_axes)
+    dlog_probs, _ = topk_tangent(winner, where, dx, dt, log=True, mesh_axes=mesh_axes)
+    return jnp.where(residuals[1] == 0, 0, dlog_probs)
+
+
+def _drawn_as_winner(residuals, where, mesh_axes):
+    """Returns the residuals of `topk_grad` for a draw; m is the drawn logit, so that d is exp(-log_probs).
+
+    Below e^-60 m is larger, so that neither d nor exp((x - m) / temperature) overflows.
+    """
+    logits, temperature, index, log_probs = residuals
+    x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
+    temperature = jnp.where(temperature == 0, 1, temperature)
+    if mesh_axes:
+        in_shard, own = indices_in_shard(index, logits.shape[-1], mesh_axes)
+        at_index = jnp.take_along_axis(x, in_shard, -1, mode="fill", fill_value=0)
+        drawn = lax.psum(jnp.where(own, at_index, 0), mesh_axes)
+    else:
+        drawn = jnp.take_along_axis(x, jnp.maximum(index, 0), -1)  # -1: no draw, and log_probs is NaN
+    excess = jnp.maximum(-log_probs - 60, 0)
+    return logits, temperature, drawn + temperature * excess, jnp.exp(-log_probs - excess), index

@@ -1,0 +1,18 @@
+"""Masks as arguments of Triton kernels."""
+
+import jax
+
+from pallas_softmax._src.folding import Mask
+
+
+def mask_arguments(mask: Mask | None, x: jax.Array) -> tuple[jax.Array, dict]:
+    """Returns the array and the constants that tell a kernel which elements count.
+
+    Without a mask the array is x, which the kernel does not read as a mask. WHERE is None without a mask, "row" if
+    the mask has an element for each element of a row, and "one" if it has one for the whole row; MASK says which row
+    of the mask belongs to a row (`folding.MaskRows`).
+    """
+    if mask is None:
+        return x, {"WHERE": None, "MASK": ()}
+    along_row = mask.array.shape[1] > 1
+    return mask.array, {"WHERE": "row" if along_row else "one", "MASK": mask.row.terms}
