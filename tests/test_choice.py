@@ -10,11 +10,11 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src import target
-from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, _better_by_xla, _recorder, choose
+from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, _recorder, choose
 from pallas_softmax._src.dispatch.operation import Call, Choice
-from pallas_softmax._src.gpu import support
+from pallas_softmax._src.softmax.operation import SOFTMAX
 from tests.support import oracle
-from tests.support.calls import DTYPES, device, named, topk
+from tests.support.calls import DTYPES, OPERATIONS, device, named, refusal, slower, topk
 from tests.support.covering import first, slow
 
 X = jax.ShapeDtypeStruct((128, 16384), jnp.float32)
@@ -25,7 +25,9 @@ OPS = (*oracle.OPERATIONS, "topk")
 
 def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
     function = "fused_topk" if op == "topk" else op
-    return Call(op, dtype, rows, vocab, function=function, **({"k": 5 if op == "topk" else None} | kwargs))
+    return Call(
+        OPERATIONS[op], dtype, rows, vocab, function=function, **({"k": 5 if op == "topk" else None} | kwargs)
+    )
 
 
 # --- What the kernels take ----------------------------------------------------------------------------
@@ -59,8 +61,8 @@ UNSUPPORTED = {
 def test_the_reason_names_what_is_unsupported(case):
     changes, capability, reason = UNSUPPORTED[case]
     given = call(**changes)
-    assert support.unsupported(call(op=given.op), HOPPER) is None
-    got = support.unsupported(given, capability)
+    assert refusal("mosaic_gpu", call(op=given.op), HOPPER) is None
+    got = refusal("mosaic_gpu", given, capability)
     assert got is not None
     assert re.search(reason, got), got
 
@@ -69,7 +71,7 @@ def test_the_reason_names_what_is_unsupported(case):
 def test_supported(op):
     shapes = (1, 8), (128, 4096), (2**31, 1000)
     for dtype, capability, (rows, vocab) in itertools.product(DTYPES, CAPABILITIES, shapes):
-        assert support.unsupported(call(op, dtype, rows, vocab), capability) is None
+        assert refusal("mosaic_gpu", call(op, dtype, rows, vocab), capability) is None
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -81,14 +83,14 @@ def test_every_length_and_alignment_is_supported(op):
             dict(masked=True),
             dict(k=min(vocab, 2048)) if op == "topk" else dict(inner=None),
         ):
-            assert support.unsupported(call(op, dtype, rows, vocab, **more), HOPPER) is None
+            assert refusal("mosaic_gpu", call(op, dtype, rows, vocab, **more), HOPPER) is None
 
 
 def test_slower():
     """Supported, but left to XLA unless the kernel is named."""
-    assert "transposed" in support.slower(call(inner=None))
-    assert "float32 rows" in _better_by_xla(call(vocab=4096))
-    assert "single float32 row" in support.slower(call("topk", rows=1, vocab=128256, k=1025))
+    assert "transposed" in slower("mosaic_gpu", call(inner=None))
+    assert "float32 rows" in SOFTMAX.better_by_xla(call(vocab=4096))
+    assert "single float32 row" in slower("mosaic_gpu", call("topk", rows=1, vocab=128256, k=1025))
     for kernel in (
         call(),
         call("softmax_grad", rows=1, vocab=1_000_000),
@@ -101,7 +103,7 @@ def test_slower():
         call("topk", "bfloat16", rows=1, vocab=128256, k=2048),
         call("topk", rows=2, vocab=128256, k=2048),
     ):
-        assert support.slower(kernel) is None and _better_by_xla(kernel) is None
+        assert slower("mosaic_gpu", kernel) is None and kernel.operation.better_by_xla(kernel) is None
 
 
 # --- choose -------------------------------------------------------------------------------------------
@@ -118,7 +120,10 @@ def test_what_is_slower_must_be_named(changes):
     slow = call(**changes)
     choice = choose(slow, None)
     assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
-    assert choice.reasons[0] == ("mosaic_gpu", _better_by_xla(slow) or support.slower(slow))
+    assert choice.reasons[0] == (
+        "mosaic_gpu",
+        slow.operation.better_by_xla(slow) or slower("mosaic_gpu", slow),
+    )
     assert choose(slow, "mosaic_gpu") == Choice(slow, "mosaic_gpu", None, requested="mosaic_gpu")
 
 

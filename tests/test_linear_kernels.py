@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
-from pallas_softmax._src.linear import pieces, plan, product
+from pallas_softmax._src.linear import mosaic_gpu, pieces, plan, product
 from pallas_softmax._src.linear.losses import Head, Tokens, coefficients
 from tests.support import linear
 from tests.support.covering import first
@@ -161,7 +161,7 @@ NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keyw
 )
 def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options, monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
-    operations = pieces.operations(INTERPRET)
+    operations = mosaic_gpu.operations(INTERPRET)
     linear.assert_operations(
         operations,
         *(n, depth, vocab, dtype),
@@ -208,7 +208,7 @@ def test_interpreted_labels_of_other_shards(monkeypatch):
     monkeypatch.setattr(product, "CTAS", 2)
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)
-    projection = pieces.operations(INTERPRET)["projection"]
+    projection = mosaic_gpu.operations(INTERPRET)["projection"]
     found = projection(x, w, None, Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
     z, _ = linear.logits(x, w)
     np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.dispatch import xla
 from pallas_softmax._src.topk import plan as topk_plan
+from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW

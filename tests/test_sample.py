@@ -11,7 +11,7 @@ from jax import export, lax
 
 import pallas_softmax as ps
 from pallas_softmax import Sample, sample
-from pallas_softmax._src.dispatch import xla
+from pallas_softmax._src.sample import gradient, xla
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
@@ -31,7 +31,7 @@ def assert_equal(got, want):
 @jax.jit
 def operation(x, where, *parameters):
     """The operation with a given u, which the public function draws."""
-    results = xla.functions["sample"](x, where, *(None if a is None else a[..., None] for a in parameters))
+    results = xla.sample(x, where, *(None if a is None else a[..., None] for a in parameters))
     return [a[..., 0] for a in results]
 
 
@@ -374,9 +374,9 @@ def test_gradient_of_an_improbable_draw():
     """u = 0 draws the first entry with mass, however improbable: nothing overflows on the way to its gradient."""
     x, t = jnp.array([[0.0, 85.0, 85.0]]), jnp.ones((1, 1))
     u = jnp.zeros((1, 1))
-    index, log_probs, _ = xla.functions["sample"](x, None, u, t, None, None, None)
+    index, log_probs, _ = xla.sample(x, None, u, t, None, None, None)
     assert index[0, 0] == 0 and log_probs[0, 0] < -85
-    dx, dt = xla.functions["sample_grad"]((x, t, index, log_probs), None, jnp.ones((1, 1)))
+    dx, dt = gradient.sample_grad((x, t, index, log_probs), None, jnp.ones((1, 1)))
     np.testing.assert_allclose(dx, [[1, -0.5, -0.5]], rtol=1e-5)
     np.testing.assert_allclose(dt, [[85]], rtol=1e-5)
 

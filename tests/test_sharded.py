@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax import online
-from pallas_softmax._src.dispatch import collectives as exchange
 from pallas_softmax._src.dispatch import finer_mesh as decode
+from pallas_softmax._src.topk import mesh as topk_mesh
 from tests.programs import sharded_checks
 from tests.programs.sharded_checks import CHECKS, OPS, SLOW, TOPK
 from tests.support.covering import cover, slow
@@ -101,7 +101,7 @@ def test_on_gpus(name, implementation, monkeypatch):
 def test_float16_is_widened_in_order():
     """Of every bit pattern, the NaNs too: on a GPU their sign would be lost."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    wide = exchange._widen(jax.numpy.asarray(x))
+    wide = topk_mesh._widen(jax.numpy.asarray(x))
     order = np.argsort(np.asarray(online.sort_key(jax.numpy.asarray(x))), kind="stable")
     assert (np.diff(np.asarray(online.sort_key(wide), np.int64)[order]) > 0).all()
     np.testing.assert_array_equal(wide, x.astype(np.float32))

@@ -1,4 +1,4 @@
-"""The package's files: imports without circles, downwards only, by name; operations that the table lists."""
+"""The package's files: imports without circles, downwards only, by name; and what its operations must have."""
 
 import ast
 import functools
@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 import pallas_softmax
-from pallas_softmax._src.dispatch import table as operations
-from pallas_softmax._src.dispatch import xla
-from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS
-from pallas_softmax._src.dispatch.load import load
+from tests.support.calls import OPERATIONS
 
 ROOT = Path(pallas_softmax.__file__).parent
 PACKAGE = pallas_softmax.__name__
@@ -19,26 +16,12 @@ PACKAGE = pallas_softmax.__name__
 # files in it that are not named themselves.
 LAYERS = (
     ("__init__",),
-    ("softmax", "topk", "sample", "linear", "paper"),
-    ("temperature",),
-    ("arguments", "derivatives"),
-    ("eager",),
-    ("execution",),
-    ("sharding",),
-    ("platforms",),
-    ("choice",),
-    ("implementations.__init__", "implementations.load"),
-    ("implementations.mosaic_gpu.__init__", "implementations.mosaic_gpu.implementation"),
-    ("implementations.triton.__init__", "implementations.triton.implementation"),
-    ("implementations.mosaic_gpu", "implementations.triton", "implementations.xla"),
-    ("implementations.xla_projection",),
-    ("implementations.projection",),
-    ("implementations.mosaic_gpu.device",),
-    ("implementations.folding", "implementations.xla_sample"),
-    ("projection",),
-    ("online", "refusal", "varying", "target", "compiled"),
-    ("call",),
-    ("operations",),
+    ("_src.linear", "_src.sample", "_src.softmax", "_src.topk", "paper"),
+    ("_src.arguments",),
+    ("_src.triton", "_src.gpu"),
+    ("_src.dispatch",),
+    ("_src.folding", "_src.masks"),
+    ("online", "_src.target", "_src.__init__"),
 )
 
 
@@ -121,18 +104,25 @@ def test_imports_are_not_by_string():
     assert by_string == []
 
 
-def test_every_operation_has_a_plain_function():
-    assert set(xla.functions) == set(operations.TABLE)
+def test_private_modules_are_not_in_sight():
+    """`dir` lists the public names only."""
+    shown = {name for name in dir(pallas_softmax) if not name.startswith("_")}
+    assert shown == set(pallas_softmax.__all__)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_implementations_have_operations_of_the_table(name):
-    assert set(load(name).functions) <= set(operations.TABLE)
+def test_dispatch_imports_no_operation():
+    folders = {"softmax", "topk", "sample", "linear", "gpu", "triton"}
+    for module in FILES:
+        if module.startswith(f"{PACKAGE}._src.dispatch."):
+            assert not folders & {
+                imported.split(".")[2] for imported in imports(module) if "._src." in imported
+            }
 
 
-def test_operations_name_operations():
-    for operation in operations.TABLE.values():
-        for named in (operation.gradient, operation.tangent, operation.on_shard):
-            assert named is None or named in operations.TABLE
-        if operation.gradient is not None:
-            assert operations.TABLE[operation.gradient].is_gradient
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
+def test_operations_are_complete(operation):
+    """Each kernel can be imported, and a gradient is a gradient."""
+    for load in operation.kernels.values():
+        assert callable(load().plan) and callable(load().run)
+    if operation.gradient is not None:
+        assert operation.gradient.is_gradient and operation.tangent is not None and operation.save is not None

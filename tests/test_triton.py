@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch.choose import choose
 from pallas_softmax._src.dispatch.operation import Call
+from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton import plan as triton_plan
-from pallas_softmax._src.triton import support as triton_support
 from pallas_softmax._src.triton.plan import Block, Slabs
 from tests.support import oracle
-from tests.support.calls import DTYPES, FREE, device, lengths, named, topk
+from tests.support.calls import DTYPES, FREE, OPERATIONS, device, lengths, named, refusal, topk
 
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
@@ -33,11 +33,13 @@ X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
 
 @pytest.fixture
 def works(monkeypatch):
-    monkeypatch.setattr(triton_support, "missing", lambda: None)
+    monkeypatch.setattr(checks, "missing", lambda: None)
 
 
 def call(op="softmax", dtype="float32", rows=100, vocab=16384, **kwargs):
-    return Call(op, dtype, rows, vocab, function=op, **({"k": 5 if op == "topk" else None} | kwargs))
+    return Call(
+        OPERATIONS[op], dtype, rows, vocab, function=op, **({"k": 5 if op == "topk" else None} | kwargs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,11 +106,11 @@ def test_unsupported(works):
         (dict(op="topk", k=129, dtype="bfloat16", vocab=2**31 - 2**20), "more than 65535 parts"),
     ):
         given = call(**(dict(rows=100, vocab=1000, k=None) | changes))
-        assert reason in triton_support.unsupported(given, (8, 0))
-    assert "not 7.5" in triton_support.unsupported(call(), (7, 5))
+        assert reason in refusal("triton", given, (8, 0))
+    assert "not 7.5" in refusal("triton", call(), (7, 5))
     for dtype in DTYPES:
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
-            assert triton_support.unsupported(call(dtype=dtype, rows=2**24, vocab=2**24), capability) is None
+            assert refusal("triton", call(dtype=dtype, rows=2**24, vocab=2**24), capability) is None
 
 
 # --- Without jax-triton, or with one that does not fit -----------------------------------------------
@@ -134,7 +136,7 @@ VERSIONS = {
 
 @pytest.mark.parametrize("versions", VERSIONS, ids=str)
 def test_incompatible_versions(versions):
-    got, reason = triton_support.incompatible(*versions), VERSIONS[versions]
+    got, reason = checks.incompatible(*versions), VERSIONS[versions]
     assert got is None if reason is None else re.match(f".*{reason}", got)
 
 
@@ -149,7 +151,7 @@ def without(monkeypatch):
         return "3.6.0" if name == "triton" else version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", lacking)
-    monkeypatch.setattr(triton_support, "missing", triton_support.missing.__wrapped__)
+    monkeypatch.setattr(checks, "missing", checks.missing.__wrapped__)
 
 
 def test_without_jax_triton(without):
@@ -171,12 +173,13 @@ def test_triton_is_imported_with_the_first_kernel():
 import sys
 sys.modules["triton"] = sys.modules["jax_triton"] = None  # cannot be imported
 import jax
-from pallas_softmax.call import Call
-from pallas_softmax.choice import choose
+from pallas_softmax._src.dispatch.operation import Call
+from pallas_softmax._src.dispatch.choose import choose
+from pallas_softmax._src.softmax.operation import SOFTMAX
 from tests.support.calls import device
 with device("NVIDIA A100-SXM4-80GB"):
-    print(choose(Call("softmax", "float32", 100, 16384, function="softmax"), None))
-import pallas_softmax._src.triton.implementation
+    print(choose(Call(SOFTMAX, "float32", 100, 16384, function="softmax"), None))
+import pallas_softmax._src.softmax.triton, pallas_softmax._src.topk.triton
 """
     root = Path(__file__).parents[1]
     done = subprocess.run(

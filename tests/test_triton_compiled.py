@@ -21,11 +21,10 @@ import pytest
 from jax import export
 
 import pallas_softmax as ps
-from pallas_softmax._src.triton import implementation
+from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton import plan as triton_plan
-from pallas_softmax._src.triton import support as triton_support
 from pallas_softmax._src.triton.launch import launch_p
-from tests.support import oracle
+from tests.support import oracle, triton_kernels
 from tests.support.calls import device, named, topk
 
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
@@ -64,7 +63,7 @@ def launches_of(op, rows, v, dtype="float32", mask=None, plan=None):
     x, where = array(rows, v, dtype=dtype), None if mask is None else array(*mask, dtype="bool")
     arrays = [x] * (2 if op in oracle.BACKWARD else 1)
     return launches(
-        lambda where, *arrays: implementation.softmax_rows(op, arrays, where, (1,), plan), where, *arrays
+        lambda where, *arrays: triton_kernels.softmax_rows(op, arrays, where, (1,), plan), where, *arrays
     )
 
 
@@ -73,7 +72,7 @@ def launches_of_topk(rows, v, k, dtype="float32", mask=None, log=False, plan=Non
     x, where = array(rows, v, dtype=dtype), None if mask is None else array(*mask, dtype="bool")
 
     def f(x, where, t):
-        return implementation.topk(x, where, t, k=k, log=log, dtype=jnp.float32, plan=plan)
+        return triton_kernels.topk(x, where, t, k=k, log=log, dtype=jnp.float32, plan=plan)
 
     return launches(f, x, where, array(1, 1))
 
@@ -269,7 +268,7 @@ def calls(monkeypatch):
             del sys.modules[name]
 
     monkeypatch.setattr(jax._src.lib, "gpu_triton", plugin, raising=False)
-    monkeypatch.setattr(triton_support, "missing", lambda: None)
+    monkeypatch.setattr(checks, "missing", lambda: None)
     forget()
     yield made
     forget()
@@ -408,7 +407,7 @@ def test_the_cache_directory_of_triton_stays(before, calls, monkeypatch):
 )
 def test_explained(kind, chosen, monkeypatch):
     """The chosen kernels are traced; test_triton.py has the choices of other calls."""
-    monkeypatch.setattr(triton_support, "missing", lambda: None)
+    monkeypatch.setattr(checks, "missing", lambda: None)
     with device(kind):
         choices = [ps.explain(f, X)[0] for f in (ps.softmax, ps.log_softmax, topk)]
     for choice in choices:
@@ -417,7 +416,7 @@ def test_explained(kind, chosen, monkeypatch):
 
 
 def test_for_the_cpu_it_is_refused(monkeypatch):
-    monkeypatch.setattr(triton_support, "missing", lambda: None)
+    monkeypatch.setattr(checks, "missing", lambda: None)
     with device(A100):
         with pytest.raises(NotImplementedError, match="implementation='triton'.*lowered for cpu"):
             lowered(named(ps.softmax, "triton"), X, platform="cpu")

@@ -21,11 +21,11 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_softmax import online
-from pallas_softmax._src.triton import implementation, language
+from pallas_softmax._src.triton import language
 from pallas_softmax._src.triton import plan as triton_plan
 from pallas_softmax._src.triton.launch import launch, launch_p
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
-from tests.support import bounds, cases, oracle
+from tests.support import bounds, cases, oracle, triton_kernels
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -173,7 +173,7 @@ def check(op, x, names, where=None, plan=None):
         arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
         mask = jnp.asarray(where)
     axes = (x.ndim - 1,)
-    out = implementation.softmax_rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
+    out = triton_kernels.softmax_rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
     y = out[0].astype(x.dtype) if op == "logsumexp" else out
     bounds.assert_operation(op, y, arrays, names, where)
     if op == "logsumexp":
@@ -241,7 +241,9 @@ def test_axes(axes):
     rng = np.random.default_rng(4)
     y, dy = rng.standard_normal((2, 20, 3, 10)).astype(F32)
     where = rng.random((1, 3, 10)) < 0.7
-    got = implementation.softmax_grad((jnp.asarray(y),), jnp.asarray(where), jnp.asarray(dy), axes=axes)
+    got = triton_kernels.softmax_rows(
+        "softmax_grad", (jnp.asarray(y), jnp.asarray(dy)), jnp.asarray(where), axes
+    )
     moved = [
         np.moveaxis(np.broadcast_to(a, y.shape), axes, range(-len(axes), 0)) for a in (y, dy, where, got)
     ]
@@ -258,7 +260,7 @@ def assert_topk(x, k, names, plan=None, where=None, temperature=ONE, log=False, 
     """Compares indices exactly, values within bounds, and m and d where they are numbers."""
     mask = None if where is None else jnp.asarray(where)
     t = temperature.reshape(*x.shape[:-1], 1) if temperature.size > 1 else temperature.reshape((1,) * x.ndim)
-    got, (m, d) = implementation.topk(
+    got, (m, d) = triton_kernels.topk(
         jnp.asarray(x), mask, jnp.asarray(t), k=k, log=log, dtype=jnp.dtype(dtype), plan=plan
     )
     assert got.values.shape == got.indices.shape == (*x.shape[:-1], k)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from pallas_softmax._src.linear import pieces
+from pallas_softmax._src.linear import mosaic_gpu
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import linear
 from tests.support.gpu import run_under
@@ -55,7 +55,7 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
 )
 def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, options):
     linear.assert_operations(
-        pieces.operations(),
+        mosaic_gpu.operations(),
         *(n, depth, vocab, dtype),
         options={"transpose_w": transpose_w, **options},
         bias=bias,
@@ -71,7 +71,7 @@ def test_few_columns(vocab):
     With 1 or 2 columns gradients are wrong on a GPU, which is not understood; `support` takes no fewer than 256.
     """
     linear.assert_operations(
-        pieces.operations(),
+        mosaic_gpu.operations(),
         *(257, 64, vocab, "bfloat16"),
         options={"transpose_w": True, "z_loss": 0.1},
         bias=True,
@@ -88,7 +88,7 @@ def test_one_column():
     """
     x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
-    run = {name: jax.jit(functools.partial(f, **static)) for name, f in pieces.operations().items()}
+    run = {name: jax.jit(functools.partial(f, **static)) for name, f in mosaic_gpu.operations().items()}
     found = run["projection"](x, w, bias, Tokens(labels))
     together, *_ = run["projection_with_grad"](x, w, bias, Tokens(labels), jnp.ones(257))
     z, _ = linear.logits(x, w, bias=bias, transpose_w=True)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.triton import implementation as triton
 from pallas_softmax._src.triton import plan as triton_plan
 from tests.support import bounds, cases, oracle
+from tests.support import triton_kernels as triton
 from tests.support.cases import BF16, F32
 from tests.support.gpu import THREADS, only_triton
 

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pallas_softmax._src.triton.support import missing
 
 from pallas_softmax import paper
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.linear.plan import plan_projection
-from pallas_softmax._src.triton import implementation as triton
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
-from pallas_softmax._src.triton.support import missing
 from tests.support import bounds, cases, kernels, linear, oracle
+from tests.support import triton_kernels as triton
 from tests.support.kernels import Parts, Strips, Tile, Window
 
 TWO = ("softmax", "softmax_grad")  # where the others would do no more

@@ -9,6 +9,7 @@ paper_checks     what the paper's seven algorithms must return
 covering         few combinations of parameters that have every pair of values; which are of the fast set
 calls            calls whose choice and plans are tested for mosaic_gpu and for triton
 kernels          the kernels of mosaic_gpu with a given plan, in the interpreter or on a GPU
+triton_kernels   the kernels of triton with a given plan
 gpu              the public functions on a GPU with the kernel named, and how their results are judged
 lowering         functions lowered for a platform, and the kernels in the text
 ptx              runs the text of inline PTX in Python

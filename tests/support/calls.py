@@ -6,6 +6,16 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_softmax as ps
+from pallas_softmax._src.dispatch.operation import Refusal
+from pallas_softmax._src.sample.operation import SAMPLE
+from pallas_softmax._src.softmax.operation import (
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_GRAD,
+    LOGSUMEXP,
+    SOFTMAX,
+    SOFTMAX_GRAD,
+)
+from pallas_softmax._src.topk.operation import MERGE, TOPK, TOPK_GRAD
 
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = settings(max_examples=200, deadline=None, derandomize=True)
@@ -26,3 +36,30 @@ def device(kind):
     """Returns a context in which JAX lowers for this kind of GPU, which need not exist."""
     gpu = AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        SOFTMAX,
+        SOFTMAX_GRAD,
+        LOG_SOFTMAX,
+        LOG_SOFTMAX_GRAD,
+        LOGSUMEXP,
+        TOPK,
+        TOPK_GRAD,
+        MERGE,
+        SAMPLE,
+    )
+}
+
+
+def refusal(implementation, call, capability):
+    """Returns why the implementation refuses the call; None if it has a plan."""
+    plan = call.operation.kernels[implementation]().plan(call, capability)
+    return plan.reason if isinstance(plan, Refusal) else None
+
+
+def slower(implementation, call):
+    """Returns why XLA is faster than the implementation; None if it is not."""
+    return call.operation.kernels[implementation]().slower(call)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton import plan as triton_plan
-from pallas_softmax._src.triton import support as triton_support
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, F32
 
@@ -32,7 +32,7 @@ def unavailable(implementation):
     found, least = gpus[0].compute_capability, CAPABILITY[implementation]
     if float(found) < least:
         return f"compute capability {found}, {implementation} needs {least}"
-    return triton_support.missing() if implementation == "triton" else None
+    return checks.missing() if implementation == "triton" else None
 
 
 SIDE_BY_SIDE = set()

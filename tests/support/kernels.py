@@ -9,7 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_softmax._src import folding
+from pallas_softmax._src import folding, target
+from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
 from pallas_softmax._src.sample import kernel as sample_kernel
@@ -38,6 +39,7 @@ from pallas_softmax._src.topk import tile_grad_kernel as grad_kernel
 from pallas_softmax._src.topk import tile_kernel as topk_tile_kernel
 from pallas_softmax._src.topk.plan import Window
 from tests.support import bounds, cases, oracle
+from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 
 try:
@@ -63,7 +65,10 @@ def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=I
     axes = tuple(a % arrays[0].ndim for a in axes)
     arrays = [jnp.asarray(a) for a in arrays]
     where = None if where is None else jnp.asarray(where)
-    return softmax_kernels.softmax_rows(name, arrays, where, axes, plan=plan, interpret=interpret)
+    if plan is None:
+        call = describe(OPERATIONS[name], arrays[0], axes, where, function=name)
+        plan = softmax_kernels.plan(call, target.capability())
+    return softmax_kernels.softmax_rows(name, arrays, where, axes, plan, interpret=interpret)
 
 
 def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):

@@ -49,9 +49,9 @@ def choose_again(call: Call, implementation: str | None) -> Choice:
     """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
     on_shard = call
     if call.mesh_axes:
-        if call.op.on_shard is None:  # plain JAX, with sums over the mesh
+        if call.operation.on_shard is None:  # plain JAX, with sums over the mesh
             return Choice(call, "xla", "xla", requested=implementation)
-        on_shard = call.of(call.op.on_shard)
+        on_shard = call.of(call.operation.on_shard)
     reasons = []
     cuda = plan = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
@@ -89,12 +89,12 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return Refusal(call.objection)
     if folds_constants():
         return Refusal("JAX cannot trace a kernel inside jax.ensure_compile_time_eval")
-    if name not in call.op.kernels:
-        return Refusal(f"no kernel for {call.op.name}")
-    kernel = call.op.kernels[name]()
+    if name not in call.operation.kernels:
+        return Refusal(f"no kernel for {call.op}")
+    kernel = call.operation.kernels[name]()
     plan = kernel.plan(call, target.capability())
     if automatic and not isinstance(plan, Refusal):
-        reason = call.op.better_by_xla(call) or kernel.slower(call)
+        reason = call.operation.better_by_xla(call) or kernel.slower(call)
         return plan if reason is None else Refusal(reason)
     return plan
 
@@ -109,7 +109,7 @@ def stays_plain(choice: Choice) -> bool:
     if choice.requested is not None:
         return choice.requested == "xla"
     call = choice.call
-    is_better = call.op.better_by_xla(call) is not None
+    is_better = call.operation.better_by_xla(call) is not None
     return call.objection is not None or call.dtype not in KERNEL_DTYPES or is_better
 
 

@@ -61,7 +61,7 @@ def choose_all(
       own: static arguments of the operation that its derivatives do not take.
       **shared: the other ones.
     """
-    operation = call.op
+    operation = call.operation
     assert operation.gradient is not None and operation.tangent is not None
     forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
     chosen = choose(forward, implementation)

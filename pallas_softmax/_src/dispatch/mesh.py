@@ -39,7 +39,7 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
       arrays: the positional arguments of the operation, of one rank; the first has the full shape.
       keywords: its static arguments.
     """
-    operation = choice.call.op
+    operation = choice.call.operation
     if choice.call.mesh_axes:
         return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
     leaves = jax.tree.leaves(arrays)
@@ -66,7 +66,7 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
       mesh_axes: the mesh axes that a row is spread over, () if rows are whole. A row's shards lie in the order of
         `lax.axis_index`.
     """
-    operation = choice.call.op
+    operation = choice.call.operation
     if not mesh_axes:
         return run_shard(choice, operation, arrays, keywords)
     if operation.on_mesh is None:
@@ -150,7 +150,7 @@ class _DimensionsOfRows:
     @staticmethod
     def of(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> "_DimensionsOfRows":
         """Returns the dimensions of the arguments and results of a call."""
-        operation = choice.call.op
+        operation = choice.call.operation
         shape = jax.tree.leaves(arrays)[0].shape
         axes = row_axes(arrays, keywords)
         results = result_shapes(operation, arrays, keywords)

@@ -104,7 +104,7 @@ class Call:
     """One operation over `rows` rows of `vocab` elements: all that the choice of an implementation depends on.
 
     Attributes:
-      op: the operation.
+      operation: the operation.
       dtype: the name of the logits' dtype.
       rows: the number of rows.
       vocab: the number of elements of a row, or of one device's shard of a row that is spread over a mesh.
@@ -118,7 +118,7 @@ class Call:
       function: the public function that the user called, for messages.
     """
 
-    op: Operation
+    operation: Operation
     dtype: str
     rows: int
     vocab: int
@@ -130,9 +130,14 @@ class Call:
     depth: int | None = None
     function: str = dataclasses.field(kw_only=True)
 
-    def of(self, op: Operation) -> "Call":
+    @property
+    def op(self) -> str:
+        """The name of the operation."""
+        return self.operation.name
+
+    def of(self, operation: Operation) -> "Call":
         """Returns the call of another operation on the same rows."""
-        return dataclasses.replace(self, op=op)
+        return dataclasses.replace(self, operation=operation)
 
     def __str__(self) -> str:
         k = "" if self.k is None else f", k={self.k}"
@@ -140,11 +145,11 @@ class Call:
         logits = f"[{self.rows}, {self.vocab}]"
         if self.depth is not None:
             logits = f"[{self.rows}, {self.depth}] @ [{self.depth}, {self.vocab}]"
-        return f"{self.op.name} {self.dtype}{logits}{k}{over}"
+        return f"{self.op} {self.dtype}{logits}{k}{over}"
 
 
 def describe(
-    op: Operation,
+    operation: Operation,
     x: jax.Array,
     axes: tuple[int, ...],
     where: jax.Array | None,
@@ -156,7 +161,7 @@ def describe(
     """Returns the `Call` of an operation on the rows of `x` along `axes`, for a user's call of `function`."""
     vocab = math.prod(x.shape[a] for a in axes)
     return Call(
-        op=op,
+        operation=operation,
         dtype=x.dtype.name,
         rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
         vocab=vocab,

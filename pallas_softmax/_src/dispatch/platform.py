@@ -25,7 +25,7 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
       arrays: the positional arguments of the operation; see `Operation.arguments`.
       keywords: its static arguments.
     """
-    on_cuda, op = choice.required_cuda(), choice.call.op
+    on_cuda, op = choice.required_cuda(), choice.call.operation
 
     if on_cuda == choice.elsewhere:
         return op.plain(*arrays, **keywords)
@@ -77,7 +77,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
     vocab = math.prod(x.shape[a] for a in axes)
     call = dataclasses.replace(
         choice.call,
-        op=operation,
+        operation=operation,
         masked=arrays[1] is not None,
         mesh_axes=(),
         rows=x.size // vocab if vocab else 0,
@@ -86,7 +86,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
         dtype=x.dtype.name,
         k=keywords.get("k"),
     )
-    is_users = operation in (choice.call.op, choice.call.op.on_shard)
+    is_users = operation in (choice.call.operation, choice.call.operation.on_shard)
     choose = choose_again if is_users else choose_if_able
     return by_platform(choose(call, choice.requested), arrays, keywords)
 

@@ -69,7 +69,7 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
       choice: the call and its implementations.
       arrays: its arguments.
     """
-    op = choice.call.op
+    op = choice.call.operation
     if not stays_plain(choice) or choice.call.mesh_axes or op.vmap_adds_rows:
         return False
     if explicit_mesh(jax.tree.leaves(arrays)) is not None:

@@ -28,10 +28,12 @@ from pallas_softmax._src.linear.losses import Head
 from pallas_softmax._src.linear.operation import PROJECTION
 
 
-def describe(op: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
+def describe(
+    operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str
+) -> Call:
     """Returns the `Call` of an operation on the rows x @ w, for a user's call of `function`."""
     return Call(
-        op=op,
+        operation=operation,
         dtype=x.dtype.name,
         rows=math.prod(x.shape[:-1]),
         vocab=head.vocab(w),
@@ -55,7 +57,7 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     whole = functools.partial(_on_shard, choice, keywords, ((), ()))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     dimensions = _DimensionsOfProjection.of(
-        choice.call.op, arrays, keywords["head"], jax.eval_shape(whole, *shapes)
+        choice.call.operation, arrays, keywords["head"], jax.eval_shape(whole, *shapes)
     )
     return divide(
         choice, arrays, whole, dimensions, lambda axes: functools.partial(_on_shard, choice, keywords, axes)
@@ -89,7 +91,7 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
       x, w, bias, *per_token: the device's shards.
     """
     tokens, columns = axes
-    batch, op = x.shape[:-1], choice.call.op
+    batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
     flat = (x.reshape(rows, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(rows), per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)

@@ -36,7 +36,7 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     def _(axis_size, in_batched, *arrays):
         x, w, bias, *per_token = arrays
         x_batched, w_batched, bias_batched, *per_token_batched = in_batched
-        if choice.call.op is PROJECTION and not any(jax.tree.leaves((w_batched, bias_batched))):
+        if choice.call.operation is PROJECTION and not any(jax.tree.leaves((w_batched, bias_batched))):
             x, *per_token = jax.tree.map(
                 lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
                 [x, *per_token],

@@ -41,7 +41,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Columns | Tile | Parts | Re
         return Refusal(reason)
     if (columns := _plan_columns(call, capability)) is not None:
         return columns
-    return plan_softmax(call.op.name, call.rows, call.vocab, call.dtype, capability, masked=call.masked)
+    return plan_softmax(call.op, call.rows, call.vocab, call.dtype, capability, masked=call.masked)
 
 
 def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
@@ -49,7 +49,7 @@ def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
     if call.inner in (None, 1) or call.masked:
         return None
     view = call.rows // call.inner, call.vocab, call.inner
-    found = plan_columns(call.op.name, *view, call.dtype, capability)
+    found = plan_columns(call.op, *view, call.dtype, capability)
     return None if found is None else Columns(view, found)
 
 

@@ -23,7 +23,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
     reason = checks.unsupported(call, capability) or checks.missing()
     if reason is not None:
         return Refusal(reason)
-    return plan_softmax(call.op.name, call.rows, call.vocab, call.dtype, call.masked)
+    return plan_softmax(call.op, call.rows, call.vocab, call.dtype, call.masked)
 
 
 def softmax_rows(op: str, arrays: Sequence[jax.Array], where, axes, plan: Block | Long):

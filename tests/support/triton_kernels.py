@@ -1,0 +1,20 @@
+"""The kernels of triton, with a given plan or with the plan that the package chooses."""
+
+from pallas_softmax._src.folding import fold, fold_topk
+from pallas_softmax._src.softmax import triton as softmax_kernels
+from pallas_softmax._src.topk import triton as topk_kernels
+from pallas_softmax._src.triton.plan import plan_softmax, plan_topk
+
+
+def softmax_rows(op, arrays, where, axes, plan=None):
+    """Returns the kernel's result for the arrays, of one shape."""
+    folded, mask, _ = fold(arrays, where, axes)
+    plan = plan or plan_softmax(op, *folded[-1].shape, folded[-1].dtype, mask is not None)
+    return softmax_kernels.softmax_rows(op, arrays, where, axes, plan)
+
+
+def topk(x, where, temperature, *, k, log, dtype, plan=None):
+    """Returns the kernel's winners and normalizers."""
+    rows, *_ = fold_topk(x, where, temperature)
+    plan = plan or plan_topk(*rows.shape, k, rows.dtype)
+    return topk_kernels.topk(plan, x, where, temperature, k=k, log=log, dtype=dtype)
