@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
 from benchmarks.support import links
+from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
 from tests.support import bounds, cases, covering, oracle
 from tests.support.cases import BF16, F16, F32
@@ -697,6 +698,14 @@ def reshaped(op, shape, heads):
     assert_all_close(got, by_heads_on_one_device(op, heads))
     if heads % at.size == 0 or at.size % heads == 0:  # or the reshape itself gathers
         assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent
+
+
+@each(spec=(("b", "v"), (None, ("v", "b"))))
+def sharding_without_a_mesh(spec):
+    """A mesh is found if XLA names none, as for arrays without a NamedSharding."""
+    given, no_mesh = NamedSharding(mesh(), P(*spec)), jax.sharding.Mesh(np.empty((), object), ())
+    found, (found_spec,) = decode(no_mesh, [given], [2])
+    assert NamedSharding(found, found_spec).is_equivalent_to(given, 2), found_spec
 
 
 @each(shape=("line", "rows"), kv_heads=(4, 2), fast=1)
