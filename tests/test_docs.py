@@ -167,3 +167,9 @@ def test_install_names_every_extra():
 def test_import_is_light():
     assert heavy_modules("import pallas_softmax") <= heavy_modules("import jax")
     assert min(seconds_of_import() for _ in range(3)) < 0.3
+
+
+def test_the_reference_has_each_public_name_once():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: pallas_softmax\.(\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted([*ps.__all__, "paper"])

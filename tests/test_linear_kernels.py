@@ -124,7 +124,7 @@ def test_lowered_without_dw():
 )
 def test_unsupported(dtype, n, vocab, kind, match, monkeypatch):
     capability = (10, 0) if "B200" in kind else (9, 0)
-    monkeypatch.setattr("pallas_softmax.target.capability", lambda: capability)
+    monkeypatch.setattr("pallas_softmax._src.target.capability", lambda: capability)
     f = functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match=match):
         jax.eval_shape(f, array(n, 64, dtype=dtype), array(64, vocab, dtype=dtype))
