@@ -392,7 +392,7 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order: thread i reads CTA i."""
+        """Returns the merged reductions of the cluster's CTAs. In every CTA, thread i reads from CTA number i."""
         interpret, sent_smem, cluster_barrier = (
             self.job.interpret,
             self.refs.sent_smem,
@@ -409,7 +409,7 @@ class _Part:
             return blocks.load_from_ctas(smem, count, empty)
 
         total = reduction.across(jax.tree.map(of_peers, sent_smem, reduction.empty))
-        plgpu.barrier_arrive(cluster_barrier)  # all threads have read: `across` needs all of them
+        plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
 
     def merge_from_device_memory(self):
