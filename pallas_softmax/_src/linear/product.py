@@ -33,7 +33,7 @@ read it.
        CTA 0, tile (i, j)        block of a ─► CTA 0     first half of the block of b   ─► CTAs 0 and 1
        CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
 
-Tiles may extend beyond the matrices. Loads read zeros there, which add nothing to the product, and stores write nothing.
+Tiles may extend beyond the matrices. There, loads read zeros, and stores write nothing. Zeros add nothing to a product.
 Matrices are copied in swizzle atoms of 8 rows and 128 bytes, so their dimensions must be multiples of an atom.
 """
 
