@@ -1,13 +1,13 @@
-"""Kernels that make logits, x @ w + bias, tile by tile, and write in their place what is wanted of them.
+"""Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
-`row_sums` reduces the rows of each tile, and where it is given a reference for each row writes exponentials, too;
+`row_sums` reduces the rows of each tile. Given a reference for each row, it also writes exponentials.
 `logit_gradients` writes gradients. The logits themselves stay in registers:
 
     acc, 64 rows of a tile of x @ w, float32
       │  + bias, softcap, temperature; -inf from column V on
       ▼
-      z ──► of each row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
-      └───► exp(z - reference), or the gradient                                 (rows, V), 16 bits
+      z ──► per row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
+      └───► exp(z - reference), or the gradient                             (rows, V), 16-bit
 """
 
 from typing import Any, NamedTuple
@@ -27,11 +27,11 @@ from pallas_softmax.online import Normalizer
 
 
 class Labels(NamedTuple):
-    """The labels, and in which parts of the product they are.
+    """The labels, and which parts of the product contain any.
 
     Attributes:
-      column: int32 (rows,); one outside of [0, V) is no column.
-      in_tile: int32 (groups of 64 rows, tiles): 0 where no row of the group has its label in the tile.
+      column: int32 (rows,). A label outside of [0, V) matches no column.
+      in_tile: int32 (groups of 64 rows, tiles): 0 if no row of the group has its label in the tile.
     """
 
     column: Any
@@ -39,12 +39,12 @@ class Labels(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What a kernel finds of each row in each tile of the columns: float32 (tiles, rows).
+    """Sums over each row's part of each tile: float32 (tiles, rows).
 
     Attributes:
-      normalizer: (m, d), the maximum and the sum of exp(z - m); or of exp(z - reference), if there is one.
-      label_logit: z at the label, 0 where the label is not in the tile.
-      total: the sum of z; None if it is not asked for.
+      normalizer: (m, d). m is the maximum. d is the sum of exp(z - m), or of exp(z - reference) if there is one.
+      label_logit: z at the label, 0 if the label is not in the tile.
+      total: the sum of z; None without label smoothing.
     """
 
     normalizer: Normalizer
@@ -63,18 +63,19 @@ def row_sums(
     tiling: Tiling,
     interpret: Any = None,
 ) -> tuple[RowSums, jax.Array | None]:
-    """Reduces the rows of the logits; with a reference, writes exp(z - reference) in the dtype of x, too.
+    """Reduces the rows of the logits. With a reference, also writes exp(z - reference) in the dtype of x.
 
     Args:
-      x, w, bias, tokens: as in `projection.Pieces`.
+      x, w, bias, tokens: as in `chunks.Pieces`.
       reference: float32 (rows,), or None.
       head: the projection.
       tiling: sizes of tiles and stages.
       interpret: as for `pallas_call`.
 
     Returns:
-      The sums, and the exponentials, (rows, columns of w); columns that do not count are 0. Of logits with a softcap
-      they are multiplied by its slope. Rows are rounded up to a multiple of a tile's in the sums.
+      The sums, and the exponentials or None. In the sums, the number of rows is rounded up to a multiple of
+      `tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
+      multiplied by its slope.
     """
     rows, columns = x.shape[0], w.shape[0 if head.transpose_w else 1]
     tiles = -(-columns // TILE_N)
@@ -101,8 +102,8 @@ def row_sums(
             sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
         m = jnp.max(z, axis=1)
         sums_gmem.normalizer.m[own] = m
-        r = online.shift(m) if reference_gmem is None else _of_rows(reference_gmem, place, interpret)
-        e = jnp.exp(z - _along(r, z))
+        r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place, interpret)
+        e = jnp.exp(z - _broadcast_rows(r, z))
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if stored_gmem is not None:
             store(place, e * _slope(z, place, t_gmem, head, interpret), stored_gmem)
@@ -132,13 +133,16 @@ def logit_gradients(
     tiling: Tiling,
     interpret: Any = None,
 ) -> jax.Array:
-    """Returns the gradients that `Coefficients` describes, (rows, columns of w) in the dtype of x; 0 in those beyond V.
+    """Returns the gradients that `Coefficients` describes, in the dtype of x.
 
     Args:
-      x, w, bias, tokens, coefficients: as in `projection.Pieces`.
+      x, w, bias, tokens, coefficients: as in `chunks.Pieces`.
       head: the projection.
       tiling: sizes of tiles and stages.
       interpret: as for `pallas_call`.
+
+    Returns:
+      An array (rows, columns of w), 0 from column V on.
     """
     columns = w.shape[0 if head.transpose_w else 1]
     inputs = (
@@ -151,7 +155,7 @@ def logit_gradients(
     def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, coefficients_gmem, out_gmem):
         z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
         m, of_exp, of_label, constant = jax.tree.map(
-            lambda gmem: _along(_of_rows(gmem, place, interpret), z), coefficients_gmem
+            lambda gmem: _broadcast_rows(_load_per_row(gmem, place, interpret), z), coefficients_gmem
         )
         dz = of_exp * jnp.exp(z - m)
         if constant is not None:
@@ -182,7 +186,7 @@ def logit_gradients(
 
 
 def _logits(acc, place: Place, bias_gmem, t_gmem, head: Head, vocab: int, interpret):
-    """Returns the logits of a part of the product, and their columns, of which the part's first one is 0."""
+    """Returns the logits of a part of the product, and their column numbers within the part."""
     column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
     z = acc
     if bias_gmem is not None:
@@ -191,30 +195,32 @@ def _logits(acc, place: Place, bias_gmem, t_gmem, head: Head, vocab: int, interp
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
     if t_gmem is not None:
-        z = z * _along(1 / _of_rows(t_gmem, place, interpret), z)
+        z = z * _broadcast_rows(1 / _load_per_row(t_gmem, place, interpret), z)
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
 
 
 def _tanh(y):
-    """Returns tanh(y) to some units of float32's last place; the GPU's own instruction is right to 11 bits."""
+    """Returns tanh(y) within a few float32 ulp. The GPU's own instruction is accurate only to 11 bits."""
     far = 1 - 2 / (1 + jnp.exp(2 * y))
     square = y * y
-    near = y - y * square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))  # the series, to 1e-9 of y
+    near = y - y * square * (
+        1 / 3 - square * (2 / 15 - square * (17 / 315))
+    )  # Taylor series, relative error 1e-9
     return jnp.where(square < 0.01, near, far)
 
 
 def _slope(z, place: Place, t_gmem, head: Head, interpret):
-    """Returns the derivative of the softcap, 1 without one; 0 in columns that do not count, where z is -inf."""
+    """Returns the derivative of the softcap; 1 without a softcap. From column V on, where z is -inf, it is 0."""
     if head.softcap is None:
         return 1.0
-    capped = z if t_gmem is None else z * _along(_of_rows(t_gmem, place, interpret), z)
+    capped = z if t_gmem is None else z * _broadcast_rows(_load_per_row(t_gmem, place, interpret), z)
     t = jnp.maximum(capped * (1 / head.softcap), -1)
     return (1 - t) * (1 + t)
 
 
-# ---- Numbers of rows and columns
+# ---- Per-row and per-column numbers
 
 
 def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
@@ -225,26 +231,28 @@ def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
 
 
 def _has_labels(labels_gmem: Labels, place: Place):
-    """Returns whether some row of this part of the product has its label there."""
+    """Returns whether any row of this part of the product has its label in this part."""
     return labels_gmem.in_tile[place.row // WARPGROUP_ROWS, place.tile] != 0
 
 
 def _at_label(labels_gmem: Labels, place: Place, column, interpret):
-    """Returns which element of each row is that of its label."""
-    return column == _along(_of_rows(labels_gmem.column, place, interpret) - place.column, column)
+    """Returns which elements are at the label of their row."""
+    return column == _broadcast_rows(
+        _load_per_row(labels_gmem.column, place, interpret) - place.column, column
+    )
 
 
 def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
 
 
-def _of_rows(gmem, place: Place, interpret):
-    """Returns the numbers of the part's 64 rows."""
+def _load_per_row(gmem, place: Place, interpret):
+    """Returns per-row numbers of the part's 64 rows."""
     return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1, interpret)
 
 
 def _load(gmem, reduced: int, interpret):
-    """Returns numbers of rows or columns in the layout of an accumulator that is reduced along dimension `reduced`."""
+    """Returns per-row or per-column numbers, in the layout of an accumulator reduced along dimension `reduced`."""
     if interpret:
         return gmem[...]
     return plgpu.load(gmem, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
@@ -255,6 +263,6 @@ def _zeros(interpret):
     return zeros if interpret else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA.reduce(1))
 
 
-def _along(of_rows, like):
-    """Returns a number of each row, for all elements of the row."""
-    return lax.broadcast_in_dim(of_rows, like.shape, (0,))
+def _broadcast_rows(per_row, like):
+    """Broadcasts per-row numbers to all elements of the rows."""
+    return lax.broadcast_in_dim(per_row, like.shape, (0,))

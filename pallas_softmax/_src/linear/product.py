@@ -1,37 +1,40 @@
-"""A product of two matrices, made tile by tile, of which an epilogue makes something while a tile is in registers.
+"""Persistent matrix product kernel with a custom epilogue, which consumes each tile of a @ b in registers.
 
-One CTA stays on each multiprocessor and takes tile after tile. Of its three warpgroups the last copies blocks of the
-operands to shared memory, the other two multiply them (wgmma), 64 rows of the tile each:
+Each multiprocessor runs one CTA, which takes tile after tile. A CTA has three warpgroups. The last one, the copier,
+copies blocks of the operands to shared memory. The other two, the multipliers, multiply them (wgmma). Each multiplier
+has 64 rows of the tile:
 
                          b (K, N)
                          │   TILE_N    │
                          ├─────────────┤
-                  TILE_K │   stage 0   │   each stage holds a block of a and one of b, copied by warpgroup 2 (TMA)
-                         ├─────────────┤   while the stages before it are multiplied
+                  TILE_K │   stage 0   │   each stage holds a block of a and a block of b; warpgroup 2 copies them
+                         ├─────────────┤   (TMA) while earlier stages are multiplied
                          │   stage 1   │
        a (M, K)          ├─────────────┤
        ┌─────┬─────┬──   ┌─────────────┐
-       │  0  │  1  │ ..  │ warpgroup 0 │   64 rows: TILE_N / 2 float32 registers of each thread
+       │  0  │  1  │ ..  │ warpgroup 0 │   64 rows: TILE_N / 2 float32 registers per thread
        │     │     │     ├─────────────┤
        │     │     │     │ warpgroup 1 │   64 rows
        └─────┴─────┴──   └─────────────┘
 
-Two barriers for each stage say that a block has `arrived` and that it is `consumed`. Block k of all that a CTA takes,
-of whichever tile, goes to stage k % stages, so that the copies for the next tile go on while the epilogue runs:
+Each stage has two barriers: `arrived` completes when its blocks have been copied, and `consumed` when they have been
+multiplied. Blocks are numbered over all tiles of a CTA, and block k goes to stage k % stages. So the copies for the
+next tile go on while the epilogue runs:
 
        warpgroup 2       copy 0 │ copy 1 │ copy 2 │ wait │ copy 3 │ ..
                               └─ arrived[0]          ▲
                                      │               └─ consumed[0] ─┐
        warpgroups 0, 1           wait │ wgmma 0 │ wgmma 1 │ wgmma 2 │ ..   │ epilogue │ wgmma of the next tile
 
-In a cluster of two CTAs the tiles lie one below the other and share their block of b. Each CTA copies its own block of
-a, and a half of that of b into both; so a stage is consumed when the multipliers of both have read it.
+In a cluster of two CTAs, the tiles lie one below the other and share each block of b. Each CTA copies its own block of
+a, and multicasts one half of the block of b to both CTAs. So a stage is consumed once the multipliers of both CTAs have
+read it.
 
        CTA 0, tile (i, j)        block of a ─► CTA 0     first half of the block of b   ─► CTAs 0 and 1
        CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
 
-Tiles reach beyond the matrices: the copies bring zeros from there, which add nothing to the product, and write nothing
-there. Matrices are copied in swizzle atoms of 8 rows and 128 bytes, of which their dimensions must be multiples.
+Tiles may extend beyond the matrices. There, loads read zeros, and stores write nothing. Zeros add nothing to a product.
+Matrices are copied in swizzle atoms of 8 rows and 128 bytes, so their dimensions must be multiples of an atom.
 """
 
 import dataclasses
@@ -57,17 +60,17 @@ from pallas_softmax._src.linear.plan import (
     Tiling,
 )
 
-plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any, since pyright takes its transforms for abstract
+plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any: pyright believes that its transforms are abstract
 
 
 class Place(NamedTuple):
-    """Where the part of a tile that a warpgroup holds lies in the product.
+    """The position in the product of a warpgroup's part of a tile, and the warpgroup's output buffers.
 
     Attributes:
-      row: its first row.
-      column: its first column.
-      tile: the number of its column of tiles.
-      staging: two buffers (64, columns) in shared memory, for what the epilogue writes; None without `staged`.
+      row: first row of the part.
+      column: first column of the part.
+      tile: number of the tile along the columns.
+      staging: two buffers (64, columns) in shared memory, which `store` uses; None without `staged`.
     """
 
     row: Any
@@ -92,12 +95,12 @@ def product(
     """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
 
     Args:
-      epilogue: what is made of a part; `acc` is that in float32, the other arguments are references to device memory.
+      epilogue: consumes a part. `acc` is the part in float32; `others` and `outputs` are references to device memory.
       a: (M, K).
       b: (K, N), or (N, K) if `b_transposed`.
-      others: further inputs of the epilogue; pytrees of arrays.
-      out_type: shapes and dtypes of the outputs; pytrees.
-      staged: the dtype of what the epilogue writes by `store`, if it does.
+      others: further inputs of the epilogue, pytrees of arrays.
+      out_type: shapes and dtypes of the outputs, pytrees.
+      staged: the dtype that the epilogue writes by `store`; None if it does not call `store`.
       tiling: sizes of tiles and stages.
       name: the kernel's name in profiles.
       interpret: as for `pallas_call`.
@@ -159,7 +162,7 @@ class _Shape(NamedTuple):
     """The shape of a product a @ b, in tiles and blocks.
 
     Attributes:
-      tiles: number of tiles along the rows, those of a cluster counted as one, and along the columns.
+      tiles: number of tiles along the rows and along the columns. Along the rows, a cluster counts as one tile.
       steps: number of blocks along K.
       b_transposed: whether b is (N, K).
     """
@@ -170,7 +173,7 @@ class _Shape(NamedTuple):
 
     @staticmethod
     def of(a: jax.Array, b: jax.Array, b_transposed: bool, tiling: Tiling) -> "_Shape":
-        """Returns that of the product of two arrays."""
+        """Returns the shape of the product of two arrays."""
         columns = b.shape[0 if b_transposed else 1]
         tiles = pl.cdiv(a.shape[0], tiling.cluster_rows), pl.cdiv(columns, TILE_N)
         return _Shape(tiles, pl.cdiv(a.shape[1], TILE_K), b_transposed)
@@ -178,19 +181,19 @@ class _Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """What a CTA does, and the memory that it does it in; the drawings at the top of this file show both.
+    """The work of a CTA, and its memory; the drawings at the top of this file show both.
 
     Attributes:
       tiling: sizes of tiles and stages.
-      shape: that of the product.
-      warpgroup: number of this warpgroup: the multipliers come first, then the copier.
+      shape: the shape of the product.
+      warpgroup: number of this warpgroup. The multipliers come first, then the copier.
       a_gmem: the first operand.
-      b_gmem: the second one.
+      b_gmem: the second operand.
       a_smem: a block of a for each stage.
       b_smem: a block of b for each stage.
       staging_smem: the buffers of `Place.staging`, for each multiplier; None without `staged`.
-      arrived: a barrier for each stage, which completes when both its blocks have been copied.
-      consumed: a barrier for each stage, which completes when all multipliers of the cluster have read it.
+      arrived: a barrier for each stage. It completes when both blocks have been copied.
+      consumed: a barrier for each stage. It completes when all multipliers of the cluster have read the stage.
     """
 
     tiling: Tiling
@@ -205,24 +208,24 @@ class _Cta:
     consumed: Any
 
     def copy_all(self) -> None:
-        """Does the work of the copier: brings the blocks of all tiles of this CTA to shared memory."""
+        """Runs the copier: copies the blocks of all tiles of this CTA to shared memory."""
         plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
         blocks = self._over_tiles(self._copy)
-        # No CTA may leave while another one of its cluster has yet to tell it that a stage is consumed.
+        # A CTA must not exit while a peer may still arrive at its `consumed` barriers.
         for stage in range(self.tiling.stages):
             pl.when(blocks > stage)(functools.partial(plgpu.barrier_wait, self.consumed.at[stage]))
 
     def multiply_all(self, epilogue: Callable[[Any, Place], None]) -> None:
-        """Does the work of a multiplier: calls epilogue(acc, place) for its part of each tile of this CTA."""
+        """Runs a multiplier: calls epilogue(acc, place) for its part of each tile of this CTA."""
         plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
         self._over_tiles(functools.partial(self._multiply, epilogue))
         if self.staging_smem is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
-        """Calls take(i, j, count) for each tile (i, j) of this CTA, and returns the number of blocks of all.
+        """Calls take(i, j, count) for each tile (i, j) of this CTA. Returns the CTA's number of blocks of an operand.
 
-        Before block k of the tile, the CTA has count(k) blocks: of each operand, in the order of the stages.
+        Block k of the tile is number count(k) among the CTA's blocks.
         """
         tiles, cluster = self.shape.tiles, self.tiling.cluster
 
@@ -236,7 +239,7 @@ class _Cta:
         return blocks
 
     def _copy(self, i, j, count) -> None:
-        """Starts the copies of the blocks of tile (i, j), each as soon as its stage is consumed."""
+        """Starts the copies of the blocks of tile (i, j). Each waits until its stage is consumed."""
         stages = self.tiling.stages
         rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
         shared = {} if self.tiling.cluster == 1 else {"collective_axes": "cluster"}
@@ -272,7 +275,7 @@ class _Cta:
                 plgpu.wgmma(acc, a_block, b_block.transpose((1, 0)) if self.shape.b_transposed else b_block)
                 plgpu.wgmma_wait(1)
 
-                @pl.when(k > 0)  # this product runs on, the one before has ended
+                @pl.when(k > 0)  # the previous wgmma has ended; this one is still running
                 def _():
                     plgpu.barrier_arrive(self.consumed.at[lax.rem(count(k) - 1, stages)])
 
@@ -286,19 +289,19 @@ class _Cta:
             epilogue(acc[...], Place(row, j * TILE_N, j, staging))
 
 
-# Registers of a thread of each warpgroup; a multiprocessor has 512 for a thread of all three together.
+# Registers per thread. For one thread of each of the three warpgroups together, a multiprocessor has 512.
 _COPIER_REGISTERS = 40
 _MULTIPLIER_REGISTERS = 232
 
 
 def store(place: Place, values, gmem) -> None:
-    """Writes a part of the product to its place in `gmem`, in the dtype of that.
+    """Writes a part of the product to its place in `gmem`, in the dtype of `gmem`.
 
-    It goes through the buffers of `place` by turns, so that one is copied while the other is filled.
+    The two buffers of `place` alternate: one is copied while the other is filled.
     """
     width = place.staging.shape[-1]
     for i, at in enumerate(range(0, values.shape[1], width)):
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has left its buffer
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last one has read its buffer
         place.staging[i % 2] = values[:, at : at + width].astype(gmem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
@@ -313,6 +316,6 @@ def _staging(dtype) -> Any:
 
 
 def _transforms(dtype) -> tuple:
-    """Returns how blocks lie in shared memory for wgmma and TMA: in swizzled atoms of 8 rows of 128 bytes each."""
+    """Returns the layout of blocks in shared memory for wgmma and TMA: swizzled atoms of 8 rows of 128 bytes."""
     columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((ATOM_ROWS, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)

@@ -1,8 +1,12 @@
-"""Columns: rows whose elements lie apart in memory, reduced where they are, with threads along contiguous elements.
+"""Kernels for softmax along an axis that is not the last one: columns are reduced in place, without a transpose.
 
-An array (outer, vocab, inner) has outer * inner rows, each a column of `vocab` elements. A CTA takes neighbouring
-columns: short ones in its registers, all at once; long ones in shared memory, with the other CTAs of a cluster, each
-of which has some of the lines. Which, `columns_plan` says.
+An array (outer, vocab, inner) has outer * inner columns of `vocab` elements. Threads are laid out along `inner`, since
+its elements are contiguous. Each CTA takes adjacent columns:
+
+    short columns   in registers, whole columns at once
+    long columns    in shared memory; the lines are divided among the CTAs of a cluster
+
+`columns_plan` chooses between the two.
 """
 
 import dataclasses
@@ -33,16 +37,16 @@ def launch(
     """Computes a formula along the middle axis of the arrays.
 
     Args:
-      formula: what is computed.
-      arrays: those that the formula reads, of one shape (outer, vocab, inner).
-      plan: a tile, whose rows are the lines of some columns; or strips.
+      formula: the formula to compute.
+      arrays: the arrays that the formula reads, all of one shape (outer, vocab, inner).
+      plan: a tile (its rows are lines of the array), or strips.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
       interpret: as for `pallas_call`.
 
     Returns:
-      One array (outer, vocab, inner) of the last array's dtype; or, of a formula that has numbers for each row,
-      arrays (outer, 1, inner).
+      One array (outer, vocab, inner) of the last array's dtype. If the formula has per-row outputs: arrays
+      (outer, 1, inner).
     """
     outer, _, inner = arrays[0].shape
     if formula.value is None:
@@ -59,7 +63,7 @@ def launch(
 
 
 def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, settings: dict[str, Any]):
-    """Has each CTA hold whole columns in its registers."""
+    """Launches a kernel where each CTA holds whole columns in registers."""
     outer, _, inner = arrays[0].shape
     lines, width = tile.shape
     across = -(-inner // width)  # tiles side by side
@@ -88,18 +92,18 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
 
 
 def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, settings: dict[str, Any]):
-    """Has each cluster take a strip, or several in turns, through its shared memory."""
+    """Launches a kernel where each cluster takes one strip, or several in turns, through shared memory."""
     outer, _, inner = arrays[0].shape
     across = -(-inner // plan.width)  # strips side by side
     teams = -(-outer * across // plan.turns)
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
-        "landed": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
+        "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
     }
     if plan.count > 1:
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
-        scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
+        scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
     def body(x_gmem, *out_gmem, **scratch):
         team = lax.axis_index("team")
@@ -113,37 +117,37 @@ def _launch_strips(formula: Formula, arrays: list[jax.Array], plan: Strips, sett
 
 
 class _Refs(NamedTuple):
-    """What a CTA reads and writes.
+    """The memory and barriers that a CTA uses.
 
     Attributes:
-      x_gmem: the arrays (outer, vocab, inner).
+      x_gmem: the input arrays (outer, vocab, inner).
       out_gmem: the results.
-      x_smem: for each array, the slots, one after the other; those of the last one also hold what is to be written.
-      landed: for each array, a barrier for each slot, which completes when a step has arrived there.
-      sent_smem: in a cluster, the reduction of the CTA's part of each column, for the others to read.
-      met: in a cluster, the barrier at which its CTAs meet.
+      x_smem: for each array, all its slots in a row. The slots of the last array also stage the output.
+      arrived: for each array, one barrier per slot. It completes when a step has arrived in the slot.
+      sent_smem: in a cluster, this CTA's reduction of each column, which the other CTAs read.
+      cluster_barrier: in a cluster, the barrier that synchronizes its CTAs.
     """
 
     x_gmem: list
     out_gmem: tuple
     x_smem: list
-    landed: list
+    arrived: list
     sent_smem: Any = None
-    met: Any = None
+    cluster_barrier: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a CTA does: some lines of a strip, step by step, and then those of the next one that its cluster takes.
+    """The work of one CTA: it takes its part of a strip step by step, then its part of the cluster's next strip.
 
-    Steps are numbered over all strips that the cluster takes; a step takes the slot that has been free for the longest.
+    Step numbers run on from one strip to the next. Steps take the slots in a circle.
 
     Attributes:
       formula, plan: as for `launch`.
-      refs: what it reads and writes.
-      team: number of the cluster, whose first strip has the same number.
-      teams: number of clusters, and how far the strips of a cluster are apart.
-      turns: number of strips that the cluster takes.
+      refs: memory and barriers.
+      team: number of this cluster. The cluster takes strips team, team + teams, and so on.
+      teams: number of clusters.
+      turns: number of strips that this cluster takes.
       part: number of this CTA in the cluster.
       across: number of strips side by side.
       interpret: as for `pallas_call`.
@@ -168,7 +172,7 @@ class _Part:
             self._take(jnp.int32(0))
 
     def _take(self, turn) -> None:
-        """Reduces a strip, merges it with the other CTAs, and writes it, while the next strip is loaded."""
+        """Reduces a strip, merges it with the other CTAs, and writes it. The next strip is loaded meanwhile."""
         plan, refs, reduction = self.plan, self.refs, self.formula.reduction
         first = turn * plan.steps
         lanes = jax.tree.map(self._filled, reduction.empty)
@@ -180,7 +184,7 @@ class _Part:
         if self.formula.value is None:
             outer, _, column = self._place(first)
             for gmem, y in zip(refs.out_gmem, constants, strict=True):
-                # the result has one line, which part 0 writes: what the others have lies beyond it
+                # The result has one line, so only part 0 writes. The other parts are out of bounds.
                 column_tiles.store(gmem, plan.block, (outer, self.part, column), y, interpret=self.interpret)
         else:
             lax.fori_loop(0, plan.steps, lambda i, _: self._write(first, i, constants), None)
@@ -188,8 +192,8 @@ class _Part:
             if self._refills:
                 self._fetch(first + plan.steps - 1 + plan.slots)
         if plan.count > 1:
-            # no CTA leaves, or sends again, while another one may read what it sent
-            plgpu.barrier_wait(refs.met)
+            # A CTA must not exit, or overwrite `sent_smem`, while a peer may still read it.
+            plgpu.barrier_wait(refs.cluster_barrier)
 
     # --- Loads
 
@@ -199,29 +203,29 @@ class _Part:
         return self.plan.turns > 1 or self.plan.steps > self.plan.slots
 
     def _place(self, number):
-        """Returns the index along the outer axis, the first line and the first column of a step."""
+        """Returns where a step starts in the array: (outer, line, column)."""
         turn, step = lax.div(number, self.plan.steps), lax.rem(number, self.plan.steps)
         strip = self.team + turn * self.teams
         line = (self.part * self.plan.steps + step) * self.plan.step_rows
         return lax.div(strip, self.across), line, lax.rem(strip, self.across) * self.plan.width
 
     def _lines(self, gmem, number):
-        """Returns a step of an array in device memory. What is beyond the array reads as 0, and is not written."""
+        """Returns a step of an array in device memory. Copies read 0 out of bounds, and write nothing there."""
         outer, line, column = self._place(number)
         return gmem.at[outer, pl.ds(line, self.plan.step_rows), pl.ds(column, self.plan.width)]
 
     def _slot(self, number):
-        """Returns the lines of shared memory that a step has: the slots are taken in turn."""
+        """Returns the lines of shared memory that hold a step."""
         return pl.ds(lax.rem(number, self.plan.slots) * self.plan.step_rows, self.plan.step_rows)
 
     def _fetch(self, number) -> None:
-        """Starts the copies of a step, one of each array, if there is such a step."""
+        """Starts the copies of a step, one from each array, if there is such a step."""
 
         def fetch():
             refs, slot = self.refs, lax.rem(number, self.plan.slots)
-            for gmem, smem, landed in zip(refs.x_gmem, refs.x_smem, refs.landed, strict=True):
+            for gmem, smem, arrived in zip(refs.x_gmem, refs.x_smem, refs.arrived, strict=True):
                 plgpu.copy_gmem_to_smem(
-                    self._lines(gmem, number), smem.at[self._slot(number)], landed.at[slot]
+                    self._lines(gmem, number), smem.at[self._slot(number)], arrived.at[slot]
                 )
 
         if self._refills:
@@ -230,7 +234,7 @@ class _Part:
             fetch()
 
     def _blocks(self, number):
-        """Yields, for each block of a step, its lines of shared memory, and the block of each array, in float32."""
+        """Yields the blocks of a step: lines of shared memory, and a float32 block from each array."""
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(self._slot(number).start + start, block.rows)
@@ -246,20 +250,20 @@ class _Part:
         return lax.broadcast_in_dim(per_column, self.plan.block.shape, (1,))
 
     def _filled(self, value):
-        """Returns a float32 block whose elements are all `value`."""
+        """Returns a float32 block filled with `value`."""
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
         return column_tiles.laid_out(full, self.plan.block, interpret=self.interpret)
 
     def _absorb(self, number, lanes):
-        """Adds a step to the reduction of each lane, and starts the one that takes its slot, if it is read only."""
+        """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
         plan, formula = self.plan, self.formula
-        for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[lax.rem(number, plan.slots)])
+        for arrived in self.refs.arrived:
+            plgpu.barrier_wait(arrived.at[lax.rem(number, plan.slots)])
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
             line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
             line = column_tiles.laid_out(line, plan.block, interpret=self.interpret)
-            held = plan.vocab - self._place(number)[1]  # lines from this step on that are in the array
+            held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
             terms = [
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
@@ -271,16 +275,16 @@ class _Part:
         return lanes
 
     def _merge(self, total):
-        """Returns the reductions of the cluster's CTAs merged, in the same order by each of them.
+        """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order.
 
-        They are the lines of a tile, whose threads read them from the CTAs.
+        Threads read the reductions from the CTAs as the lines of a tile.
         """
         refs, plan = self.refs, self.plan
         for smem, leaf in zip(jax.tree.leaves(refs.sent_smem), jax.tree.leaves(total), strict=True):
             smem[...] = leaf
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.met)
-        plgpu.barrier_wait(refs.met)
+        plgpu.barrier_arrive(refs.cluster_barrier)
+        plgpu.barrier_wait(refs.cluster_barrier)
         tile = dataclasses.replace(plan.block, rows=max(plan.block.rows, plan.count))
 
         def of_peers(smem, empty):
@@ -292,15 +296,15 @@ class _Part:
         reduction = self.formula.reduction
         peers = jax.tree.map(of_peers, refs.sent_smem, reduction.empty)
         total = reduction.across(peers, 0, broadcast)
-        # What its threads read has come, since they have merged it: a peer may leave when this CTA arrives.
+        # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.met)
+        plgpu.barrier_arrive(refs.cluster_barrier)
         return total
 
     # --- Results
 
     def _write(self, first, i, constants) -> None:
-        """Writes the step of number first + i, through its slot, and starts the one that takes the slot before."""
+        """Writes step number first + i through its slot, and refills the slot of the step before it."""
         plan, number = self.plan, first + i
         value: Any = self.formula.value
         (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]

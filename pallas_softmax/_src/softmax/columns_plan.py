@@ -1,10 +1,10 @@
-"""How the columns of a softmax lie over the GPU: rows whose elements lie apart in memory, reduced where they are.
+"""Plans for softmax along an axis that is not the last one: how columns are distributed over the GPU.
 
-An array (outer, vocab, inner) has outer * inner rows, each a column of `vocab` lines, whose `inner` elements are
-neighbours. What matters is how many of these a CTA takes of each line, since device memory is fast at long pieces.
+An array (outer, vocab, inner) has `vocab` lines of `inner` contiguous elements; each softmax runs down a column. A plan
+mainly sets how many elements of a line each CTA takes, since device memory is fastest for long pieces.
 
-The shares of a copy's bandwidth beside the constants are those of softmax, or of a sum of two arrays for its backward,
-on an H100 80GB HBM3, driver 580.159.04, jax 0.11.2, 2026-11-22.
+Comments give measured speeds as a percentage of copy bandwidth: for softmax, against a copy; for its backward, against
+a sum of two arrays. All were measured on an H100 80GB HBM3, driver 580.159.04, jax 0.11.2, 2026-11-22.
 """
 
 import dataclasses
@@ -25,53 +25,70 @@ from pallas_softmax._src.gpu.layout import Tile
 
 VEC = 4  # elements of a thread in a line: Mosaic reduces no longer vectors over warps
 
-# Float32 elements of a thread in a tile, of all arrays, at most. (64, 128, 4096) reaches 98 to 100%.
+# Most float32 elements of a thread in a tile, over all arrays. (64, 128, 4096) reaches 98 to 100%.
 TILE_REGISTERS = 96
-TILE_LANES = (WARPGROUP, 32, 16, 8, 4, 2)  # threads along a line of a tile: the most that the registers allow
-FEWEST_LANES = 8  # where a line has as many vectors; (1, 1000, 100000) float32 reaches 73% by 2 lanes
-# Elements of a tile at least: (32768, 21, 32) reaches 64%, XLA 46%, and (131072, 21, 8) 16%, XLA 38%.
+TILE_LANES = (WARPGROUP, 32, 16, 8, 4, 2)  # threads along a line of a tile, in order of preference
+# Fewest threads along a line, if it has enough vectors. With 2 lanes, (1, 1000, 100000) float32 reaches only 73%.
+FEWEST_LANES = 8
+# Fewest elements of a tile. With 672 elements, (32768, 21, 32) reaches 64%, XLA 46%. With 168, (131072, 21, 8) reaches
+# only 16%, XLA 38%.
 TILE_ELEMENTS = 512
-ENOUGH_CTAS = 264  # two for each multiprocessor: up to here, more tiles are better than longer lines
-# Float32 elements of a thread in a line of an odd number of elements, at most, WARPGROUP apart: (8, 21, 262143)
-# reaches 82% by 3, 81% by 2, 77% by 1; bfloat16 74% by 3, 77% by 1. And of a thread in all lines: each has an address,
-# and 96 of them would spill.
+ENOUGH_CTAS = 264  # two per multiprocessor; with fewer, more tiles are better than longer lines
+# Lines with an odd number of elements: most elements of a thread in one line, WARPGROUP apart. (8, 21, 262143) reaches
+# 82% with 3, 81% with 2, 77% with 1; in bfloat16, 74% with 3, 77% with 1.
 LINE_STEPS = 3
-STEPS_REGISTERS = 64
-FEWEST_CTAS = 32  # of strips: (1, 4096, 32) takes 4 us by them, XLA 14
+STEPS_REGISTERS = 64  # most elements of such a thread in all lines: each has an address, and 96 would spill
+FEWEST_CTAS = 32  # fewest CTAs of a launch with strips: (1, 4096, 32) takes 4 us, XLA 14 us
 
-# Bytes of a line that a strip takes: (1, 1000, 100000) float32 reaches 87% by 128, 73% by 64, 60% by 32.
+# Bytes of a line in a strip. (1, 1000, 100000) float32 reaches 87% with 128 bytes, 73% with 64, 60% with 32.
 STRIP_BYTES = 128
-# Where longer pieces leave room for one CTA: (1, 25000, 4000) reaches 73%, and in bfloat16 by 128 as well. The backward
-# of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
+# The same if wider strips would leave room for only one CTA per multiprocessor. (1, 25000, 4000) reaches 73%, and in
+# bfloat16 also with 128 bytes. The backward of (1, 12000, 8000) float32 reaches 73%, XLA 60%.
 NARROW_STRIP_BYTES = 64
-# Turns at least in which FULL_CLUSTERS take strips whose CTAs fill their multiprocessors, on Hopper. (1, 25000, 4000)
-# float32 reaches 83% so, by shorter pieces 72%, (1, 25000, 8000) bfloat16 80%, 74%; the backward of (1, 12000, 8000)
-# 84%, 73%, in bfloat16 79%, 73%. The first read and the last write have nothing beside them: 18 turns of (1, 20000,
-# 4000) reach 81%, shorter pieces 73%; 9 of (1, 25000, 4000) bfloat16 70%, shorter pieces 73%; and 5 of the backward of
-# (1, 12000, 1024) 73%, shorter pieces 75%.
+# Fewest turns that are worthwhile. In turns, FULL_CLUSTERS clusters take one wide strip after the other, and each CTA
+# fills a multiprocessor. Hopper only.
+#
+#                                           turns   in turns   narrow strips
+#     (1, 25000, 4000) float32                 18      83%          72%
+#     (1, 25000, 8000) bfloat16                18      80%          74%
+#     (1, 12000, 8000) float32, backward       36      84%          73%
+#     (1, 12000, 8000) bfloat16, backward      18      79%          73%
+#     (1, 20000, 4000) float32                 18      81%          73%
+#     (1, 25000, 4000) bfloat16                 9      70%          73%
+#     (1, 12000, 1024) float32, backward        5      73%          75%
+#
+# Few turns lose because nothing overlaps the first read and the last write.
 FEWEST_TURNS = 10
-# Bytes of a part, in all arrays, up to which a smaller cluster is better: three CTAs have room. Then 16-bit columns are
-# better by shorter pieces than in turns: (1, 14000, 8000) reaches 79% by them, 76% in turns.
+# Most bytes of a part, over all arrays, for three CTAs per multiprocessor; clusters grow until parts are as small. For
+# 16-bit columns, narrow strips then beat turns: (1, 14000, 8000) reaches 79% with narrow strips, 76% in turns.
 PART_BYTES = 72 * 1024
-# Bytes of a part up to which two CTAs have room: (1, 4096, 4096) reaches 84%, its backward 84%, in bfloat16 85%, of
-# which XLA reaches 59% and 40%; that of (1, 1000, 100000) 89% and 85%, XLA 59% and 57%. One CTA that fills a
-# multiprocessor reaches 58% of (2, 50257, 768), and 70% of the backward of (1, 25000, 4000), in bfloat16 68%, XLA 60%
-# and 57%.
+# Most bytes of a part for two CTAs per multiprocessor.
+#
+#                                              two CTAs    XLA
+#     (1, 4096, 4096)                             84%
+#     (1, 4096, 4096), backward                   84%       59%
+#     (1, 4096, 4096) bfloat16, backward          85%       40%
+#     (1, 1000, 100000), backward                 89%       59%
+#     (1, 1000, 100000) bfloat16, backward        85%       57%
+#                                              one CTA
+#     (2, 50257, 768)                             58%
+#     (1, 25000, 4000), backward                  70%       60%
+#     (1, 25000, 4000) bfloat16, backward         68%       57%
 HALF_SMEM_BYTES = 104 * 1024
-EXCHANGE_BYTES = 6 * 1024  # with which a cluster merges (m, d), beside the slots
-STEP_BYTES = 14 * 1024  # of a step, about, in each array
-STEP_ROWS = 256  # lines of a step at most, those of a bulk copy
+EXCHANGE_BYTES = 6 * 1024  # shared memory for merging (m, d) over a cluster, in addition to the slots
+STEP_BYTES = 14 * 1024  # approximate size of a step in each array
+STEP_ROWS = 256  # most lines of a step, which is one bulk copy
 MAX_SLOTS = 32
-# Slots of columns that are only read: logsumexp of (1, 25000, 4000) reaches 91% of a read, by 7 slots 69%.
+# Slots for columns that are only read. logsumexp of (1, 25000, 4000) reaches 91% of read bandwidth, with 7 slots 69%.
 READ_SLOTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """Strips of `width` neighbouring columns in shared memory, each over a cluster of `count` CTAs.
+    """Strips of `width` adjacent columns in shared memory. A cluster of `count` CTAs takes each strip.
 
-    Each CTA has a part of the lines, and takes it in steps of `step_rows` lines, each a bulk copy into a slot of its
-    shared memory. Here are two CTAs for each strip, and three steps in each part:
+    Each CTA has a part of the lines, which it takes in steps of `step_rows` lines. A step is one bulk copy into a slot
+    of shared memory. With two CTAs per strip, and three steps per part:
 
                    columns   |<- width ->|
                              | strip 0   | strip 1   | strip 2   | ...
@@ -80,12 +97,13 @@ class Strips:
                    step 2    |           |           |           |
         part 1     step 0    |           |           |           |
                    step 1    |           |           |           |
-                   step 2    |           |           |           |      its last lines may be beyond the array
+                   step 2    |           |           |           |      its last lines may be out of bounds
 
-    Columns that are written have a slot for each step. Those that are only read need a few, which are taken in turn.
+    If columns are written, each step has its own slot. If they are only read, a few slots are enough: the steps take
+    them in a circle.
 
-    A cluster whose CTAs fill their multiprocessors takes several strips in turns, whose steps go through the same
-    slots: as soon as a step has been written, its slot takes the next step that is not there yet. With three of each:
+    If a CTA fills its multiprocessor, its cluster takes several strips in turns. The steps of all strips go through
+    the same slots: once a step is written, its slot is filled with the next step. With three slots and three steps:
 
         slot 0     | read 0,0 | reduce       write 0,0 | read 1,0            | reduce       write 1,0 | ...
         slot 1     |   read 0,1 | reduce       write 0,1 | read 1,1          |   reduce       write 1,1 | ...
@@ -94,13 +112,13 @@ class Strips:
 
     Attributes:
       vocab: number of lines.
-      width: number of columns of a strip, fewer than the array has side by side. Otherwise lines would follow each
-        other without a gap, so that a copy would be a flat run, which is not cut off where the array ends.
+      width: number of columns of a strip, less than `inner`. A strip as wide as the array would be copied as one
+        contiguous run, and such a copy is not cut off where the array ends.
       vec: number of elements of a thread in a line.
       count: number of CTAs of a cluster.
       step_rows: number of lines of a step.
-      slots: number of steps for which there is shared memory.
-      turns: number of strips that a cluster takes one after the other.
+      slots: number of steps that shared memory holds.
+      turns: most strips that a cluster takes, one after the other.
     """
 
     vocab: int
@@ -113,7 +131,7 @@ class Strips:
 
     @property
     def block(self) -> Tile:
-        """The lines that the threads of a CTA hold at a time, with a vector each."""
+        """The lines that a CTA holds at a time, one vector per thread."""
         lanes = self.width // self.vec
         return Tile(WARPGROUP // lanes, lanes, self.vec, 1)
 
@@ -124,34 +142,35 @@ class Strips:
 
     @property
     def lines_beyond(self) -> bool:
-        """Whether the last steps reach beyond the array."""
+        """Whether the last steps reach beyond the last line of the array."""
         return self.count * self.steps * self.step_rows != self.vocab
 
 
 def plan_columns(
     op: str, outer: int, vocab: int, inner: int, dtype, capability: tuple[int, int]
 ) -> Tile | Strips | None:
-    """Returns how the columns of an operation lie over a GPU of this capability; None if transposing is better.
+    """Returns the plan for the columns of an operation; None if transposing is better.
 
     Args:
       op: the name of the operation.
-      outer, vocab, inner, dtype: shape and dtype of the arrays that it reads along their middle axis.
+      outer, vocab, inner, dtype: shape and dtype of the arrays; the operation runs along the middle axis.
+      capability: compute capability of the GPU.
     """
     if outer * vocab >= INT32_LIMIT or inner >= INT32_LIMIT:
         return None
     itemsize, arrays = jnp.dtype(dtype).itemsize, 2 if op.endswith("_grad") else 1
     if vocab * inner < TILE_ELEMENTS:
-        return None  # most threads of a tile would have nothing
+        return None  # most threads of a tile would be idle
     if tile := _tile(outer, vocab, inner, itemsize, arrays):
         return tile
     if inner * itemsize % ACCESS_BYTES:
-        return None  # bulk copies need lines that start on 16 bytes
+        return None  # bulk copies need lines that are aligned to 16 bytes
     only_read = op == "logsumexp"
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES - EXCHANGE_BYTES
     for strip_bytes, most, in_turns in (
-        (STRIP_BYTES, min(smem, HALF_SMEM_BYTES), False),  # two CTAs on a multiprocessor, or more
-        (STRIP_BYTES, smem, True),  # one of them
-        (NARROW_STRIP_BYTES, smem, False),  # one of them, or two
+        (STRIP_BYTES, min(smem, HALF_SMEM_BYTES), False),  # at least two CTAs per multiprocessor
+        (STRIP_BYTES, smem, True),  # one CTA
+        (NARROW_STRIP_BYTES, smem, False),  # one or two CTAs
     ):
         plan = _strips(outer, vocab, inner, strip_bytes, itemsize, arrays, MAX_CLUSTER[capability[0]])
         if only_read:
@@ -163,21 +182,21 @@ def plan_columns(
         if not in_turns:
             return plan
         if (itemsize, arrays) == (2, 1) and held <= PART_BYTES * STRIP_BYTES // NARROW_STRIP_BYTES:
-            continue  # by shorter pieces, three CTAs have room
+            continue  # with narrow strips, three CTAs fit
         if turns := _turns(strips, capability):
-            slots = smem // (held // plan.slots)  # all that there is room for
+            slots = smem // (held // plan.slots)  # as many as fit
             return dataclasses.replace(plan, slots=min(slots, MAX_SLOTS), turns=turns)
     return None
 
 
 def _turns(strips: int, capability: tuple[int, int]) -> int:
-    """Returns how many strips a cluster takes in turns if its CTAs fill their multiprocessors; 0 if none."""
+    """Returns how many strips each cluster takes in turns, if each CTA fills a multiprocessor; 0 for no turns."""
     turns = -(-strips // FULL_CLUSTERS)
     return turns if capability[0] == 9 and turns >= FEWEST_TURNS else 0
 
 
 def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Tile | None:
-    """Returns the tile that holds whole columns in registers; None if they are too long."""
+    """Returns the tile that holds whole columns in registers; None if the columns are too long."""
     vec = math.gcd(inner, VEC)
     vectors = -(-inner // vec)
     found = None
@@ -204,9 +223,10 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
 def _strips(
     outer: int, vocab: int, inner: int, strip_bytes: int, itemsize: int, arrays: int, most: int
 ) -> Strips:
-    """Returns strips of `strip_bytes`, halved until they are narrower than a line, over as few CTAs as have PART_BYTES.
+    """Returns strips with the smallest cluster that keeps parts within PART_BYTES.
 
-    Where there are few strips, they are over more CTAs, so that more multiprocessors have work.
+    The width is `strip_bytes`, halved until it is less than a line. Few strips get larger clusters, so that more
+    multiprocessors have work.
     """
     while strip_bytes >= inner * itemsize and strip_bytes > 2 * VEC * itemsize:
         strip_bytes //= 2

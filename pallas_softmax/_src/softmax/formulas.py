@@ -1,7 +1,7 @@
-"""What the softmax kernels compute: a reduction of each row, and what is made of the row by its result.
+"""The math of the softmax kernels: how each row is reduced, and how outputs follow from the reduction.
 
-These are functions of blocks and tiles in registers, in float32 and plain jax.numpy, and the same for every way
-in which rows lie over a GPU.
+The formulas are plain jax.numpy on float32 blocks and tiles in registers. All kernels share them, however they
+distribute rows over a GPU.
 """
 
 import operator
@@ -22,13 +22,13 @@ class Reduction(NamedTuple):
     """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays.
 
     Attributes:
-      lift: x -> the state of each single element of x.
-      absorb: (state, blocks) -> the state with the elements of the blocks added, each thread's to its own.
-      across: state -> the state of all its elements together; (state, axis, broadcast) -> the states along an
-        axis of a tile, where `broadcast` makes a per-row value as wide as the tile.
-      merge: (state, state) -> the state of both, the operator itself.
-      empty: the state of no elements.
-      neutral: the element that changes no state.
+      lift: x -> an array of states, one for each element of x.
+      absorb: (state, blocks) -> the state with the blocks added. Each thread adds its own elements.
+      across: state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis of a
+        tile; `broadcast` expands a per-row value to the shape of the tile.
+      merge: (state, state) -> the merged state; this is the reduction's operator.
+      empty: the state of an empty set.
+      neutral: an element that leaves every state unchanged.
     """
 
     lift: Callable[[Any], Any]
@@ -40,7 +40,7 @@ class Reduction(NamedTuple):
 
 
 ONLINE = Reduction(
-    lift=lambda x: Normalizer(x, jnp.ones_like(x)),  # d is 1 for -inf, too: `across` weighs it by exp(-inf)
+    lift=lambda x: Normalizer(x, jnp.ones_like(x)),  # d is 1 even for -inf: `across` multiplies it by 0
     absorb=online.absorb,
     across=online.across,
     merge=online.combine,
@@ -61,13 +61,13 @@ class Formula(NamedTuple):
     """An operation of the softmax family, on the rows of one or two arrays.
 
     Attributes:
-      reduction: what is reduced along a row.
-      term: the elements, one of each array -> the element that is reduced.
-      constants: the row's reduction -> the numbers that `value` takes besides the elements.
-      value: (*elements, *constants) -> the element that is written. None if the constants themselves are
-        written, one number for each row in each of as many arrays.
-      masked_value: the element that is written where the mask is False.
-      row_dtypes: of the constants, where they are what is written; None is the dtype of the elements.
+      reduction: the reduction along a row.
+      term: (*elements), one from each array -> the element to reduce.
+      constants: the row's reduction -> the per-row constants.
+      value: (*elements, *constants) -> the output element. None if the outputs are the constants themselves, each in
+        an array with one number per row.
+      masked_value: the output element where the mask is False.
+      row_dtypes: the dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
     """
 
     reduction: Reduction
@@ -78,12 +78,12 @@ class Formula(NamedTuple):
     row_dtypes: tuple = ()
 
     def row_results(self, shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        """Returns the constants of all rows, in arrays of this shape; `dtype` is that of the elements."""
+        """Returns shapes and dtypes of the constants of all rows; `dtype` is the dtype of the elements."""
         return [jax.ShapeDtypeStruct(shape, own or dtype) for own in self.row_dtypes]
 
 
 def _logsumexp(total: Normalizer) -> tuple:
-    """logsumexp, m and d. With a +inf among the logits the first is +inf, where d is NaN."""
+    """Returns logsumexp, m and d. If a logit is +inf, d is NaN, but logsumexp is still +inf."""
     m, d = total
     return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
 

@@ -1,13 +1,13 @@
-"""Long rows, in shared memory: each over one CTA, a cluster of CTAs, or, in two launches, any number of CTAs.
+"""Kernels for long rows, staged in shared memory: one CTA, a cluster, or many CTAs in two launches per row.
 
-A row of one CTA, or of a cluster, is read from device memory once, if shared memory holds it, and written once:
+One CTA or one cluster per row, in one launch. The row is read once if shared memory holds it:
 
-    load -> reduce -> (of a cluster: merge with the other CTAs) -> write
+    load -> reduce -> (cluster only: merge with the other CTAs) -> write
 
-A row of more CTAs is read by two launches, of which the second one merges the reductions of the parts in each CTA:
+More CTAs per row, in two launches. The row is read twice. In the second launch each CTA merges all parts' reductions:
 
-    load -> reduce -> write the part's reduction
-    load -> merge -> write
+    launch 1    load -> reduce -> write the part's reduction
+    launch 2    load -> merge -> write
 """
 
 import dataclasses
@@ -41,20 +41,20 @@ def launch(
     approximate: bool,
     interpret=None,
 ) -> list[jax.Array]:
-    """Computes a formula on the rows of the arrays (rows, vocab), a part of a row in each CTA.
+    """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes a part of a row.
 
     Args:
-      formula: what is computed.
-      arrays: those that the formula reads, of one shape.
+      formula: the formula to compute.
+      arrays: the arrays that the formula reads, all of one shape.
       mask: which elements count, or None.
       parts: how rows are cut into parts.
-      name: the kernel's name in profiles; of two launches the first one's has "_reduce" after it.
+      name: the kernel's name in profiles. If there are two launches, the first has the suffix "_reduce".
       approximate: whether exp may be approximate; see `plan.approximate`.
       interpret: as for `pallas_call`.
 
     Returns:
-      One array of the last array's dtype and the size of all rows; or, of a formula that has numbers for each
-      row, arrays (rows,).
+      One array with all elements of the result, in the last array's dtype. If the formula has per-row outputs: arrays
+      (rows,).
     """
     job = _Job(formula, arrays, mask, parts, approximate, interpret)
     if formula.value is None:
@@ -75,7 +75,7 @@ def launch(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A formula, the arrays (rows, vocab) on whose rows it is computed, and how; arguments as for `launch`."""
+    """One call of `launch`; the fields are its arguments."""
 
     formula: Formula
     arrays: list[jax.Array]
@@ -91,54 +91,53 @@ class _Job:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the elements that are written."""
+        """The dtype of the output elements."""
         return self.arrays[-1].dtype
 
     @property
     def view(self) -> tuple[int, ...]:
-        """The shape in which the kernels see the arrays and the result."""
+        """The shape of the arrays and the result inside the kernels."""
         return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
 
     @property
     def mask_is_whole(self) -> bool:
-        """Whether the mask has the shape of the arrays, so that its bodies start at multiples of vec bytes, too.
+        """Whether the mask has the shape of the arrays, so that its bodies are aligned to vec bytes.
 
-        Then a vector of the mask is one load, whose result nothing touches until its step is reduced. Of other masks
-        two words are loaded and shifted at once, which waits for them.
+        An aligned vector of the mask is a single load, and nothing waits for it until its step is reduced. Other masks
+        need two words, and shifting these together waits for both loads.
         """
         return self.mask is not None and self.mask.array.shape == self.arrays[0].shape
 
     @property
     def clustered(self) -> bool:
-        """Whether a row is over several CTAs that merge their reductions in the kernel."""
+        """Whether the CTAs of a row form a cluster and merge their reductions in the kernel."""
         return self.parts.cluster and self.parts.count > 1
 
     @property
     def teams(self) -> int:
-        """Number of CTAs, or of groups of CTAs with a row's parts, which take one row each or several in turns."""
+        """Number of groups of CTAs. A group has one CTA per part of a row, and takes one row or several in turns."""
         return self.parts.teams or self.rows
 
     def launch(
         self, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
     ) -> list[jax.Array]:
-        """Returns the results of a launch, with a CTA for each part of each row, or of every so many rows in turns.
+        """Launches a kernel on all rows and returns its results.
 
         Args:
-          kernel: what a CTA does, a function of the job and its `_Refs`.
+          kernel: the work of a CTA, a function of the job and its `_Refs`.
           name: the kernel's name in profiles.
           out_type: shapes and dtypes of the results.
-          reductions: those of the parts, arrays (rows, parts), if they are known. Then the CTAs take the rows from
-            the last one on, since the L2 cache holds what the launch before read last.
+          reductions: the reductions of the parts, arrays (rows, parts), from a launch before; or None.
         """
         parts, count = self.parts, self.parts.count
         scratch: dict[str, Any] = {
             "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in self.arrays],
-            "landed": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
+            "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
         if self.clustered:
             reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
-            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
+            scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
         def body(x_gmem, mask_gmem, reductions_gmem, *out_gmem, **scratch):
             kernel(self, _Refs(x_gmem, mask_gmem, reductions_gmem, out_gmem, **scratch))
@@ -157,17 +156,17 @@ class _Job:
 
 
 class _Refs(NamedTuple):
-    """What a CTA reads and writes.
+    """The memory and barriers that a CTA uses.
 
     Attributes:
-      x_gmem: the arrays, in the shape of the view.
+      x_gmem: the input arrays, in the shape `_Job.view`.
       mask_gmem: the mask, (mask rows, vocab or 1), or None.
-      reductions_gmem: the reductions of the parts, with references (rows, parts) for arrays, or None.
+      reductions_gmem: the reductions of the parts, as references (rows, parts), or None.
       out_gmem: the results.
-      x_smem: for each array, the body of the CTA's part; the last one also holds what is to be written.
-      landed: for each array, a barrier for each step, or slot, which completes when the step has arrived.
-      sent_smem: in a cluster, the reduction of the CTA's part, for the others to read, a copy for each thread.
-      met: in a cluster, the barrier at which its CTAs meet.
+      x_smem: for each array, the body of the CTA's part. The buffer of the last array also stages the output.
+      arrived: for each array, one barrier per step, or per slot. It completes when the step has arrived.
+      sent_smem: in a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread has a copy.
+      cluster_barrier: in a cluster, the barrier that synchronizes its CTAs.
     """
 
     x_gmem: list
@@ -175,31 +174,31 @@ class _Refs(NamedTuple):
     reductions_gmem: Any
     out_gmem: tuple
     x_smem: list
-    landed: list
+    arrived: list
     sent_smem: Any = None
-    met: Any = None
+    cluster_barrier: Any = None
 
 
-# --- What a CTA does ----------------------------------------------------------------------------------
+# --- The work of a CTA --------------------------------------------------------------------------------
 
 
 def _compute(job: _Job, refs: _Refs) -> None:
-    """All in one launch: a CTA, or a cluster, has the whole row."""
+    """The only launch: one CTA or one cluster reduces and writes the whole row."""
     _start(job, refs).finish()
 
 
 def _compute_in_turns(job: _Job, refs: _Refs) -> None:
-    """Takes several rows, one after the other: the next row's steps arrive as this one's leave.
+    """The only launch, with several rows in turns: the next row is loaded while this one is merged and written.
 
-    With slots for one row and a half, time goes to the right:
+    If the slots hold one and a half rows (time goes to the right):
 
         row 0    load, reduce | merge | write |
         row 1    load ------------------- load, reduce | merge | write |
         row 2                                    load ---- load, reduce | ...
                   half of it ^          ^ the rest, as slots become free
 
-    Of a row with more steps than there are slots, the first ones leave their slots when they are reduced, and are read
-    again as the others are written.
+    If a row has more steps than there are slots, its first steps give up their slots once they are reduced. They are
+    read again while the other steps are written.
     """
     walk, slots, team = job.parts.walk, job.parts.slots or 0, lax.axis_index("row")
     turns = (job.rows - team + job.teams - 1) // job.teams
@@ -214,7 +213,7 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
         return _Part(job, refs, place, body)
 
     def start_step(number) -> None:
-        """Starts the copies of a step, whose number counts those of all rows, into the slot that is free for it."""
+        """Starts the copies of a step into its free slot. Step numbers run on from row to row."""
         turn, i = number // steps_of_row, number % steps_of_row
         pl.when(number < turns * steps_of_row)(lambda: part_of(turn).copy_in(i))
 
@@ -228,7 +227,7 @@ def _compute_in_turns(job: _Job, refs: _Refs) -> None:
 
 
 def _reduce_only(job: _Job, refs: _Refs) -> None:
-    """The first of two launches: writes the reduction of each part."""
+    """The first of two launches: reduces each part and writes its reduction."""
     part = _start(job, refs)
     total = part.reduce()
     for gmem, leaf in zip(refs.out_gmem, jax.tree.leaves(total), strict=True):
@@ -236,16 +235,19 @@ def _reduce_only(job: _Job, refs: _Refs) -> None:
 
 
 def _write_only(job: _Job, refs: _Refs) -> None:
-    """The second of two launches: writes the elements, when it has merged the reductions of the row's parts."""
+    """The second of two launches: merges the reductions of the row's parts, then writes the elements.
+
+    It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
+    """
     part = _start(job, refs, backwards=True)
     total = part.merge_from_device_memory()
-    for landed in refs.landed:
-        part.body.wait(landed)
+    for arrived in refs.arrived:
+        part.body.wait(arrived)
     part.write_elements(total, read_mask=job.mask is not None)
 
 
 def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
-    """Returns the only part that this CTA takes: starts the copies of its body, and loads its edges."""
+    """Returns the only part of this CTA, after starting the copies of its body and the loads of its edges."""
     place = part_place(job.parts.cut, job.view, rows=job.rows, backwards=backwards)
     part = _Part(job, refs, place, StagedRow(job.parts.walk, job.interpret))
     for i in range(job.parts.walk.steps):
@@ -255,13 +257,13 @@ def _start(job: _Job, refs: _Refs, *, backwards: bool = False) -> "_Part":
 
 
 class _Part:
-    """A part of a row that this CTA holds: its body in shared memory, its edges in registers; see `Parts`.
+    """The part of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
     Attributes:
-      place: which part of which row it is.
+      place: the row and the position of the part in it.
       body_start: the element of the part at which its body starts.
       body: the body on its way through shared memory.
-      edges: when `load_edges` was called, the first and the last EDGE elements of the part, if it has edges.
+      edges: the first and the last EDGE elements of the part; empty before `load_edges`, or if it has no edges.
     """
 
     def __init__(self, job: _Job, refs: _Refs, place: PartPlace, body: StagedRow):
@@ -274,8 +276,10 @@ class _Part:
     def copy_in(self, i) -> None:
         """Starts the copies of step i of the body, an int or traced."""
         start = self.place.first + self.body_start
-        for x_gmem, x_smem, landed in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.landed, strict=True):
-            self.body.copy_in(self.place.in_view(x_gmem), x_smem, landed, start, i)
+        for x_gmem, x_smem, arrived in zip(
+            self.refs.x_gmem, self.refs.x_smem, self.refs.arrived, strict=True
+        ):
+            self.body.copy_in(self.place.in_view(x_gmem), x_smem, arrived, start, i)
 
     def load_edges(self) -> None:
         """Loads the first and the last EDGE elements of the part, if it has edges."""
@@ -294,12 +298,12 @@ class _Part:
             self.edges.append(_Edge(at, arrays, mask, counted))
 
     def _load_body(self, i, size: int):
-        """Returns the blocks of step i of the body: for each block, those of all arrays."""
+        """Yields the blocks of step i of the body, as a tuple with a block from each array."""
         fill = self.job.formula.reduction.neutral
         return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
-        """Returns the mask of each block of step i of the body, as int8; 0 after its end. None, without a mask."""
+        """Returns the mask of each block of step i of the body, as int8, 0 after its end. Without a mask: Nones."""
         walk = self.job.parts.walk
         if self.job.mask is None:
             return [None] * walk.step_blocks
@@ -307,7 +311,7 @@ class _Part:
         return [self._load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
 
     def _load_mask(self, at, held, vec: int):
-        """Returns a block of the mask, from element `at` of the part on, of which the first `held` are in the row."""
+        """Returns a block of the mask, from element `at` of the part on; 0 after the first `held` elements."""
         mask: Any = self.job.mask
         return blocks.load_mask(
             self.refs.mask_gmem,
@@ -322,10 +326,10 @@ class _Part:
     # --- Reduction
 
     def reduce(self):
-        """Returns the reduction of the part's elements, each counted once."""
+        """Returns the reduction of the part; each element counts once."""
         if not self.edges:
             return self._reduce_body()
-        # Few rows do not miss the registers that this takes: the edges are reduced while the body is on its way.
+        # Reducing the edges first overlaps with loading the body. With few rows, the extra registers are free.
         if self.job.rows <= FEW_ROWS and self.job.mask is None:
             of_edges, of_body = self._reduce_edges(), self._reduce_body()
         else:
@@ -333,14 +337,14 @@ class _Part:
         return self.job.formula.reduction.merge(of_body, of_edges)
 
     def _reduce_edges(self):
-        """Returns the reduction of the elements of the edges that count there."""
+        """Returns the reduction of the edges, without the elements that count elsewhere."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
         terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
         return reduction.across(reduction.absorb(lanes, terms))
 
     def _reduce_body(self):
-        """Returns the reduction of the body, step by step as they arrive."""
+        """Returns the reduction of the body. Each step is added when it arrives."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
@@ -352,7 +356,7 @@ class _Part:
         return min(self.job.parts.mask_steps_ahead, self.job.parts.walk.steps)
 
     def _absorb_step(self, i, size: int, state):
-        """Adds step i of the body to the reduction of each lane. Its mask was loaded some steps before."""
+        """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
         lanes, (mask_blocks, *next_masks) = state
         formula, x_smem = self.job.formula, self.refs.x_smem
         ahead = self._mask_steps_ahead
@@ -360,7 +364,7 @@ class _Part:
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
         self._wait(i)
         xs = list(zip(self._load_body(i, size), _as_conditions(mask_blocks)))
-        if self.job.mask is not None and formula.value is not None:  # `write` need not read it then
+        if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
@@ -376,11 +380,11 @@ class _Part:
 
     def _wait(self, i) -> None:
         """Waits until step i of the body has arrived."""
-        for landed in self.refs.landed:
-            plgpu.barrier_wait(landed.at[self.body.slot(i)])
+        for arrived in self.refs.arrived:
+            plgpu.barrier_wait(arrived.at[self.body.slot(i)])
 
     def _term(self, x, *conditions):
-        """Returns what is reduced of the blocks x, one of each array; neutral where a condition is False."""
+        """Returns the terms to reduce, from one block of each array; neutral where a condition is False."""
         term = self.job.formula.term(*x)
         for condition in conditions:
             if condition is not None:
@@ -388,24 +392,28 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """Returns the reductions of the cluster's CTAs, merged in the same order by each: thread i takes CTA i's."""
-        interpret, sent_smem, met = self.job.interpret, self.refs.sent_smem, self.refs.met
+        """Returns the merged reductions of the cluster's CTAs. In every CTA, thread i reads from CTA number i."""
+        interpret, sent_smem, cluster_barrier = (
+            self.job.interpret,
+            self.refs.sent_smem,
+            self.refs.cluster_barrier,
+        )
         reduction, count = self.job.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
             blocks.store_in_place(smem, blocks.filled(leaf, interpret=interpret), interpret=interpret)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(met)
-        plgpu.barrier_wait(met)
+        plgpu.barrier_arrive(cluster_barrier)
+        plgpu.barrier_wait(cluster_barrier)
 
         def of_peers(smem, empty):
             return blocks.load_from_ctas(smem, count, empty)
 
         total = reduction.across(jax.tree.map(of_peers, sent_smem, reduction.empty))
-        plgpu.barrier_arrive(met)  # all threads have read, since the result is that of all
+        plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
 
     def merge_from_device_memory(self):
-        """Returns the reductions of the row's parts, which the launch before has written, merged."""
+        """Returns the merged reductions of the row's parts, which the first launch wrote."""
         reduction, count = self.job.formula.reduction, self.job.parts.count
 
         def of_parts(first: int):
@@ -427,7 +435,7 @@ class _Part:
     # --- Results
 
     def finish(self) -> None:
-        """Reduces the part, merges its reduction with those of the cluster, and writes the results."""
+        """Reduces the part, merges with the other CTAs of the cluster, and writes the results."""
         total = self.reduce()
         if self.job.clustered:
             total = self.merge_over_cluster(total)
@@ -437,20 +445,20 @@ class _Part:
             self.write_constants(total)
             if self.job.parts.slots is not None:
                 lax.fori_loop(0, self.job.parts.walk.steps, lambda i, _: self.body.freed(i), None)
-        # No CTA leaves, or sends again, while another one may read what it sent.
+        # A CTA must not exit, or overwrite `sent_smem`, while a peer may still read it.
         if self.job.clustered:
-            plgpu.barrier_wait(self.refs.met)
+            plgpu.barrier_wait(self.refs.cluster_barrier)
 
     def write_constants(self, total) -> None:
-        """Writes the numbers of the row."""
+        """Writes the constants of the row."""
         for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
             gmem[self.place.row] = constant.astype(gmem.dtype)
 
     def write(self, total) -> None:
-        """Writes the elements of the part, after `reduce`, which has made masked ones neutral in shared memory.
+        """Writes the elements of the part. `reduce` has made the masked elements neutral in shared memory.
 
-        From neutral elements the formula gives the value that masked ones get, so the mask need not be read again,
-        unless they meet a NaN or an infinity in the row's reduction.
+        For a neutral element, the formula gives the masked value, so the mask need not be read again. The exception is
+        a NaN or an infinity in the row's reduction.
         """
         if self.job.mask is None:
             self.write_elements(total, read_mask=False)
@@ -468,7 +476,7 @@ class _Part:
 
         Args:
           total: the reduction of the row.
-          read_mask: whether the mask must be read for the body.
+          read_mask: whether to read the mask for the body.
         """
         formula, refs, place = self.job.formula, self.refs, self.place
         constants = formula.constants(total)
@@ -496,10 +504,10 @@ class _Edge(NamedTuple):
     """The first or the last EDGE elements of a part, in registers, one for each thread.
 
     Attributes:
-      start: the first of them, an element of the part.
-      arrays: a block of each array, which nothing touches before it is used: that would wait for its load.
+      start: the position of the first of these elements in the part.
+      arrays: a block from each array, as loaded: converting it early would wait for the load.
       mask: a block of the mask, as int8, or None.
-      counted: which of them the reduction takes from here, and not from the body or the next part.
+      counted: which elements count here, and not in the body or in the next part.
     """
 
     start: int
@@ -509,15 +517,15 @@ class _Edge(NamedTuple):
 
     @property
     def x(self) -> list[jax.Array]:
-        """A float32 block of each array."""
+        """A float32 block from each array."""
         return [block.astype(jnp.float32) for block in self.arrays]
 
     @property
     def keep(self):
-        """The mask, a boolean block, or None."""
+        """The mask as a boolean block, or None."""
         return None if self.mask is None else self.mask != 0
 
 
 def _as_conditions(mask_blocks: list) -> list:
-    """Blocks of a mask as booleans; None stays None."""
+    """Returns blocks of a mask as booleans; None stays None."""
     return [None if block is None else block != 0 for block in mask_blocks]

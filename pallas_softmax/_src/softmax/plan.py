@@ -1,9 +1,11 @@
-"""How the rows of a softmax lie over the GPU: a pure function of the operation, shape, dtype and GPU.
+"""Plans for softmax along the last axis: how rows are distributed over the GPU.
 
-The constants were chosen on an H100 by timing shapes around each of them; benchmarks/results/launch, made by
-configs/launch.flags, holds what the choice reaches. The figures beside them are time, and share of the bandwidth of a
-copy, of the float32 softmax of (rows, vocab). Those of Parts are device times by CUPTI (NVIDIA H100 80GB HBM3, driver
-580.159.04, jax 0.11.2, 2026-11-22 and 23).
+A plan is a pure function of the operation, shape, dtype and GPU. Its constants were chosen on an H100 by timing shapes
+around each threshold. benchmarks/results/launch, made by configs/launch.flags, holds the resulting speeds.
+
+Comments give times, or speeds as a percentage of copy bandwidth. Unless they say otherwise, they are for the float32
+softmax of (rows, vocab). Times for `Parts` are device times by CUPTI (NVIDIA H100 80GB HBM3, driver 580.159.04, jax
+0.11.2, 2026-11-22 and 23).
 """
 
 import dataclasses
@@ -19,92 +21,140 @@ from pallas_softmax._src.gpu.hardware import (
 )
 from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, short_row_tile
 
-# Elements of a row, of all arrays that the operation reads, up to which it is held in registers: 12,288 are 96
-# float32 registers of the 255 of a thread. (4000, 8192) reaches 98%, (4000, 10000) 97%.
+# --- Rows in registers: the most elements of a row, over all arrays that the operation reads ----------
+
+# 12,288 elements take 96 of a thread's 255 registers. (4000, 8192) reaches 98%, (4000, 10000) 97%.
 TILE_ELEMENTS = 12_288
-# The same where there are few rows: (1, 4096) takes 1.8 us in registers, (1, 16384) 2.4 us in a cluster.
+# With few rows. (1, 4096) takes 1.8 us in registers, (1, 16384) 2.4 us in a cluster.
 FEW_ROWS_TILE_ELEMENTS = 10_240
-# The same for rows that do not all start on 16 bytes: they are loaded an element or two at a time.
-# (4000, 4097) reaches 94%, where (4000, 4096) reaches 97%.
+# If some rows are not aligned to 16 bytes: they are loaded one or two elements at a time. (4000, 4097) reaches 94%,
+# (4000, 4096) 97%.
 UNALIGNED_TILE_ELEMENTS = 5_120
 
-FEW_ROWS = 16  # rows at most that are few: what counts is how soon each is done, not how many are at once
-MANY_ROWS = 2_000  # rows from which the time when the last of them leave multiprocessors idle weighs little
+FEW_ROWS = 16  # up to this many rows, the latency of a row counts, not the throughput
+MANY_ROWS = 2_000  # from this many rows on, multiprocessors that idle at the end cost little
 
-# Elements of a part at most, unless the cluster is the largest. Smaller parts let more CTAs run on each
-# multiprocessor, whose loads and arithmetic overlap; larger ones merge less.
-HALF_PART_ELEMENTS = 19_000  # of 16-bit rows, half the bytes: these wait for arithmetic, too
+# --- Rows in shared memory: the most elements of a part, unless the cluster is the largest ------------
+
+# With smaller parts, more CTAs share a multiprocessor and overlap loads with arithmetic. Larger parts merge less.
+HALF_PART_ELEMENTS = 19_000  # 16-bit rows: their bytes are half as many, and arithmetic also takes time
 PART_ELEMENTS = 13_000  # (1024, 16384) in 2 parts: 88%; (1024, 50257) in 4: 95%; (1024, 128256) in 16: 99%
 MASKED_PART_ELEMENTS = 6_500  # (1024, 25000) in 4 parts: 95%, in 2: 90%; (1024, 50257) in 8: 97%, in 4: 94%
 MANY_ROWS_PART_ELEMENTS = 26_000  # (4000, 16384) in one part: 97%
 
-# The same for few rows: in up to 4 parts, and in 8 or 16, which only longer rows are worth. (10, 12000) takes 2.9 us in
-# 4 parts, 3.9 us in 2; (10, 16128) 3.0 us in 8, 3.3 us in 4; (10, 100000) 5.2 us in 16, 6.1 us in 8; (1, 50257) 3.2 us
-# in 16, 3.7 us in 8.
-FEW_ROWS_PART_ELEMENTS = 3_100
-FEW_ROWS_PART_ELEMENTS_OF_8 = 6_200
+# Few rows. Only longer rows are worth 8 or 16 parts:
+#
+#     parts             2        4        8       16
+#     (10, 12000)     3.9 us   2.9 us
+#     (10, 16128)              3.3 us   3.0 us
+#     (10, 100000)                      6.1 us   5.2 us
+#     (1, 50257)                        3.7 us   3.2 us
+FEW_ROWS_PART_ELEMENTS = 3_100  # in up to 4 parts
+FEW_ROWS_PART_ELEMENTS_OF_8 = 6_200  # in 8 or 16 parts
 
-# The same for rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
+# Rows that are only read. (1024, 128256) takes 170 us in 8 parts, 198 us in 16.
 READ_PART_ELEMENTS = 17_000
-# Of 16-bit rows: (4000, 25000) takes 69 us in 2 parts, 71 us in one; (1024, 128256) 88 us in 4, 104 us in 8.
+# 16-bit rows that are only read. (4000, 25000) takes 69 us in 2 parts, 71 us in one. (1024, 128256) takes 88 us in 4
+# parts, 104 us in 8.
 HALF_READ_ROW_ELEMENTS = 17_000  # in one part
-HALF_READ_PART_ELEMENTS = 32_100  # in several
+HALF_READ_PART_ELEMENTS = 32_100  # in several parts
 
-# Bytes of a part, of all arrays, above which few rows are split over more CTAs than a cluster has, in two launches.
-# (16, 400000) takes 24.9 us so, in clusters 26.9 us, (16, 200000) 16.7 and 12.7 us, its backward 16.0 and 17.1 us.
+# --- Few rows in two launches -------------------------------------------------------------------------
+
+# Most bytes of a part in a cluster, over all arrays. Few rows with larger parts take two launches and more CTAs.
+#
+#                                 two launches    cluster
+#     (16, 400000)                   24.9 us      26.9 us
+#     (16, 200000)                   16.7 us      12.7 us
+#     (16, 200000), backward         16.0 us      17.1 us
 FEW_ROWS_PART_BYTES = 80_000
-# The same of one array, of one row that is written. (1, 151936) takes 3.8 us in two launches, in a cluster 4.6 us,
-# (1, 50257) 3.7 and 3.2 us; the backward of (1, 200000) 3.7 and 6.1 us, in bfloat16 3.5 and 3.7 us, of (1, 128256)
-# bfloat16 3.4 and 3.1 us. logsumexp of (1, 200000), which is only read, takes 5.6 us in two launches, in a cluster 4.1.
+# The same for a single row that is written, per array.
+#
+#                                           two launches    cluster
+#     (1, 151936)                              3.8 us       4.6 us
+#     (1, 50257)                               3.7 us       3.2 us
+#     (1, 200000), backward                    3.7 us       6.1 us
+#     (1, 200000) bfloat16, backward           3.5 us       3.7 us
+#     (1, 128256) bfloat16, backward           3.4 us       3.1 us
+#     (1, 200000), logsumexp: only read        5.6 us       4.1 us
 LONE_ROW_PART_BYTES = 24_000
-SPLIT = 256  # parts of a row in two launches, or a multiple of it: about two for each multiprocessor
+SPLIT = (
+    256  # in two launches, the number of parts of a row is a multiple of this: about two per multiprocessor
+)
 
-STEP_BLOCKS = 4  # blocks, of 128 vectors of 16 bytes each, that are waited for together: 8 KB
-# The same for rows that are only read, for few that are written, and for the longest parts: logsumexp of (64, 128256)
-# bfloat16 in 4 parts takes 7.8 us, with steps of 4 blocks 8.4 us; softmax of (1, 128256) in a cluster 4.1 us, with 4
-# blocks 4.3 us; of (2000, 516096), without turns, 3.01 ms, with 4 blocks 3.20 ms. But a backward that reads again goes
-# by steps of 4 blocks: (2000, 516096) takes 4.48 ms, with 8 blocks 4.61 ms.
+# --- Steps --------------------------------------------------------------------------------------------
+
+STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of 16 bytes, so a step has 8 KB
+# The same for rows that are only read, for few rows that are written, and for the longest parts. A backward that reads
+# steps twice is the exception, and has STEP_BLOCKS.
+#
+#                                                   8 blocks    4 blocks
+#     logsumexp of (64, 128256) bfloat16, 4 parts    7.8 us      8.4 us
+#     softmax of (1, 128256), in a cluster           4.1 us      4.3 us
+#     softmax of (2000, 516096), without turns       3.01 ms     3.20 ms
+#     backward of (2000, 516096), steps read twice   4.61 ms     4.48 ms
 LONG_STEP_BLOCKS = 8
-LONG_PART_ELEMENTS = 31_000
+LONG_PART_ELEMENTS = 31_000  # longer parts are among the longest
 
-# The same for 16-bit rows with a mask: with steps of 4 blocks a thread of (1024, 50257) needs 140 registers, so that 3
-# CTAs are on a multiprocessor, with steps of 2 it needs 104. It takes 91.6 us in bfloat16, 93%, with 4 or 1 93.9 us.
+# The same for 16-bit rows with a mask. (1024, 50257) bfloat16 takes 91.6 us, which is 93%; with steps of 4 blocks or 1
+# block it takes 93.9 us. With 4 blocks a thread needs 140 registers, so that a multiprocessor holds only 3 CTAs. With 2
+# blocks it needs 104.
 HALF_MASKED_STEP_BLOCKS = 2
-MAX_BARRIERS = 32  # in an array of barriers, as Mosaic has it
+MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
-# Registers of each thread for the mask of the next steps, four elements in each: those of all steps of a part of
-# (1024, 50257), and of (1024, 128256). A step is reduced in about 0.3 us, and a load takes 1 to 2 us when device memory
-# is busy: with 8 registers the two take 184 and 399 us, with 32 166 and 393 us, 92% and 99%. In a longer part the mask
-# of a later step is moved to other registers one step after it was loaded, which waits for it.
+# Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
+# a load takes 1 to 2 us when device memory is busy.
+#
+#                       8 registers    32 registers
+#     (1024, 50257)       184 us       166 us (92%)
+#     (1024, 128256)      399 us       393 us (99%)
+#
+# 32 registers hold the mask of a whole part of these shapes. In longer parts, the mask of a later step moves to other
+# registers one step after its load, and the move waits for the load.
 MASK_REGISTERS = 32
 
-# Where one CTA fills a multiprocessor, clusters take rows in turns, so that the next row arrives while one is merged
-# and written: (512, 500009) takes 715 us in 8 turns, 730 in 4, 695 if seven clusters take all, and 777 without; (256,
-# 1000000) bfloat16 397, 417, 384 and 454 us. But where a GPU has room for more or fewer clusters than FULL_CLUSTERS,
-# which differs from chip to chip, short turns leave less of it idle.
-TURNS = 8  # rows at most
-# What an element costs that turns read again, in accesses; `_worth_reading_again` counts them. The softmax of (256,
-# 1000000), of whose rows 19% are read again, takes 832 us, in two launches 1010, of (28, 1000000) 111 and 115 us, of
-# (256, 2000000), with 58%, 1.81 and 2.02 ms; the backward of (512, 500009), with 19%, 1.14 and 1.65 ms, of (14, 500009)
-# 37 and 43 us. What it leaves out: the softmax of (30, 1400000), with 41%, takes 191 us in turns, in two launches 171;
-# the backward of (28, 1000000), with 58%, 183 and 179 us.
+# --- Rows in turns ------------------------------------------------------------------------------------
+
+# If each CTA fills a multiprocessor, clusters take rows in turns. The next row is loaded while one is merged and
+# written.
+#
+#                                no turns    4 turns    8 turns    all rows by 7 clusters
+#     (512, 500009)               777 us     730 us     715 us            695 us
+#     (256, 1000000) bfloat16     454 us     417 us     397 us            384 us
+#
+# A GPU may have room for more or fewer clusters than FULL_CLUSTERS: the number differs from chip to chip. Short turns
+# then leave less of the GPU idle.
+TURNS = 8  # most rows of a cluster
+# Cost of reading an element a second time, in memory accesses; see `_worth_reading_again`.
+#
+#                                  read again    turns      two launches
+#     (256, 1000000)                   19%       832 us       1010 us
+#     (28, 1000000)                    19%       111 us        115 us
+#     (256, 2000000)                   58%       1.81 ms       2.02 ms
+#     (512, 500009), backward          19%       1.14 ms       1.65 ms
+#     (14, 500009), backward           19%        37 us         43 us
+#     rejected:
+#     (30, 1400000)                    41%       191 us        171 us
+#     (28, 1000000), backward          58%       183 us        179 us
 READ_AGAIN_COST = 1.25
 
-# Bulk copies are in lines of device memory: (512, 500009) takes 723 us, where bodies start on 16 bytes 874.
+# --- Alignment ----------------------------------------------------------------------------------------
+
+# A line of device memory; bulk copies start on one. (512, 500009) takes 723 us, with bodies on 16 bytes 874 us.
 LINE_BYTES = 128
 
-EDGE = 128  # elements, one a thread, at each end of a part that does not start and end on 16 bytes
+EDGE = 128  # elements at each end of a part that is not aligned to 16 bytes, one per thread
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Long rows in shared memory: each cut into `count` parts, a CTA each.
+    """Long rows in shared memory. Each row is cut into `count` parts, and each part has a CTA.
 
-    The CTAs of a row are a cluster, or, where `cluster` is False, independent ones, of two launches.
+    The CTAs of a row form a cluster. If `cluster` is False, they are independent, and there are two launches.
 
-    A CTA copies the `body` of its part to shared memory in bulk: that must start and end on 16 bytes of device
-    memory, and is faster from LINE_BYTES. Where parts do not, the first and the last EDGE elements are held in
-    registers as well, which covers what the body leaves out on either side:
+    A CTA copies the `body` of its part to shared memory in bulk. A bulk copy must start and end on 16 bytes of device
+    memory, and is faster from LINE_BYTES on. If parts are not aligned, the first and the last EDGE elements are also
+    held in registers. They cover the elements before and after the body:
 
         part     |<-------------------------- length -------------------------->|
         edges    |<- EDGE ->|                                        |<- EDGE ->|
@@ -112,21 +162,21 @@ class Parts:
         owned    |<------------------------- owned ------------------------->|
                                                                              ^ the next part starts here
 
-    All parts have the same `length`, that of the longest, so that the kernel's shapes are static; a part owns
-    the elements up to the start of the next one. Each element is reduced once: by the body, or by the edge where
-    the body does not hold it and the part owns it. What two hold is written twice, with the same value.
+    All parts have the `length` of the longest part, so that the kernel's shapes are static. A part owns the elements
+    up to the start of the next part. Each element is reduced once: in the body that holds it, else in an edge of the
+    part that owns it. An element that is held twice is written twice, with the same value.
 
     Attributes:
       vocab: number of elements of a row.
       vec: number of elements in 16 bytes.
       step_blocks: number of blocks of a step; see `Walk`.
       count: number of parts of a row.
-      cluster: whether the parts of a row are one cluster of CTAs (one part is, too).
-      teams: number of CTAs, or clusters, that take the rows in turns: team i rows i, i + teams, and so on. None where
-        each row has its own.
-      slots: where rows are taken in turns, the number of steps that shared memory holds: those of a part, and of the
-        next row's as many as fit; or fewer than those of a part, whose first steps are then read twice; see
-        `StagedRow`. None where each row has its own CTAs.
+      cluster: whether the CTAs of a row form a cluster; True for a single part.
+      teams: number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
+        if each row has its own CTAs.
+      slots: if rows are taken in turns, the number of steps that shared memory holds. Slots that the part does not
+        need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see `StagedRow`.
+        None if each row has its own CTAs.
     """
 
     vocab: int
@@ -139,17 +189,17 @@ class Parts:
 
     @property
     def cut(self) -> Cut:
-        """How a row is cut: on 16 bytes, if all rows start there; anywhere, otherwise."""
+        """How a row is cut: at multiples of 16 bytes if all rows are aligned to 16 bytes, else at any element."""
         return Cut(self.vocab, self.unit, self.count)
 
     @property
     def unit(self) -> int:
-        """Number of elements whose multiples parts start at."""
+        """Parts start at a multiple of this number of elements."""
         return 1 if self.vocab % self.vec else self.vec
 
     @property
     def edges(self) -> bool:
-        """Whether some part does not start or end on 16 bytes, or shares elements with the next one."""
+        """Whether a part does not start or end on 16 bytes, or overlaps the next part."""
         return bool(self.vocab % (self.count * self.vec))
 
     @property
@@ -159,15 +209,17 @@ class Parts:
 
     @property
     def body(self) -> int:
-        """Number of elements of a part that are copied in bulk, the same for all parts, a multiple of `vec`."""
+        """Number of elements that each part copies in bulk, a multiple of `vec`."""
         if not self.edges:
             return self.length
-        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part wherever it starts
+        return (self.length - EDGE - self.vec) // self.vec * self.vec  # ends in the part, wherever it starts
 
     def body_start(self, row, start):
-        """Returns the element of a part at which its body starts, if the part starts at element `start` of a row.
+        """Returns the element at which the body of a part starts, aligned to LINE_BYTES of device memory.
 
-        The body starts on LINE_BYTES of device memory.
+        Args:
+          row: number of the row.
+          start: the element of the row at which the part starts.
         """
         line = LINE_BYTES // ACCESS_BYTES * self.vec
         return EDGE - (row * (self.vocab % line) + start) % line if self.edges else 0
@@ -179,138 +231,213 @@ class Parts:
 
     @property
     def again(self) -> int:
-        """Number of steps, the first ones, that are read twice, since shared memory does not hold all."""
+        """Number of steps that are read twice, since shared memory does not hold all. They are the first ones."""
         return 0 if self.slots is None else max(0, self.walk.steps - self.slots)
 
     @property
     def smem_elements(self) -> int:
-        """Number of elements of shared memory that hold an array's part."""
+        """Number of elements of shared memory for the part of one array."""
         return self.walk.padded_length if self.slots is None else self.slots * self.walk.step_size
 
     @property
     def barriers(self) -> int:
-        """Number of barriers at which steps of an array arrive."""
+        """Number of barriers for the steps of one array."""
         return self.walk.steps if self.slots is None else self.slots
 
     @property
     def mask_steps_ahead(self) -> int:
-        """Number of steps for which the mask is loaded ahead of the step that is reduced."""
+        """Number of steps that loads of the mask run ahead of the reduction."""
         return max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """The numbers that a plan depends on.
+
+    Attributes:
+      rows: number of rows.
+      vocab: number of elements of a row.
+      itemsize: bytes of an element.
+      arrays: number of arrays that the operation reads, the mask not counted.
+      only_read: whether the results are per-row numbers, so that no elements are written.
+      masked: whether there is a mask.
+      hopper: whether the GPU is a Hopper. FULL_CLUSTERS is known only for these.
+      smem: bytes of shared memory of a CTA.
+      max_cluster: most CTAs of a cluster.
+    """
+
+    rows: int
+    vocab: int
+    itemsize: int
+    arrays: int
+    only_read: bool
+    masked: bool
+    hopper: bool
+    smem: int
+    max_cluster: int
+
+    @property
+    def vec(self) -> int:
+        """Number of elements in 16 bytes."""
+        return ACCESS_BYTES // self.itemsize
+
+    @property
+    def smem_elements(self) -> int:
+        """Number of elements of each array that shared memory holds."""
+        return self.smem // (self.itemsize * self.arrays)
+
+    def parts(self, count: int, *, cluster: bool) -> Parts:
+        """Returns the plan that cuts each row into `count` parts; it may not fit."""
+        if self.rows <= FEW_ROWS:
+            long = cluster and not self.only_read
+        else:
+            long = self.only_read or self.vocab > count * LONG_PART_ELEMENTS
+        steps = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
+        return Parts(self.vocab, self.vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
+
+    def fits(self, parts: Parts) -> bool:
+        """Returns whether a CTA has the shared memory and the barriers for these parts."""
+        smem = parts.smem_elements * self.itemsize * self.arrays
+        return smem <= self.smem and parts.barriers <= MAX_BARRIERS
 
 
 def plan_softmax(
     op: str, rows: int, vocab: int, dtype, capability: tuple[int, int], *, masked: bool = False
 ) -> Tile | Parts:
-    """Returns how the rows of an operation lie over a GPU of this compute capability.
+    """Returns the plan for the rows of an operation: the first of these that is good enough.
+
+        in registers        no shared memory and no barriers; a CTA may take several rows
+        in a cluster        rows in shared memory, each read once, in turns if these pay
+        reading again       the same, but shared memory does not hold all steps
+        in two launches     any number of CTAs; the second read comes partly from the L2 cache
 
     Args:
       op: the name of the operation.
-      rows, vocab, dtype: shape and dtype of the arrays whose rows it reads.
+      rows, vocab, dtype: shape and dtype of the arrays that the operation reads.
+      capability: compute capability of the GPU.
       masked: whether there is a mask.
     """
-    itemsize, arrays = jnp.dtype(dtype).itemsize, 2 if op.endswith("_grad") else 1
-    vec = ACCESS_BYTES // itemsize
-    smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
-    only_read = op == "logsumexp"
-
-    def parts(count: int, cluster: bool) -> Parts:
-        if rows <= FEW_ROWS:
-            long = cluster and not only_read
-        else:
-            long = only_read or vocab > count * LONG_PART_ELEMENTS
-        steps = HALF_MASKED_STEP_BLOCKS if masked and itemsize == 2 else STEP_BLOCKS
-        return Parts(vocab, vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
-
-    def fits(parts: Parts) -> bool:
-        return parts.smem_elements * itemsize * arrays <= smem and parts.barriers <= MAX_BARRIERS
-
-    def leaves_idle(clustered: Parts) -> bool:
-        part_bytes = clustered.length * itemsize  # which one CTA works on, while others have none
-        if rows == 1 and not only_read:
-            return part_bytes > LONE_ROW_PART_BYTES
-        return rows <= FEW_ROWS and part_bytes * arrays > FEW_ROWS_PART_BYTES
-
-    # In registers: no shared memory, no barriers, and several rows a CTA.
-    if vocab * arrays <= _tile_elements(rows, aligned=vocab % vec == 0):
-        return short_row_tile(vocab, itemsize)
-
-    # In the shared memory of one CTA, or of a cluster: the row is read once. The smallest cluster that will do.
-    count, most = 1, MAX_CLUSTER[capability[0]]
-    while count < most and not (
-        vocab <= count * _part_elements(count, rows, itemsize, only_read, masked) and fits(parts(count, True))
-    ):
-        count *= 2
-    clustered = parts(count, cluster=True)
-    if fits(clustered) and not leaves_idle(clustered):
-        alone = 2 * clustered.smem_elements * itemsize > smem  # no second CTA fits beside it
-        # Of Hopper FULL_CLUSTERS is known. A backward has little arithmetic: it reaches 94% without turns.
-        if capability[0] == 9 and alone and arrays == 1 and not only_read:
-            turned = _in_turns(clustered, rows, smem // (itemsize * arrays))
-            return clustered if turned.again else turned
-        return clustered
-
-    # In the shared memory of a cluster, too, but for steps that it does not hold, which are read twice. What a mask
-    # leaves out is made neutral in shared memory, which would be lost.
-    if capability[0] == 9 and not (fits(clustered) or masked or only_read):
-        if arrays == 2:
-            clustered = dataclasses.replace(clustered, step_blocks=STEP_BLOCKS)
-        turned = _in_turns(clustered, rows, smem // (itemsize * arrays))
-        if _worth_reading_again(turned, rows, arrays):
-            return turned
-
-    # In two launches, over any number of CTAs: the row is read twice, the second time partly from the L2 cache.
-    count = SPLIT
-    while not fits(parts(count, cluster=False)):
-        count += SPLIT
-    return parts(count, cluster=False)
+    major = capability[0]
+    problem = _Problem(
+        rows=rows,
+        vocab=vocab,
+        itemsize=jnp.dtype(dtype).itemsize,
+        arrays=2 if op.endswith("_grad") else 1,
+        only_read=op == "logsumexp",
+        masked=masked,
+        hopper=major == 9,
+        smem=SMEM_BYTES[major] - RESERVED_SMEM_BYTES,
+        max_cluster=MAX_CLUSTER[major],
+    )
+    if vocab * problem.arrays <= _tile_elements(problem):
+        return short_row_tile(vocab, problem.itemsize)
+    clustered = _smallest_cluster(problem)
+    if problem.fits(clustered) and not _leaves_idle(problem, clustered):
+        return _in_turns_if_alone(problem, clustered)
+    return _reading_again(problem, clustered) or _in_two_launches(problem)
 
 
-def _in_turns(parts: Parts, rows: int, smem_elements: int) -> Parts:
-    """Returns the same parts, of several rows in turns.
-
-    As many clusters are launched as are on the device at once, or a multiple, and they take about as many rows each.
-    """
-    slots = min(smem_elements // parts.walk.step_size, MAX_BARRIERS)
-    waves = -(-rows // (FULL_CLUSTERS * TURNS))
-    return dataclasses.replace(parts, teams=FULL_CLUSTERS * waves, slots=slots)
-
-
-def _worth_reading_again(parts: Parts, rows: int, arrays: int) -> bool:
-    """Whether turns are faster than two launches, which read all twice and write once, by their accesses to memory."""
-    turns = -(-rows // FULL_CLUSTERS) + 0.5  # the first read and the last write have nothing beside them
-    again = READ_AGAIN_COST * parts.again / parts.walk.steps
-    return FULL_CLUSTERS * turns * (arrays * (1 + again) + 1) < rows * (arrays * 2 + 1)
-
-
-def _tile_elements(rows: int, aligned: bool) -> int:
-    """Returns the number of elements of a row, in all arrays, up to which it is held in registers."""
-    if not aligned:
-        return UNALIGNED_TILE_ELEMENTS  # more loads would be needed than are fast
-    if rows <= FEW_ROWS:
-        return FEW_ROWS_TILE_ELEMENTS  # a cluster brings more threads to each row
+def _tile_elements(problem: _Problem) -> int:
+    """Returns the most elements of a row, over all arrays, that registers should hold."""
+    if problem.vocab % problem.vec:
+        return UNALIGNED_TILE_ELEMENTS  # longer rows would need too many loads
+    if problem.rows <= FEW_ROWS:
+        return FEW_ROWS_TILE_ELEMENTS  # a cluster has more threads for each row
     return TILE_ELEMENTS  # as many as the registers hold
 
 
-def _part_elements(count: int, rows: int, itemsize: int, only_read: bool, masked: bool) -> int:
-    """Returns the number of elements of each of `count` parts at most, unless the cluster is the largest."""
-    if rows <= FEW_ROWS:  # to have many CTAs at work on each row
+def _smallest_cluster(problem: _Problem) -> Parts:
+    """Returns the plan with the smallest cluster that is good enough, else with the largest one, which may not fit."""
+    count = 1
+    while count < problem.max_cluster and not (
+        problem.vocab <= count * _part_elements(problem, count)
+        and problem.fits(problem.parts(count, cluster=True))
+    ):
+        count *= 2
+    return problem.parts(count, cluster=True)
+
+
+def _part_elements(problem: _Problem, count: int) -> int:
+    """Returns the most elements of a part, for a row in `count` parts; the largest cluster may exceed it."""
+    half = problem.itemsize == 2
+    if problem.rows <= FEW_ROWS:  # many CTAs should work on each row
         return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
-    if only_read and itemsize == 2:
+    if problem.only_read and half:
         return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
-    if itemsize == 2:
+    if half:
         return HALF_PART_ELEMENTS
-    if rows >= MANY_ROWS:
+    if problem.rows >= MANY_ROWS:
         return MANY_ROWS_PART_ELEMENTS  # to merge as little as possible
-    if only_read:
+    if problem.only_read:
         return READ_PART_ELEMENTS
-    return MASKED_PART_ELEMENTS if masked else PART_ELEMENTS  # to have shorter CTAs at the end
+    return MASKED_PART_ELEMENTS if problem.masked else PART_ELEMENTS  # so that the last CTAs are short
+
+
+def _leaves_idle(problem: _Problem, clustered: Parts) -> bool:
+    """Returns whether a cluster for each row leaves too many multiprocessors idle, because there are few rows."""
+    part_bytes = clustered.length * problem.itemsize
+    if problem.rows == 1 and not problem.only_read:
+        return part_bytes > LONE_ROW_PART_BYTES
+    return problem.rows <= FEW_ROWS and part_bytes * problem.arrays > FEW_ROWS_PART_BYTES
+
+
+def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
+    """Returns parts that fit. Clusters take rows in turns if each CTA is alone on its multiprocessor."""
+    alone = 2 * clustered.smem_elements * problem.itemsize > problem.smem
+    # A backward needs no turns: it has little arithmetic, and reaches 94% without them.
+    if problem.hopper and alone and problem.arrays == 1 and not problem.only_read:
+        turned = _in_turns(problem, clustered)
+        return clustered if turned.again else turned
+    return clustered
+
+
+def _reading_again(problem: _Problem, clustered: Parts) -> Parts | None:
+    """Returns parts in turns that read some steps twice; None if two launches are better.
+
+    A mask rules this out: the first read makes masked elements neutral in shared memory, and a second one would undo
+    that.
+    """
+    if not problem.hopper or problem.fits(clustered) or problem.masked or problem.only_read:
+        return None
+    if problem.arrays == 2:
+        clustered = dataclasses.replace(clustered, step_blocks=STEP_BLOCKS)
+    turned = _in_turns(problem, clustered)
+    return turned if _worth_reading_again(problem, turned) else None
+
+
+def _in_turns(problem: _Problem, parts: Parts) -> Parts:
+    """Returns the same parts, with rows in turns.
+
+    FULL_CLUSTERS clusters run at once, so the number of clusters is a multiple. All take about the same number of rows.
+    """
+    slots = min(problem.smem_elements // parts.walk.step_size, MAX_BARRIERS)
+    waves = -(-problem.rows // (FULL_CLUSTERS * TURNS))
+    return dataclasses.replace(parts, teams=FULL_CLUSTERS * waves, slots=slots)
+
+
+def _worth_reading_again(problem: _Problem, parts: Parts) -> bool:
+    """Returns whether turns access memory less than two launches, which read everything twice and write it once."""
+    turns = -(-problem.rows // FULL_CLUSTERS) + 0.5  # nothing overlaps the first read and the last write
+    again = READ_AGAIN_COST * parts.again / parts.walk.steps
+    in_turns = FULL_CLUSTERS * turns * (problem.arrays * (1 + again) + 1)
+    return in_turns < problem.rows * (problem.arrays * 2 + 1)
+
+
+def _in_two_launches(problem: _Problem) -> Parts:
+    """Returns parts for two launches, as few as fit."""
+    count = SPLIT
+    while not problem.fits(problem.parts(count, cluster=False)):
+        count += SPLIT
+    return problem.parts(count, cluster=False)
 
 
 def approximate(dtype) -> bool:
-    """Returns whether exp may be computed as ex2.approx(x log2(e)), whose relative error is |x| eps.
+    """Returns whether exp may be ex2.approx(x log2(e)), with a relative error of |x| eps.
 
-    It is for 16-bit results, in whose rounding the error is lost. The exp that is exact to an ulp or two costs
-    nothing in float32, where the kernel waits for memory. (The forward of top-k has no time for it, 8% at 4000 x 25000
-    float32, and takes the approximate one for all dtypes: its winners have a small |x - m|. Its backward is as here.)
+    It may for 16-bit results, since rounding them hides the error. In float32 the kernels wait for memory, so that an
+    exp within one or two ulp is free.
+
+    The forward of top-k is different: the accurate exp would cost 8% at (4000, 25000) float32. So it uses the
+    approximate one for all dtypes: its winners have a small |x - m|. The backward of top-k follows this function.
     """
     return jnp.dtype(dtype).itemsize == 2

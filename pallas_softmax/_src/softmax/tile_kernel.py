@@ -1,4 +1,4 @@
-"""Short rows, in registers: several rows in a CTA, each over a few lanes, a warp, or all threads."""
+"""Kernel for short rows, held in registers: each row spans a few lanes, a warp, or all threads of a CTA."""
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,19 @@ def launch(
     approximate: bool,
     interpret=None,
 ) -> list[jax.Array]:
-    """Computes a formula on the rows of the arrays (rows, vocab), a tile of rows in each CTA.
+    """Computes a formula on the rows of the arrays (rows, vocab). Each CTA takes one tile of rows.
 
     Args:
-      formula: what is computed.
-      arrays: those that the formula reads, of one shape.
+      formula: the formula to compute.
+      arrays: the arrays that the formula reads, all of one shape.
       mask: which elements count, or None.
-      tile: how rows lie over a CTA.
+      tile: how rows are laid out over a CTA.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
       interpret: as for `pallas_call`.
 
     Returns:
-      One array (rows, vocab) of the last array's dtype; or, of a formula that has numbers for each row,
-      arrays (rows, 1).
+      One array (rows, vocab) of the last array's dtype. If the formula has per-row outputs: arrays (rows, 1).
     """
     rows, vocab = arrays[0].shape
     if formula.value is None:

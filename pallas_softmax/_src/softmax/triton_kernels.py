@@ -1,14 +1,15 @@
-"""The kernels of softmax, log_softmax, logsumexp and their backwards.
+"""Triton kernels for softmax, log_softmax, logsumexp and their backwards.
 
-OP is the name of the operation. A kernel reads two arrays of shape (ROWS, V): a backward `a` = y and `b` = dy, a
-forward x in both places, of which it reads one. It reduces each row to a normalizer (m, d), and then writes the
-result, of which each element is made of the elements at its place and of the normalizer. The row of a backward is
-only summed: there d is the sum and m is 0, so that ⊕ adds.
+OP is the name of the operation. A kernel takes two arrays (ROWS, V). A backward gets `a` = y and `b` = dy. A forward
+gets x as both, and reads only `a`.
 
-The plans that the constants come from are drawn in plan.py.
+A kernel reduces each row to a normalizer (m, d). Each output element is computed from the input elements at its place
+and the normalizer. A backward only sums its rows: d is the sum and m is 0, so that ⊕ adds.
+
+_src/triton/plan.py draws the plans and explains their constants.
 """
 
-# What pyright cannot know of a kernel is said in language.py.
+# language.py explains why pyright cannot check kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportMissingImports=false
 
@@ -20,11 +21,11 @@ from pallas_softmax._src.triton.language import combine, exp, kept, larger, log_
 
 @triton.jit
 def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr, WHERE: tl.constexpr):
-    """Loads the elements at `base` + `col`, and their places in the mask, where they are inside the row.
+    """Loads the elements at `base` + `col` that are `inside` the row, and their mask.
 
     Returns:
-      a and b in float32, which of them count, and what each adds to the row's normalizer: a logit, -inf for what does
-      not count, or in a backward a term of the sum, 0 for what does not count.
+      a and b in float32, which elements count, and the term that each adds to the row's normalizer. In a forward the
+      term is a logit, -inf if it does not count. In a backward it is a term of the sum, 0 if it does not count.
     """
     keep = kept(mask_ptr, mask_base, col, inside, WHERE)
     a = tl.load(a_ptr + base + col, mask=inside, other=0.0).to(tl.float32)
@@ -39,7 +40,7 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    """Returns N normalizers of no elements."""
+    """Returns N normalizers of empty sets."""
     if OP == "softmax_grad" or OP == "log_softmax_grad":
         return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
     else:
@@ -48,7 +49,7 @@ def _empty(N: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def _absorb(m, d, term, OP: tl.constexpr, AXIS: tl.constexpr):
-    """Adds the terms, reduced along AXIS, to the normalizers (m, d) of the other axis: ⊕ with one rescaling of d."""
+    """Reduces the terms along AXIS and adds them to the normalizers (m, d): ⊕ with one rescaling of d."""
     if OP == "softmax_grad" or OP == "log_softmax_grad":
         return m, d + tl.sum(term, AXIS)
     else:
@@ -59,7 +60,7 @@ def _absorb(m, d, term, OP: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _row_constants(m, d, OP: tl.constexpr):
-    """Returns the two numbers of a row that `_value` makes each result with, of its normalizer."""
+    """Returns the two constants of a row that `_value` needs, from the row's normalizer."""
     if OP == "softmax":
         return shift(m), tl.div_rn(1.0, d)
     elif OP == "log_softmax":
@@ -70,7 +71,7 @@ def _row_constants(m, d, OP: tl.constexpr):
 
 @triton.jit
 def _value(a, b, keep, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr):
-    """Returns the results of elements a and b, in float32, for the row's constants c0 and c1."""
+    """Returns the float32 outputs for elements a and b, with the row's constants c0 and c1."""
     masked = 0.0
     if OP == "softmax":
         y = exp(a - c0) * c1
@@ -90,7 +91,7 @@ def _value(a, b, keep, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr):
 def _store_logsumexp(out_ptr, row, inside, m, d, ROWS: tl.constexpr):
     """Stores logsumexp, m and d of rows into the three lines of out (3, ROWS).
 
-    With a +inf among numbers d is NaN, but the sum is +inf.
+    If a logit is +inf, d is NaN, but logsumexp is still +inf.
     """
     lse = tl.where(m == float("inf"), m, m + log_sum(d))
     tl.store(out_ptr + row, lse, mask=inside)
@@ -116,7 +117,7 @@ def rows_kernel(
     PROGRAM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes PROGRAM_ROWS whole rows, each in WIDTH elements of registers, with one read of them.
+    """Computes PROGRAM_ROWS whole rows per program. Each row is read once into WIDTH elements of registers.
 
     The grid is (ROWS / PROGRAM_ROWS,), rounded up.
     """
@@ -127,7 +128,7 @@ def rows_kernel(
     mask_base = mask_start(row.to(tl.int64), V, WHERE, MASK)[:, None]
     a, b, keep, term = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
     if OP == "softmax":
-        # The exponentials take the registers of the logits, and are not computed twice.
+        # The exponentials replace the logits in registers, so that they are computed only once.
         e = exp(term - shift(tl.reduce(term, 1, larger))[:, None])
         y = e * tl.div_rn(1.0, tl.sum(e, 1))[:, None]
         if WHERE is not None:
@@ -146,7 +147,7 @@ def rows_kernel(
 
 @triton.jit
 def _merge_parts(normalizers_ptr, row, ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr):
-    """Loads the normalizers of a row's parts, (2, ROWS, PARTS), and merges them by ⊕ into that of the row."""
+    """Loads the normalizers of a row's parts, (2, ROWS, PARTS), and returns the normalizer of the row."""
     slot = tl.arange(0, SLOTS)
     m = tl.load(normalizers_ptr + row * PARTS + slot, mask=slot < PARTS, other=float("-inf"))
     d = tl.load(normalizers_ptr + (ROWS + row) * PARTS + slot, mask=slot < PARTS, other=0.0)
@@ -161,7 +162,7 @@ def _write(
     mask_ptr,
     # outputs
     out_ptr,
-    # which elements, and the constants of their row
+    # the elements and the constants of their row
     base,
     mask_base,
     col,
@@ -172,7 +173,7 @@ def _write(
     OP: tl.constexpr,
     WHERE: tl.constexpr,
 ):
-    """Loads elements again, and stores what is made of them."""
+    """Loads elements a second time, and stores their outputs."""
     a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)
     y = _value(a, b, keep, c0, c1, OP, WHERE)
     tl.store(out_ptr + base + col, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -198,26 +199,25 @@ def long_kernel(
     WRITE: tl.constexpr,
     # constants of the plan, a Long
     PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,  # PARTS, rounded up to a power of two
+    SLOTS: tl.constexpr,  # PARTS rounded up to a power of two
     LENGTH: tl.constexpr,
-    VECTOR: tl.constexpr,  # number of elements of 16 bytes
+    VECTOR: tl.constexpr,  # number of elements in 16 bytes
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Computes a part of LENGTH elements of a row in steps of DEPTH x WIDTH. The grid is (ROWS, PARTS).
 
-    With REDUCE and WRITE the row is one part, which is read twice: to reduce it, and to make the result of it. With
-    REDUCE alone the normalizer of the part is the result. With WRITE alone the normalizers of all parts are merged
-    first, by every program of the row, and then the part is read to make the result.
+    REDUCE and WRITE   the row is a single part: reads it to reduce it, then again to write the outputs
+    REDUCE             writes the normalizer of the part
+    WRITE              merges the normalizers of the row's parts (in each program), then writes the outputs
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * LENGTH
     length = min(LENGTH, V - start)
 
-    # Rows of a V that vectors do not divide start anywhere. Their middle, which consists of whole and aligned
-    # vectors, is loaded by vectors. What is before and behind it, the head and the tail, is less than two vectors:
-    # they are loaded together, the first `head` places of the edge for the head. Columns count from the
-    # middle.
+    # If VECTOR does not divide V, rows start anywhere. The middle of a part consists of whole, aligned vectors. The
+    # head before it and the tail after it are less than two vectors. They are loaded together as the edge: its first
+    # `head` places are the head. Columns count from the start of the middle.
     head = 0
     if V % VECTOR:
         head = min(length, ((VECTOR - (row * V + start) % VECTOR) % VECTOR).to(tl.int32))
@@ -253,7 +253,7 @@ def long_kernel(
         c0, c1 = _row_constants(m, d, OP)
         steps = tl.cdiv(middle, DEPTH * WIDTH)
         for step in range(0, steps):
-            # From the last step to the first, since the L2 cache still has what was read last.
+            # In reverse order, since the L2 cache still holds what was read last.
             col = (steps - 1 - step) * (DEPTH * WIDTH) + tile
             _write(a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, col, col < middle, c0, c1, OP, WHERE)
         if V % VECTOR:

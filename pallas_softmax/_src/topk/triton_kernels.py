@@ -1,18 +1,18 @@
-"""The kernels of fused top-k.
+"""Triton kernels for fused top-k.
 
-A candidate is one int64 for an element: above, the sort key of its value (`language.sort_key`), and below, the
-complement of its index in the row. No two candidates are equal, and the larger one wins: the larger value, then the
-lower index.
+A candidate is an element packed into one int64. The high half is the sort key of its value (`language.sort_key`). The
+low half is the complement of its index in the row. Candidates never tie: the larger value wins, then the lower index.
 
-A program cuts its part of a row into groups, as plan.py draws. The k best elements lie in those k groups whose best
-elements are the best: were one of them in another group, the k groups would hold k better elements. So one pass keeps
-the best candidate of each group, and the normalizer. Then the k best groups are read again, and sorted. No branch and
-no loop depends on the values.
+A program cuts its part of a row into groups, as drawn in _src/triton/plan.py. Groups are ranked by their best element,
+and the k best elements lie in the k best groups: for an element of any other group, each of the k groups holds a
+better one. So one pass keeps the best candidate of each group, and the normalizer. Then the k best groups are read
+again and sorted. No branch and no loop depends on the values.
 
-The normalizer is that of x / temperature but for m, which is the maximum of x itself. A `scale` is 1 / temperature.
+In a normalizer (m, d), m is the maximum of x itself, and d is the sum of exp((x - m) * scale). `scale` is 1 /
+temperature.
 """
 
-# What pyright cannot know of a kernel is said in language.py.
+# language.py explains why pyright cannot check kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportMissingImports=false
 
@@ -31,8 +31,8 @@ from pallas_softmax._src.triton.language import (
     sort_key,
 )
 
-_NOTHING = tl.constexpr(-(2**63))  # the candidate of no element
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number: no difference from it is NaN
+_NOTHING = tl.constexpr(-(2**63))  # loses to the candidate of any element
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number, so that -inf minus it is not NaN
 
 
 # --- Candidates ---------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number: no d
 
 @triton.jit
 def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
-    """Loads elements, and returns them in float32, and their keys: -inf and the lowest key for what does not count."""
+    """Returns elements in float32, and their keys; -inf and the lowest key for elements that do not count."""
     x = tl.load(ptr + base + col, mask=inside, other=0.0)
     keep = kept(mask_ptr, mask_base, col, inside, WHERE)
     key = tl.where(keep, sort_key(x), lowest_key(ptr.dtype.element_ty))
@@ -49,7 +49,7 @@ def _load(ptr, mask_ptr, base, mask_base, col, inside, WHERE: tl.constexpr):
 
 @triton.jit
 def _candidate(key, col, inside):
-    """Returns the candidates of elements with these keys in these columns, or of nothing."""
+    """Returns the candidates with these keys and columns; _NOTHING if not inside."""
     packed = (key.to(tl.int64) << 32) | (~col).to(tl.uint32, bitcast=True).to(tl.int64)
     return tl.where(inside, packed, _NOTHING)
 
@@ -64,15 +64,17 @@ def _index(candidate):
 def _members(
     best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Returns the columns of all members of the groups that the candidates `best` are of, one after the other.
+    """Returns the columns of the groups that contain the candidates `best`, as a one-dimensional array.
 
-    Each group has VEC columns in each of SLABS slabs, which are WIDTH columns wide; the part begins at column
-    `start`. The members of what is no candidate are the column `stop`.
+    A group has VEC columns in each of SLABS slabs. A slab is WIDTH columns wide, and the part starts at column `start`.
+    For a _NOTHING in `best`, the columns start at `stop`, which is outside the part.
 
-    The smaller groups, of SIZE members, are the best of which are asked for next. The columns are ordered by: slab in
-    a smaller group, smaller group, candidate, element of a slab. A reduction over a smaller group then leaves no bit
-    of the warp's number unused below one that is used: Triton 3.6 miscompiles reductions of such layouts, and it may
-    do so with arrays of more than one dimension, so the result has one.
+    The next step cuts these groups into smaller groups of SIZE columns and ranks them. The columns are ordered by: slab
+    in a smaller group, smaller group, candidate, element of a slab.
+
+    This order works around a bug: Triton 3.6 miscompiles a reduction if its layout leaves a bit of the warp's number
+    unused below a used one. In this order, no reduction over a smaller group does. With arrays of several dimensions
+    the bug might still occur, so the result has only one.
     """
     place = _index(best) - start
     first = place // (WIDTH * SLABS) * (WIDTH * SLABS) + place % WIDTH // VEC * VEC
@@ -87,9 +89,9 @@ def _members(
 
 @triton.jit
 def _best(candidates, SLOTS: tl.constexpr, VEC: tl.constexpr, SIZE: tl.constexpr):
-    """Returns the SLOTS best groups, best first, each as its best candidate.
+    """Returns the best candidates of the SLOTS best groups, best first.
 
-    A group is SIZE of the candidates, which are in the order of `_members`.
+    A group has SIZE candidates. The candidates are in the order of `_members`.
     """
     if SIZE >= VEC:
         candidates = tl.max(tl.reshape(candidates, [candidates.numel // VEC, VEC]), 1)
@@ -110,13 +112,13 @@ def _merge(m, d, scale):
 
 @triton.jit
 def _scale(temperature_ptr, row, SCALAR: tl.constexpr):
-    """Returns 1 / temperature of a row; with SCALAR there is one temperature for all rows."""
+    """Returns 1 / temperature of a row. If SCALAR, all rows share one temperature."""
     return tl.div_rn(1.0, tl.load(temperature_ptr + (0 if SCALAR else row)).to(tl.float32))
 
 
 @triton.jit
 def _store(
-    # what is stored: the winners of a part of a row, and its normalizer
+    # inputs: the winners and the normalizer of a part of a row
     best,
     m,
     d,
@@ -135,11 +137,11 @@ def _store(
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Stores the K winners and the normalizer of a part, m and d in normalizers (2, ROWS, PARTS).
+    """Stores the winners and the normalizer of a part; m and d go to normalizers (2, ROWS, PARTS).
 
-    Of a row that is one part, the values (ROWS, K) are probabilities, or with LOG their logarithms, and the indices
-    are (ROWS, K). Of a row of several parts there are no values yet: the indices are the candidates (ROWS, PARTS,
-    slots), each in two int32.
+    If a row is a single part, the results are final: values (ROWS, K) are probabilities, or with LOG their logarithms,
+    and indices are (ROWS, K). Otherwise no values are stored, and indices hold the candidates (ROWS, PARTS, slots), two
+    int32 each.
     """
     slot = tl.arange(0, best.numel)
     at = row * PARTS + part
@@ -188,7 +190,7 @@ def topk_kernel(
 ):
     """Finds the winners and the normalizer of a part of LENGTH elements of a row. The grid is (ROWS, PARTS).
 
-    The part is read once in slabs of GROUPS x VEC elements, and the winning groups of each of the LEVELS once more.
+    The part is read once, in slabs of GROUPS x VEC elements. Each of the LEVELS then reads its winning groups again.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
@@ -196,7 +198,7 @@ def topk_kernel(
     start = part * LENGTH
     stop = start + min(LENGTH, V - start)
 
-    # Each lane keeps a normalizer, and the best key in its column with the place of it.
+    # Each lane keeps a normalizer, its best key, and the column of that key.
     WIDTH: tl.constexpr = GROUPS * VEC
     lane = start + tl.arange(0, WIDTH)
     best, best_col = tl.full([WIDTH], lowest_key(x_ptr.dtype.element_ty), tl.int32), lane
@@ -204,11 +206,11 @@ def topk_kernel(
     for at in range(0, stop - start, WIDTH):
         col = at + lane
         x, key = _load(x_ptr, mask_ptr, base, mask_base, col, col < stop, WHERE)
-        # This is (m, d) ⊕ (x, 1). Of its two exponentials one is of 0, so it takes a single one.
+        # This is (m, d) ⊕ (x, 1). One of its two exponentials is exp(0), so one call is enough.
         e = tl.exp2(-tl.abs(x - m) * (scale * LOG2E))
         d = tl.where(x > m, d * e + 1, d + e)
         m = tl.maximum(m, x)
-        best_col = tl.where(key > best, col, best_col)  # of equal keys the first stays
+        best_col = tl.where(key > best, col, best_col)  # of tied keys the first stays
         best = tl.maximum(best, key)
     m = tl.where(d == 0, float("-inf"), m)
     d = tl.where(m == float("inf"), float("nan"), d)
@@ -229,7 +231,7 @@ def topk_kernel(
 @triton.jit
 def merge_kernel(
     # inputs
-    x_ptr,  # of which only the dtype counts
+    x_ptr,  # used only for its dtype
     temperature_ptr,  # (1,) if SCALAR, else (ROWS,)
     candidates_ptr,  # int32 (ROWS, LISTS, SLOTS, 2)
     list_normalizers_ptr,  # float32 (2, ROWS, LISTS), m and d
@@ -249,9 +251,9 @@ def merge_kernel(
     FAN_IN: tl.constexpr,
     PARTS: tl.constexpr,  # LISTS / FAN_IN, rounded up
 ):
-    """Merges FAN_IN of the LISTS lists of candidates of a row, and their normalizers, into one of PARTS lists.
+    """Merges FAN_IN lists of a row's candidates, and their normalizers, into one.
 
-    The grid is (ROWS, PARTS).
+    A row has LISTS lists before the launch, and PARTS lists after it. The grid is (ROWS, PARTS).
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale = _scale(temperature_ptr, row, SCALAR)
