@@ -12,7 +12,7 @@ from pallas_softmax.online import widen
 
 
 def sum_over(x, axes, mesh_axes):
-    """Returns the sum over `axes`, whose dimensions stay, and over the mesh axes that the row is spread over."""
+    """Returns the sum over `axes`, which keep size 1, and over the mesh axes that the row is spread over."""
     part = jnp.sum(x, axes, keepdims=True)
     return lax.psum(part, tuple(mesh_axes)) if mesh_axes else part
 

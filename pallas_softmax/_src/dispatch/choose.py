@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why."""
+"""The choice of an implementation for a call, with the reasons."""
 
 import contextvars
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How an operation of ours is evaluated where JAX evaluates operations one by one."""
+"""Evaluation of a primitive of this package where JAX evaluates operations one by one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,13 @@ import jax
 
 
 def compiled(function: Callable, *static: str) -> Callable:
-    """Returns the function as a compiled program, which it is under `jax.disable_jit`, too.
+    """Returns the function as a program that is compiled even under `jax.disable_jit`.
 
-    There the function, which binds an operation, would otherwise be called again to evaluate that operation, forever.
+    The function binds an operation. Without a compilation, JAX would call the function again to evaluate that
+    operation, without end.
 
     Args:
-      function: binds an operation that has no other evaluation than its lowering.
+      function: binds an operation that can only be lowered.
       *static: the names of its static arguments.
     """
     program = jax.jit(function, static_argnames=static)

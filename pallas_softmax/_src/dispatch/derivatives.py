@@ -7,7 +7,7 @@ tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p
 
     forward mode      evaluates `linear_p`: dys = tangent(saved, dxs)
     reverse mode      JAX transposes `linear_p`: dxs = cotangent(saved, dys), which is the kernel of the gradient
-    higher orders     `linear_p` is linear in dxs; in `saved` its derivative is that of the same maps in plain JAX
+    higher orders     `linear_p` is linear in dxs; in `saved`, the same maps in plain JAX are differentiated
 
 JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`.
 
@@ -226,12 +226,12 @@ batching.primitive_batchers[_refused_tangent_p] = _refuse_batch
 
 
 class _Level(NamedTuple):
-    """One vmap around a linear map: for each array, whether the batch is its first dimension.
+    """One vmap around a linear map. Each flag says whether the batch is the first dimension of an array.
 
     Attributes:
-      saved: for each leaf of `saved`.
-      inputs: for each linear array.
-      outputs: for each result; one that has no batch is the sum over it, as the transpose of a shared input.
+      saved: flags of the leaves of `saved`.
+      inputs: flags of the linear arrays.
+      outputs: flags of the results. A result without a batch is the sum over it: the transpose of a shared input.
     """
 
     saved: tuple[bool, ...]
@@ -241,13 +241,13 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Map:
-    """What `linear_p` computes; hashable, so that equal calls share JAX's caches.
+    """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches.
 
     Attributes:
       maps: the tangent and its transpose; this map is the tangent.
       static: their first argument.
       saved_tree: the structure of `saved`.
-      levels: each vmap around, the innermost first.
+      levels: the vmaps around it, the innermost first.
     """
 
     maps: Maps
@@ -279,7 +279,7 @@ class _Map:
 
 
 def _at_level(function: Callable, level: _Level) -> Callable:
-    """Returns the function (saved, linear), of two lists of arrays, as it is under one vmap."""
+    """Returns the function (saved, linear) of two lists of arrays under one vmap."""
     axes = ([0 if b else None for b in level.saved], [0 if b else None for b in level.inputs])
 
     def batched(saved, linear):

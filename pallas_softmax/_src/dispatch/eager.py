@@ -1,4 +1,4 @@
-"""Calls outside of `jax.jit`: JAX would dispatch each operation of a call by itself; here the call is one program."""
+"""Calls outside of `jax.jit`: the whole call becomes one compiled program, where JAX would dispatch each operation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
     """Returns function(*arrays, *options), compiled as one program if no array is traced.
 
     Args:
-      function: what is called; its errors, also of bad options, are the same either way.
+      function: the function to call. Its errors are the same either way.
       arrays: arrays, scalars, None, or named tuples of them.
-      options: the other arguments; each combination of them is compiled by itself.
+      options: the other arguments. Each combination of them has its own compilation.
     """
     if all(map(_concrete, _leaves(arrays))) and _hashable(options) and not choice.recording():
         # 1, 1.0 and True are equal, but as k only the first is accepted
@@ -30,7 +30,7 @@ def _leaves(arrays: tuple) -> list:
 
 
 def _concrete(x) -> bool:
-    """Returns whether x is None or numbers at hand, which no transformation traces."""
+    """Returns whether x is None, or known numbers that no transformation traces."""
     return x is None or (
         isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
         and not isinstance(x, Tracer)
@@ -39,12 +39,12 @@ def _concrete(x) -> bool:
 
 
 def is_foreign(x) -> bool:
-    """Returns whether `x` is of numpy, and of a dtype that JAX has not: objects, strings, times, long doubles."""
+    """Returns whether `x` has a NumPy dtype that JAX does not support: objects, strings, times, long doubles."""
     return isinstance(x, np.ndarray | np.generic) and x.dtype.char in "OSUMmgG"
 
 
 def _hashable(options: tuple) -> bool:
-    """Returns whether a compilation can be kept under the options; the function raises an error for other ones."""
+    """Returns whether the options can be the key of a compilation. If not, the function itself raises."""
     try:
         hash(options)
     except TypeError:
@@ -53,7 +53,7 @@ def _hashable(options: tuple) -> bool:
 
 
 def _run(function, options, types, arrays):
-    """Calls the function; types only tell compilations apart."""
+    """Calls the function. `types` distinguishes compilations for options that are equal, such as 1 and True."""
     return function(*arrays, *options)
 
 

@@ -79,27 +79,27 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
 
 
 class Dimensions(Protocol):
-    """What `divide` must know of the dimensions of a call's arrays: which of them are divided alike."""
+    """The dimensions of a call's arrays, for `divide`: which of them share mesh axes."""
 
     @property
     def result_shapes(self) -> Any:
-        """What the call returns, as a tree of `jax.ShapeDtypeStruct`s."""
+        """The results of the call, as a tree of `jax.ShapeDtypeStruct`s."""
 
     def lay_out(self, specs: Sequence[P], mesh_sizes: Mapping[str, int]) -> tuple[list[P], list[P], Any]:
-        """Returns how arguments and results are to be divided, given how the arguments are sharded.
+        """Returns how to divide arguments and results, given how the arguments are sharded.
 
         Args:
           specs: how each argument is sharded.
           mesh_sizes: the number of devices along each mesh axis.
 
         Returns:
-          The specs of the arguments, those of the results, and what the function of a device's shards must know of the
-          mesh axes; see `divide`.
+          The specs of the arguments, the specs of the results, and the mesh axes that `shard_function` needs; see
+          `divide`.
         """
         ...
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns Shardy's rule, a letter for each dimension, and the letters of those that no mesh axis divides."""
+        """Returns Shardy's rule, with a factor for each dimension, and the factors that no mesh axis may divide."""
         ...
 
 
@@ -109,10 +109,10 @@ def divide(
     """Runs a call on arrays that a mesh may divide.
 
     Args:
-      choice: what to call.
+      choice: the call and its implementations.
       arrays: its arguments.
       whole: the function of the whole arrays.
-      dimensions: those of the arguments and the results.
+      dimensions: the dimensions of the arguments and the results.
       shard_function: given the third result of `dimensions.lay_out`, returns the function of a device's shards.
     """
     leaves, tree = jax.tree.flatten(arrays)
@@ -131,14 +131,14 @@ def divide(
 
 @dataclasses.dataclass(frozen=True)
 class _DimensionsOfRows:
-    """`Dimensions` of an operation on rows: those of the full shape, that of the logits, are sharded alike.
+    """`Dimensions` of an operation on rows. The dimensions of the full shape, the shape of the logits, share mesh axes.
 
     Attributes:
       shape: the full shape.
       row_axes: the dimensions of a row.
-      arguments: for each array, whether each of its dimensions is one of the full shape.
-      results: the same for what is returned.
-      result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
+      arguments: for each array, whether each of its dimensions belongs to the full shape.
+      results: the same for the results.
+      result_shapes: the results, as a tree of `jax.ShapeDtypeStruct`s.
     """
 
     shape: tuple[int, ...]
@@ -156,7 +156,7 @@ class _DimensionsOfRows:
         results = result_shapes(operation, arrays, keywords)
 
         def full(kinds, tree):
-            """Returns whether each dimension of each array of the tree is full; none along the row is in PER_ROW."""
+            """Returns which dimensions of each array are full. PER_ROW arrays have no full dimension along the row."""
             kinds = jax.tree.leaves(
                 jax.tree.map(lambda kind, sub: jax.tree.map(lambda _: kind, sub), kinds, tree)
             )
@@ -173,7 +173,7 @@ class _DimensionsOfRows:
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], tuple[str, ...]]:
-        """As `Dimensions` says; the third result are the mesh axes along the row."""
+        """Implements `Dimensions.lay_out`. The third result is the mesh axes along the row."""
         axes = shared_axes(self.shape, [*zip(specs, self.arguments)], mesh_sizes)
         arguments, results = (
             [spec_of(axes, full) for full in each] for each in (self.arguments, self.results)
@@ -181,7 +181,7 @@ class _DimensionsOfRows:
         return arguments, results, tuple(name for a in self.row_axes for name in axes[a])
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """As `Dimensions` says: the dimensions of the full shape may be divided, and no other ones."""
+        """Implements `Dimensions.sharding_rule`. Only the dimensions of the full shape may be divided."""
         others = []
 
         def factors(full: list[bool]) -> str:
@@ -197,8 +197,8 @@ class _DimensionsOfRows:
 
 
 def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable, mesh) -> Any:
-    """Runs a call by `jax.shard_map`, on arrays whose types say how they are sharded."""
-    if not _available(mesh):  # JAX traces the call for a vmap, and uses nothing but the shapes of its results
+    """Runs a call by `jax.shard_map`. The types of the arrays say how they are sharded."""
+    if not _available(mesh):  # JAX traces the call for a vmap, and uses only the shapes of its results
         return placeholder(dimensions.result_shapes, "mesh axes that a vmap has taken")
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     in_specs, out_specs, mesh_axes = dimensions.lay_out(specs, mesh.shape)
@@ -216,7 +216,7 @@ def _over_explicit_axes(leaves: list, dimensions: Dimensions, on_shard: Callable
 def _over_auto_axes(
     choice: Choice, leaves: list, whole: Callable, dimensions: Dimensions, on_shard: Callable
 ) -> Any:
-    """Runs a call by `custom_partitioning`, on arrays whose sharding XLA decides."""
+    """Runs a call by `custom_partitioning`. XLA decides how the arrays are sharded."""
 
     def partition(mesh, arg_shapes, _):
         mesh, given = decode(mesh, [a.sharding for a in arg_shapes], [len(a.shape) for a in arg_shapes])
@@ -236,8 +236,8 @@ def _over_auto_axes(
     return jax.tree.unflatten(jax.tree.structure(dimensions.result_shapes), results)
 
 
-# An operation that runs `divided`, the call by `custom_partitioning`. In `jax.export`, which cannot keep the Python
-# functions that partition it, the operation runs `whole`, and XLA divides that by itself.
+# This operation runs `divided`, the call by `custom_partitioning`. `jax.export` cannot keep Python functions that
+# partition a call. There the operation runs `whole`, and XLA divides it.
 _divided_p = Primitive("pallas_softmax_divided")
 _divided_p.multiple_results = True
 _divided_p.def_impl(compiled(_divided_p.bind, "whole", "divided", "refusal"))
@@ -249,7 +249,7 @@ def _(*_, divided, **__):
 
 
 def _lower(ctx, *leaves, whole, divided, refusal):
-    refuse_unless_cuda(ctx, refusal)  # here, since an error inside a partition becomes one of XLA's
+    refuse_unless_cuda(ctx, refusal)  # here: XLA replaces an error that is raised inside a partition
     exported = ctx.module_context.lowering_parameters.for_export
     function = whole if exported else jaxpr_as_fun(divided)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
@@ -259,19 +259,19 @@ mlir.register_lowering(_divided_p, _lower)
 
 
 def divisible(leaves: list[jax.Array]) -> bool:
-    """Returns whether a mesh may divide the arrays: not where their shards are in hand already."""
+    """Returns whether a mesh may divide the arrays. It may not where they already are shards."""
     first, context = leaves[0], jax.sharding.get_abstract_mesh()
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
     real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
-    # custom_partitioning is not for arrays without a mesh among Explicit axes, nor for the older partitioner
+    # custom_partitioning works neither for arrays without a mesh among Explicit axes, nor with the older partitioner
     typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    # custom_partitioning takes no constants, which `jax.ensure_compile_time_eval` makes
+    # custom_partitioning refuses the constants that `jax.ensure_compile_time_eval` creates
     return known and real and typed and shardy and not context.manual_axes and not folds_constants()
 
 
 def _available(mesh) -> bool:
-    """Returns whether `jax.shard_map` may have the Explicit axes: not if they divide the batch of a vmap."""
+    """Returns whether `jax.shard_map` can take the Explicit axes. It cannot if they divide the batch of a vmap."""
     probe = functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(), out_specs=P(), axis_names=explicit_axes(mesh)
     )

@@ -1,8 +1,8 @@
-"""Mesh axes in the types of arrays: over which an array varies inside `jax.shard_map`, and its cotangents with it.
+"""The mesh axes in the types of arrays inside `jax.shard_map`.
 
-Inside `shard_map` the type of an array says over which mesh axes its value may differ from device to device
-(`check_vma`). Operands of an operation must agree in that, so what varies over fewer axes is cast. Where `check_vma`
-is off, types say nothing, and each device holds a copy, with a cotangent of its own, of what is the same on all.
+With `check_vma`, the type of an array names the mesh axes that the array may vary over, from device to device. Operands
+of an operation must vary over the same axes, so this file casts them. Without `check_vma`, types say nothing: each
+device holds a copy of a replicated value, and each copy has its own cotangent.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from jax import lax
 
 
 def vary_together(*arrays: Any, over: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> Any:
-    """Returns the arrays (None stays), cast to vary over each mesh axis that one of them varies over.
+    """Returns the arrays, cast to vary over each mesh axis that one of them varies over. None stays.
 
     Args:
       *arrays: trees of arrays.
-      over: further mesh axes that they are cast to vary over.
-      but: mesh axes that none is cast to vary over.
+      over: further mesh axes to vary over.
+      but: mesh axes that no array is cast to.
     """
     axes = frozenset(over).union(*map(_varying_axes, jax.tree.leaves(arrays))) - frozenset(but)
 
@@ -34,17 +34,17 @@ def varies(x: Any, mesh_axes: tuple[str, ...]) -> bool:
 
 
 def is_tracked(mesh_axes: tuple[str, ...]) -> bool:
-    """Returns whether types say what varies over these mesh axes: `check_vma` of `jax.shard_map`."""
+    """Returns whether types track these mesh axes (`check_vma` of `jax.shard_map`)."""
     return _varying_axes(lax.axis_index(mesh_axes)) >= set(mesh_axes)
 
 
 def sum_cotangents(cotangents: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """Sums over `mesh_axes` the cotangents of a value that is replicated there, unless types make JAX do so."""
+    """Sums the cotangents of a value that is replicated over `mesh_axes`, unless types make JAX sum them."""
     return cotangents if not mesh_axes or is_tracked(mesh_axes) else lax.psum(cotangents, mesh_axes)
 
 
 def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """Returns a device's share of the cotangent of an argument that is replicated over `mesh_axes`: JAX sums these."""
+    """Returns a device's share of the cotangent of a replicated argument. JAX sums the shares over `mesh_axes`."""
     return cotangent if not mesh_axes or is_tracked(mesh_axes) else cotangent / lax.axis_size(mesh_axes)
 
 

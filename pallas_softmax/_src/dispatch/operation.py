@@ -38,7 +38,7 @@ class Kernel:
 
     Attributes:
       plan: (call, compute capability) -> a plan, which says how the call lies over the GPU, or a `Refusal`.
-      run: (plan, *arrays, **static) -> the results. The arrays and static arguments are those of the plain function.
+      run: (plan, *arrays, **static) -> the results. It takes the arrays and static arguments of the plain function.
       slower: call -> why another implementation is faster at a call that this one can run, or None.
     """
 
@@ -68,7 +68,7 @@ class Operation:
         kernel on a shard; its operation is None for this operation itself. No `on_mesh`: `plain`, with mesh_axes=.
       shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
       kernels_take_mesh_axes: whether the kernels themselves take mesh_axes=, and so need no `on_mesh`.
-      divided_by_xla: whether XLA divides the plain form over a mesh as well as this package does.
+      divided_by_xla: whether XLA divides the plain form over a mesh equally well.
       vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
         of its conditions.
       better_by_xla: call -> why plain JAX is better at the call than any kernel, or None.
@@ -190,13 +190,13 @@ def symbolic(shape: tuple, k: int | None = None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation of one call on CUDA devices and on all other ones, and why others were passed over.
+    """The implementation of one call on CUDA devices and elsewhere, and why others were passed over.
 
     Attributes:
-      call: what is to be run.
+      call: the call.
       cuda: the implementation on CUDA devices; None where the named one cannot run the call.
       elsewhere: the implementation on other platforms; None where the named one needs a GPU.
-      reasons: (implementation, why it was passed over), in the order in which they were tried.
+      reasons: (implementation, why it was passed over), in the order of the attempts.
       requested: the implementation that the user named, or None.
       plan: the plan of the kernel on CUDA devices; None for plain JAX. Equal calls have equal plans.
     """

@@ -1,7 +1,7 @@
-"""Operations that can be traced but not lowered: they raise a reason when, and only where, someone lowers them.
+"""Operations that can be traced but not lowered. They raise a reason when someone lowers them.
 
-So a call that needs a GPU can be traced on any machine, and the error comes only from a lowering for another platform.
-And a function without forward mode can be differentiated in reverse mode, which transposes tangents and computes none.
+So a call that needs a GPU can be traced on any machine; only a lowering for another platform raises. And a function
+without forward mode can be differentiated in reverse mode, which transposes tangents and computes none.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def placeholder(shapes: Any, reason: str) -> Any:
 
 
 def refuse_unless_cuda(ctx, reason: str | None) -> None:
-    """Raises `reason`, if there is one, unless the lowering context `ctx` is for CUDA, too."""
+    """Raises `reason`, if there is one, unless the platforms of the lowering context `ctx` include CUDA."""
     platforms = ctx.platforms or ctx.module_context.platforms
     if reason is not None and "cuda" not in platforms:
         raise NotImplementedError(f"{reason}, but this computation is lowered for {', '.join(platforms)}")
@@ -51,7 +51,7 @@ _tangent_p = Primitive("pallas_softmax_tangent")
 
 
 def reverse_only(x: jax.Array, reason: str) -> jax.Array:
-    """Returns `x`, an input of a `jax.custom_vjp` function, so that forward mode raises `reason` and not JAX's words.
+    """Returns `x`, an input of a `jax.custom_vjp` function, so that forward mode raises `reason`.
 
     The tangent of `x` is an operation that has a transpose, for reverse mode, but no value.
 

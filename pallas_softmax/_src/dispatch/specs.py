@@ -1,4 +1,4 @@
-"""How arrays that share dimensions are sharded alike: the mesh axes of each dimension."""
+"""Common shardings for arrays that share dimensions: the mesh axes of each dimension."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from jax.sharding import PartitionSpec as P
 
 
 def explicit_axes(mesh) -> set[str]:
-    """Returns the mesh axes that are Explicit, so that the types of arrays say how they are sharded over them."""
+    """Returns the Explicit mesh axes. The types of arrays say how arrays are sharded over them."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
 
 
 def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
-    """Returns the mesh of the first array whose type has Explicit mesh axes; None if there is no such array."""
+    """Returns the mesh of the first array with Explicit mesh axes in its type; None if there is no such array."""
     meshes = (jax.typeof(a).sharding.mesh for a in arrays)
     return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
 
 
 def lay_together(x: jax.Array, *others: Any) -> list:
-    """Reshards alike `x` and arrays (or None) that broadcast to it, where types say how they are sharded."""
+    """Gives `x` and arrays (or None) that broadcast to it one common sharding, if types say how they are sharded."""
     arrays = [a for a in (x, *others) if a is not None]
     mesh = explicit_mesh(arrays)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -44,11 +44,11 @@ def lay_together(x: jax.Array, *others: Any) -> list:
 
 
 def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension: those of the first array that is sharded there, if it divides by them.
+    """Returns the mesh axes of each dimension, taken from the first array that is sharded there and divides evenly.
 
     Args:
       shape: the full shape.
-      arrays: for each array, its `PartitionSpec`, and which of its dimensions are those of the full shape.
+      arrays: for each array, its `PartitionSpec`, and which of its dimensions belong to the full shape.
       sizes: the number of devices along each mesh axis.
     """
     spec, used = [], set()
@@ -61,7 +61,7 @@ def shared_axes(shape: tuple[int, ...], arrays: Sequence[tuple], sizes) -> list[
 
 
 def spec_of(axes: Sequence[tuple[str, ...]], full: Sequence[bool]) -> P:
-    """Returns the `PartitionSpec` of an array, of whose dimensions those that are `full` have the mesh axes `axes`."""
+    """Returns the `PartitionSpec` of an array that has the mesh axes `axes` in its `full` dimensions."""
     return P(*(of or None if carries else None for of, carries in zip(axes, full)))
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of operations on logits that a temperature divides: top-k and sample."""
+"""Derivatives of operations that divide the logits by a temperature: top-k and sample."""
 
 from collections.abc import Callable
 

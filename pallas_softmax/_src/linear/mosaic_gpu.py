@@ -48,9 +48,9 @@ def operations(interpret: Any = None) -> dict[str, Callable]:
 def _on_whole_atoms(
     operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
 ):
-    """Runs an operation on arrays of whole swizzle atoms, to which x and w are copied if need be.
+    """Runs an operation on arrays of whole swizzle atoms. x and w are copied to such arrays if necessary.
 
-    w is copied if D or V is no multiple of 64, which is rare: of the vocabularies in use few are, such as 50,257.
+    w is copied only if D or V is not a multiple of 64. Few vocabularies in use have such a V; 50,257 is one.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = rounded_up(n, ATOM_ROWS)

@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     Attributes:
       indices: int32, the positions drawn; -1 where there was nothing to draw from.
       log_probs: log softmax(logits / temperature) at these, over the whole row.
-      log_mass: the log of the share of the row's mass that the filters kept: a draw had the probability
+      log_mass: the log of the share of the row's mass that the filters kept. The probability of the draw was
         exp(log_probs - log_mass).
     """
 
@@ -61,32 +61,38 @@ def sample(
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
-    The order of a row is that of `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply one
-    after the other: `top_k` keeps the first entries; `top_p`, of what is left, normalised again, keeps each entry whose
-    predecessors have less than `top_p` of the mass, and so at least one; `min_p` keeps entries of at least `min_p`
-    times the largest probability. Each is a scalar or has one number for each row, as `temperature`, static or traced.
-    The filters and their order are those of Hugging Face's transformers; the draw is by inversion of the kept masses.
+    A row is ordered like `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply in this order,
+    as in Hugging Face's transformers:
+
+      1. `top_k` keeps the first entries.
+      2. `top_p` normalizes the rest again. It keeps an entry if its predecessors have less than `top_p` of the mass, so
+         it keeps at least one.
+      3. `min_p` keeps entries with at least `min_p` times the largest probability.
+
+    Each filter, like `temperature`, is a scalar or has one number per row, static or traced. The draw inverts the
+    cumulative kept mass.
 
     Args:
-      key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one for each row, so that a draw
-        does not depend on the other rows. A row draws u = `jax.random.uniform` of its key, in float32 (one key for all:
-        of the shape of the batch), and takes the first kept entry, in the order of the row's indices, whose cumulative
-        kept mass exceeds u times the kept mass.
+      key: one key, typed or raw, as `jax.random` takes it; or an array of typed keys, one per row, so that a draw does
+        not depend on the other rows. A row draws u = `jax.random.uniform` of its key, in float32. One key for all rows
+        draws an array of the batch shape. By ascending index, the row takes the first kept entry at which the
+        cumulative kept mass exceeds u times the kept mass.
       logits: real array of any shape with at least one dimension, which is not empty along `axis`.
       axis: the axis of a row.
-      temperature: 0 or positive. 0 takes the first entry of the row's order. One whose reciprocal is no normal number
-        is replaced by the nearest that has one.
+      temperature: 0 or positive. 0 takes the first entry of the row's order. If the reciprocal is not a normal number,
+        the nearest temperature with a normal reciprocal is used.
       top_k: integer, at least -1. None, 0, -1, and the row's length or more filter nothing.
       top_p: from 0 to 1; None or 1 filters nothing, 0 keeps one entry. A value above 1 by at most 1e-6 counts as 1.
       min_p: from 0 to 1; None or 0 filters nothing.
       where: boolean, broadcastable to `logits`. A masked position is never drawn.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its equal
-        shard of `logits` and `where`, and the same of all else; the result, of the whole row, is the same on all.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
+        shard of `logits` and `where`, and the same values of all other arguments. The result is for the whole row, and
+        the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      Sample(indices, log_probs, log_mass), in float32 (float64 for float64 logits) but for the indices. A row with an
-      unmasked NaN or +inf, with nothing to draw from, or with a traced parameter out of range gives -1, NaN and NaN.
+      Sample(indices, log_probs, log_mass). The last two are float32 (float64 for float64 logits). A row with an unmasked
+      NaN or +inf, with nothing to draw from, or with a traced parameter out of range gives -1, NaN and NaN.
       `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order;
       at temperature 0 its derivative is 0. `log_mass` has no derivative: reverse mode raises NotImplementedError if a
       loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.

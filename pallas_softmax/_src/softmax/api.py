@@ -144,7 +144,7 @@ def logsumexp(
     Args:
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
       axis: the axis, axes or (None, the default) all axes of a row.
-      b: factors of the exponentials, which broadcast as `where` does. With them, and for complex `a` or `return_sign`,
+      b: factors of the exponentials, which broadcast like `where`. With them, and for complex `a` or `return_sign`,
         the call is JAX's own, in float32 for 16-bit logits, and takes no `axis_name` and no implementation but "xla".
       keepdims: whether the reduced dimensions stay, with size 1.
       return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.

@@ -26,7 +26,7 @@ class Columns(NamedTuple):
     """The plan for rows that lie across memory, and stay there.
 
     Attributes:
-      view: the shape (outer, vocab, inner) in which the rows are columns.
+      view: the shape (outer, vocab, inner), where each row is a column.
       plan: the result of `plan_columns`.
     """
 

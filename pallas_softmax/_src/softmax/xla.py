@@ -18,8 +18,8 @@ from pallas_softmax.online import Normalizer, widen
 def softmax(x, where, *, axes):
     """Returns exp(x - m) / d; 0 where masked.
 
-    Nothing but the exponentials may use m here, and no select may lie between, if XLA is to fuse the maximum with them.
-    So a row of nothing but -inf is NaN by itself, and a fully masked one is put right by the mask.
+    XLA fuses the maximum with the exponentials only if nothing else uses m and no select lies between. So a row of -inf
+    becomes NaN by itself, and the mask corrects a fully masked row.
     """
     logits = logits_of(x, where)
     e = jnp.exp(logits - jnp.max(logits, axes, keepdims=True, initial=-jnp.inf))
@@ -81,7 +81,7 @@ def logsumexp_grad(residuals, where, dy, dd, *, axes, mesh_axes=()):
     """Returns dx = exp(x - m) (dy / d + dd), where dy and dd are the cotangents of the result and of d.
 
     It is not exp(x - lse) dy + ..., which would have the rounding of lse in it.
-    The normalizer is that of the whole row, so devices that a row is spread over (`mesh_axes`) exchange nothing.
+    The normalizer covers the whole row, so devices that share a row (`mesh_axes`) exchange nothing.
     """
     x, m, d = residuals
     dx = _exponentials(x, where, m) * (widen(dy) / _finite_d(m, d) + dd)
@@ -100,5 +100,5 @@ def _exponentials(x, where, m):
 
 
 def _finite_d(m, d):
-    """Returns d, but 1 where m is +inf, so that numbers beside a +inf get 0; the +inf itself gets NaN."""
+    """Returns d, or 1 where m is +inf. So finite logits in a row with +inf get 0, and the +inf itself gets NaN."""
     return jnp.where(m == jnp.inf, 1, d)

@@ -51,9 +51,9 @@ def fused_topk(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> TopK:
-    """Returns the k largest entries of p = softmax(logits / temperature), normalised over the whole row.
+    """Returns the k largest entries of p = softmax(logits / temperature), normalized over the whole row.
 
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4; the order is that of `jax.lax.top_k`.
+    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4. Entries are ordered like `jax.lax.top_k`.
 
     Args:
       logits: real array of any shape with at least one dimension.
@@ -61,21 +61,21 @@ def fused_topk(
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
-      temperature: a positive scalar, or one for each row: an array that broadcasts to the shape of `logits` without
-        `axis`, or with size 1 there. One that is traced and not positive gives NaN values. One whose reciprocal is no
-        normal number is replaced by the nearest that has one.
+      temperature: a positive scalar, or one per row: an array that broadcasts to the shape of `logits` without `axis`,
+        or with size 1 there. A traced temperature that is not positive gives NaN values. If the reciprocal is not a
+        normal number, the nearest temperature with a normal reciprocal is used.
       log: return log p instead of p.
-      dtype: floating dtype of `values`; by default that of `logits` (float32 for integers).
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
-        equal shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices are those of the
-        whole row; the result is the same on all its devices.
+      dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers).
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
+        shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices count in the whole row. The
+        result is the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      TopK(values, indices). `indices` (int32) are exactly those of `lax.top_k(logits, k)`: descending by
-      +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked
-      winners come last, by the lowest index, with value 0 (log: -inf), so that those of a fully masked row are 0 to
-      k - 1; a row with an unmasked NaN or +inf has NaN values.
+      TopK(values, indices). `indices` (int32) equal the indices of `lax.top_k(logits, k)` exactly: descending by
+      +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN, equal values by the lowest index first. Masked winners come last,
+      by the lowest index, with value 0 (log: -inf). So a fully masked row has the indices 0 to k - 1. A row with an
+      unmasked NaN or +inf has NaN values.
       Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
@@ -125,7 +125,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
 
 
 def _as_stored(name: str, dtype):
-    """Returns the dtype of an array asked for with this one; warns, as JAX does, if 64 bits become 32."""
+    """Returns the dtype of an array requested with this one. Warns, like JAX, if 64 bits become 32."""
 
     def stored():
         return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype

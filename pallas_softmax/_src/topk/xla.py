@@ -24,13 +24,13 @@ from pallas_softmax.online import Candidates, Normalizer, widen
 def topk(logits, where, temperature, *, k, log, dtype):
     """Returns the k winners of the last axis, as `Candidates`, and the normalizer of logits / temperature.
 
-    The normalizer's m is that of the logits, not divided by the temperature: (x - m) / temperature neither
-    overflows nor rounds x first. It is the first winner, unless that is a -NaN, which makes d NaN all the same.
+    The normalizer's m is the largest logit, not divided by the temperature: (x - m) / temperature neither overflows nor
+    rounds x first. It is the first winner. If the first winner is -NaN, d is NaN anyway.
 
     Args:
       k: the number of winners.
       log: whether the values are logs of probabilities.
-      dtype: that of the values.
+      dtype: the dtype of the values.
     """
     x = logits_of(online.to_float(logits, (-1,), where), where)
     indices = best_order(logits, where, k)
@@ -44,7 +44,7 @@ def topk(logits, where, temperature, *, k, log, dtype):
 
 
 def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
-    """As `topk`, for rows whose parts were searched one by one.
+    """Returns the winners of rows, like `topk`, given the winners of each part of a row.
 
     Args:
       won: (..., parts * n), the logits of the n winners of each part, best first, part after part.
@@ -72,11 +72,10 @@ def _values(winners, kept, normalizer: Normalizer, temperature, log: bool, dtype
 def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     """dx_j = (g_j p_j [j wins] - p_j sum_i g_i p_i) / T; with log, (g_j [j wins] - p_j sum_i g_i) / T.
 
-    It is elementwise but for the winners, which are put in place afterwards: one read and one write.
+    It is elementwise, except at the winners, which are written afterwards: one read and one write.
 
     Args:
-      residuals: logits, temperature T, m, d and the winners' indices, of which a device of a mesh that the row is
-        spread over has those of the whole row.
+      residuals: logits, temperature T, m, d and the winners' indices in the whole row.
       g, g_d: the cotangents of the winners' values, and of d, which the second derivative asks for.
       log: whether the values are logs.
 
@@ -104,7 +103,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     dx = _put(everywhere.astype(dtype), indices, won.astype(dtype))
 
     def slope(weight, scaled):
-        """Returns the sum of weight * scaled, in which a weight of 0 counts as 0 also where x is -inf."""
+        """Returns the sum of weight * scaled. A weight of 0 contributes 0, even where x is -inf."""
         return jnp.sum(jnp.where(weight == 0, 0, weight * scaled), -1, keepdims=True)
 
     dt = -(rest * slope(p, scaled) + slope(direct, scaled_won)) / temperature
@@ -112,7 +111,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
 
 
 def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
-    """Returns the tangents of the winners' values and of d, given those of logits and temperature.
+    """Returns the tangents of the winners' values and of d, given the tangents of logits and temperature.
 
     It is the transpose of `topk_grad`, and its arguments are as there.
 
@@ -142,9 +141,9 @@ def topk_tangent(residuals, where, dx, dt, *, log, mesh_axes=()):
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):
-    """Returns (x - m) / T and its softmax; they and their derivatives are 0 where masked, in fully masked rows, too.
+    """Returns (x - m) / T and its softmax. Both, and their derivatives, are 0 where masked, even in fully masked rows.
 
-    So they are where x is -inf, below a finite m: the first in place of -inf, by which derivatives would multiply 0.
+    Both are also 0 where x is -inf below a finite m: derivatives would multiply 0 by -inf.
     """
     no_mass = jnp.isneginf(x) & jnp.isfinite(m)
     scaled = jnp.where(no_mass, 0, masked(x - m, where, 0)) / temperature
@@ -153,7 +152,7 @@ def _scaled_and_softmax(x, where, m, d, temperature):
 
 
 def indices_in_shard(indices, vocab: int, mesh_axes):
-    """Returns indices of the row as those of this device's shard of `vocab` elements, and which of them lie in it.
+    """Converts indices of the row to indices of this device's shard of `vocab` elements; returns also which lie in it.
 
     The others become different indices beyond the shard, where `_put` puts nothing.
     """
@@ -198,7 +197,7 @@ def best_order(logits, where, k):
         return top_k(online.sort_key(x), k)[1]
 
     def on_cuda(x):
-        # XLA's kernel for k <= 16 is faster in float32, its sort for larger k in 16 bits
+        # XLA's kernel for k <= 16 is faster in float32; its sort, for larger k, is faster for 16-bit dtypes
         if not isinstance(k, int) or k <= 16:
             x = widen(x)
         # XLA's kernel misplaces -NaN (openxla/xla issue 48119)
