@@ -61,8 +61,8 @@ def sample(
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
 
-    A row is ordered like `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply in this order,
-    as in Hugging Face's transformers:
+    A row is ordered like `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply in this
+    order, as in Hugging Face's transformers:
 
       1. `top_k` keeps the first entries.
       2. `top_p` normalizes the rest again. It keeps an entry if its predecessors have less than `top_p` of the mass, so
@@ -91,8 +91,8 @@ def sample(
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      Sample(indices, log_probs, log_mass). The last two are float32 (float64 for float64 logits). A row with an unmasked
-      NaN or +inf, with nothing to draw from, or with a traced parameter out of range gives -1, NaN and NaN.
+      Sample(indices, log_probs, log_mass). The last two are float32 (float64 for float64 logits). A row gives -1, NaN
+      and NaN if it has an unmasked NaN or +inf, nothing to draw from, or a traced parameter out of range.
       `log_probs` is differentiable in `logits` and `temperature` at the drawn index, in both modes and to any order;
       at temperature 0 its derivative is 0. `log_mass` has no derivative: reverse mode raises NotImplementedError if a
       loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.

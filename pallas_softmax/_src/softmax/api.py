@@ -149,7 +149,7 @@ def logsumexp(
       keepdims: whether the reduced dimensions stay, with size 1.
       return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
       where: boolean, as for `softmax`. Masked positions are left out.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result is that of
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. The result covers
         the whole row, the same on all its devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 

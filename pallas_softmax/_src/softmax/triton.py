@@ -37,7 +37,7 @@ def softmax_rows(op: str, arrays: Sequence[jax.Array], where, axes, plan: Block 
       plan: how rows lie over programs.
 
     Returns:
-      An array like x. For logsumexp a tuple of three float32 arrays in which `axes` have size 1: the result, m and d.
+      An array like x. For logsumexp, the result, m and d: a tuple of float32 arrays with size 1 along `axes`.
     """
     folded, mask, unfold = fold(arrays, where, axes)
     x = folded[-1]
