@@ -1,4 +1,4 @@
-"""The filters, one after another: top_k, then top_p of what that keeps, then min_p."""
+"""Applies the filters one after another: top_k, then top_p to what top_k keeps, then min_p."""
 
 import dataclasses
 
@@ -8,12 +8,17 @@ from pallas_softmax._src.sample.arrival_ptx import bound_of_best
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, Row
 from pallas_softmax._src.sample.search_ptx import Kept, Search
 
-_LEAST_GOAL = 1e-37  # so that one entry is kept, even of a top_p of 0
+_LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """The filters of a row: its numbers top_k, top_p and min_p; and whether these filter anything, in this order."""
+    """The filters of a row.
+
+    Attributes:
+      top_k, top_p, min_p: their parameters.
+      by_number, by_mass, by_weight: conditions: whether top_k, top_p and min_p filter anything.
+    """
 
     top_k: Value
     by_number: Value
@@ -24,16 +29,24 @@ class Filters:
 
 
 def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound: Value) -> None:
-    """Keeps what top_k keeps, and of that what top_p keeps; and what min_p keeps, where lists have all that is kept.
+    """Applies top_k, then top_p. Applies min_p after them if the lists hold everything that is kept.
 
-    The text of a search is there once, in a loop that runs for each of them. If top_k is small, `few`, all of what it
-    keeps is not below `bound`. So the lists of a zone from there to the largest have all that any filter keeps, and are
-    made once. If that is too much, as of a sorted row, whose bound is of its least CTA, the loop runs once more with
-    the bound of its best one; and if that is too much, without. So the turns of the loop are, with their goals:
+    The text has one search, in a loop that runs once for each filter. The goals of its turns are:
 
-        top_k                    a number of entries; once more, or twice (`again`), where `few` make too many keys
+        top_k                    a number of entries
         top_p   `is_mass`        a share of the kept mass
-        min_p   `is_weight`      the number of keys in the lists that it keeps, where these have all that is kept
+        min_p   `is_weight`      how many keys in the lists min_p keeps; only if the lists hold everything that is kept
+
+    If top_k is small (`few`), everything that it keeps reaches `bound`. So a zone from `bound` up holds everything that
+    any filter keeps, and its lists are made once. If these lists overflow (in a sorted row, the weakest CTA sets the
+    bound), the turn of top_k runs again (`again`) with the bound of the best CTA. If they still overflow, it runs again
+    without a bound.
+
+    Args:
+      kept: what is kept, everything at first; this changes it.
+      total: the mass of the row.
+      filters: the filters.
+      few, bound: whether top_k is small, and an element that at least top_k elements reach.
     """
     counted, is_weight, is_best = (p.var(False, "pred") for _ in range(3))
     is_mass, few = p.var(~filters.by_number), p.var(few)
@@ -68,13 +81,14 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, few: Value, bound
         p.set(is_mass, to_mass)
         p.set(left, again | is_mass | is_weight)
         with p.when(few & left & ~zone.known & ~again):
-            p.meet()  # others may still read what was found of the zone
+            p.meet()  # other CTAs may still read the sums of this CTA over the zone
 
 
 def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
-    """Returns the least mass that min_p keeps; where it is stricter than the others, `kept` becomes what it keeps.
+    """Returns the least mass that min_p keeps, and whether min_p is stricter than the other filters.
 
-    The second result is whether it is: then the last sum over the CTA was of what is kept.
+    If min_p is stricter, `kept` becomes what it keeps, and the last sum over the CTA is the kept mass. Otherwise the
+    least mass is 0.
     """
     least = p.var(0, "f32")
     is_kept = p.weight(p.of_key(kept.key)) >= min_p

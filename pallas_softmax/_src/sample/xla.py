@@ -14,7 +14,7 @@ On a CPU, `lax.top_k` of a few elements of a long row is faster than that search
 elements of a row as candidates, in order, and the other filters work on the candidates: `_candidates`. The search runs
 only if some row may have too few candidates.
 
-Sorting a short row once instead of searching it is slower if there are many rows (docs/performance.md, "Without a GPU").
+If there are many short rows, sorting each of them is slower than searching it (docs/performance.md, "Without a GPU").
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ _BLOCK = 256
 # takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
 # takes, in ms (jax 0.11.2, 2026-11-23):
 #
-#                                      V = 4,096   8,192   16,384
-#   top_k = 50                search      1.4       2.7      5.6
-#                             candidates  3.1       3.8      4.8
-#   top_k = 50 and a top_p    search      2.4       4.5      8.6
-#                             candidates  3.1       3.9      5.0
+#                                       V = 4,096   8,192   16,384
+#   top_k = 50              search            1.4     2.7      5.6
+#                           candidates        3.1     3.8      4.8
+#   top_k = 50 and a top_p  search            2.4     4.5      8.6
+#                           candidates        3.1     3.9      5.0
 _CANDIDATES, _LONG_ROW = 128, 2**14
 _NOWHERE = jnp.iinfo(jnp.int32).max  # larger than any index or number of entries
 
