@@ -28,19 +28,20 @@ from pallas_softmax._src.sample.plan import Layout
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, Row
 
 # A small top_k has a bound from the maxima of threads. For top_k = 50, about 120 keys are above the bound.
-_FEW, _FEW_OF_WARP = 128, 4
+_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
+def arrive(p: Row, small_top_k: Value, top_k: Value) -> tuple[Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
     Args:
-      few: whether top_k is small, at most `most_few`.
+      small_top_k: whether top_k is small, at most `largest_small_top_k`.
       top_k: a number of elements.
 
     Returns:
-      The mass of each CTA, in the lane with its number; and, if `few`, an element that at least `top_k` elements reach.
+      The mass of each CTA, in the lane with its number; and, if `small_top_k`, an element that at least `top_k`
+      elements reach.
     """
     layout = p.layout
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
@@ -54,25 +55,25 @@ def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
         p.set(finite_m, finite)
 
     p.sweep(absorb)
-    of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # elements that each CTA must have above its bound
-    of_each_warp = _divided(of_cta + (p.warps - 1), p.warps)
+    share_of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # elements that each CTA must have above its bound
+    share_of_warp = _divided(share_of_cta + (p.warps - 1), p.warps)
     largest, d = _over_warp(p, m, d)
     bound = p.var(largest)
-    with p.when(few & (of_each_warp > 1)):
-        p.set(bound, _in_rank(p, m, of_each_warp, LANES))
+    with p.when(small_top_k & (share_of_warp > 1)):
+        p.set(bound, _in_rank(p, m, share_of_warp, LANES))
     own = p.word(layout.warps, p.warp, layout.warp_words)
     p.store(own, largest, d, when=p.first_lane)
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
         p.store(p.word(layout.total), *_over_warp(p, *of_warp(p)), when=p.first_lane)
-        with p.when(few):
+        with p.when(small_top_k):
             of_warps, inside = p.word(layout.warps, p.lane, layout.warp_words), p.lane < p.warps
             bounds = p.load(of_warps, "f32", offset=8, when=inside, default=-INF)
-            rank = p.select(of_each_warp > 1, p.warps, of_cta)
+            rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(layout.total), bound, offset=8, when=p.first_lane)
-    p.meet()
+    p.sync_cluster()
     m, d, bound, _ = (value.bits("f32") for value in p.of_ctas(layout.total, 4))
     inside = p.lane < p.ctas
     m, d = _relative_to_largest(p, p.select(inside, m, -INF), d)
@@ -92,19 +93,19 @@ def bound_of_best(p: Row, top_k: Value) -> Value:
         leave(at >= end)
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
         p.increase(at, layout.threads * ACCESS_BYTES)
-    of_each_warp = _divided(top_k + (p.warps - 1), p.warps)
-    p.over_cta(["min"], [_in_rank(p, largest, of_each_warp, LANES)], [INF], layout.kept)
-    p.meet()
+    share_of_warp = _divided(top_k + (p.warps - 1), p.warps)
+    p.over_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], layout.kept)
+    p.sync_cluster()
     (bound,) = p.of_ctas(layout.kept, 1)
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LEAST_FINITE)])
     return best
 
 
-def most_few(layout: Layout) -> int:
+def largest_small_top_k(layout: Layout) -> int:
     """Returns the largest top_k that the maxima of threads bound well."""
     if layout.by_value:  # the histogram is as fast
         return 0
-    return min(_FEW, _FEW_OF_WARP * layout.window.count * layout.threads // LANES)
+    return min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * layout.window.count * layout.threads // LANES)
 
 
 def _divided(number: Value, by: int) -> Value:

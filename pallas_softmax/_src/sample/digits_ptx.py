@@ -95,7 +95,7 @@ def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
             p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
         p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
-        p.meet()
+        p.sync_cluster()
         with p.when(p.warp.equals(0)):
             bucket, left = _bucket_that_reaches(p, sums, rest)
             p.store(p.word(layout.picked), bucket, left.bits("u32"), when=p.first_lane)
@@ -171,6 +171,6 @@ def _of_row(p: Row, key: Value) -> tuple[Value, Value]:
 
     p.sweep(take)
     p.over_cta(["add", "add"], [above, number], [0.0, 0], p.layout.kept)
-    p.meet()
+    p.sync_cluster()
     above, number = p.of_ctas(p.layout.kept, 2)
     return above.bits("f32"), number

@@ -49,26 +49,26 @@ def text(layout: Layout, dtype) -> Row:
     # A temperature of 0 takes the first entry: it is a draw with top_k = 1.
     greedy = p.var(p.operand("temperature", "f32").equals(0.0))
     top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
-    few = p.var((top_k <= arrival_ptx.most_few(layout)) & (top_k < layout.window.vocab))
-    mass_of_cta, bound = arrival_ptx.arrive(p, few, top_k)
+    small_top_k = p.var((top_k <= arrival_ptx.largest_small_top_k(layout)) & (top_k < layout.window.vocab))
+    mass_of_cta, bound = arrival_ptx.arrive(p, small_top_k, top_k)
     drawable = (p.absolute(p.top) < INF) & (p.operand("temperature", "f32") >= 0.0)
     with p.when(~drawable):
         with p.when(p.thread.equals(0) & p.cta.equals(0)):
             _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
         if p.ctas > 1:
-            p.meet()  # no CTA exits while another one may read its shared memory
+            p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, mass_of_cta, greedy, top_k, few, bound)
+        _draw(p, mass_of_cta, greedy, top_k, small_top_k, bound)
     return p
 
 
-def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, bound: Value) -> None:
+def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: Value, bound: Value) -> None:
     """Draws, and writes the results.
 
     Args:
       mass_of_cta, bound: the results of `arrival_ptx.arrive`.
       greedy: whether the temperature is 0.
-      top_k, few: the arguments of `arrival_ptx.arrive`.
+      top_k, small_top_k: the arguments of `arrival_ptx.arrive`.
     """
     top_p = p.select(greedy, 1.0, p.operand("top_p", "f32"))
     min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
@@ -77,7 +77,7 @@ def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, b
     filters = filters_ptx.Filters(top_k, by_number, top_p, by_mass, min_p, by_weight)
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.search(p, kept, total, filters, few, bound)
+    filters_ptx.search(p, kept, total, filters, small_top_k, bound)
     least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
     known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
 

@@ -25,7 +25,12 @@ Weight = Callable[[Value, Value], tuple[Value, Value]]
 
 
 def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
-    """Returns the lane where a target lies, and the target minus the mass before that lane; each lane gives both masses."""
+    """Returns the lane where a target lies, and the target minus the mass before that lane.
+
+    Args:
+      mass, before: the mass of each lane, and of all lower lanes together.
+      target: not negative.
+    """
     lane = p.last_that((mass > 0.0) & (before <= target))
     return lane, target - p.shuffle(before, "idx", lane)
 
@@ -169,7 +174,7 @@ def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
 
 
 def _weights(p: Row, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
-    """Returns weight(element, position) for each element of words that `Row.sweep` or `Row.vector` loaded at an address."""
+    """Returns weight(element, position) for each element of words that were loaded at once from an address."""
     first, vec = _position_of(p, address), p.layout.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 

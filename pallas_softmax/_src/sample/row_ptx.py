@@ -129,8 +129,8 @@ class Row(Program):
     def of_ctas(self, at: int, count: int) -> list[Value]:
         """Returns 1, 2, 4 or 8 scratch words of all CTAs; synchronizes the threads of this CTA.
 
-        Each lane gets the words of the CTA with its number, in registers "u32", or 0 if there is no such CTA. Only one warp
-        fetches them, since a CTA answers the requests of others one at a time.
+        Each lane gets the words of the CTA with its number, in registers "u32"; 0 if there is no such CTA. Only one
+        warp fetches the words, since a CTA answers the requests of others one at a time.
         """
         inside = self.lane < self.ctas
         local = self.word(self.layout.gathered, self.lane, self.layout.gathered_words)
@@ -147,7 +147,7 @@ class Row(Program):
         """Synchronizes all threads of the CTA, in all its warpgroups."""
         self += "bar.sync 0;"
 
-    def meet(self) -> None:
+    def sync_cluster(self) -> None:
         """Synchronizes all threads of the cluster, and makes their earlier writes to shared memory visible to all."""
         if self.ctas == 1:
             self.barrier()
@@ -155,7 +155,7 @@ class Row(Program):
             self += f"{ARRIVE} {WAIT}"
 
     def over_warp(self, ops: Sequence[str], values: Sequence[Value]) -> list[Value]:
-        """Reduces each value over the lanes of a warp by its instruction, in a fixed order; all lanes get the results."""
+        """Reduces each value over the lanes of a warp by its instruction, in a fixed order; for all lanes."""
         out = list(values)
         sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
         for lanes in (16, 8, 4, 2, 1):
