@@ -30,8 +30,8 @@ def search(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value) ->
       f: the search.
       zone: what is known of the zone; if nothing is known, this finds it.
       low, high: the least and the greatest element of the zone, which need not be in the row.
-      from_bound: whether the zone starts at a bound for a small top_k. Then nothing is above it, and it probably has few
-        keys.
+      from_bound: whether the zone starts at a bound for a small top_k. Then nothing is above it, and it probably has
+        few keys.
     """
     p = f.p
     may_fail = from_bound & (low < high)  # a single key needs no list
