@@ -1,22 +1,25 @@
-"""The largest element of the row, and the mass of each CTA relative to that, once the row is in shared memory.
+"""Finds the largest element of the row, and the mass of each CTA relative to it, once the row is in shared memory.
 
-A thread keeps the largest of its elements and their mass relative to that, (m, d), as the normalizer of softmax does;
-those of the lanes are combined to that of the warp, and so on, with masses in powers of two here:
+Each thread keeps its largest element m, and the mass d of its elements relative to m. This pair (m, d) is the
+normalizer of softmax. The pairs of the lanes combine to one of the warp, and so on; here masses are powers of two:
 
     lanes     (3, 1.5)  (5, 1.25) ..    each relative to its own m
     warps     (5, 1.625)  (4, 2) ..     1.5 * 2^(3 - 5) + 1.25
     CTAs      (5, 2.625)  (6, 1) ..
     row       6; the CTAs have masses 1.3125 and 1
 
-For a small top_k there is also a bound, an element up to which there are enough for certain. Each CTA is to have its
-share of top_k, so the bound is the least of theirs, and of the 5th largest of the warps' largest for a share of 5. If
-a CTA has fewer warps than its share, it is the least of the warps' second largest of the lanes' largest, or third, ..
+A small top_k also gets a bound: an element that at least top_k elements of the row reach. Each CTA must have its share
+of top_k above its own bound, and the bound of the row is the least bound of all CTAs. For a share of 5, the bound of a
+CTA is the 5th largest of its warps' maxima. If a CTA has fewer warps than its share, each warp must have several
+elements. The bound of a warp is then the second, or third, .. largest of its lanes' maxima, and the CTA takes the least
+bound of its warps.
 
-Where the largest elements of a row lie in one CTA that says little. Then each CTA is to have all of top_k, and the best
-of their bounds is taken. The elements of its warps alternate, so that neighbours are in all of them:
+This bound is weak if the largest elements of a row lie in one CTA. `bound_of_best` helps there: each CTA gives a bound
+for all of top_k, and the best of these bounds is taken. The elements of the warps alternate, so that neighbours are
+spread over all warps:
 
-    vectors    0 .. 7 | 8 .. 15 | .. |      of 16 bytes: 128 bytes, which 8 lanes load at once
-    warp         0    |    1    | .. | 0    and lanes 0 to 7, then 8 to 15, ..
+    vectors    0 .. 7 | 8 .. 15 | .. |      16 bytes each: 8 lanes load 128 bytes at once
+    warp         0    |    1    | .. | 0    lanes 0 to 7, then lanes 8 to 15, ..
 """
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
@@ -24,20 +27,21 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import Layout
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, Row
 
-# A small top_k has a bound from the largest elements of threads: about 120 keys are above it for top_k = 50.
-_FEW, _FEW_OF_WARP = 128, 4
+# A small top_k has a bound from the maxima of threads. For top_k = 50, about 120 keys are above the bound.
+_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
-    """Finds p.top, NaN if there is one.
+def arrive(p: Row, small_top_k: Value, top_k: Value) -> tuple[Value, Value]:
+    """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
     Args:
-      few: whether top_k is small, at most `most_few`.
+      small_top_k: whether top_k is small, at most `largest_small_top_k`.
       top_k: a number of elements.
 
     Returns:
-      The mass of each CTA, in the lane of its number; and, if `few`, an element that at least `top_k` elements reach.
+      The mass of each CTA, in the lane with its number; and, if `small_top_k`, an element that at least `top_k`
+      elements reach.
     """
     layout = p.layout
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
@@ -45,41 +49,41 @@ def arrive(p: Row, few: Value, top_k: Value) -> tuple[Value, Value]:
     def absorb(words, _):
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
         p.set(m, largest)
-        finite = p.max(largest, LEAST_FINITE)  # so that -inf minus it is -inf
+        finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
         p.set(d, d * p.exp2((finite_m - finite) * p.scale))
         p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
         p.set(finite_m, finite)
 
     p.sweep(absorb)
-    of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # so many elements a CTA is to have
-    of_each_warp = _divided(of_cta + (p.warps - 1), p.warps)
+    share_of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # elements that each CTA must have above its bound
+    share_of_warp = _divided(share_of_cta + (p.warps - 1), p.warps)
     largest, d = _over_warp(p, m, d)
     bound = p.var(largest)
-    with p.when(few & (of_each_warp > 1)):
-        p.set(bound, _in_rank(p, m, of_each_warp, LANES))
+    with p.when(small_top_k & (share_of_warp > 1)):
+        p.set(bound, _in_rank(p, m, share_of_warp, LANES))
     own = p.word(layout.warps, p.warp, layout.warp_words)
     p.store(own, largest, d, when=p.first_lane)
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
         p.store(p.word(layout.total), *_over_warp(p, *of_warp(p)), when=p.first_lane)
-        with p.when(few):
+        with p.when(small_top_k):
             of_warps, inside = p.word(layout.warps, p.lane, layout.warp_words), p.lane < p.warps
             bounds = p.load(of_warps, "f32", offset=8, when=inside, default=-INF)
-            rank = p.select(of_each_warp > 1, p.warps, of_cta)
+            rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(layout.total), bound, offset=8, when=p.first_lane)
-    p.meet()
+    p.sync_cluster()
     m, d, bound, _ = (value.bits("f32") for value in p.of_ctas(layout.total, 4))
     inside = p.lane < p.ctas
     m, d = _relative_to_largest(p, p.select(inside, m, -INF), d)
-    p.top = m + 0.0  # not -0
+    p.top = m + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [p.select(inside, bound, INF)])
     return d, bound
 
 
 def bound_of_best(p: Row, top_k: Value) -> Value:
-    """Returns the largest element of which it is known that as many as a small top_k, of one CTA, are not less."""
+    """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
     layout = p.layout
     together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
     at = p.var(p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES)
@@ -89,29 +93,29 @@ def bound_of_best(p: Row, top_k: Value) -> Value:
         leave(at >= end)
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
         p.increase(at, layout.threads * ACCESS_BYTES)
-    of_each_warp = _divided(top_k + (p.warps - 1), p.warps)
-    p.over_cta(["min"], [_in_rank(p, largest, of_each_warp, LANES)], [INF], layout.kept)
-    p.meet()
+    share_of_warp = _divided(top_k + (p.warps - 1), p.warps)
+    p.over_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], layout.kept)
+    p.sync_cluster()
     (bound,) = p.of_ctas(layout.kept, 1)
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LEAST_FINITE)])
     return best
 
 
-def most_few(layout: Layout) -> int:
-    """Returns up to which a top_k is small: for which the largest elements of threads tell a good bound."""
+def largest_small_top_k(layout: Layout) -> int:
+    """Returns the largest top_k that the maxima of threads bound well."""
     if layout.by_value:  # the histogram is as fast
         return 0
-    return min(_FEW, _FEW_OF_WARP * layout.window.count * layout.threads // LANES)
+    return min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * layout.window.count * layout.threads // LANES)
 
 
 def _divided(number: Value, by: int) -> Value:
-    """Returns a small number divided by another one, without the remainder."""
+    """Returns a small number divided by another one, rounded down."""
     p = number.program
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
 def _in_rank(p: Row, value: Value, rank: Value, count: int) -> Value:
-    """Returns the largest (rank 1), the second largest (2), .. of the first lanes' values, a power of two of them."""
+    """Returns the value of a rank (1 is the largest) among the first `count` lanes; `count` is a power of two."""
     larger, other_lane = p.var(1, "u32"), p.var(1, "u32")
     with p.loop() as leave:
         leave(other_lane >= count)
@@ -123,20 +127,20 @@ def _in_rank(p: Row, value: Value, rank: Value, count: int) -> Value:
 
 
 def of_warp(p: Row) -> tuple[Value, Value]:
-    """Returns the largest element of the warp of this lane's number, and its mass relative to that."""
+    """Returns the largest element of the warp with this lane's number, and the mass of the warp relative to it."""
     at, inside = p.word(p.layout.warps, p.lane, p.layout.warp_words), p.lane < p.warps
     m = p.load(at, "f32", when=inside, default=-INF)
     return m, p.load(at, "f32", offset=4, when=inside, default=0)
 
 
 def _over_warp(p: Row, m: Value, d: Value) -> tuple[Value, Value]:
-    """Combines the (m, d) of all lanes."""
+    """Combines the (m, d) of all lanes of the warp."""
     m, d = _relative_to_largest(p, m, d)
     (d,) = p.over_warp(["add"], [d])
     return m, d
 
 
 def _relative_to_largest(p: Row, m: Value, d: Value) -> tuple[Value, Value]:
-    """Returns the largest of the lanes' m, and each lane's mass relative to that."""
+    """Returns the largest m of all lanes, and this lane's mass relative to it."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     return largest, d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.scale)

@@ -1,15 +1,15 @@
-"""The last key that is kept, digit by digit of the key, from the elements of a row.
+"""Finds the last key that a filter keeps, digit by digit of the key, from the elements of a row.
 
-A round splits a range of keys into 128 buckets, adds up the measure in each, and goes on with the bucket in which the
-goal is reached, until that has a single key:
+A round splits a range of keys into 128 buckets and adds up the measure in each. The bucket that reaches the goal is the
+next range. Rounds end when the range is a single key:
 
-    round 1    |    0.31    |    0.12    |    ..    |       the goal is 0.40: in the second bucket, 0.09 are left
+    round 1    |    0.31    |    0.12    |    ..    |       the goal is 0.40: the second bucket must reach 0.09
                              ||||||||||||
-    round 2                  .02 .03 .05                    in its third key
+    round 2                  .02 .03 .05                    the third key reaches 0.09
 
-Masses are added as integers, in units so small that the largest has 2^31 of them: atomic additions come in any order,
-and the sums are the same bits again. A sum has two words, one for the lower 16 bits of what is added, and one for the
-others.
+Masses are added as integers: atomic additions come in any order, and integer sums always have the same bits. The unit
+is so small that the largest mass is 2^31. A sum has two words: one adds up the lower 16 bits of the masses, and the
+other adds up the upper 16 bits.
 """
 
 from pallas_softmax._src.gpu.hardware import LANES
@@ -18,16 +18,16 @@ from pallas_softmax._src.sample.plan import DIGIT, MAX_V
 from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, Row
 from pallas_softmax._src.sample.search_ptx import Search
 
-_LARGEST = 2.0**31  # the greatest mass as an integer
+_LARGEST = 2.0**31  # the largest mass as an integer
 _DIGIT_BITS = DIGIT.bit_length() - 1
 _EACH = DIGIT // LANES  # buckets of a lane
 
 
 class Masses:
-    """Masses as integers, relative to that of the element of a key, which none exceeds.
+    """Masses as integers, relative to the mass of one key; no key may exceed it.
 
     Attributes:
-      unit: the mass of 1.
+      unit: the mass that the integer 1 stands for.
     """
 
     def __init__(self, p: Row, key: Value):
@@ -42,25 +42,31 @@ class Masses:
 
 
 def search_row(f: Search) -> None:
-    """Keeps what the filter keeps of the elements of the row."""
+    """Keeps what the filter keeps, by a search of all elements of the row."""
     p = f.p
     search(f, p.key(p.top), p.key(p.var(LEAST_FINITE, "f32")), p.var(0, "f32"))
 
 
 def search(f: Search, high: Value, low: Value, above: Value) -> None:
-    """Keeps what the filter keeps, whose last key is from `low` to `high`; `above` is the measure of what is above."""
+    """Keeps what the filter keeps, by a search of a range of keys that contains the last kept key.
+
+    Args:
+      f: the search.
+      high, low: the greatest and the least key of the range.
+      above: the measure of all elements above the range.
+    """
     last = f.p.var(high)
     number = _last_key(f, last, low, above)
     f.kept.down_to(last, number, *_of_row(f.p, last))
 
 
 def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
-    """Finds the last key of the range from `low` to `high`, and makes `high` that.
+    """Finds the last kept key in the range from `low` to `high`, and sets `high` to it.
 
     Args:
       f: the search.
-      high, low: the range.
-      above: the measure of what is above it.
+      high, low: the greatest and the least key of the range.
+      above: the measure of all elements above the range.
 
     Returns:
       How many entries with that key are kept.
@@ -70,7 +76,7 @@ def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
     sums = p.var(p.word(layout.histogram))
     other_sums = p.var(sums + 4 * 2 * DIGIT)
     extent = p.var(high.bits("u32") - low.bits("u32"))
-    rest = f.goal - above  # of the goal, for what is in the range
+    rest = f.goal - above  # what the range must reach
     rest = p.var(p.max(f.measure(p.divide(rest, masses.unit), rest), 1.0))
 
     def add(key):
@@ -89,7 +95,7 @@ def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
             p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
         p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
-        p.meet()
+        p.sync_cluster()
         with p.when(p.warp.equals(0)):
             bucket, left = _bucket_that_reaches(p, sums, rest)
             p.store(p.word(layout.picked), bucket, left.bits("u32"), when=p.first_lane)
@@ -99,7 +105,7 @@ def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
         skipped = bucket << shift
         p.set(high, (high.bits("u32") - skipped).bits("s32"))
         p.set(extent, p.min(extent - skipped, (p.var(1, "u32") << shift) - 1))
-        # Other CTAs may still read these sums; when they are written again, all have met since.
+        # Other CTAs may still read these sums. The cluster synchronizes before they are written again.
         last_sums = p.var(sums)
         p.set(sums, other_sums)
         p.set(other_sums, last_sums)
@@ -108,16 +114,16 @@ def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
 
 
 def number_of(p: Row, rest: Value) -> Value:
-    """Returns a number of entries, at least 1, as an integer that is not less."""
+    """Returns a number of entries as an integer: rounded up, and at least 1."""
     return p.convert(p.min(p.max(rest, 1.0), float(MAX_V)), "u32", "rpi")
 
 
 def keep_down_to(f: Search, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
-    """Keeps what is above a key, and as many entries with that key as reach the goal.
+    """Keeps everything above a key, and as many entries with that key as reach the goal.
 
     Args:
-      above: the measure of what is above it, in all CTAs.
-      mass_above, equal: as `above` and `equal` of `Kept.down_to`.
+      above: the measure above the key, in all CTAs.
+      mass_above, equal: the arguments `above` and `equal` of `Kept.down_to`.
     """
     p = f.p
     rest = f.goal - above
@@ -126,9 +132,12 @@ def keep_down_to(f: Search, key: Value, above: Value, mass_above: Value, equal: 
 
 
 def _bucket_that_reaches(p: Row, sums: Value, rest: Value) -> tuple[Value, Value]:
-    """Returns the bucket with which the sums reach `rest`, or all of them if that is less; and what is left for it."""
+    """Returns the bucket at which the sums reach `rest`, and how much of `rest` is left for that bucket.
+
+    If all sums together are less than `rest`, their total takes its place.
+    """
     amounts = [p.var(0, "f32") for _ in range(_EACH)]
-    # A number that ptxas does not know: an unrolled loop would take more registers than all else.
+    # This hides the number of turns from ptxas. Unrolled, the loop would take more registers than all other code.
     cta, ctas = p.var(0, "u32"), p.select(rest > 0.0, p.ctas, 0, "u32")
     with p.loop() as leave:
         leave(cta >= ctas)
@@ -151,7 +160,7 @@ def _bucket_that_reaches(p: Row, sums: Value, rest: Value) -> tuple[Value, Value
 
 
 def _of_row(p: Row, key: Value) -> tuple[Value, Value]:
-    """Returns for each CTA the mass above a key, and how many elements have that key, by a sweep."""
+    """Sweeps the row; returns the mass above a key and the number of elements with that key, for each CTA."""
     above, number = p.var(0, "f32"), p.var(0, "u32")
 
     def take(words, _):
@@ -162,6 +171,6 @@ def _of_row(p: Row, key: Value) -> tuple[Value, Value]:
 
     p.sweep(take)
     p.over_cta(["add", "add"], [above, number], [0.0, 0], p.layout.kept)
-    p.meet()
+    p.sync_cluster()
     above, number = p.of_ctas(p.layout.kept, 2)
     return above.bits("f32"), number

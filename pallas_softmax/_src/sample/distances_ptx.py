@@ -1,13 +1,13 @@
-"""The last entry that a filter keeps of a row of float32 or float16: from how far elements are below the largest.
+"""Finds the last entry that a filter keeps in a float32 or float16 row, from distances below the largest element.
 
 Here top_p is 0.5 of the mass:
 
-    histogram    2 7 9 | 30 41 38 | 60 ...    elements in buckets of equal width, in all CTAs of the row, which tell
-                       '---zone---'           the masses nearly, and so where the goal is reached
-    zone         0.43 of the mass above       one sweep: the exact mass above, and lists of the 109 keys in it
-    lists        0.4996 | 0.5003              the last key, among those listed
+    histogram    2 7 9 | 30 41 38 | 60 ...    numbers of elements in buckets of equal width, over all CTAs of the row;
+                       '---zone---'           they give the masses nearly, and so where the goal is reached
+    zone         0.43 of the mass above       one sweep finds the exact mass above, and lists the 109 keys of the zone
+    lists        0.4996 | 0.5003              the last key, among the listed keys
 
-This file has the histogram, and finds the edges of the zone; the rest is done by `zone_ptx`.
+This file builds the histogram and finds the edges of the zone. `zone_ptx` does the rest.
 """
 
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -17,21 +17,21 @@ from pallas_softmax._src.sample.search_ptx import Search
 
 _EACH = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 
-# The octaves that the histogram spans, by log2(V / mass): normal logits with V = 128,256 have 5.4 and span 13.5; the
-# last that top_p = 0.9 keeps lies 6.8 octaves below the largest, of top_p = 0.999, 9.3.
+# The histogram spans SPAN * log2(V / mass) octaves. For normal logits with V = 128,256 the logarithm is 5.4, and the
+# histogram spans 13.5 octaves. The last entry lies 6.8 octaves below the largest for top_p = 0.9, and 9.3 for 0.999.
 SPAN = 2.5
-_DEVIATIONS = 1.2  # six times 0.3 ln(2)
-_LEAST_ERROR = 1e-4  # where elements have few values, which lie anywhere in their buckets
-_TOLERANCE = 1e-5  # of sums of 2048 masses in float32, relative
-_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 whose last bit counts 1, so that adding it rounds
+_DEVIATIONS = 1.2  # six times 0.3 ln(2), see `_lean`
+_LEAST_ERROR = 1e-4  # for rows with few distinct values, which may lie anywhere in their buckets
+_TOLERANCE = 1e-5  # relative error of a sum of 2048 masses in float32
+_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
 
 
 class Widths:
-    """How wide the buckets of a row are, whose whole mass is known.
+    """The widths of the buckets of a row, from its whole mass.
 
     Attributes:
-      per_unit: buckets in 1 of the logits.
-      octaves: of the masses, in a bucket.
+      per_unit: number of buckets in a difference of 1 between logits.
+      octaves: number of octaves of mass in a bucket.
       total: the mass of the row.
     """
 
@@ -44,17 +44,17 @@ class Widths:
 
 
 def zone(f: Search, total: Value) -> tuple[Value, Value]:
-    """Returns the least and the greatest element that may be the last entry; the mass of the row is `total`."""
+    """Returns the least and the greatest element that may be the last entry; `total` is the mass of the row."""
     widths = Widths(f.p, total)
     _count(f, widths)
     return _edges(f, widths)
 
 
 def _count(f: Search, widths: Widths) -> None:
-    """Counts elements by their distance from the largest, and sums up the sections of the histogram."""
+    """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
     p, layout = f.p, f.p.layout
     f.clear()
-    # Bits of magic + bucket, times 4, in arithmetic modulo 2^32.
+    # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
     base = p.word(layout.histogram) - (4 * _MAGIC_BITS) % 2**32
 
     def add(x):
@@ -63,7 +63,7 @@ def _count(f: Search, widths: Widths) -> None:
 
     p.sweep(lambda words, _: [add(x) for x in p.floats(words)])
 
-    # By Horner's rule, as if elements lay in the middle of their bucket.
+    # Horner's rule sums the masses, as if each element lay in the middle of its bucket.
     ratio = f.measure(p.exp2(widths.octaves * -1), 1.0)
 
     def horner(bucket, numbers):
@@ -82,7 +82,7 @@ def _measure_of(f: Search, widths: Widths, bucket: Value) -> Value:
 
 
 def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
-    """Returns the edges of the zone; warp 1 finds the one, warp 0 the other."""
+    """Returns the least and the greatest element of the zone; warp 1 finds the least, warp 0 the greatest."""
     p, layout = f.p, f.p.layout
     with p.when(p.warp < 2):
         is_greatest = p.warp.equals(0)
@@ -91,11 +91,11 @@ def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
         bucket = section * _EACH + p.lane
         address = p.word(layout.histogram, bucket)
         number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
-        # The last bucket has all that are further away, too.
+        # The last bucket also has all elements further away: for the least element of the zone it counts as empty.
         number = p.select(~is_greatest & bucket.equals(BUCKETS - 1), 0, number)
         _, upto = p.scan(p.convert(number, "f32") * _measure_of(f, widths, bucket))
         bucket = section * _EACH + p.first_that(before + upto >= goal)
-        # Elements of the bucket may lie beside its edge by the rounding of that.
+        # Rounding may put elements of the bucket slightly outside its edge.
         half = p.select(is_greatest, -0.5, 0.5, "f32")
         distance = p.divide(p.convert(bucket, "f32") + half, widths.per_unit)
         edge = p.top - distance
@@ -110,11 +110,11 @@ def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
 
 
 def _lean(f: Search, widths: Widths, is_greatest: Value) -> Value:
-    """Returns by how much the goal is missed, at most, if elements are taken to lie in the middle of their buckets.
+    """Returns a bound on the error of the goal, as a factor, if elements count as in the middle of their buckets.
 
-    If all lay at one edge it would be half a bucket. But errors of many elements cancel: in a bucket that spans the
-    share b of a mass they are 0.3 b of each, and so 0.3 b sqrt(total) of a total in which no mass exceeds 1. It is
-    enough that the goal is nearly always found in the zone, since where it is not, the row is searched.
+    If all elements lay at the same edge, the error would be half a bucket. But the errors of many elements cancel. In a
+    bucket that spans a share b of a mass, the error is about 0.3 b for each element. If no mass exceeds 1, it is about
+    0.3 b sqrt(total) for all elements together. The zone may miss the goal in rare cases: then the row is searched.
     """
     p = f.p
     sign = p.select(is_greatest, -1.0, 1.0, "f32")

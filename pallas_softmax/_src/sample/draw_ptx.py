@@ -1,21 +1,21 @@
-"""A draw from a row of logits, as one program of inline PTX for the CTAs of a cluster, once the row has arrived.
+"""Writes one program of inline PTX that draws from a row of logits, once the row has arrived in a cluster of CTAs.
 
     stage                                 file              exchanges over the cluster
     the row's maximum and its mass        arrival_ptx       1
     top_k, then top_p, then min_p         filters_ptx       1 for min_p, if it is stricter than the others
-      the last entry that one keeps         search_ptx
+      the last entry that a filter keeps    search_ptx
         bfloat16                              values_ptx      1
         float32, float16                      distances_ptx   1
           near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
                                                                 or 2 with a better bound for a small top_k
             among the keys listed there           lists_ptx     0
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, and 1
-                                                                (of bfloat16 3, of a small top_k 2)
+                                                                (3 for bfloat16, 2 for a small top_k)
     the draw                              inverse_ptx       0
 
-They stand on `row_ptx` (elements, sums over warps, CTAs and clusters) and on the words that `plan.Layout` draws. The
-mass of an element is 2^((x - top) * scale), where scale is log2(e) / temperature and top the largest element of the
-row. Whatever decides is an integer, or is added up in one order, and so a draw is the same bits each time.
+All stages use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words that `plan.Layout` draws. The mass
+of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
+Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
 """
 
 import functools
@@ -27,42 +27,48 @@ from pallas_softmax._src.sample.row_ptx import ARRIVE, INF, WAIT, Row
 from pallas_softmax._src.sample.search_ptx import Kept
 
 _LN2 = 0.6931471805599453
-_NEAR_ONE = 2.0**-6  # |x - 1| below which 4 terms of a series are as good as float32
+_NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
 _NAN = float("nan")
 
 
-@functools.lru_cache(maxsize=16)  # to write it takes half a second
+@functools.lru_cache(maxsize=16)  # writing the program takes half a second
 def text(layout: Layout, dtype) -> Row:
-    """Returns the program for a part of a row that lies at <x>, with -inf where there is no element or a masked one.
+    """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    Its operands are <scratch>, the words that `Layout` draws; <row>, <part>, <origin>: the number of the row, that of
-    the CTA in its cluster, and the index in the row of what is at position 0; <scale>; the numbers of a request <u>,
-    <temperature>, <top_k>, <top_p>, <min_p>; and <index>, <log_prob>, <log_mass>, device memory for the results.
+    Its operands, in addition to <x>, are:
+
+        <scratch>                  the words that `Layout` draws
+        <row>, <part>              the numbers of the row, and of the CTA in its cluster
+        <origin>                   the index in the row of the element at position 0
+        <scale>                    log2(e) / temperature, see `kernel.scale_of`
+        <u>, <temperature>, <top_k>, <top_p>, <min_p>    the parameters of the row
+        <index>, <log_prob>, <log_mass>                  device memory for the results
     """
     p = Row(layout, dtype)
     p.barrier()
-    # A temperature of 0, whose scale is that of the least one, takes the first entry.
+    # A temperature of 0 takes the first entry: it is a draw with top_k = 1.
     greedy = p.var(p.operand("temperature", "f32").equals(0.0))
     top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
-    few = p.var((top_k <= arrival_ptx.most_few(layout)) & (top_k < layout.window.vocab))
-    mass_of_cta, bound = arrival_ptx.arrive(p, few, top_k)
+    small_top_k = p.var((top_k <= arrival_ptx.largest_small_top_k(layout)) & (top_k < layout.window.vocab))
+    mass_of_cta, bound = arrival_ptx.arrive(p, small_top_k, top_k)
     drawable = (p.absolute(p.top) < INF) & (p.operand("temperature", "f32") >= 0.0)
     with p.when(~drawable):
         with p.when(p.thread.equals(0) & p.cta.equals(0)):
             _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
         if p.ctas > 1:
-            p.meet()  # no CTA leaves while another one may read its shared memory
+            p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, mass_of_cta, greedy, top_k, few, bound)
+        _draw(p, mass_of_cta, greedy, top_k, small_top_k, bound)
     return p
 
 
-def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, bound: Value) -> None:
+def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: Value, bound: Value) -> None:
     """Draws, and writes the results.
 
     Args:
+      mass_of_cta, bound: the results of `arrival_ptx.arrive`.
       greedy: whether the temperature is 0.
-      mass_of_cta, top_k, few, bound: the arguments of `arrival_ptx.arrive`, and what it returns.
+      top_k, small_top_k: the arguments of `arrival_ptx.arrive`.
     """
     top_p = p.select(greedy, 1.0, p.operand("top_p", "f32"))
     min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
@@ -71,7 +77,7 @@ def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, b
     filters = filters_ptx.Filters(top_k, by_number, top_p, by_mass, min_p, by_weight)
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.search(p, kept, total, filters, few, bound)
+    filters_ptx.search(p, kept, total, filters, small_top_k, bound)
     least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
     known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
 
@@ -87,11 +93,11 @@ def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, few: Value, b
             index = position + p.operand("origin", "s32")
             _write(p, index, log_prob, p.select(filtered, log_mass, 0.0))
     if p.ctas > 1:
-        p += WAIT  # no CTA leaves while another one may read its shared memory
+        p += WAIT  # no CTA exits while another one may read its shared memory
 
 
 def _log(p: Row, x: Value) -> Value:
-    """Returns log(x); near 1 as `device.arithmetic.log_of_sum` has it."""
+    """Returns log(x); near 1 by the same series as `gpu.arithmetic.log_of_sum`."""
     u = x - 1.0
     series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)

@@ -1,11 +1,11 @@
-"""The entry that is drawn: the first, in the order of the row, at which the kept mass exceeds u times all of it.
+"""Finds the drawn entry: the first one, in the order of the row, at which the kept mass exceeds u times the total.
 
-From the kept masses of the CTAs, of the warps of one CTA, of the chunks of one warp, of the lanes of one chunk:
+The search has four steps: among the CTAs, the warps of one CTA, the chunks of one warp, and the lanes of one chunk:
 
     kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
-    before it       0   | 0.5 | 2 | 2        it lies in the second, of which 1.3 is to be found there
+    before it       0   | 0.5 | 2 | 2        the second one has the target, 1.3 into its mass
 
-each time the last of them with kept mass before which there is not more than the target.
+Each step takes the last one that has kept mass and no more than the target before it.
 """
 
 import dataclasses
@@ -20,23 +20,28 @@ from pallas_softmax._src.sample.search_ptx import Kept
 
 _EVERYWHERE = 0x7FFFFFFF  # a position after all others
 
-# Called as weight(element, position), writes the mass of an element, and whether it counts.
+# Called as weight(element, position). Returns the mass of an element, and whether it counts.
 Weight = Callable[[Value, Value], tuple[Value, Value]]
 
 
 def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
-    """Returns in which lane a target lies, and what is left of it there; lanes have a mass, and so much before it."""
+    """Returns the lane where a target lies, and the target minus the mass before that lane.
+
+    Args:
+      mass, before: the mass of each lane, and of all lower lanes together.
+      target: not negative.
+    """
     lane = p.last_that((mass > 0.0) & (before <= target))
     return lane, target - p.shuffle(before, "idx", lane)
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Where the kept mass of each warp is known, conditions; if neither holds, the drawing CTA adds it up.
+    """Conditions under which the kept mass of each warp is known. If neither holds, the drawing CTA adds the masses up.
 
     Attributes:
-      from_arrival: nothing is left out.
-      from_filter: the last sum over the CTA was of what is kept.
+      from_arrival: the filters leave nothing out.
+      from_filter: the last sum over the CTA was the kept mass.
     """
 
     from_arrival: Value
@@ -46,12 +51,12 @@ class Known:
 def draw_from_part(
     p: Row, kept: Kept, cta: Value, target: Value, least: Value, known: Known
 ) -> tuple[Value, Value]:
-    """Returns the position of the entry, and the entry as a float; in the CTA in which the target lies.
+    """Returns the position of the drawn entry, and the entry as a float; called in the CTA where the target lies.
 
     Args:
-      cta: its number.
+      cta: the number of this CTA.
       target: the kept mass of the CTA up to the entry.
-      least: the least mass that is kept, by min_p.
+      least: the least mass that min_p keeps.
       known: where the kept mass of each warp is known.
     """
     equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
@@ -63,7 +68,7 @@ def draw_from_part(
         for register, value in zip((position, element), _find(p, weight, target, known)):
             p.set(register, value)
 
-    # A comparison of floats is enough, but where some of equal keys are kept, or +0 and not -0.
+    # Comparing floats suffices unless only some ties are kept, or +0 is kept and -0 is not.
     is_simple = p.var((all_kept | none_kept) & least_key.differs(0))
     with p.when(is_simple):
         bound = p.select(kept.key.equals(KEEP_ALL), -INF, p.of_key(least_key))
@@ -74,7 +79,7 @@ def draw_from_part(
 
         find(weight_from_bound, known)
     with p.when(~is_simple):
-        # Of the entries with the last key, those from the position `cut` on are left out.
+        # From position `cut` on, entries with the last key are left out.
         cut = p.var(_EVERYWHERE, "s32")
         with p.when(~all_kept):
             p.set(cut, 0)
@@ -97,12 +102,12 @@ def draw_from_part(
 
 
 def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> tuple[Value, Value]:
-    """Returns the position of the last element with mass before which there is not more than `target`, and the element.
+    """Returns the last element that has mass and no more than `target` before it: its position, and the element.
 
     Args:
       weight: writes the mass of an element, and whether it counts.
       target: not negative.
-      known: where the masses of warps are known, if they may be.
+      known: where the masses of warps are known; None if they are not.
     """
 
     def go_on(mass):
@@ -110,7 +115,7 @@ def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> 
 
     warp, target = go_on(_masses_of_warps(p, weight, known))
 
-    # The chunks of that warp, one for each warp of the CTA at a time.
+    # The warps of the CTA share the chunks of that warp, one chunk each at a time.
     span, chunks = p.span_of(warp)
     masses = p.layout.drawn + LANES
     chunk = p.var(p.warp)
@@ -140,7 +145,7 @@ def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> 
 
 
 def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
-    """Returns the mass of each warp of the CTA, in the lane of its number."""
+    """Returns the mass of each warp of the CTA, in the lane with its number."""
     mass, drawn = p.var(0, "f32"), p.layout.drawn
 
     def add_up():
@@ -169,16 +174,16 @@ def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
 
 
 def _weights(p: Row, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
-    """Returns for each element of words taken at once, the first of which is at an address, what `weight` does."""
+    """Returns weight(element, position) for each element of words that were loaded at once from an address."""
     first, vec = _position_of(p, address), p.layout.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 
 
 def _masses(p: Row, weight: Weight, words: list[Value], address: Value) -> list[Value]:
-    """Returns the mass of each element of the words, 0 of those that do not count."""
+    """Returns the mass of each element of the words; 0 for elements that do not count."""
     return [p.select(counts, its, 0.0) for its, counts in _weights(p, weight, words, address)]
 
 
 def _position_of(p: Row, address: Value) -> Value:
-    """Returns the position in the part of the element at an address."""
+    """Returns the position of the element at an address; positions count in the part."""
     return ((address - p.x) >> (p.elements.itemsize.bit_length() - 1)).bits("s32")

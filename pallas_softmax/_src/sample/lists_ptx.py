@@ -1,12 +1,12 @@
-"""The last entry that a filter keeps, from the lists of keys that the CTAs have made of a zone.
+"""Finds the last entry that a filter keeps, from the lists that the CTAs have made of the keys in a zone.
 
     lists       12 40 | 7 31 | 40 3      of three CTAs, as distances from the least key
-    merged      12 40 7 31 40 3          in each CTA, with the mass of each
-    last        40                       which each CTA finds by itself
-    counts      0, 1 | 0, 0 | 0, 1       what the list of each CTA has above it, and how many of it
+    merged      12 40 7 31 40 3          in each CTA, with the mass of each key
+    last        40                       each CTA finds it by itself
+    counts      0, 1 | 0, 0 | 0, 1       for each list: how many keys are above the last key, and how many equal it
 
-Masses are added as integers, in units of which that of the whole zone has 2^31: keys come in any order, and the sums
-are the same bits again.
+Masses are added as integers: keys come in any order, and integer sums always have the same bits. The mass of the whole
+zone is 2^31 units.
 """
 
 import dataclasses
@@ -18,25 +18,27 @@ from pallas_softmax._src.sample.plan import BUCKETS
 from pallas_softmax._src.sample.row_ptx import Row
 from pallas_softmax._src.sample.search_ptx import Search
 
-_BUCKETS = 2 * LANES  # into which a round cuts a range, two for each lane
-# The histogram has room for all of them and for one of each lane, with a mass for each.
+_BUCKETS = 2 * LANES  # buckets in a round, two for each lane
+# The histogram has room for these keys and for one more key of each lane, with a mass for each.
 MAX_KEYS = BUCKETS // 2 - LANES
-_LARGEST = 2.0**31  # the mass of all keys as an integer
+_LARGEST = 2.0**31  # the mass of the whole zone as an integer
 
 
 @dataclasses.dataclass(frozen=True)
 class Zone:
-    """Neighbouring keys, of which some may be that of the last entry.
+    """A range of keys that may contain the key of the last entry.
 
     Attributes:
-      found: a condition: whether the goal is reached among them.
-      least, greatest: the first and the last of them.
-      number: how many elements have such a key, in all CTAs.
-      number_of_cta: the same of each CTA, in the lane of its number.
-      most: the greatest of those.
-      mass: of all of them.
-      above, mass_above_of_cta: the measure of what is above them in all CTAs, and the mass of it in each.
-      known: a condition: whether all this is known, and lists of several keys are merged, or those of two are counted.
+      found: a condition: whether the goal is reached in the zone.
+      least, greatest: the first and the last key of the range.
+      number: how many elements have a key in the zone, in all CTAs.
+      number_of_cta: the same number for each CTA, in the lane with its number.
+      most: the largest number_of_cta.
+      mass: the mass of all elements in the zone.
+      above: the measure of all elements above the zone, in all CTAs.
+      mass_above_of_cta: the mass above the zone for each CTA, in the lane with its number.
+      known: a condition: whether all this is known. Then lists of several keys are merged, and if the zone has two keys
+        that do not fit in the lists, the greater key is counted.
     """
 
     found: Value
@@ -52,18 +54,18 @@ class Zone:
 
 
 def zone_of(p: Row) -> Zone:
-    """Returns variables for a zone of which nothing is known yet."""
+    """Returns variables for a zone that is not known yet."""
     kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
     return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
 
 
 def have_room(p: Row, zone: Zone) -> Value:
-    """Returns whether the lists of all CTAs, and that into which they are merged, have room for the zone."""
+    """Returns whether the list of each CTA, and the merged list, have room for the zone."""
     return (zone.number <= MAX_KEYS) & (zone.most <= p.layout.list_size)
 
 
 def search(f: Search, zone: Zone) -> None:
-    """Keeps what the filter keeps, whose last key is in the lists."""
+    """Keeps what the filter keeps; its last key must be in the lists."""
     p, layout = f.p, f.p.layout
     mass = p.max(zone.mass, 1e-30)
     per_unit, unit = p.divide(p.var(_LARGEST, "f32"), mass), mass * (1 / _LARGEST)
@@ -86,7 +88,7 @@ def search(f: Search, zone: Zone) -> None:
     each = p.convert(p.max(mass_of(distance), 1), "f32")
     number = number_of(p, f.measure(p.divide(left, each), left))
 
-    cta = p.var(p.warp)  # that the warp looks at, one after another
+    cta = p.var(p.warp)  # each warp counts the keys of one list after another
     with p.loop() as leave:
         leave(cta >= p.ctas)
         mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
@@ -111,7 +113,7 @@ def search(f: Search, zone: Zone) -> None:
 
 
 def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
-    """Writes the distance from the least key and the mass of the keys in all lists to one, a key for each thread."""
+    """Copies the keys of all lists to one list, with a mass for each, as distances from the least key."""
     p, layout = f.p, f.p.layout
     slot = p.var(p.thread)
     with p.loop() as leave:
@@ -128,13 +130,13 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 
 def _clear(p: Row) -> None:
-    """Makes the sums over buckets 0, and the few keys that are left."""
+    """Clears the sums over buckets, and the list of the few keys that remain at the end."""
     p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
     p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
 def number_from(p: Row, zone: Zone, least: Value) -> Value:
-    """Returns how many keys of the merged lists have at least this mass, a float."""
+    """Returns how many keys of the merged list have at least this mass, as a float."""
     number, slot = p.var(0, "u32"), p.var(p.lane)
     with p.loop() as leave:
         leave(slot >= zone.number)
@@ -146,17 +148,18 @@ def number_from(p: Row, zone: Zone, least: Value) -> Value:
 
 
 def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
-    """Returns the last distance, and the measure above it, in all threads.
+    """Returns the distance of the last key from the least key, and the measure above the last key, in all threads.
 
-    Measures are integers. A range of distances, at first that of the zone, is cut into 64 buckets from its greatest on,
-    to which the threads add the masses of the keys. The goal is reached in one of them, which is the next range, until
-    one has no more keys than a warp has lanes, or one distance. Then a lane has a key, and adds up all from there on.
+    Measures are integers. A round cuts a range of distances into 64 buckets, from the greatest distance down; the first
+    range is the whole zone. The threads add the masses of the keys to the buckets. The bucket that reaches the goal is
+    the next range. Rounds end when the range is one distance, or has no more keys than a warp has lanes. In that case,
+    each lane takes one key and adds up all keys from the greatest one down to it.
     """
     p, layout = f.p, f.p.layout
     low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
     keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
     masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _BUCKETS)
-    # How many keys are in the range; and the mass and the number of those above it.
+    # The number of keys in the range, and the mass and the number of the keys above it.
     inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
     several = p.var(low.differs(high))
 
@@ -186,7 +189,7 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
         number, number_upto = p.scan(first_number + second_number)
         mass, number = mass + mass_above, number + number_above
         upto = f.measure(mass_upto + mass_above, number_upto + number_above)
-        # Rounding may have put the goal above all.
+        # Rounding may have put the goal above the total.
         goal_here = p.min(goal, p.shuffle(upto, "idx", LANES - 1))
         lane = p.first_that(upto >= goal_here)
         in_second = f.measure(mass + first_mass, number + first_number) < goal_here
@@ -225,7 +228,7 @@ def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
                 p.increase(upto, amount, its >= own)
             p.increase(at, 32)
             p.increase(number, 4)
-        # A goal that rounding has put above all is that of the last of all.
+        # Rounding may have put the goal above the total. Then the last key of all is the last one.
         reached = (p.lane < inside) & (upto >= p.min(goal, p.over_lanes("max", upto)))
         p.set(distance, p.over_lanes("max", p.select(reached, own, low)))
         lane = p.first_that((p.lane < inside) & own.equals(distance))

@@ -1,4 +1,4 @@
-"""What all stages of the program of `sample` stand on: a thread's elements; sums over warps, CTAs and the cluster."""
+"""The base of all stages of the program of `sample`: a thread's elements, and sums over warps, CTAs and the cluster."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,30 +10,31 @@ from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
 from pallas_softmax._src.sample.plan import CHUNK_BYTES, Layout
 
-LEAST_FINITE = float(np.finfo(np.float32).min)  # of float32
+LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
 INF = float("inf")
-KEEP_ALL = -(2**31)  # a key below those of all numbers
+KEEP_ALL = -(2**31)  # a key below the keys of all numbers
 
-# All threads of the cluster meet, and see what the others wrote to their own shared memory before. Fences for that
-# spare one for device memory, which `barrier.cluster.arrive.release` would wait for. They do not wait for loads from
-# other CTAs, which may then read too late, or from a CTA that has left: a launch failure. So what a warp has loaded
-# from others it writes, or what follows from it, to shared memory, and its CTA meets, before the cluster does again.
+# These two synchronize all threads of the cluster, and show them what the others wrote to their own shared memory. The
+# fences cover shared memory only: `barrier.cluster.arrive.release` would also wait for device memory. The fences do not
+# wait for loads from other CTAs. Such a load may read too late, or read from a CTA that has exited: a launch failure.
+# So a warp must write what it loaded, or a result of it, to shared memory. Then its CTA must synchronize, before the
+# cluster synchronizes again.
 ARRIVE = "fence.release.sync_restrict::shared::cta.cluster; barrier.cluster.arrive.relaxed;"
 WAIT = "barrier.cluster.wait.acquire; fence.acquire.sync_restrict::shared::cluster.cluster;"
 
 _LANE_BITS, _WARP_BITS = LANES.bit_length() - 1, WARPS.bit_length() - 1
-_SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # of a float32, that no element of the dtype has
+_SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
 
 
 class Row(Program):
-    """A program whose threads have the part of a row that `Layout` draws, and the other CTAs of the cluster the rest.
+    """A program for the part of a row that `Layout` draws. The threads of a CTA share a part; the cluster has the row.
 
     Attributes:
       layout: how the part lies in shared memory.
-      elements: what is written for elements of the dtype.
-      ctas, warps: numbers of CTAs in the cluster, and of warps in a CTA.
-      x, scratch: addresses of the part, and of the words beside it.
-      thread, lane, warp, cta: numbers of the thread in the CTA, of its lane and warp, and of the CTA.
+      elements: writes programs for elements of the dtype.
+      ctas, warps: number of CTAs in the cluster, and of warps in a CTA.
+      x, scratch: the addresses of the part and of the scratch words.
+      thread, lane, warp, cta: number of the thread in its CTA, of its lane and warp, and of the CTA.
       first_lane: whether the lane is the first of its warp.
       scale: log2(e) / temperature.
       top: the largest element of the row, once it is known.
@@ -63,7 +64,7 @@ class Row(Program):
         return self.x + before * CHUNK_BYTES + self.lane * ACCESS_BYTES, chunks
 
     def vector(self, address: Value, chunk: int = 0) -> list[Value]:
-        """Returns the four words of the lane's vector in a chunk after the one to which the address belongs."""
+        """Returns the four words of this lane's vector, `chunk` chunks after the address."""
         return self.elements.vector(self, address, CHUNK_BYTES * chunk)
 
     def floats(self, words: list[Value]) -> list[Value]:
@@ -78,9 +79,9 @@ class Row(Program):
         return self.reduce("max.NaN", self.floats(words))
 
     def sweep(self, body: Callable[[list[Value], Value], object]) -> None:
-        """Calls body(words, address), which writes what a thread does with the words of its next elements.
+        """Calls body(words, address), which writes what a thread does with its next elements.
 
-        They are vectors, one of each of `chunks_at_once` chunks; in the end one vector at a time.
+        The words are one vector from each of `chunks_at_once` chunks. The remaining chunks come one at a time.
         """
         at, left = self.var(self.span), self.var(self.chunks)
         for chunks in dict.fromkeys((self.layout.chunks_at_once, 1)):
@@ -91,11 +92,11 @@ class Row(Program):
                 self.increase(left, -chunks)
 
     def weight(self, x: Value) -> Value:
-        """Returns the mass of an element, relative to that of the largest one of the row."""
+        """Returns the mass of an element, relative to the largest element of the row."""
         return self.exp2((x - self.top) * self.scale)
 
     def key(self, x: Value) -> Value:
-        """Returns the sort key of an element (see `device.sort_keys`), without the bits that only a float32 has."""
+        """Returns the sort key of an element (see `gpu.sort_keys`), without the bits that only a float32 has."""
         key = _flipped(x.bits("s32"))
         spare = _SPARE_BITS[self.elements.name]
         return key >> spare if spare else key
@@ -106,10 +107,10 @@ class Row(Program):
         bits = key << spare if spare else key
         return (bits ^ (bits.sign() & (0x7FFFFFFF >> spare << spare))).bits("f32")
 
-    # --- Words beside the part
+    # --- Scratch words
 
     def word(self, at: int, index: Value | int = 0, each: int = 1) -> Value:
-        """Returns the address of word at + each * index of the scratch."""
+        """Returns the address of the scratch word at + each * index."""
         if isinstance(index, int):
             return self.scratch + 4 * (at + each * index)
         return self.scratch + index * (4 * each) + 4 * at
@@ -117,7 +118,7 @@ class Row(Program):
     def of_cta(
         self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None
     ) -> list[Value]:
-        """Returns what a CTA of the cluster has in words at this address, or 0 where `when` does not hold."""
+        """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
         if self.ctas == 1:
             self.load_vector_into(out, at, when=when)
@@ -126,10 +127,10 @@ class Row(Program):
         return out
 
     def of_ctas(self, at: int, count: int) -> list[Value]:
-        """Returns 1, 2, 4 or 8 words of the scratch of all CTAs, the threads of this one meeting meanwhile.
+        """Returns 1, 2, 4 or 8 scratch words of all CTAs; synchronizes the threads of this CTA.
 
-        A lane gets those of the CTA of its number, in registers "u32"; 0 if there is no such CTA. One warp gets them
-        from the others, since a CTA answers requests of others one at a time.
+        Each lane gets the words of the CTA with its number, in registers "u32"; 0 if there is no such CTA. Only one
+        warp fetches the words, since a CTA answers the requests of others one at a time.
         """
         inside = self.lane < self.ctas
         local = self.word(self.layout.gathered, self.lane, self.layout.gathered_words)
@@ -143,18 +144,18 @@ class Row(Program):
     # --- Warps, CTAs and the cluster
 
     def barrier(self) -> None:
-        """All threads of the CTA meet, of all its warpgroups."""
+        """Synchronizes all threads of the CTA, in all its warpgroups."""
         self += "bar.sync 0;"
 
-    def meet(self) -> None:
-        """All threads of the cluster meet, and see what the others wrote to shared memory before."""
+    def sync_cluster(self) -> None:
+        """Synchronizes all threads of the cluster, and makes their earlier writes to shared memory visible to all."""
         if self.ctas == 1:
             self.barrier()
         else:
             self += f"{ARRIVE} {WAIT}"
 
     def over_warp(self, ops: Sequence[str], values: Sequence[Value]) -> list[Value]:
-        """Reduces values over the lanes of a warp, each by its instruction, in one order, for all lanes."""
+        """Reduces each value over the lanes of a warp by its instruction, in a fixed order; for all lanes."""
         out = list(values)
         sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
         for lanes in (16, 8, 4, 2, 1):
@@ -165,15 +166,15 @@ class Row(Program):
             if value.kind != "f32":
                 out[i] = self.over_lanes(op, value)
             elif op != "add":
-                # By one instruction for integers; the NaN that max.NaN returns has the highest key.
+                # One integer instruction reduces the sort keys. The NaN that max.NaN returns has the highest key.
                 bits = self.over_lanes(op.removesuffix(".NaN"), _flipped(value.bits("s32")))
                 out[i] = _flipped(bits).bits("f32")
         return out
 
     def over_cta(self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int) -> None:
-        """Reduces values over the threads of the CTA; the results are in words `at` when threads have met.
+        """Reduces values over the threads of the CTA; after the next barrier, the results are in the words at `at`.
 
-        Between two calls they meet.
+        The CTA must synchronize between two calls.
         """
         layout = self.layout
         own = self.word(layout.warps, self.warp, layout.warp_words)
@@ -191,7 +192,7 @@ class Row(Program):
                 self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
 
     def sum_of_warp(self) -> Value:
-        """Returns the first of the values of the warp of this lane's number that the last `over_cta` reduced."""
+        """Returns the first value of the last `over_cta`, reduced over the warp with this lane's number."""
         at, inside = self.word(self.layout.warps, self.lane, self.layout.warp_words), self.lane < self.warps
         return self.load(at, "f32", when=inside, default=0)
 
@@ -211,7 +212,7 @@ class Row(Program):
         return before, self.shuffle(upto, "idx", LANES - 1)
 
     def first_that(self, condition: Value) -> Value:
-        """Returns the number of the first lane where the condition holds; of the last lane if there is none."""
+        """Returns the number of the first lane where the condition holds; the last lane if there is none."""
         return self.min(self.lowest_bit(self.ballot(condition)), LANES - 1)
 
     def last_that(self, condition: Value) -> Value:
@@ -220,5 +221,5 @@ class Row(Program):
 
 
 def _flipped(bits: Value) -> Value:
-    """Returns the sort key of a float's bits, or of the key the bits."""
+    """Returns the sort key of a float's bits, or the bits of a sort key."""
     return bits ^ (bits.sign() & 0x7FFFFFFF)

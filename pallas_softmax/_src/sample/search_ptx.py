@@ -1,10 +1,10 @@
-"""The search for the threshold of a filter: its goal, what is kept, and counts of elements in buckets.
+"""The search for the threshold of a filter: its goal, what is kept, and numbers of elements in buckets.
 
-Entries come in the order of their keys, the largest first, equal ones by index. The goal is a number of entries, of
-top_k, or a mass, of top_p: the entry with which the entries up to it first reach the goal is the last that is kept.
-`measure` stands for whichever of both the goal is:
+Entries come in the order of their keys: the largest first, ties by index. The goal is a number of entries for top_k, or
+a mass for top_p. The last kept entry is the first one at which the running sum reaches the goal. `measure` returns the
+number or the mass, whichever the goal is:
 
-    x                5    4    4    3    1          sorted; a temperature such that weights are powers of two
+    x                5    4    4    3    1          sorted; the temperature makes the weights powers of two
     number, up to    1    2    3    4    5          top_k = 3: the goal is 3, reached with the second 4
     mass, up to      1    1.5  2    2.25 2.31       top_p = 0.5: the goal is 1.16, reached with the first 4
 """
@@ -16,16 +16,17 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import SECTIONS
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, Row
 
-_EACH = 8  # buckets whose sum a thread makes
+_EACH = 8  # buckets that a thread sums up
 
 
 class Kept:
-    """What the filters have kept so far.
+    """The entries that the filters have kept so far.
 
     Attributes:
       key: the last key that is kept.
-      mass, equal, equal_kept: of each CTA, in the lane of its number: the kept mass, the number of entries whose key is
-        the last one, and that of those of them that are kept.
+      mass: the kept mass of each CTA, in the lane with its number.
+      equal: the number of entries with the last key, for each CTA in the same way.
+      equal_kept: how many of these entries are kept.
     """
 
     def __init__(self, p: Row, mass: Value):
@@ -35,7 +36,7 @@ class Kept:
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
 
     def down_to_the_last(self, mass: Value) -> None:
-        """Keeps everything, of which each CTA has this mass."""
+        """Keeps everything down to the last entry of the row; `mass` is the kept mass of each CTA."""
         p = self._p
         p.set(self.key, KEEP_ALL)
         p.set(self.mass, mass)
@@ -43,11 +44,11 @@ class Kept:
         p.set(self.equal_kept, 0)
 
     def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
-        """Keeps what is above a key, and the first `number` of the entries with that key.
+        """Keeps everything above a key, and the first `number` entries with that key.
 
         Args:
-          above, equal: of each CTA, in the lane of its number: the mass above the key, and the number of entries with
-            it.
+          above, equal: the mass above the key, and the number of entries with the key, for each CTA in the lane with
+            its number.
         """
         p = self._p
         before, _ = p.before(equal)
@@ -60,12 +61,12 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The search for the last entry that a filter keeps, which changes `kept`.
+    """The search for the last entry that a filter keeps; it changes `kept`.
 
     Attributes:
       p: the program that is written.
       kept: what was kept before, and then what this filter keeps of it.
-      goal: what the entries up to the last one reach, a float: a mass if `is_mass`, else a number of entries.
+      goal: what the entries up to the last one must reach, a float: a mass if `is_mass`, else a number of entries.
       is_mass: a condition.
     """
 
@@ -79,7 +80,7 @@ class Search:
         return self.p.select(self.is_mass, mass, number)
 
     def clear(self) -> None:
-        """Makes the numbers of elements in all buckets 0."""
+        """Sets the numbers of elements in all buckets to 0."""
         p, layout = self.p, self.p.layout
         zero = [p.var(0, "u32")] * 4
         for first in range(0, layout.buckets, 4 * layout.threads):
@@ -88,15 +89,15 @@ class Search:
         p.barrier()
 
     def sum_buckets(self, of_eight: Callable[[Value, list[Value]], list[Value]]) -> None:
-        """Sums up each section of the buckets, for all CTAs to see.
+        """Sums up each section of the buckets; afterwards all CTAs can read the sums.
 
         Args:
-          of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements,
-            writes one or two sums over them.
+          of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements.
+            It writes one or two sums over the eight buckets.
         """
         p, layout = self.p, self.p.layout
         p.barrier()
-        threads = layout.buckets // _EACH // SECTIONS  # of one sum, neighbouring lanes
+        threads = layout.buckets // _EACH // SECTIONS  # neighbouring lanes that sum up one section
         for first in range(0, layout.buckets // _EACH, layout.threads):
             group = p.thread + first
             with p.when(group < layout.buckets // _EACH):
@@ -107,12 +108,14 @@ class Search:
                     for bit in range(threads.bit_length() - 1):
                         of_group = of_group + p.shuffle(of_group, "bfly", 1 << bit)
                     p.store(at, of_group, offset=4 * SECTIONS * i, when=whole)
-        p.meet()
+        p.sync_cluster()
 
     def section_that_reaches(self, goal: Value, at: Value) -> tuple[Value, Value]:
-        """Returns the section with which a goal is reached, and the measure before it; called in one warp.
+        """Returns the section at which the sums reach a goal, and the measure before it; called in one warp.
 
-        The sums over the sections are at word `at`.
+        Args:
+          goal: a measure.
+          at: the word where the sums over the sections start.
         """
         p = self.p
         at = p.word(0, at + p.lane * 2)

@@ -1,15 +1,16 @@
-"""The last entry that a filter keeps of a row of bfloat16: from how many elements have which value.
+"""Finds the last entry that a filter keeps in a bfloat16 row, from the number of elements with each value.
 
-Of bfloat16 there are few values, and so each has a bucket of the histogram, from the largest element down. Values of
-one sign are neighbours as integers, but for those near 0, which are so many that they share a bucket; 0 has its own:
+There are few bfloat16 values, so each has its own bucket of the histogram, from the largest element down. Values of one
+sign are neighbours as integers. The values near 0 are too many: they share one bucket for each sign. +0 and -0 have
+their own buckets:
 
     bucket    0 to 7     ..  zero - 2   |  zero - 1  |  zero  |  zero + 1  |  zero + 2  |  ..   4095
     value     largest,       above      |  near 0    |  +0    |  -0        |  near 0,   |       all that are
               next ones      2^-14      |            |        |            |  negative  |       further away
 
-So the mass in each bucket is known, and the last key with it, after one exchange over the cluster. If the goal lies in
-a bucket of many values, or if those near 0 are so many that their mass is not known well enough, the row is searched
-digit by digit.
+So the mass in each bucket is known, and the last key follows after one exchange over the cluster. The row is searched
+digit by digit if the goal lies in a bucket of many values. The same happens if so many elements are near 0 that their
+mass is not known well enough.
 """
 
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -28,13 +29,13 @@ def search(f: Search, counted: Value) -> None:
 
     Args:
       f: the search.
-      counted: a condition, to be changed: whether the histogram is there, from another search.
+      counted: a condition: whether the histogram of an earlier search is still there. This changes it.
     """
     p, layout = f.p, f.p.layout
     zero = _zero_bucket(f)
 
     def number_and_mass(bucket, numbers):
-        # The values of eight buckets have one exponent, and so lie at equal distances, but for 0 at an end of them.
+        # The values of eight buckets have one exponent, so they lie at equal distances. Only 0, at an end, may not.
         fourth, fifth = (_value(f, zero, bucket + i) for i in (3, 4))
         values = [p.multiply_add(fifth - fourth, float(i - 4), fifth) for i in range(8)]
         for i, of_zero in ((0, _negative_zero(zero)), (7, zero)):
@@ -53,7 +54,7 @@ def search(f: Search, counted: Value) -> None:
     bucket = p.load(p.word(layout.picked), "u32")
     above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
 
-    # What the mass of those near 0 may be off, since they count as the greatest or the least of them.
+    # Error bound on the near-zero mass: all elements of a bucket count as its greatest or its least value.
     off = near_zero * p.weight(p.var(0, "f32")) * p.scale * 2.0 ** (1 - _NEAR_ZERO)
     off = p.select(bucket + 1 >= _negative_zero(zero), off, 0.0)
     positive, negative = _near_zero(zero)
@@ -62,17 +63,17 @@ def search(f: Search, counted: Value) -> None:
     with p.when(exact):
         digits_ptx.keep_down_to(f, p.key(_value(f, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
-        p.meet()  # others may still read the histogram, where the sums over digits will be
+        p.sync_cluster()  # other CTAs may still read the histogram, and the sums over digits overwrite it
         digits_ptx.search_row(f)
-        p.meet()  # or those sums, where there may be a histogram again
+        p.sync_cluster()  # other CTAs may still read these sums, and a histogram may overwrite them
     p.set(counted, exact)
 
 
 def _zero_bucket(f: Search) -> Value:
-    """Returns the bucket of +0, one before a multiple of 8, so that that of the largest element is one of the first 8.
+    """Returns the bucket of +0: one before a multiple of 8, so that the largest element is in the first 8 buckets.
 
-    It is a number of 16 bits, and so it may lie after all buckets: where all elements are negative, or -0. Where the
-    largest is above -2^-14, the bucket of -0 is still there, 0, one after 65535.
+    The result is a number modulo 2^16. If all elements are negative, it lies after all buckets. If the largest one is
+    then above -2^-14, the result is 65535, and the bucket of -0 is 0.
     """
     p = f.p
     bits = p.top.bits("u32") >> 16
@@ -88,12 +89,12 @@ def _negative_zero(zero: Value) -> Value:
 
 
 def _near_zero(zero: Value) -> tuple[Value, Value]:
-    """Returns the bucket of the positive elements near 0, and that of the negative ones."""
+    """Returns the bucket of the positive elements near 0, and the bucket of the negative ones."""
     return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
 
 
 def _count(f: Search, zero: Value) -> None:
-    """Counts elements by value, the two of a word at a time."""
+    """Counts elements by value, two elements of a word at a time."""
     p = f.p
     base = p.word(p.layout.histogram)
     of_negative_zero = _negative_zero(zero)
@@ -102,7 +103,7 @@ def _count(f: Search, zero: Value) -> None:
 
     def take(words, _):
         for word in words:
-            not_negative = (~word).bits("s16x2").sign().bits("u32")  # a half of ones, or of zeros
+            not_negative = (~word).bits("s16x2").sign().bits("u32")  # each half all ones, or all zeros
             size = word & 0x7FFF7FFF
             least = p.min(size.bits("s16x2"), one)  # 0 for 0
             size = p.max(p.op("add", "s16x2", size, minus_first), least).bits("u32")
@@ -114,9 +115,9 @@ def _count(f: Search, zero: Value) -> None:
 
 
 def _value(f: Search, zero: Value, bucket: Value) -> Value:
-    """Returns the value of a bucket; that of those near 0 is the greatest of them, or the least."""
+    """Returns the value of a bucket: near 0, its greatest positive or its least negative value."""
     p = f.p
-    from_zero = (bucket - zero - 1) & 0xFFFF  # of numbers that are not negative its bits are inverted
+    from_zero = (bucket - zero - 1) & 0xFFFF  # its bits are inverted if the value is not negative
     positive = from_zero >= 0x8000
     size = p.select(positive, from_zero ^ 0xFFFF, from_zero)
     sign = p.select(positive, 0, 0x80000000, "u32")
@@ -124,7 +125,7 @@ def _value(f: Search, zero: Value, bucket: Value) -> Value:
 
 
 def _weight(f: Search, x: Value) -> Value:
-    """Returns the mass of an element; 1 for what is larger than all elements, or is no number."""
+    """Returns the mass of an element; 1 for NaN, and for a value larger than all elements."""
     return f.p.min(f.p.weight(x), 1.0)
 
 
@@ -134,7 +135,7 @@ def _measure_of(f: Search, zero: Value, bucket: Value) -> Value:
 
 
 def _bucket_that_reaches(f: Search, zero: Value) -> Value:
-    """Returns the bucket with which the goal is reached, the last one if it is not; called in one warp."""
+    """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
     numbers, masses = p.layout.sections, p.layout.sections + SECTIONS
     section, before = f.section_that_reaches(f.goal, p.select(f.is_mass, masses, numbers, "u32"))
@@ -152,14 +153,14 @@ def _bucket_that_reaches(f: Search, zero: Value) -> Value:
 
 
 def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
-    """Returns what lies above a bucket, and in it.
+    """Returns the sums above a bucket, and the number of elements in it.
 
     Returns:
-      The measure and the mass above it in all CTAs; of each CTA, in the lane of its number, the mass above it and the
-      number of elements in it; and the number of elements near 0, a float.
+      The measure and the mass above the bucket in all CTAs. Then, for each CTA, in the lane with its number: the mass
+      above the bucket, and the number of elements in it. Last, the number of elements near 0, as a float.
     """
     p, layout = f.p, f.p.layout
-    cta = p.var(p.warp)  # that the warp looks at, one after another
+    cta = p.var(p.warp)  # each warp sums up one CTA after another
     with p.loop() as leave:
         leave(cta >= p.ctas)
         at = p.word(layout.sections, p.lane, 2)
@@ -169,7 +170,7 @@ def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value
         numbers = p.of_cta(p.word(layout.histogram, own), cta, "u32", 2)
         measure, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
         for i in range(2):
-            before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # all of this section
+            before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # the whole section
             p.increase(measure, measures[i], before)
             p.increase(mass, masses[i], before)
             here = own + i

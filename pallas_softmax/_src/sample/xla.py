@@ -1,19 +1,20 @@
 """Plain JAX of `sample`: a draw from each row, restricted by top-k, top-p and min-p, without a sort of the row.
 
-The filters keep the first entries of a row in the order of `lax.top_k`, by value and equal ones by the lowest index, up
-to where their weights reach a target: top_k by their number, top_p by their mass. That place is found in two steps:
+The filters keep the first entries of a row in the order of `lax.top_k`: by value, ties by the lowest index. An entry is
+kept until the weights reach a target: top_k counts entries, top_p adds up their mass. Two steps find the last entry:
 
-    the value   by bisection on the bits of integers that are ordered as the values: `_value_reaching`
-    the index   among the entries of that value, where the sum in the order of the row reaches what is left of the
-                target: `_index_reaching`, which is also the draw, as the inverse of the cumulative kept mass
+    the value   by bisection on the bits of integers that are ordered like the values: `_value_reaching`
+    the index   among the ties of that value, where the sum in the order of the row reaches the rest of the target:
+                `_index_reaching`
 
-A row that is spread over a mesh is searched alike, with sums over its devices: 4 bits a round instead of one.
+The draw also uses `_index_reaching`, as the inverse of the cumulative kept mass. A row that is spread over a mesh is
+searched in the same way, with sums over its devices: a round finds 4 bits instead of one.
 
-On a CPU `lax.top_k` of a few elements of a long row is faster than that search. So there a small top_k, and with it the
-other filters, has the best elements of a row as its candidates, in order; the search is for rows where these may not be
-all: `_candidates`.
+On a CPU, `lax.top_k` of a few elements of a long row is faster than that search. So a small top_k there takes the best
+elements of a row as candidates, in order, and the other filters work on the candidates: `_candidates`. The search runs
+only if some row may have too few candidates.
 
-One sort of a short row in place of the search is slower for many rows (docs/performance.md, "Without a GPU").
+If there are many short rows, sorting each of them is slower than searching it (docs/performance.md, "Without a GPU").
 """
 
 import dataclasses
@@ -27,36 +28,41 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
 
-# Elements of a row that are summed up before the cumulative sum: about the root of a vocabulary.
+# Elements of a block. The search takes the sums of blocks first, so a block has about the square root of a vocabulary.
 _BLOCK = 256
-# The best elements of a row that are looked at on a CPU, and the shortest rows where that is worth it. `lax.top_k`
-# takes 13 ms for 128 of each of 64 rows of 128,256 on two CPU cores, 39 ms for 1,024. With top_k = 50 the search and
-# the candidates take 1.4 and 3.1 ms for 64 rows of 4,096, 2.7 and 3.8 of 8,192, 5.6 and 4.8 of 16,384; with top_p
-# besides 2.4 and 3.1, 4.5 and 3.9, 8.6 and 5.0 (jax 0.11.2, 2026-11-23).
+# The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
+# takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
+# takes, in ms (jax 0.11.2, 2026-11-23):
+#
+#                                       V = 4,096   8,192   16,384
+#   top_k = 50              search            1.4     2.7      5.6
+#                           candidates        3.1     3.8      4.8
+#   top_k = 50 and a top_p  search            2.4     4.5      8.6
+#                           candidates        3.1     3.9      5.0
 _CANDIDATES, _LONG_ROW = 128, 2**14
-_NOWHERE = jnp.iinfo(jnp.int32).max  # an index, and a number of entries, that no row has
+_NOWHERE = jnp.iinfo(jnp.int32).max  # larger than any index or number of entries
 
 
 def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
-    """One draw from each row of softmax(logits / temperature), restricted by the filters.
+    """Draws once from each row of softmax(logits / temperature), restricted by the filters.
 
     Args:
       logits: (..., vocab), floats or integers.
       where: None, or a boolean of the rank of the logits that broadcasts to them.
-      u: float32 in [0, 1); the draw is the first kept entry, in the order of the row, whose cumulative kept mass
-        exceeds u times the kept mass. This and what follows have the rank of the logits, with size 1 in the last
+      u: float32 in [0, 1). The draw is the first kept entry, in the order of the row, where the cumulative kept mass
+        exceeds u times the kept mass. This and the next four have the rank of the logits. Their size is 1 in the last
         dimension, and 1 or the size of the logits in the others.
-      temperature: 0, which takes the first entry in the order of lax.top_k, whatever the filters and u; or a positive
-        normal number whose reciprocal is one; or NaN, for a row that is to give -1 and NaN.
+      temperature: 0, or a positive normal number with a normal reciprocal, or NaN. 0 takes the first entry in the order
+        of lax.top_k, whatever the filters and u. A row with NaN gives -1, NaN and NaN.
       top_k: int32, at least 1; or None. At the row's length or more it filters nothing.
-      top_p: in [0, 1], or None. 0 keeps the first entry, 1 all that top_k keeps.
+      top_p: in [0, 1], or None. 0 keeps the first entry, 1 keeps all that top_k keeps.
       min_p: in [0, 1], or None.
       mesh_axes: the mesh axes that each row is spread over, if any.
 
     Returns:
       Each of shape (..., 1): the index in the whole row (int32), log softmax(logits / temperature) there, and the log
-      of the share of the mass that the filters keep; -1, NaN and NaN for a row with an unmasked NaN or +inf, with
-      nothing but -inf, or of temperature NaN.
+      of the share of the mass that the filters keep. A row gives -1, NaN and NaN if it has an unmasked NaN or +inf, if
+      all its elements are -inf, or if its temperature is NaN.
     """
     row = _Row(logits.shape[-1], tuple(mesh_axes))
 
@@ -68,7 +74,7 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
     divisor = jnp.maximum(temperature, jnp.finfo(x.dtype).tiny)
     m = row.max(x)
     total = row.sum(jnp.exp((x - m) / divisor))
-    drawable = total >= 1  # not where it is NaN
+    drawable = total >= 1  # False where it is NaN
 
     def by_search(logits):
         mass = jnp.exp((elements(logits) - m) / divisor)
@@ -78,7 +84,7 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
         index, complete = _candidates(logits, where, elements(logits), top_k, row)
         mass = jnp.exp((jnp.take_along_axis(elements(logits), index, -1) - m) / divisor)
         found = _among_candidates(index, mass, u, temperature, top_k, top_p, min_p)
-        # What the search needs of the whole rows it makes itself, so that it is not in memory where it is not needed.
+        # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
         others = lax.cond(jnp.all(complete | ~drawable), lambda _: found, by_search, logits)
         return tuple(jnp.where(complete, *both) for both in zip(found, others))
 
@@ -97,18 +103,19 @@ def sample(logits, where, u, temperature, top_k, top_p, min_p, *, mesh_axes=()):
 
 
 def _keys(logits, where):
-    """Returns integers in the order of `lax.top_k`, of what is masked the least."""
+    """Returns integers in the order of `lax.top_k`; masked elements get the least one."""
     key = _ordered(logits)
     return key if where is None else jnp.where(where, key, jnp.iinfo(key.dtype).min)
 
 
 def _by_search(key, mass, where, u, temperature, top_k, top_p, min_p, row: "_Row"):
-    """Returns the index drawn, and the kept mass.
+    """Returns the drawn index and the kept mass.
 
     Args:
-      key, mass: of all elements, relative to that of the largest.
+      key: the sort keys of all elements.
+      mass: the masses of all elements, relative to the largest element.
       where, u, temperature, top_k, top_p, min_p: as for `sample`.
-      row: that of the keys.
+      row: the row that the keys belong to.
     """
     kept = mass
     if top_k is not None:
@@ -123,16 +130,17 @@ def _by_search(key, mass, where, u, temperature, top_k, top_p, min_p, row: "_Row
     if top_p is not None or min_p is not None:
         kept_total = row.sum(kept)
     drawn = _index_reaching(kept, u.astype(kept_total.dtype) * kept_total, operator.gt, row)
-    first = (key == row.max(key)) & (mass == 1)  # the mass of what is masked is 0
+    first = (key == row.max(key)) & (mass == 1)  # masked elements have mass 0
     first = row.min(jnp.where(first, row.indices(key.ndim), _NOWHERE))
     return jnp.where(temperature == 0, first, drawn), kept_total
 
 
 def _candidates(logits, where, x, top_k, row: "_Row"):
-    """Returns the indices of the best elements of each row, the best first, and whether all that top_k keeps is there.
+    """Returns the indices of each row's best elements, the best first, and whether they include all that top_k keeps.
 
-    It is not for a larger top_k, nor where `lax.top_k` orders otherwise than keys do: on a CPU XLA takes denormal
-    numbers for zeros. Whether it is depends on the row alone, and so what is drawn does not depend on other rows.
+    The second result is False for a larger top_k. It is also False where `lax.top_k` and the keys order differently: on
+    a CPU, XLA takes denormal numbers for zeros. It depends on the row alone, so that a draw does not depend on other
+    rows.
     """
     mask = None if where is None else jnp.broadcast_to(where, x.shape)
     _, index = lax.top_k(x.reshape(-1, row.vocab), _CANDIDATES)
@@ -142,7 +150,7 @@ def _candidates(logits, where, x, top_k, row: "_Row"):
     last, last_index = ~lowest_first[..., -1:], index[..., -1:]
 
     def number(keys, indices):
-        """Returns how many come before the last one; floats are added up five times as fast on a CPU."""
+        """Returns the number of entries up to the last candidate. A CPU adds floats five times as fast as integers."""
         before = (keys > last) | (keys == last) & (indices <= last_index)
         return jnp.sum(jnp.where(before, 1.0, 0.0), -1, keepdims=True)
 
@@ -151,7 +159,7 @@ def _candidates(logits, where, x, top_k, row: "_Row"):
 
 
 def _among_candidates(index, mass, u, temperature, top_k, top_p, min_p):
-    """Returns what `_by_search` does, from the indices and the masses of the best elements, the best first."""
+    """Returns the drawn index and the kept mass, from the indices and masses of the best elements, the best first."""
     kept = jnp.where(lax.broadcasted_iota(jnp.int32, mass.shape, mass.ndim - 1) < top_k, mass, 0)
     kept_total = jnp.sum(kept, -1, keepdims=True)
     if top_p is not None:
@@ -168,7 +176,7 @@ def _among_candidates(index, mass, u, temperature, top_k, top_p, min_p):
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row along the last axis, of which this device has a shard if mesh axes divide it; results have size 1 there.
+    """A row along the last axis, or this device's shard of it if mesh axes divide the row. Results have size 1 there.
 
     Attributes:
       vocab: the number of elements that this device has; in jax.export it may be symbolic.
@@ -215,7 +223,7 @@ class _Row:
 
 
 def _mass_wanted(top_p, total):
-    """Returns the mass that top_p keeps of a total: at least 1, which is that of the first entry."""
+    """Returns the mass that top_p keeps of a total: at least 1, the mass of the first entry."""
     return jnp.where(top_p < 1, jnp.maximum(top_p * total, 1), jnp.inf)
 
 
@@ -224,9 +232,9 @@ def _first_entries(key, weight, target, row: _Row):
 
     Args:
       key: signed integers.
-      weight: not negative, of the shape of the keys or for all of them.
-      target: positive; all entries are kept where it is not reached.
-      row: that of the keys.
+      weight: not negative; of the shape of the keys, or one scalar for all of them.
+      target: positive. If the weights do not reach it, all entries are kept.
+      row: the row that the keys belong to.
     """
     bound = _value_reaching(key, weight, target, row)
     above = row.sum(jnp.where(key > bound, weight, 0))
@@ -235,16 +243,16 @@ def _first_entries(key, weight, target, row: _Row):
 
 
 def _value_reaching(key, weight, target, row: _Row):
-    """Returns the highest key for which the weights of the entries with no lower key reach the target, or the least."""
+    """Returns the highest key at which the weights of all entries from it up reach the target; else the least key."""
     bits = 4 if row.mesh_axes else 1
     rounds = 8 * key.dtype.itemsize // bits
     digits = jnp.arange(1, 2**bits, dtype=key.dtype).reshape((1,) * (key.ndim - 1) + (-1,))
 
     def find_digit(i, bound):
-        """Finds the bits of one round, by the weights above each bound that they may give."""
+        """Finds the bits of one round, from the weights at and above each bound that the bits can give."""
         shift = jnp.asarray(bits * (rounds - 1 - i), key.dtype)
         higher = bound + lax.shift_left(digits, shift)
-        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum: it is not in memory
+        at_least = key[..., None, :] >= higher[..., None]  # fused with the sum, so it takes no memory
         each = jnp.where(at_least, jnp.expand_dims(weight, -2) if weight.ndim else weight, 0)
         weights = jnp.sum(each, -1, dtype=weight.dtype)
         weights = lax.psum(weights, row.mesh_axes) if row.mesh_axes else weights
@@ -259,14 +267,14 @@ def _value_reaching(key, weight, target, row: _Row):
 def _index_reaching(weight, target, reached: Callable, row: _Row):
     """Returns the index of the first positive weight at which the sum, in the order of the row, reaches the target.
 
-    If rounding has it reached nowhere, it is that of the last positive weight. The sum is searched among those of the
-    devices, then of the blocks that a device has, and then of the elements of a block.
+    If rounding keeps the sum below the target, the result is the index of the last positive weight. The search goes
+    over the sums of the devices, then over the blocks of one device, and then over the elements of one block.
 
     Args:
       weight: not negative.
       target: a number for each row.
-      reached: (sum, target) -> whether it is reached.
-      row: that of the weights.
+      reached: (sum, target) -> whether the sum reaches the target.
+      row: the row that the weights belong to.
     """
     own = True
     if row.mesh_axes:
@@ -289,7 +297,7 @@ def _index_reaching(weight, target, reached: Callable, row: _Row):
 
 
 def _position_reaching(weight, target, reached: Callable):
-    """Returns the position, as `_index_reaching` by one cumulative sum, and what is left of the target before it."""
+    """Returns the position, as `_index_reaching` by one cumulative sum, and the rest of the target there."""
     n = weight.shape[-1]
     position = lax.broadcasted_iota(jnp.int32, (1,) * (weight.ndim - 1) + (n,), weight.ndim - 1)
     there = jnp.where(reached(jnp.cumsum(weight, -1, dtype=weight.dtype), target) & (weight > 0), position, n)

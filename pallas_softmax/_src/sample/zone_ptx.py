@@ -1,13 +1,16 @@
-"""The last entry that a filter keeps, where it is expected between two elements: in the zone from one to the other.
+"""Finds the last entry that a filter keeps in a zone: between two elements where the entry is expected.
 
     elements    5.1  5.0 | 3.2  3.1  3.1  3.0 | 2.9 ..       the zone is from 3 to 4
     sweep       the mass of 5.1 and 5.0; the keys of 3.2, 3.1, 3.1, 3.0 in lists, one for each CTA
     lists       the second 3.1 is the last entry
 
-Every CTA reads the lists of all, and decides by itself (`lists_ptx`). If the goal is not reached in the zone after all,
-or if the lists have no room, the row is searched digit by digit (`digits_ptx`). But of a zone of two keys for which
-they have no room a sweep counts the greater ones, and a zone from the bound for a small top_k is given up for one from
-a better bound, and that for one from a histogram.
+Every CTA reads the lists of all CTAs, and decides by itself (`lists_ptx`). There are these exceptions:
+
+    the lists overflow; the zone starts at a      the caller retries with a better bound, and then with a histogram
+    bound for a small top_k
+    the lists overflow; the zone has two keys     a sweep counts the elements with the greater key
+    the lists overflow otherwise                  the zone is searched digit by digit (`digits_ptx`)
+    the zone does not reach the goal              the row is searched digit by digit
 """
 
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -20,23 +23,24 @@ from pallas_softmax._src.sample.search_ptx import Search
 _HIGHEST = 2**31 - 1  # a key above all others
 
 
-def search(f: Search, zone: Zone, low: Value, high: Value, few: Value) -> Value:
-    """Keeps what the filter keeps, or returns that it does not: if `few`, and the lists have no room for the zone.
+def search(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value) -> Value:
+    """Keeps what the filter keeps; or returns True if `from_bound`, and the lists have no room for the zone.
 
     Args:
       f: the search.
-      zone: what is known of the zone, or is to be found.
+      zone: what is known of the zone; if nothing is known, this finds it.
       low, high: the least and the greatest element of the zone, which need not be in the row.
-      few: whether nothing is above the zone, and little in it, as far as one can tell.
+      from_bound: whether the zone starts at a bound for a small top_k. Then nothing is above it, and it probably has
+        few keys.
     """
     p = f.p
-    may_fail = few & (low < high)  # else nothing need be listed
+    may_fail = from_bound & (low < high)  # a single key needs no list
     with p.when(~zone.known):
-        _sweep(f, zone, low, high, few, may_fail)
+        _sweep(f, zone, low, high, from_bound, may_fail)
     fits = lists_ptx.have_room(p, zone)
     failed = p.var(may_fail & ~fits)
     with p.when(~failed):
-        nothing = zone.found & zone.number.equals(0)  # the goal lies beyond the last of the row
+        nothing = zone.found & zone.number.equals(0)  # the row ends before it reaches the goal
         with p.when(nothing):
             f.kept.down_to_the_last(zone.mass_above_of_cta)
         with p.when(~nothing):
@@ -44,10 +48,10 @@ def search(f: Search, zone: Zone, low: Value, high: Value, few: Value) -> Value:
     return failed
 
 
-def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail: Value) -> None:
-    """Sums what lies above `high`, and lists the keys from `low` to `high`, as many as there is room for.
+def _sweep(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value, may_fail: Value) -> None:
+    """Sums up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
 
-    If it `may_fail`, a CTA takes no more when there is no room, and its number is one that there is no room for.
+    If the search `may_fail`, a CTA stops when its list overflows. Its number of keys is then too large for the list.
     """
     p, layout = f.p, f.p.layout
     p.store(p.word(layout.listed), 0, when=p.thread.equals(0))
@@ -64,7 +68,7 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
 
     def take(words, address):
         some = p.var(1, "u32")
-        with p.when(few):  # most have nothing there
+        with p.when(from_bound):  # most words have no element in the zone
             p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
             with p.when(may_fail & some.equals(1)):
                 fails = p.load(p.word(layout.listed), "u32") > layout.list_size
@@ -72,10 +76,10 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
                 p.set(some, 0, fails)
         with p.when(some.equals(1)):
             elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
-            with p.when(few):  # nothing is above
+            with p.when(from_bound):  # nothing is above
                 for i, x in enumerate(elements):
                     p.update(inside, "or", 1 << i, x >= low)
-            with p.when(~few):
+            with p.when(~from_bound):
                 for i, x in enumerate(elements):
                     is_above = x > high
                     p.update(inside, "or", 1 << i, (x >= low) & ~is_above)
@@ -88,7 +92,7 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
                 p.increase(number, p.convert(count, "f32"))
                 slot = p.take_from(p.word(layout.listed), count, when=inside > 0, default=0)
                 has_room = p.var(slot + count <= layout.list_size)
-                with p.when(~has_room):  # in the same order, so that the mass is the same bits
+                with p.when(~has_room):  # in the same order as below, so that the mass has the same bits
                     for i, x in enumerate(p.floats(words)):
                         add(x, (inside & (1 << i)).differs(0))
                 with p.when(has_room), p.loop() as leave:
@@ -101,16 +105,16 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
 
     p.sweep(take)
     number = p.convert(number, "u32")
-    with p.when(few):  # the rest is known
+    with p.when(from_bound):  # all else is known
         p.over_cta(["add", "add"], [mass, number], [0.0, 0], layout.zone)
-    with p.when(~few):
+    with p.when(~from_bound):
         p.over_cta(
             ["add", "add", "add", "add", "min", "max"],
             [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
             [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
             layout.zone,
         )
-    p.meet()
+    p.sync_cluster()
     mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(layout.zone, 8)
     mass, mass_above = mass.bits("f32"), mass_above.bits("f32")
     p.set(zone.number_of_cta, number)
@@ -122,7 +126,7 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
     p.set(zone.greatest, p.key(high))
     p.set(zone.above, 0)
     p.set(zone.mass_above_of_cta, 0)
-    with p.when(~few):
+    with p.when(~from_bound):
         inside = p.lane < p.ctas
         least = p.select(inside, least.bits("s32"), _HIGHEST)
         greatest = p.select(inside, greatest.bits("s32"), KEEP_ALL)
@@ -138,14 +142,14 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, few: Value, may_fail:
 
 
 def _address_of(p: Row, address: Value, number: Value) -> Value:
-    """Returns the address of an element of those taken at once, by its number among those of the thread."""
+    """Returns the address of one of the elements that `Row.sweep` takes at once, by its number among them."""
     vec, itemsize = p.layout.window.vec, p.elements.itemsize
     chunk, element = number >> (vec.bit_length() - 1), number & (vec - 1)
     return address + chunk * CHUNK_BYTES + element * itemsize
 
 
 def _threshold(f: Search, zone: Zone, fits: Value) -> None:
-    """Finds the last key in the zone, or in the row if it is not in the zone, and keeps what is down to it."""
+    """Finds the last key, in the zone or else in the row, and keeps everything down to it."""
     p = f.p
     one_key = p.var(zone.found & zone.least.equals(zone.greatest))
     with p.when(one_key):
@@ -164,7 +168,7 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
 
 
 def _of_two_keys(f: Search, zone: Zone) -> None:
-    """Keeps what the filter keeps if the zone has two keys, such as those of +0 and -0: a sweep counts them."""
+    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; a sweep counts the greater one."""
     p = f.p
     with p.when(~zone.known):
         number = p.var(0, "u32")
@@ -176,7 +180,7 @@ def _of_two_keys(f: Search, zone: Zone) -> None:
         p.sweep(take)
         p.over_cta(["add"], [number], [0], p.layout.kept)
         p.set(zone.known, True)
-        p.meet()
+        p.sync_cluster()
     (greater,) = p.of_ctas(p.layout.kept, 1)
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
