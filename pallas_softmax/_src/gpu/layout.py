@@ -152,7 +152,7 @@ class Cut:
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
-    """Returns the shape of a view of an array (rows, vocab) in which bulk copies may start at any 16-byte boundary.
+    """Returns the shape of a view of an array (rows, vocab) that lets bulk copies start at any 16-byte boundary.
 
     A bulk copy starts at a multiple of `vec` elements, 16 bytes, from the start of a row of its source array. If some
     rows of the array do not start at a 16-byte boundary, a row of the view joins several of them: the fewest that have

@@ -20,8 +20,7 @@ from pallas_softmax._src.gpu.ptx.values import Program
 # Typed Any, since pyright does not know that the decorator adds the function's first parameter.
 inline: Any = plgpu.inline_mgpu
 
-# Argument types of inline code: a reference; a scalar, for which any layout works; a block with one element for each
-# thread.
+# Argument types of inline code: a reference; a scalar (any layout works); a block with one element for each thread.
 REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 PER_THREAD: Any = SCALAR

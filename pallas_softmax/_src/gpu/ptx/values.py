@@ -360,7 +360,7 @@ class Program:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Callable[..., None]]:
-        """Opens a block. leave() ends it for all threads, leave(condition) for threads where the condition holds."""
+        """Opens a block. leave() in it jumps to its end; leave(condition) jumps where the condition holds."""
         end = self.label("end")
 
         def leave(condition: Condition = None) -> None:
