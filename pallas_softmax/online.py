@@ -87,9 +87,7 @@ def combine(a: Normalizer, b: Normalizer) -> Normalizer:
 def log_of(normalizer: Normalizer) -> jax.Array:
     """Returns the log of the sum of exp(x)."""
     m, d = normalizer
-    return jnp.where(
-        m == jnp.inf, m, m + jnp.log(d)
-    )  # with a +inf among the logits d is NaN, but the sum is +inf
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # if a logit is +inf, d is NaN, but the sum is +inf
 
 
 def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
@@ -156,9 +154,7 @@ def reduce(
     chunks, remainder = divmod(x.shape[split], chunk)
     head = lax.slice_in_dim(x, 0, chunks * chunk, axis=split)
     head = head.reshape(*x.shape[:split], chunks, chunk, *x.shape[split + 1 :])
-    within = tuple(
-        a + (a >= split) for a in axes
-    )  # the reduced axes of `head`, except the axis of the chunks
+    within = tuple(a + (a >= split) for a in axes)  # the reduced axes of `head`, except the chunks' axis
     parts = jax.tree.map(lambda f: jnp.squeeze(f, split + 1), _reduce_directly(head, within))
     total = lax.associative_scan(combine, parts, axis=split)
     total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)

@@ -150,9 +150,7 @@ def _insert(x: _Row, starts, x_blocks, best: _Best) -> _Best:
     for start, new in zip(starts, x_blocks, strict=True):
         beaten = [new > value for value in values]
         entries = (values, new), (indices, x.positions(start))
-        for i in reversed(
-            range(len(values))
-        ):  # from last to first: the last one drops out, so its register is free
+        for i in reversed(range(len(values))):  # the last one drops out first, and frees its register
             for kept, entry in entries:
                 above = jnp.where(beaten[i - 1], kept[i - 1], entry) if i else entry
                 kept[i] = jnp.where(beaten[i], above, kept[i])

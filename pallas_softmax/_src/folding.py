@@ -72,9 +72,7 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
             terms.append((after, size, stride))
             stride *= size
         after *= dimension
-    if (
-        stride == after
-    ):  # no dimension is broadcast: each row has its own row of the mask, with the same number
+    if stride == after:  # no dimension is broadcast: row i has row i of the mask
         terms = [(1, max(after, 1), 1)]
     return MaskRows(tuple(terms))
 
@@ -90,9 +88,7 @@ def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
     if where is None:
         return None
     of_batch, of_row = where.shape[:batch], where.shape[batch:]
-    if any(
-        size > 1 for size in of_row
-    ):  # for each row, the kernels take a whole row of the mask or one element
+    if any(size > 1 for size in of_row):  # a row of the mask must be whole, or one element
         where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
     return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
 

@@ -38,9 +38,7 @@ from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program
 def layout(tile: Tile) -> Any:
     """Returns the layout of a tile in registers, as drawn in `layout.Tile`."""
     lanes, vec = tile.lanes, tile.vec
-    if (
-        lanes > 32
-    ):  # each step of a row is cut into a piece for each warp, and a piece into a vector for each lane
+    if lanes > 32:  # a step of a row is cut into a piece for each warp, and a vector for each lane
         tiling, warp_dims, lane_dims = ((1, lanes * vec), (LANES * vec,), (vec,)), (-3,), (-2,)
     else:  # each of four warps takes 32 / lanes rows; a lane has one row, and a vector of each step
         rows = LANES // lanes

@@ -87,9 +87,7 @@ MIN_SLABS_PART = 4_096  # elements, for few winners: (1, 128256) with k = 5 take
 MIN_SLABS_PART_SORTED = 16_384  # elements, for more winners, since each part sorts its own
 MAX_PART_CANDIDATES = 2_048  # candidates of all parts of a row, for one program to merge
 FEW_WINNERS_SLABS = 25  # slabs of a part, for few winners; with more slabs, twice the groups are faster
-MAX_GROUP_ELEMENTS = (
-    256  # elements of a group, for few winners; for more winners, MAX_CANDIDATES bounds groups
-)
+MAX_GROUP_ELEMENTS = 256  # elements of a group, for few winners; otherwise MAX_CANDIDATES is the limit
 
 # Registers limit the candidates, of 8 bytes each, that a program sorts at once.
 MAX_CANDIDATES = 8_192  # in winning groups that are read again
@@ -255,9 +253,8 @@ def plan_topk(rows: int, vocab: int, k: int, dtype) -> Slabs:
     """
     slots = max(2, power_of_two(k))  # tl.topk makes lists of a power of two, at least two
     vec = math.gcd(vocab, VECTOR_BYTES // jnp.dtype(dtype).itemsize)  # every row starts at a multiple of it
-    max_slabs = (
-        min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
-    )  # bounds the winning groups, which are read again
+    # Winning groups are read again, so their size has a limit.
+    max_slabs = min(MAX_GROUP_ELEMENTS, MAX_CANDIDATES // slots) // vec
 
     parts = _slabs_parts(rows, vocab, k, slots)
     groups = _groups(k, slots, vec, max_slabs, _ceil_divide(vocab, parts), in_parts=parts > 1)

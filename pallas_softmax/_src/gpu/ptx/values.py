@@ -83,9 +83,7 @@ class Value:
         return self.program.op("xor", self.kind, self, other)
 
     def __invert__(self) -> "Value":
-        if (
-            self.kind == "pred"
-        ):  # needs no instruction: most instructions accept a negated condition; see `_text`
+        if self.kind == "pred":  # no instruction: most others accept a negated condition; see `_text`
             return Value(self.program, f"!{self.name}".removeprefix("!!"), "pred")
         return self.program.op("not", self.kind, self)
 
