@@ -2,10 +2,10 @@
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
 
-⊕ is defined here, in plain jax.numpy, once for two normalizers (`combine`) and in the forms that compute it for many
-at a time. Plain JAX, the JAX parts of the Mosaic GPU kernels and the exchange between devices call these functions
-(`merge`, of lists of winners, is for users). Two other languages restate it: inline PTX (`implementations/mosaic_gpu`,
-its `topk` and `sample`) and Triton (`implementations/triton/language.py`).
+This file defines ⊕ in plain jax.numpy: once for two normalizers (`combine`), and in forms that merge many at a time.
+Plain JAX, the JAX parts of the Mosaic GPU kernels and the exchange between devices call these functions. `merge`, for
+lists of winners, is for users. Two other languages restate ⊕: inline PTX (in `_src/topk` and `_src/sample`) and Triton
+(`_src/triton/language.py`).
 """
 
 import operator
@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 
-# Number of elements of a chunk of a long row: XLA sums these up by a tree, which is accurate; ⊕ merges the chunks.
+# Number of elements of a chunk of a long row. XLA sums a chunk by a tree, which is accurate; ⊕ merges the chunks.
 _CHUNK = 2**16
 
 
@@ -60,7 +60,7 @@ def lift(x: jax.Array) -> Normalizer:
 
 
 def shift(m: jax.Array) -> jax.Array:
-    """Returns what is subtracted before exp: m, but 0 for m = -inf, so that exp(-inf - shift) is 0 and not NaN."""
+    """Returns the number to subtract before exp: m, but 0 for m = -inf, so that exp(-inf - shift) is 0, not NaN."""
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
@@ -71,10 +71,10 @@ def combine(a: Normalizer, b: Normalizer) -> Normalizer:
 
     Args:
       a: normalizers of sets of logits, one for each element of the fields.
-      b: normalizers of other sets, whose fields broadcast to those of `a`.
+      b: normalizers of other sets. Its fields broadcast to the fields of `a`.
 
     Raises:
-      TypeError: `a` or `b` is no `Normalizer`.
+      TypeError: `a` or `b` is not a `Normalizer`.
     """
     for name, given in ("a", a), ("b", b):
         if not isinstance(given, Normalizer):
@@ -87,18 +87,18 @@ def combine(a: Normalizer, b: Normalizer) -> Normalizer:
 def log_of(normalizer: Normalizer) -> jax.Array:
     """Returns the log of the sum of exp(x)."""
     m, d = normalizer
-    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # a +inf among numbers: the sum is +inf, not NaN
+    return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # if a logit is +inf, d is NaN, but the sum is +inf
 
 
 def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
     """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
 
     Args:
-      x: logits of a floating dtype. The sums are in that dtype, too: make float32 of 16-bit logits first.
+      x: logits of a floating dtype. The sums have the same dtype, so convert 16-bit logits to float32 first.
       axis: the axis of a row.
 
     Returns:
-      Normalizers whose fields have the shape and the dtype of `x`; element i along `axis` is of the elements 0 to i.
+      Normalizers with the shape and dtype of `x` in each field. Element i along `axis` covers the elements 0 to i.
 
     Raises:
       TypeError: `x` is not of a floating dtype, or `axis` is not an int.
@@ -113,23 +113,23 @@ def reduce(
 ) -> Normalizer:
     """Returns the normalizer of each row of `x` along `axis`.
 
-    Long rows are cut into chunks; each is reduced directly, and `lax.associative_scan` runs over the chunks'
-    pairs only, never over the elements.
+    Long rows are cut into chunks. Each chunk is reduced directly. `lax.associative_scan` runs only over the chunks'
+    normalizers, never over the elements.
 
     Args:
       x: logits of a floating or a complex dtype.
       axis: the axis or axes of a row.
       where: boolean, broadcastable to `x`; False leaves the logit out.
-      chunk: the number of elements of an axis that are reduced directly, at least 1.
+      chunk: the largest number of elements along an axis that are reduced directly, at least 1.
 
     Returns:
-      Normalizers whose fields have the shape of `x`, with size 1 along `axis`; in float32 for floats of 8 and 16 bits,
-      else in the dtype of `x`. A row without elements gives `identity`.
+      Normalizers with the shape of `x` in each field, except size 1 along `axis`. Their dtype is float32 for 8-bit and
+      16-bit floats, else the dtype of `x`. A row without elements gives `identity`.
 
     Raises:
-      TypeError: `x` is not of a floating or a complex dtype, `axis` is not of integers, or `chunk` is none.
-      ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not fit; or `chunk` is 0
-        or negative.
+      TypeError: `x` is not of a floating or a complex dtype, or `axis` or `chunk` is not an integer.
+      ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not broadcast to `x`; or
+        `chunk` is 0 or negative.
     """
     x, axes = _row_axes("reduce", x, axis)
     if not isinstance(chunk, int | np.integer):
@@ -151,20 +151,20 @@ def reduce(
     if split is None or x.shape[split] <= chunk:
         return _reduce_directly(x, axes)
 
-    chunks, left = divmod(x.shape[split], chunk)
+    chunks, remainder = divmod(x.shape[split], chunk)
     head = lax.slice_in_dim(x, 0, chunks * chunk, axis=split)
     head = head.reshape(*x.shape[:split], chunks, chunk, *x.shape[split + 1 :])
-    within = tuple(a + (a >= split) for a in axes)  # the reduced axes of head, without that of the chunks
+    within = tuple(a + (a >= split) for a in axes)  # the reduced axes of `head`, except the chunks' axis
     parts = jax.tree.map(lambda f: jnp.squeeze(f, split + 1), _reduce_directly(head, within))
     total = lax.associative_scan(combine, parts, axis=split)
     total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)
-    if not left:
+    if not remainder:
         return total
     return combine(total, _reduce_directly(lax.slice_in_dim(x, chunks * chunk, None, axis=split), axes))
 
 
 def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns the logits as an array, and the axes of a row as numbers that are not negative."""
+    """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"online.{function}: x must be a floating or complex array, got {x.dtype.name}")
@@ -183,14 +183,14 @@ def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
 
 
 def max_and_sum(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the maximum m of each row, and a sum with the right m + log(sum): +inf if m is +inf, NaN for any NaN."""
+    """Returns each row's maximum m and a sum, so that m + log(sum) is right: +inf if m is +inf, NaN for any NaN."""
     m = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
     return m, jnp.sum(jnp.exp(x - jnp.where(jnp.isinf(m), 0, m)), axes, keepdims=True)
 
 
 def mended(m: jax.Array, total: jax.Array) -> Normalizer:
     """Returns the normalizer of each row, given `max_and_sum`."""
-    m = jnp.where(jnp.isnan(total), jnp.nan, m)  # XLA's maximum on the CPU loses the NaNs of long rows
+    m = jnp.where(jnp.isnan(total), jnp.nan, m)  # on the CPU, XLA's maximum loses NaNs in long rows
     return Normalizer(m, jnp.where(m == jnp.inf, jnp.nan, total))
 
 
@@ -198,7 +198,7 @@ def mended(m: jax.Array, total: jax.Array) -> Normalizer:
 
 
 def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Normalizer:
-    """Returns normalizers with logits added, element by element: ⊕ with one rescaling of d for all `blocks`.
+    """Adds logits to normalizers element by element: ⊕ with one rescaling of d for all `blocks`.
 
     Args:
       normalizer: one for each lane of a kernel.
@@ -221,19 +221,19 @@ def across(
     scale: ArrayLike | None = None,
     m: jax.Array | None = None,
 ) -> Normalizer:
-    """Merges the normalizers of all lanes, or of those along an axis.
+    """Merges the normalizers of all lanes, or of the lanes along an axis.
 
     Args:
       lane: the normalizer of each lane of a kernel.
       axis: the axis to merge along; None merges all lanes to scalars.
-      broadcast: with an axis, the function that gives a number of each row the shape of `lane` again.
+      broadcast: with an axis, the function that broadcasts one number per row to the shape of `lane`.
       scale: as for `absorb`.
       m: the largest m of the lanes, if it is known.
     """
     m = jnp.max(lane.m, axis) if m is None else m
     s = shift(m) if broadcast is None else broadcast(shift(m))
-    # The absolute value changes nothing, but has each product rounded before it is added. A multiply-add in place of
-    # both would round a lane's own product later than those of other lanes, and the lanes would not agree on the sum.
+    # The absolute value changes no number, but each product is then rounded before it is added. A fused multiply-add
+    # would not round a lane's own product, unlike the products of other lanes, so the lanes would get different sums.
     return Normalizer(m, jnp.sum(jnp.abs(lane.d * _exp(lane.m - s, scale)), axis))
 
 
@@ -244,15 +244,15 @@ def merge_normalizers(parts: Normalizer, temperature: jax.Array) -> Normalizer:
 
 
 def union(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
-    """Merges over mesh axes: the normalizer of each row from those of its shards on the devices of a mesh."""
-    # the maximum is that of integers, for a maximum of floats may lose a NaN on its way
+    """Merges over mesh axes: returns the normalizer of each row, from its shards' normalizers on the mesh's devices."""
+    # the maximum is taken of integers, because a maximum of floats over devices may lose a NaN
     keys = sort_key(jnp.where(jnp.isnan(of_shard.m), jnp.nan, of_shard.m))
     m = of_sort_key(lax.pmax(keys, tuple(mesh_axes)), of_shard.m.dtype)
     return Normalizer(m, lax.psum(of_shard.d * jnp.exp(of_shard.m - shift(m)), tuple(mesh_axes)))
 
 
 def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
-    """Returns the sum of several arrays, added in pairs: each term passes fewer roundings than if added one by one."""
+    """Returns the sum of several arrays, added in pairs: each term is rounded fewer times than one after another."""
     return tree(operator.add, list(terms))
 
 
@@ -265,7 +265,7 @@ def tree(merge: Callable, terms: Sequence[Any]) -> Any:
 
 
 def _exp(x, scale):
-    # A power of two, so that an element is multiplied once on GPUs, whose exponentials are of base 2.
+    # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
     return jnp.exp(x) if scale is None else jnp.exp2(x * (scale * LOG2_E))
 
 
@@ -273,14 +273,14 @@ def _exp(x, scale):
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Returns `x` in the dtype of the arithmetic: float32, or its own where that is wider or complex."""
+    """Returns `x` in the dtype of the arithmetic: float32, or its own dtype if that is wider or complex."""
     return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
 def to_float(
     x: jax.Array, axes: Sequence[int], where: jax.Array | None = None, mesh_axes: Sequence[str] = ()
 ) -> jax.Array:
-    """Returns floating logits with the softmax of `x`: for integers, their exact distances from the row's maximum.
+    """Returns floating logits with the same softmax as `x`. Integers become exact distances from the row's maximum.
 
     Args:
       x: logits of a floating or an integer dtype.
@@ -293,7 +293,8 @@ def to_float(
     dtype = jax.eval_shape(jnp.exp, x).dtype  # JAX's promotion: int32 gives float32, int64 float64
     m = jnp.max(x, axes, keepdims=True, where=where, initial=jnp.iinfo(x.dtype).min)
     m = lax.pmax(m, tuple(mesh_axes)) if mesh_axes else m
-    # In which the difference does not overflow. Of int8, XLA for CPUs may make 0 of negative numbers in uint8.
+    # The difference does not overflow in this dtype. int8 does not use uint8, since XLA for CPUs may convert negative
+    # numbers to 0 there.
     wide = jnp.int32 if x.dtype.itemsize < 4 else jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return -(m.astype(wide) - x.astype(wide)).astype(dtype)
 
@@ -302,21 +303,21 @@ def sort_key(x: jax.Array) -> jax.Array:
     """Returns signed integers in lax.top_k's total order of `x`: +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return _turn(lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}")))
+    return _flip_negative(lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}")))
 
 
 def of_sort_key(key: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the floats of `dtype` that have these sort keys."""
-    return lax.bitcast_convert_type(_turn(key), dtype)
+    return lax.bitcast_convert_type(_flip_negative(key), dtype)
 
 
-def _turn(bits: jax.Array) -> jax.Array:
-    """Turns the order of negative floats, whose bits as integers descend; it is its own inverse."""
+def _flip_negative(bits: jax.Array) -> jax.Array:
+    """Inverts all bits of negative numbers except the sign. The function is its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
-    """Returns the k best of two candidate lists along the last axis: by the total order, then the lowest index."""
+    """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index."""
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
     *_, values, indices = lax.sort((~sort_key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])

@@ -1,18 +1,18 @@
 """The seven algorithms of the paper's benchmark, for the record: `softmax` and `fused_topk` are our answer to them.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), sections 2 to 5. The
-kernels run one thread block (CTA) for each row, as the paper's do, and read the row from device memory once for
-each access that the paper counts: between two sweeps over it no register or shared memory keeps any of it. They
-are forward only, take float32 of shape (rows, V), and mean what the printed algorithms mean:
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), sections 2 to 5. Like
+the paper's kernels, these run one thread block (CTA) for each row. They read the row from device memory once for each
+access that the paper counts: no register or shared memory keeps any of it between two sweeps. They are forward only,
+and take float32 of shape (rows, V). Their results follow the printed algorithms:
 
-- Naive softmax is NaN where a logit is above 88.7, or where all are so low that the sum is 0. If only the sum
-  overflows, it is 0.
-- Top-k compares floats: of ties the lowest index is first, -0 and 0 being ties. A NaN is never chosen. The index
-  is -1 where fewer than k logits are above -inf. (`fused_topk` has the total order of lax.top_k.)
-- Where softmax and top-k are not fused, top-k sees probabilities: those that have rounded to the same number, or
-  to 0, are ties.
+- Naive softmax is NaN if a logit is above 88.7, or if all logits are so low that the sum is 0. If only the sum
+  overflows, the result is 0.
+- Top-k compares floats. Among ties the lowest index comes first; -0 and 0 tie. A NaN is never chosen. If fewer than k
+  logits are above -inf, the other indices are -1. (`fused_topk` has the total order of lax.top_k.)
+- If softmax and top-k are not fused, top-k compares probabilities. Probabilities that round to the same number, or to
+  0, tie.
 
-A row with a NaN or +inf has only NaN for probabilities, and so has a row of nothing but -inf.
+All probabilities of a row with a NaN or +inf are NaN. The same holds for a row with only -inf.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax.online import Candidates, Normalizer
 
 MAX_K = 128  # winners that a thread keeps in its 255 registers; at 128 a few of them spill
-MANY_ROWS = 1024  # rows from which 8 loads of a thread are on their way together, and not 16
-WINNERS_TIMES_LOADS = 80  # winners of a thread times its loads at most, for each of which it needs registers
+MANY_ROWS = 1024  # from this many rows on, a thread has 8 loads in flight instead of 16
+WINNERS_TIMES_LOADS = 80  # the most winners of a thread times its loads in flight, since both need registers
 
 
 # --- Kernels ------------------------------------------------------------------------------------------
@@ -43,14 +43,14 @@ WINNERS_TIMES_LOADS = 80  # winners of a thread times its loads at most, for eac
 class _Row:
     """The row of this thread block in an array (rows, V) in device memory.
 
-    It is read in blocks of 128 elements, one for each thread; after its end blocks hold -inf.
+    The row is read in blocks of 128 elements, one for each thread. Beyond its end, blocks hold -inf.
 
     Attributes:
       gmem: the array.
       interpret: as for `pallas_call`.
       index: number of the row.
       vocab: number of its elements.
-      loads: number of blocks that are on their way together.
+      loads: number of blocks in flight at once.
     """
 
     def __init__(self, gmem, interpret, loads: int):
@@ -60,15 +60,15 @@ class _Row:
         self.loads = min(loads, pl.cdiv(self.vocab, WARPGROUP))
 
     def filled(self, value, dtype=jnp.float32):
-        """Returns a block whose elements are all `value`."""
+        """Returns a block with all elements equal to `value`."""
         return blocks.filled(value, dtype=dtype, interpret=self.interpret)
 
     def positions(self, start):
-        """Returns the block of the 128 positions from `start` on, int32."""
+        """Returns an int32 block of the 128 positions from `start` on."""
         return start + blocks.positions(interpret=self.interpret)
 
     def sweep(self, step, state):
-        """Calls state = step(starts, x_blocks, state) along the row, for blocks that start there: one access."""
+        """Calls state = step(starts, x_blocks, state) along the row, with the start of each block: one access."""
 
         def body(i, state):
             starts = [(i * self.loads + j) * WARPGROUP for j in range(self.loads)]
@@ -99,7 +99,7 @@ class _Row:
         return Normalizer(self.filled(-jnp.inf), self.filled(0.0))
 
     def write(self, value, gmem):
-        """Writes value(x) to the row of `gmem`: two accesses, since x is read once more."""
+        """Writes value(x) to the row of `gmem`: two accesses, since x is read again."""
 
         def step(starts, x_blocks, state):
             for start, x in zip(starts, x_blocks, strict=True):
@@ -140,17 +140,17 @@ class _Best(NamedTuple):
 
 
 def _nothing(x: _Row, k: int) -> _Best:
-    """Returns the k best of no logits (algorithm 4, lines 3 and 4)."""
+    """Returns the k best before any logit is seen (algorithm 4, lines 3 and 4)."""
     return _Best([x.filled(-jnp.inf)] * k, [x.filled(-1, jnp.int32)] * k)
 
 
 def _insert(x: _Row, starts, x_blocks, best: _Best) -> _Best:
-    """Returns the k best of each thread with its elements of the blocks among them (algorithm 4, lines 8 to 15)."""
+    """Inserts the elements of the blocks into the k best of each thread (algorithm 4, lines 8 to 15)."""
     values, indices = map(list, best)
     for start, new in zip(starts, x_blocks, strict=True):
         beaten = [new > value for value in values]
         entries = (values, new), (indices, x.positions(start))
-        for i in reversed(range(len(values))):  # from the last one on, which is lost: its register is free
+        for i in reversed(range(len(values))):  # the last one drops out first, and frees its register
             for kept, entry in entries:
                 above = jnp.where(beaten[i - 1], kept[i - 1], entry) if i else entry
                 kept[i] = jnp.where(beaten[i], above, kept[i])
@@ -158,7 +158,7 @@ def _insert(x: _Row, starts, x_blocks, best: _Best) -> _Best:
 
 
 def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
-    """Writes the k best of all threads, one after another: value(logit), and the index."""
+    """Writes the k best of all threads in order: value(logit), and the index."""
 
     def step(r, best):
         first, its_index = best.values[0], best.indices[0]
@@ -168,7 +168,7 @@ def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
         indices_gmem[x.index, r] = index
 
         def without_winner(entries, last):
-            """The thread that had the winner moves its entries up by one."""
+            """Moves the entries of the thread that has the winner up by one."""
             moved_up = [*entries[1:], last]
             return [jnp.where(its_index == index, *pair) for pair in zip(moved_up, entries)]
 
@@ -181,7 +181,7 @@ def _rank(x: _Row, best: _Best, value, values_gmem, indices_gmem):
 
 
 def _topk(x: _Row, values_gmem, indices_gmem):
-    """Top-k of the row as it is, without a softmax."""
+    """Top-k of the row itself, without a softmax."""
     k = values_gmem.shape[1]
     best = x.sweep(functools.partial(_insert, x), _nothing(x, k))
     _rank(x, best, lambda y: y, values_gmem, indices_gmem)
@@ -215,7 +215,7 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
 
 def _launch(algorithm, x, outputs, k, interpret):
-    """Returns the outputs of an algorithm on the rows of x, with exp as the paper has it (__expf of CUDA).
+    """Returns the outputs of an algorithm on the rows of x, with the paper's fast exp (__expf of CUDA).
 
     Args:
       algorithm: a function of a `_Row` and of references to the outputs.
@@ -240,12 +240,12 @@ def _launch(algorithm, x, outputs, k, interpret):
 
 
 def _loads(rows: int, k: int) -> int:
-    """Returns the number of blocks whose loads are on their way together.
+    """Returns the number of blocks in flight at once.
 
-    With few rows, the more the faster. With 16 the kernels are as fast as the paper's own program, whose thread
-    blocks have 256 threads where V is large. Many rows would be faster with 16, too, but for the wrong reason:
-    each thread block needs more registers, fewer thread blocks run at once, and a cache holds their rows until the
-    next sweep. With many winners a thread has fewer registers for loads.
+    With few rows, more loads are faster. With 16 the kernels are as fast as the paper's own program, which uses thread
+    blocks of 256 threads for large V. Many rows would also be faster with 16, though for the wrong reason: each thread
+    block needs more registers, fewer thread blocks run at once, and a cache holds their rows until the next sweep. With
+    many winners a thread has fewer registers for loads.
     """
     loads = 8 if rows >= MANY_ROWS else 16
     return min(loads, max(1, WINNERS_TIMES_LOADS // k))
@@ -267,14 +267,14 @@ def _safe_unfused(x, k, *, interpret=None):
 
 
 def _rows(x) -> jax.Array:
-    """Returns `x` as an array, if it is one that the kernels take.
+    """Returns `x` as an array, if the kernels accept it.
 
     Raises:
-      ValueError: it is not.
+      ValueError: `x` is not float32 of shape (rows, V), or is empty.
     """
     x = jnp.asarray(x)
     if x.ndim != 2 or x.size == 0 or x.dtype != jnp.float32:
-        raise ValueError(f"x must be float32 of shape (rows, V), neither of them 0; got {x.dtype}{x.shape}")
+        raise ValueError(f"x must be float32 of shape (rows, V), both at least 1; got {x.dtype}{x.shape}")
     return x
 
 
@@ -282,8 +282,8 @@ def _static_k(x, k) -> int:
     """Returns `k` as an int, if the kernels can find so many winners in the rows of x.
 
     Raises:
-      TypeError: it is not a static integer.
-      ValueError: it is out of range.
+      TypeError: `k` is not a static integer.
+      ValueError: `k` is out of range.
     """
     k = static_int("paper", "k", k)
     if not 1 <= k <= min(MAX_K, x.shape[1]):
@@ -291,7 +291,7 @@ def _static_k(x, k) -> int:
     return k
 
 
-# --- The same in jax.numpy ----------------------------------------------------------------------------
+# --- The algorithms in jax.numpy ----------------------------------------------------------------------
 
 
 def _plain_naive(x):
@@ -331,19 +331,19 @@ def _plain_fused(x, k, normalizer):
     return Candidates(jnp.exp(logits - normalizer.m) / normalizer.d, indices)
 
 
-# --- The seven ----------------------------------------------------------------------------------------
+# --- Tables of the algorithms -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """One of the seven.
+    """One of the seven algorithms.
 
     Attributes:
       title: its name in the legends of the paper's figures.
       accesses: number of accesses to device memory for each logit, as the paper counts them.
-      kernel: x -> y, or (x, k) -> `Candidates`: a Pallas kernel, or two, for Hopper and newer GPUs. It takes the
-        keyword `interpret`, as `pallas_call` does.
-      plain: the same algorithm in jax.numpy, for any device. XLA decides on its accesses; its top-k is lax.top_k.
+      kernel: x -> y, or (x, k) -> `Candidates`: one or two Pallas kernels, for Hopper and newer GPUs. It takes the
+        keyword `interpret` of `pallas_call`.
+      plain: the same algorithm in jax.numpy, for any device. XLA decides its accesses; its top-k is lax.top_k.
     """
 
     title: str

@@ -1,14 +1,14 @@
-"""Arrays of any rank as rows (rows, vocab), which is what the kernels take, and their mask.
+"""Folds arrays of any rank, and their masks, into rows (rows, vocab) for the kernels.
 
-The reduced axes become one, the last; all other axes together number the rows. With axes = (1, 3):
+The reduced axes become the last axis. All other axes together become the rows. With axes = (1, 3):
 
     array       (b, s, h, v)   --transpose-->  (b, h, s, v)   --reshape-->  (b * h, s * v)
     axes             s     v                    batch  axes                 rows    vocab
     mask        (1, s, h, v)   --transpose-->  (1, h, s, v)   --reshape-->  (h,     s * v)
     result      (b, 1, h, 1)  <--transpose--   (b, h, 1, 1)  <--reshape--   (b * h, 1)
 
-A mask that is broadcast along batch dimensions stays small: it has fewer rows than the array, and `MaskRows`
-tells which one belongs to a row.
+A mask that is broadcast along batch dimensions stays small: it has fewer rows than the array. `MaskRows` maps a row of
+the array to its row of the mask.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Why a kernel of rows is not chosen for rows that lie across memory.
+# Why the kernels of rows are not chosen for rows that are not contiguous in memory.
 TRANSPOSED = "slower than xla where the row is not the last axes: it is transposed, twice"
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskRows:
-    """Which row of the mask belongs to a row: the sum of (row // after % size) * stride over the terms.
+    """Maps a row to its row of the mask: the sum of (row // after % size) * stride over the terms.
 
-    Row number `row` has an index in each batch dimension: row // after % size, where `after` is the number of
-    rows that share it, the product of the batch dimensions after it. The mask's row is found from the indices in
-    those of its dimensions that are not broadcast. For batch dimensions (4, 2, 3) and those of the mask (4, 1, 3):
+    Row number `row` has the index row // after % size in each batch dimension. `after` is the product of the batch
+    dimensions that follow. Only dimensions that the mask does not broadcast have a term. For an array with batch
+    dimensions (4, 2, 3) and a mask with batch dimensions (4, 1, 3):
 
         batch dimension     4                    2            3
         after               6                    3            1
@@ -47,11 +47,11 @@ class MaskRows:
 
 
 class Mask(NamedTuple):
-    """Which elements of an array (rows, vocab) count.
+    """A mask of an array (rows, vocab): it says which elements count.
 
     Attributes:
       array: boolean, (mask rows, vocab), or (mask rows, 1) if each row counts as a whole or not at all.
-      row: which row of `array` belongs to a row.
+      row: maps a row to its row of `array`.
     """
 
     array: jax.Array
@@ -59,10 +59,10 @@ class Mask(NamedTuple):
 
 
 def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
-    """Returns which row of the mask belongs to a row.
+    """Returns the map from a row of an array to its row of the mask.
 
     Args:
-      mask: the mask's batch dimensions, each 1 or that of `batch`.
+      mask: the mask's batch dimensions, each 1 or as in `batch`.
       batch: the array's batch dimensions.
     """
     terms = []
@@ -72,7 +72,7 @@ def mask_rows(mask: tuple[int, ...], batch: tuple[int, ...]) -> MaskRows:
             terms.append((after, size, stride))
             stride *= size
         after *= dimension
-    if stride == after:  # no dimension is broadcast: the mask's row is the row
+    if stride == after:  # no dimension is broadcast: row i has row i of the mask
         terms = [(1, max(after, 1), 1)]
     return MaskRows(tuple(terms))
 
@@ -81,14 +81,14 @@ def fold_mask(where, shape: tuple[int, ...], batch: int) -> Mask | None:
     """Returns the mask of an array; None if `where` is None.
 
     Args:
-      where: boolean, of the array's rank, each dimension 1 or that of the array; or None.
-      shape: that of the array.
-      batch: the number of its first dimensions that number the rows.
+      where: None, or a boolean of the array's rank; each dimension is 1 or the array's dimension.
+      shape: the shape of the array.
+      batch: the number of leading dimensions that become the rows.
     """
     if where is None:
         return None
     of_batch, of_row = where.shape[:batch], where.shape[batch:]
-    if any(size > 1 for size in of_row):  # along the row the kernels take all of the mask, or one element
+    if any(size > 1 for size in of_row):  # a row of the mask must be whole, or one element
         where = jnp.broadcast_to(where, (*of_batch, *shape[batch:]))
     return Mask(where.reshape(math.prod(of_batch), -1), mask_rows(of_batch, shape[:batch]))
 
@@ -104,8 +104,8 @@ def fold(
       axes: the axes of a row, ascending.
 
     Returns:
-      The arrays (rows, vocab); their mask, or None; and the function that gives a result its rank back, be it of
-      all elements or of one number for each row, whose reduced axes then have size 1.
+      The arrays (rows, vocab); their mask, or None; and a function that restores the rank of a result. A result has
+      all elements, or one number for each row; in that case its reduced axes get size 1.
     """
     shape = arrays[0].shape
     batch = tuple(a for a in range(len(shape)) if a not in axes)
@@ -128,11 +128,11 @@ def fold_topk(logits: jax.Array, where, temperature: jax.Array) -> tuple:
     Args:
       logits: (..., vocab).
       where: None, or a boolean of the rank of the logits that broadcasts to them.
-      temperature: of one element, or of the rank of the logits and of size 1 in the last dimension.
+      temperature: one element, or an array of the logits' rank with size 1 in the last dimension.
 
     Returns:
-      The logits (rows, vocab); their mask, or None; the temperatures, (rows,), or (1,) if there is one for all;
-      and the function that gives a result (rows, k) its rank back.
+      The logits (rows, vocab); their mask, or None; the temperatures, (rows,), or (1,) if all rows share one; and a
+      function that restores the rank of a result (rows, k).
     """
     *batch, vocab = logits.shape
     if temperature.size > 1:

@@ -2,7 +2,7 @@
 
 import jax
 
-# Compute capabilities by a word of the device kind, for lowering with an abstract device, which names only that.
+# Compute capabilities by a word of the device kind, since an abstract device has only its kind.
 _CAPABILITIES = {
     "V100": (7, 0),
     "T4": (7, 5),
@@ -23,8 +23,8 @@ _HOPPER = (9, 0)
 def capability() -> tuple[int, int]:
     """Returns the compute capability (major, minor) of the GPU that a computation is lowered for.
 
-    It is that of the abstract device if one is set (Hopper's if its kind is none of those above), else that of a
-    visible GPU, else Hopper's.
+    If an abstract device is set, its kind decides; an unknown kind counts as Hopper. Otherwise the first visible GPU
+    decides. Without a GPU, the result is Hopper's capability.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu":

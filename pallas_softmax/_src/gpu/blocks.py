@@ -1,8 +1,8 @@
-"""Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA, and how they are moved.
+"""Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA; their loads and stores.
 
-Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves whole blocks. What is a block only in
-part, because a row ends within it, is moved by inline PTX under a predicate, for which Pallas has no operation;
-each such function has a plain twin for the interpreter, but `load_from_ctas`: the interpreter has no clusters.
+Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves only whole blocks. If a row ends within a
+block, inline PTX moves the row's elements under a predicate. Each such function has a plain JAX version for the
+interpreter, except `load_from_ctas`: the interpreter has no clusters.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from pallas_softmax._src.gpu.ptx.inline import (
 )
 from pallas_softmax._src.gpu.ptx.values import Program
 
-# The index of all of a reference, as `plgpu.load` takes it: jax 0.10 needs it, later versions have no such argument.
+# Arguments of `plgpu.load` that index the whole reference. jax 0.10 requires an index; later versions accept none.
 WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
 
 
@@ -42,12 +42,12 @@ def layout(vec: int, *, interpret) -> Any:
 
 
 def filled(value, vec: int = 1, dtype=jnp.float32, *, interpret):
-    """Returns a block whose elements are all `value`."""
+    """Returns a block with all elements equal to `value`."""
     return _laid_out(jnp.full((WARPGROUP * vec,), value, dtype), vec, interpret)
 
 
 def positions(vec: int = 1, *, interpret):
-    """Returns a block of int32 whose elements are their own positions, 0 to 128 * vec - 1."""
+    """Returns an int32 block of positions, 0 to 128 * vec - 1: element i is i."""
     return _laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), vec, interpret)
 
 
@@ -64,7 +64,7 @@ def load(ref, vec: int = 1, *, interpret):
 
 def store(ref, block, *, interpret):
     """Writes a block to `ref`, a one-dimensional reference to device memory of the block's size."""
-    if not interpret and hasattr(plgpu, "store"):  # jax 0.12 writes small blocks in no other way
+    if not interpret and hasattr(plgpu, "store"):  # the only way to write small blocks in jax 0.12
         plgpu.store(ref, block, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         ref[...] = block
@@ -73,8 +73,8 @@ def store(ref, block, *, interpret):
 def store_in_place(ref, block, vec: int = 1, *, interpret):
     """Writes a block to `ref`, a one-dimensional reference to shared memory of the block's size.
 
-    Each thread writes its own elements, and no thread waits for another: where Pallas stores, all threads meet
-    before and after, which is needed only if some of them read what others write.
+    Each thread writes its own elements without a barrier. A store by Pallas synchronizes all threads before and
+    after it, which is needed only if threads read each other's elements.
     """
     if interpret:
         ref[...] = block
@@ -88,10 +88,10 @@ def store_in_place(ref, block, vec: int = 1, *, interpret):
 
 
 def load_from_ctas(ref, count: int, empty: float):
-    """A block whose element i is element i of `ref` in CTA number i of the cluster, and `empty` from `count` on.
+    """Returns a block: element i is element i of `ref` in CTA i of the cluster, and `empty` from `count` on.
 
     Args:
-      ref: a one-dimensional reference to shared memory, 128 float32, that all CTAs have.
+      ref: a one-dimensional reference to 128 float32 in shared memory, which all CTAs have.
       count: number of CTAs of the cluster, up to 32.
       empty: 0 or -inf.
     """
@@ -112,9 +112,9 @@ def load_from_ctas(ref, count: int, empty: float):
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
-    """Returns a block of 128 elements of a row of `ref` (rows, vocab): its element i is at start + stride * i.
+    """Returns a block of 128 elements of a row of `ref` (rows, vocab): element i is at column start + stride * i.
 
-    From its element `held` on the block holds `fill`, which is 0 or -inf, and nothing is read.
+    Elements from `held` on are `fill`, which is 0 or -inf; they are not read.
     """
     vocab = ref.shape[1]
     if interpret:
@@ -138,7 +138,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
 
 
 def store_to_row(ref, row, *, start, held, block, interpret):
-    """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from `start` on."""
+    """Writes the first `held` elements of a block of 128 to a row of `ref` (rows, vocab), from column `start` on."""
     vocab = ref.shape[1]
     block = block.astype(ref.dtype)
     if interpret:
@@ -157,10 +157,10 @@ def store_to_row(ref, row, *, start, held, block, interpret):
 
 
 def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False, interpret):
-    """Returns a block of int8, 0 or 1, from a row of a mask (mask rows, vocab or 1): its element i is at start + i.
+    """Returns an int8 block of 0 and 1 from a row of a mask (mask rows, vocab or 1): element i is at start + i.
 
-    Elements before `skip`, a multiple of vec, and from `held` on are 0, and nothing is read for them.
-    `aligned` says that element `start` is a multiple of vec bytes from the start of the mask, whatever `vocab` is.
+    Elements before `skip`, a multiple of vec, and from `held` on are 0; they are not read.
+    `aligned` promises that element `start` is a multiple of vec bytes from the start of the mask, for any `vocab`.
     """
     columns, size = ref.shape[1], WARPGROUP * vec
     if interpret:

@@ -1,7 +1,7 @@
-"""Tiles of columns: pieces of an array (outer, vocab, inner) in registers, and how they are moved.
+"""Tiles of columns: pieces of an array (outer, vocab, inner) in registers, and their loads and stores.
 
-A piece is a `layout.Tile` whose rows are lines, numbers along the middle axis, and whose columns are neighbours in
-memory. What reaches beyond the array is moved by inline PTX under a predicate, as in `tiles`.
+A piece is a `layout.Tile`. Its rows are lines, which are indices along the middle axis. Its columns are neighbours in
+memory. A piece may reach beyond the array, so inline PTX moves it under a predicate, as in `tiles`.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,12 +18,12 @@ from pallas_softmax._src.gpu.ptx.values import Program
 
 
 def laid_out(value, tile: Tile, *, interpret):
-    """Returns an array in the layout of a tile of its shape; as it is for the interpreter, which has no layouts."""
+    """Returns an array in the layout of a tile of its shape; unchanged for the interpreter, which has no layouts."""
     return value if interpret else plgpu.layout_cast(value, tiles.layout(tile))
 
 
 def load(ref, tile: Tile, at, fill, *, interpret):
-    """Returns the tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` where the array ends."""
+    """Returns the tile at (outer, line, column) of an array (outer, vocab, inner), with `fill` beyond its end."""
     _, vocab, inner = ref.shape
     if interpret:
         outer, lines, columns = _indices(tile, at)
@@ -43,7 +43,7 @@ def load(ref, tile: Tile, at, fill, *, interpret):
 
 
 def store(ref, tile: Tile, at, value, *, interpret) -> None:
-    """Writes a tile to (outer, line, column) of an array (outer, vocab, inner), as far as the array goes."""
+    """Writes a tile at (outer, line, column) of an array (outer, vocab, inner), without elements beyond its end."""
     _, vocab, inner = ref.shape
     value = value.astype(ref.dtype)
     if interpret:
@@ -62,11 +62,11 @@ def store(ref, tile: Tile, at, value, *, interpret) -> None:
 
 
 def load_smem(ref, tile: Tile, *, interpret):
-    """Returns the tile that `ref`, lines of shared memory, holds."""
+    """Returns the tile in `ref`, lines in shared memory."""
     if interpret:
         return ref[...]
 
-    # Inline: for a load by Pallas, Mosaic would choose another order of the lines in shared memory.
+    # Inline, since for a load by Pallas Mosaic would choose another order of the lines in shared memory.
     @inline(arg_types=(REF,), return_type=tiles.type_of(tile, ref.dtype))
     def load(_, ref):
         return fragmented_array.FragmentedArray.load_untiled(
@@ -77,25 +77,25 @@ def load_smem(ref, tile: Tile, *, interpret):
 
 
 def store_smem(ref, tile: Tile, value, *, interpret) -> None:
-    """Writes a tile to `ref`, lines of shared memory, of which no other thread reads any before a barrier."""
+    """Writes a tile to `ref`, lines in shared memory. A barrier must follow before other threads read them."""
     value = value.astype(ref.dtype)
     if interpret:
         ref[...] = value
         return
 
     @inline(arg_types=(REF, tiles.layout(tile)))
-    def store(_, ref, value):  # inline: Pallas has all threads meet before and after each store
+    def store(_, ref, value):  # inline: Pallas synchronizes all threads before and after each store
         value.store_untiled(ref, optimized=False)
 
     store(ref, value)
 
 
 def load_from_ctas(ref, tile: Tile, count: int, empty: float):
-    """Returns a tile whose line i is `ref` of CTA number i of the cluster, and `empty` from line `count` on.
+    """Returns a tile: line i is `ref` of CTA i of the cluster, and lines from `count` on are `empty`.
 
     Args:
-      ref: numbers in shared memory, float32 (columns of the tile,), that all CTAs have.
-      tile: how they lie in registers.
+      ref: float32 (columns of the tile,) in shared memory, which all CTAs have.
+      tile: the layout in registers.
       count: number of CTAs of the cluster.
       empty: 0 or -inf.
     """
@@ -121,14 +121,14 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
 
 
 def _indices(tile: Tile, at):
-    """Outer index, line numbers (lines, 1) and column numbers (1, columns) of a tile, for the interpreter."""
+    """Returns the outer index, lines (lines, 1) and columns (1, columns) of a tile, for the interpreter."""
     outer, line, column = at
     lines, columns = tile.shape
     return outer, line + jnp.arange(lines)[:, None], column + jnp.arange(columns)[None, :]
 
 
 def _places(tile: Tile, vocab: int, inner: int, outer, line, column):
-    """For each register of this thread: the number of its first element in the array, and whether that is in it."""
+    """Yields for each register of this thread the offset of its first element, and whether that is in the array."""
     first, less = arith.muli(outer, i32(vocab)), arith.CmpIPredicate.ult
     for own_line, own_column in tiles.places(tile, line):
         own_column = arith.addi(own_column, column)

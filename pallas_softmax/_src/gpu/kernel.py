@@ -1,4 +1,4 @@
-"""`plgpu.kernel` with the settings that the kernels of this package share, but for that of `linear/product.py`."""
+"""`plgpu.kernel` with the settings that all kernels of this package share, except `linear/product.py`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,22 +21,21 @@ def gpu_kernel(
     reduction_bytes: int = 2048,
     interpret: Any = None,
 ) -> Callable[..., Any]:
-    """Returns the function that launches a kernel on its inputs, with CTAs of one warpgroup, or of more.
+    """Returns a function that launches a kernel on its inputs.
 
     Args:
-      body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in the
-        place of arrays; an input may be a pytree of arrays, or None, and then so is what the body gets.
+      body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
+        arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
       grid: number of CTAs along each named axis.
-      out_type: shape and dtype of the output; or a list or NamedTuple of several, which is then what the kernel
-        returns.
+      out_type: shape and dtype of the output; or a list or NamedTuple of several. The kernel returns the same
+        structure.
       scratch_types: shared memory and barriers, by name.
-      name: the kernel's name in profiles, if it is not that of `body`.
-      cluster: number of CTAs in a cluster. More than one must be all those of the grid's last axis.
-      warpgroups: number of warpgroups of a CTA, which run the body side by side, each with its number at the axis
+      name: the kernel's name in profiles; by default, the name of `body`.
+      cluster: number of CTAs in a cluster. If it is more than one, it must equal the size of the grid's last axis.
+      warpgroups: number of warpgroups of a CTA. They run the body concurrently, each with its number on the axis
         "warpgroup". By default there is one, and no such axis.
-      approximate: whether exp and log are computed by the fast instructions of the GPU; see
-        `softmax.plan.approximate`.
-      reduction_bytes: shared memory in which the warps of a CTA reduce what they have.
+      approximate: whether exp and log use the fast instructions of the GPU; see `softmax.plan.approximate`.
+      reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
       interpret: as for `pallas_call`.
     """
     if cluster > 1:
@@ -57,7 +56,7 @@ def gpu_kernel(
             scratch_types=scratch_types,
             grid=tuple(grid[name] for name in names),
             grid_names=tuple(names),
-            # Versions of jax differ in their default, which is Lane in 0.10 and Warpgroup from 0.11 on.
+            # The default depends on the version of jax: Lane in 0.10, Warpgroup from 0.11 on.
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
                 approx_math=approximate,
@@ -73,7 +72,7 @@ def gpu_kernel(
 
 
 def _cost(inputs: list, outputs: list) -> dict[str, Any]:
-    """Returns what tells XLA's scheduler what a kernel costs: an argument that `plgpu.kernel` has since jax 0.12."""
+    """Returns the argument with a kernel's cost for XLA's scheduler; `plgpu.kernel` has it since jax 0.12."""
     if jax.__version_info__ < (0, 12):
         return {}
     elements = max(a.size for a in inputs)

@@ -1,4 +1,4 @@
-"""How rows lie over the threads of a CTA, in shared memory and in device memory: frozen data, pure functions."""
+"""Layouts of rows over the threads of a CTA, in shared memory and in device memory: frozen data, pure functions."""
 
 import dataclasses
 import math
@@ -12,9 +12,9 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
 class Tile:
     """Short rows in the registers of a CTA: `rows` of them, each over `lanes` threads.
 
-    `lanes` is a power of two up to 32, so that each warp has 32 / lanes rows side by side, or 128: one row over
-    all threads. A thread holds `steps` vectors of `vec` neighbouring elements of each of its rows, of which it
-    has rows / (128 / lanes). With lanes = 16, vec = 4, steps = 2 and rows = 16:
+    `lanes` is 128, or a power of two up to 32. With 128 lanes, a row lies over all threads. With up to 32 lanes, each
+    warp has 32 / lanes rows side by side. Each thread has a share of rows / (128 / lanes) rows: `steps` vectors of
+    `vec` neighbouring elements of each row. With lanes = 16, vec = 4, steps = 2 and rows = 16:
 
                    elements 0-3   4-7     ...  60-63     64-67   ...  124-127
         row 0      thread 0       thread 1     thread 15 thread 0     thread 15      (warp 0, lanes 0-15)
@@ -23,7 +23,7 @@ class Tile:
         row 7      thread 112     ...                                 thread 127     (warp 3, lanes 16-31)
         row 8      thread 0       ...                                 thread 15      (warp 0 again)
 
-    Elements beyond the row's end, and rows beyond the array's, hold a fill value.
+    Elements beyond the row's end and rows beyond the array's end hold a fill value.
     """
 
     rows: int
@@ -33,23 +33,24 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the tile: its rows, and the elements that it has for each, padding included."""
+        """Shape of the tile: number of rows, and number of elements of each row with padding."""
         return self.rows, self.lanes * self.vec * self.steps
 
 
-# Bytes of a row up to which the lanes of one warp hold it. The float32 softmax of (50000, 256), 1 KB a row, reaches
-# 95% of a copy's bandwidth in warps, that of (16000, 1024), 4 KB, 97% over all threads (benchmarks/results/launch).
+# Rows up to this many bytes lie over the lanes of one warp, longer rows over all threads. The float32 softmax of
+# (50000, 256), 1 KB a row, reaches 95% of a copy's bandwidth in warps. The softmax of (16000, 1024), 4 KB a row,
+# reaches 97% over all threads (benchmarks/results/launch).
 WARP_ROW_BYTES = 2_048
-THREAD_ELEMENTS = 8  # elements that a thread holds at least, so that enough loads are on their way
+THREAD_ELEMENTS = 8  # the fewest elements that a thread holds, so that enough loads are in flight
 
 
 def short_row_tile(vocab: int, itemsize: int) -> Tile:
-    """Returns the tile for rows of `vocab` elements of `itemsize` bytes: over as many lanes as have one to load."""
+    """Returns the tile for rows of `vocab` elements of `itemsize` bytes: over as many lanes as there are vectors."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
     vectors = vocab // vec
     if vocab * itemsize > WARP_ROW_BYTES:
         lanes = WARPGROUP
-    else:  # the power of two, from 2 to 32, with which a lane has one vector, or more where 32 are too few
+    else:  # the fewest lanes, a power of two, that have at most one vector each; 32 if a row has more vectors
         lanes = 2
         while lanes < min(vectors, LANES):
             lanes *= 2
@@ -57,14 +58,14 @@ def short_row_tile(vocab: int, itemsize: int) -> Tile:
 
 
 def row_tile(vocab: int, vec: int, lanes: int) -> Tile:
-    """Returns the tile whose rows, of `vocab` elements, lie over so many lanes."""
+    """Returns the tile for rows of `vocab` elements over `lanes` lanes."""
     steps = -(-vocab // (vec * lanes))
     rows_of_thread = max(1, THREAD_ELEMENTS // (vec * steps))
     return Tile(rows_of_thread * (WARPGROUP // lanes), lanes, vec, steps)
 
 
 def power_of_two(least: int, start: int) -> int:
-    """Returns the first of start, 2 start, 4 start, ... that is not below `least`."""
+    """Returns the first of start, 2 start, 4 start, ... that is at least `least`."""
     while start < least:
         start *= 2
     return start
@@ -72,10 +73,10 @@ def power_of_two(least: int, start: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """How a CTA goes over `length` elements in shared memory: block by block, `step_blocks` blocks a step.
+    """How a CTA walks over `length` elements in shared memory: block by block, `step_blocks` blocks a step.
 
-    A block is a vector of `vec` elements for each of the 128 threads. The elements after the last full step
-    make one more, shorter step, whose last block may hold fewer elements. With step_blocks = 2:
+    A block is a vector of `vec` elements for each of the 128 threads. The elements after the last full step make one
+    more, shorter step. Its last block may hold fewer elements. With step_blocks = 2:
 
         elements   0                                                       length
                    | block | block | block | block | block | block | bl...    |
@@ -109,20 +110,20 @@ class Walk:
 
     @property
     def steps(self) -> int:
-        """Number of steps, that of the rest included."""
+        """Number of steps, including the step of the rest."""
         return self.full_steps + (self.rest > 0)
 
     @property
     def padded_length(self) -> int:
-        """Number of elements of shared memory, in which the last block is whole."""
+        """Number of elements in shared memory, with the last block padded to its full size."""
         return -(-self.length // self.block_size) * self.block_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A row of `vocab` elements, cut into `count` parts, a CTA each, whose lengths are multiples of `unit`.
+    """A row of `vocab` elements, cut into `count` parts, one for each CTA. Their lengths are multiples of `unit`.
 
-    The lengths differ by one unit at most, and the longer parts come last. With vocab = 11, unit = 1, count = 4:
+    The lengths differ by at most one unit, and the longer parts come last. With vocab = 11, unit = 1, count = 4:
 
         elements   |0 1|2 3 4|5 6 7|8 9 10|
         part         0    1     2     3
@@ -143,19 +144,19 @@ class Cut:
         return -(-self.vocab // (self.unit * self.count)) * self.unit
 
     def start(self, part):
-        """Returns the first element of the part with this number; that of number `count` is the row's end."""
+        """Returns the first element of the part with this number; for number `count`, the row's end."""
         units, left = divmod(self.vocab // self.unit, self.count)
-        # Parts before this one that have a unit more.
+        # The number of parts before this one that are a unit longer.
         longer_before = jnp.maximum(part - (self.count - left), 0)
         return (part * units + longer_before) * self.unit
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:
-    """Returns a shape in which to see an array (rows, vocab) so that bulk copies may start anywhere on 16 bytes.
+    """Returns the shape of a view of an array (rows, vocab) that lets bulk copies start at any 16-byte boundary.
 
-    Bulk copies start at multiples of `vec` elements, 16 bytes, of a row of the array that they copy from. Where
-    not every row starts on 16 bytes, as many rows as make a multiple of `vec` elements are taken for one row of
-    the view; and where the number of rows is not a multiple of that, all rows for a view of one dimension.
+    A bulk copy starts at a multiple of `vec` elements, 16 bytes, from the start of a row of its source array. If some
+    rows of the array do not start at a 16-byte boundary, a row of the view joins several of them: the fewest that have
+    a multiple of `vec` elements in all. If the rows do not divide into such groups, the view has one dimension.
     """
     together = vec // math.gcd(vocab, vec)
     return (rows // together, together * vocab) if rows % together == 0 else (rows * vocab,)

@@ -1,4 +1,4 @@
-"""Long rows: which part of a row a CTA works on, and how the CTA goes over it in shared memory."""
+"""Long rows: which part of a row a CTA works on, and how the part passes through shared memory."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +15,9 @@ from pallas_softmax._src.gpu.layout import Cut, Walk
 
 
 class PartPlace(NamedTuple):
-    """The part of a row that this CTA works on, and where it lies in an `aligned_view` of the array of rows.
+    """The part of a row that this CTA works on, and its place in an `aligned_view` of the array of rows.
 
-    Here 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
+    In this example 6 rows have a view of shape (2, 3 * vocab), and each row is cut into two parts. For part 1 of row 4,
     view_row is 1 and first is vocab + start:
 
         view row 0    | row 0           | row 1           | row 2           |
@@ -27,9 +27,9 @@ class PartPlace(NamedTuple):
     Attributes:
       row: number of the row in the array (rows, vocab).
       index: number of the part in the row.
-      start: first element of the row that is in the part.
+      start: first element of the part, counted from the start of the row.
       owned: number of elements of the part.
-      view_row: number of the view's row that holds the part; None if the view is one-dimensional.
+      view_row: number of the row of the view that holds the part; None if the view is one-dimensional.
       first: first element of the part, counted from the start of that row of the view.
     """
 
@@ -41,21 +41,21 @@ class PartPlace(NamedTuple):
     first: Any
 
     def in_view(self, gmem):
-        """Returns the row of the view `gmem` that holds the part, from whose element `first` on it lies."""
+        """Returns the row of the view `gmem` that holds the part. The part starts at its element `first`."""
         return gmem if self.view_row is None else gmem.at[self.view_row]
 
 
 def part_place(
     cut: Cut, view: tuple[int, ...], *, rows: int, backwards: bool = False, row: Any = None
 ) -> PartPlace:
-    """Returns the place of this CTA's part; the axes of the grid are "row" and, of several parts, "part".
+    """Returns the place of this CTA's part. The grid has the axis "row" and, if rows have several parts, "part".
 
     Args:
       cut: how each row is cut into parts.
       view: the shape of the arrays in device memory, from `aligned_view`.
       rows: number of rows.
-      backwards: whether the CTAs take the rows and their parts from the last one on.
-      row: number of the row, where a CTA takes several; by default, what the CTA has on the axis "row".
+      backwards: whether the CTAs take the rows and their parts in reverse order.
+      row: number of the row, if a CTA takes several; by default, the number of the CTA on the axis "row".
     """
     row = lax.axis_index("row") if row is None else row
     index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
@@ -69,17 +69,17 @@ def part_place(
 
 
 class StagedRow:
-    """Elements of a row on their way through shared memory, as a `Walk` takes them.
+    """Elements of a row that pass through shared memory, in the steps of a `Walk`.
 
-    Each step has a slot of shared memory, and the barrier of the slot's number. They are those of its own number; or,
-    where a CTA takes several rows in turns, the steps of all of them go through the slots in a circle. With 5 slots
-    and 3 steps:
+    Each step uses a slot of shared memory, and the barrier with the slot's number. By default step i uses slot i. If a
+    CTA takes several rows in turn, the slots form a ring: the steps of all rows use them one after another. With 5
+    slots and 3 steps:
 
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 1, step 0 | row 1, step 1
         row 1, step 2 | row 2, step 0 | ...
 
-    Where a row has more steps than there are slots, its first ones come `again`, after the last one, with the numbers
-    that follow. With 5 slots and 7 steps, of which 2 are numbers 7 and 8, too:
+    If a row has more steps than there are slots, its first steps come `again` after the last one, with the numbers
+    that follow. With 5 slots and 7 steps, the first 2 steps come again as steps 7 and 8:
 
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 0, step 3 | row 0, step 4
         row 0, step 5 | row 0, step 6 | row 0, step 0 | row 0, step 1 | row 1, step 0
@@ -88,10 +88,10 @@ class StagedRow:
     Attributes:
       walk: how the CTA goes over the elements.
       interpret: as for `pallas_call`.
-      slots: number of slots, if they are a circle, or None.
-      steps_before: of a circle, number of steps that the CTA takes before this row's first one.
-      freed: of a circle, called as freed(i) as soon as the slot of step i may be filled again.
-      again: of a circle, number of steps that come twice.
+      slots: number of slots of a ring; None if step i uses slot i.
+      steps_before: in a ring, the number of steps that the CTA takes before the first step of this row.
+      freed: in a ring, called as freed(i) as soon as the slot of step i may be filled again.
+      again: in a ring, the number of steps that come twice.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class StagedRow:
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def filled(self, value):
-        """Returns a float32 block whose elements are all `value`."""
+        """Returns a float32 block with all elements equal to `value`."""
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
     def copy_in(self, gmem, smem, landed, start, i) -> None:
-        """Starts the copy of step i of the elements from `start` on of `gmem`.
+        """Starts the copy of step i of the elements of `gmem` from `start` on.
 
         Args:
           gmem: a one-dimensional reference to device memory.
           smem: a reference to shared memory for the elements.
-          landed: barriers, of which one completes when the step has arrived.
-          start: the first element in `gmem`, on 16 bytes.
-          i: an int or traced.
+          landed: a barrier for each slot; the barrier of the step's slot completes when the step has arrived.
+          start: the first element in `gmem`, at a 16-byte boundary.
+          i: number of the step, an int or traced.
         """
         walk = self.walk
 
@@ -157,7 +157,7 @@ class StagedRow:
     def sweep(self, take_step: Callable, state, first: int = 0):
         """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.
 
-        It begins with step `first`; the steps before that one come last, when they are there again.
+        The sweep begins with step `first`. The earlier steps come last, when they are in shared memory again.
         """
         walk = self.walk
 
@@ -171,13 +171,13 @@ class StagedRow:
         return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
 
     def blocks(self, i, size: int) -> Iterator[tuple[Any, int]]:
-        """For each block of step i of `size` elements: where it lies in shared memory, and how many it holds."""
+        """Yields for each block of step i its place in shared memory and its length. The step has `size` elements."""
         for start in range(0, size, self.walk.block_size):
             at = pl.ds(self.slot(i) * self.walk.step_size + start, self.walk.block_size)
             yield at, min(self.walk.block_size, size - start)
 
     def load(self, smem, i, size: int, fill) -> Iterator[jax.Array]:
-        """Yields the blocks of step i of `size` elements, in float32, with `fill` after the last element."""
+        """Yields the blocks of step i, in float32, with `fill` after the last of its `size` elements."""
         for at, held in self.blocks(i, size):
             x = blocks.load(smem.at[at], self.walk.vec, interpret=self.interpret).astype(jnp.float32)
             if held < self.walk.block_size:
@@ -185,19 +185,19 @@ class StagedRow:
             yield x
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
-        """Writes blocks to step i of `size` elements in shared memory, where each thread has its own elements."""
+        """Writes the blocks of step i, of `size` elements, to shared memory. Each thread writes its own elements."""
         values = [block.astype(smem.dtype) for block in values]
         for (at, _), block in zip(self.blocks(i, size), values, strict=True):
             blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
 
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
-        """Writes to `gmem`, from its element `start` on, the blocks values(i, size) of each step i, through `smem`.
+        """Writes the blocks values(i, size) of each step i through `smem` to `gmem`, from its element `start` on.
 
-        It begins with the steps that are there, the last ones, and ends with those that come again.
+        It begins with the last steps, which are still in shared memory, and ends with the steps that come again.
         """
 
-        def leave(i, in_flight: int) -> None:
-            """Waits until step i has left its slot; so many steps after it may be on their way."""
+        def free_slot(i, in_flight: int) -> None:
+            """Waits until step i has left its slot; `in_flight` later steps may still be leaving theirs."""
             plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
             self.freed(i)
 
@@ -207,9 +207,9 @@ class StagedRow:
             source = smem.at[pl.ds(self.slot(i) * self.walk.step_size, size)]
             plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(start + self._position(i), size)])
             if self.slots is not None:
-                pl.when(jnp.int32(i) > self.again)(functools.partial(leave, i - 1, 1))
+                pl.when(jnp.int32(i) > self.again)(functools.partial(free_slot, i - 1, 1))
             return carry
 
         self.sweep(write_step, (), self.again)
-        # The CTA may go as soon as shared memory has been read; that all is written, the kernel's end sees to.
-        leave(self.walk.steps + self.again - 1, 0)
+        # The CTA may exit as soon as shared memory has been read. The end of the kernel completes the writes.
+        free_slot(self.walk.steps + self.again - 1, 0)

@@ -1,7 +1,7 @@
-"""Tiles: short rows in registers (see `layout.Tile`), and how they move between these and device memory.
+"""Tiles: short rows in registers (see `layout.Tile`), and their loads and stores in device memory.
 
-Loads and stores are inline PTX under a predicate, since tiles reach beyond the array and Pallas has no such
-operation; each function has a plain twin for the interpreter.
+A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. Each
+function also has a plain JAX version for the interpreter.
 """
 
 import math
@@ -36,11 +36,11 @@ from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program
 
 
 def layout(tile: Tile) -> Any:
-    """Returns the layout of a tile in registers, which is that of the drawing in `layout.Tile`."""
+    """Returns the layout of a tile in registers, as drawn in `layout.Tile`."""
     lanes, vec = tile.lanes, tile.vec
-    if lanes > 32:  # a row is cut into the vectors of each warp, and these into those of its lanes
+    if lanes > 32:  # a step of a row is cut into a piece for each warp, and a vector for each lane
         tiling, warp_dims, lane_dims = ((1, lanes * vec), (LANES * vec,), (vec,)), (-3,), (-2,)
-    else:  # four warps take 32 / lanes rows each, whose vectors and rows are those of the lanes
+    else:  # each of four warps takes 32 / lanes rows; a lane has one row, and a vector of each step
         rows = LANES // lanes
         tiling = ((4 * rows, lanes * vec), (rows, lanes * vec), (1, vec))
         warp_dims, lane_dims = (-6,), (-4, -3)
@@ -53,7 +53,7 @@ def layout(tile: Tile) -> Any:
 
 
 def load(ref, tile: Tile, row, fill, *, interpret):
-    """Returns the rows of an array (rows, vocab) from `row` on, as a tile, with `fill` where the array ends."""
+    """Returns the rows of an array (rows, vocab) from `row` on as a tile, with `fill` beyond its end."""
     rows, vocab = ref.shape
     if interpret:
         i, j = _indices(tile, row)
@@ -74,14 +74,14 @@ def load(ref, tile: Tile, row, fill, *, interpret):
 
 
 def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, blocked=False, interpret):
-    """Returns the elements of an array in device memory that a tile of column numbers, of `vec` 1, points at.
+    """Returns the elements of an array in device memory at the columns in a tile of `vec` 1.
 
     Args:
-      ref: the array (its rows, columns); of a single column, all places have that.
+      ref: the array (its rows, columns). An array of a single column gives that column everywhere.
       row: number of the tile's first row.
       column: the tile of column numbers.
-      rows: number of rows; beyond these, and beyond the array's columns, the result is 0.
-      ref_row: which row of the array belongs to a row.
+      rows: number of rows. Beyond them, and beyond the array's columns, the result is 0.
+      ref_row: the function that maps a row to its row of the array.
       blocked: see `store`.
     """
     columns = ref.shape[1]
@@ -108,7 +108,7 @@ def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, 
 
 
 def load_per_row(ref, tile: Tile, row, *, interpret):
-    """Returns the numbers (rows,) that belong to rows from `row` on, broadcast along the rows of a tile."""
+    """Loads one number per row, from `row` on, of an array (rows,); returns them broadcast along the rows of a tile."""
     (rows,) = ref.shape
     if interpret:
         i, _ = _indices(tile, row)
@@ -129,11 +129,11 @@ def load_per_row(ref, tile: Tile, row, *, interpret):
 
 
 def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, *, interpret):
-    """Returns the mask, as a boolean tile, for the rows from `row` on of an array of this shape; False where that ends.
+    """Returns the mask as a boolean tile for the rows from `row` on of an array of this shape; False beyond its end.
 
     Args:
       ref: the mask, boolean (mask rows, vocab or 1).
-      mask_row: which row of the mask belongs to a row.
+      mask_row: the map from a row to its row of the mask.
     """
     (rows, vocab), columns = shape, ref.shape[1]
     if interpret:
@@ -155,13 +155,13 @@ def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, 
 
 
 def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
-    """Writes a tile to the rows of an array (rows, vocab) from `row` on, as far as the array goes.
+    """Writes a tile to the rows of an array (rows, vocab) from `row` on, without elements beyond its end.
 
-    An array (rows, 1) takes the tile's first column.
+    An array (rows, 1) gets the tile's first column.
 
     Args:
-      blocked: whether the registers of a lane are neighbours in the row, of a tile of `vec` 1: lane 0 has columns 0 to
-        steps - 1. They are written together as far as alignment allows.
+      blocked: whether the registers of a lane are neighbours in the row: lane 0 has columns 0 to steps - 1. The tile
+        then has `vec` 1. Neighbours are written together as far as alignment allows.
     """
     (rows, vocab), itemsize = ref.shape, np.dtype(ref.dtype).itemsize
     value = value.astype(ref.dtype)
@@ -191,13 +191,15 @@ def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
 
 
 def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
-    """Writes to an array (rows, vocab) what a tile of `vec` 1 has for each row, when its warp has written all before.
+    """Writes the values of a tile to given columns of an array (rows, vocab), after all earlier writes of the warp.
+
+    Both tiles have `vec` 1.
 
     Args:
       row: number of the tile's first row.
-      column: tile of column numbers; those of a row all differ.
-      value: tile of what is written there.
-      held: number of the first columns of the tile that are written.
+      column: tile of column numbers, which must differ within a row.
+      value: tile of the values to write there.
+      held: number of columns of the tile to write, from the first one on.
     """
     rows, vocab = ref.shape
     value = value.astype(ref.dtype)
@@ -213,7 +215,7 @@ def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
     @inline(arg_types=(REF, SCALAR, layout(tile), layout(tile)))
     def scatter(_, ref, row, column, value):
         pointer = utils.memref_ptr(ref)
-        emit_ptx(_meet_in_warp(), {})
+        emit_ptx(_warp_barrier(), {})
         registers = zip(column.registers.flat, value.registers.flat, strict=True)
         for (at, place), (of_column, register) in zip(places(tile, scalar(row)), registers, strict=True):
             offset = predicated_ptx.offset_of(at, vocab, elements(of_column)[0])
@@ -222,15 +224,15 @@ def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
     scatter(ref, row, column, value)
 
 
-def _meet_in_warp() -> Program:
-    """All lanes of the warp meet; what any of them wrote before, comes before what any writes afterwards."""
+def _warp_barrier() -> Program:
+    """Returns a barrier of the warp, which orders earlier writes of all lanes before later writes."""
     p = Program()
     p += f"bar.warp.sync {WHOLE_WARP};"
     return p
 
 
 def spread(of_row, tile: Tile, out: Tile, *, interpret):
-    """Returns a tile `out` of the numbers that a tile, whose rows lie in the same lanes, has one of for a whole row."""
+    """Broadcasts a tile with one number per row to the tile `out`. The rows of both tiles lie in the same lanes."""
     if interpret:
         return jnp.broadcast_to(of_row[:, :1], out.shape)
 
@@ -255,7 +257,7 @@ def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
 
 
 def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yields row and first column of each register of this thread, in the order of the layout's registers."""
+    """Yields the row and the first column of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
     of_lane, of_step = (tile.steps, 1) if blocked else (tile.vec, lanes * tile.vec)
     row = arith.addi(row, arith.divui(own, i32(lanes)))
@@ -266,13 +268,13 @@ def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[i
 
 
 def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:
-    """Returns whether a row and a column are those of an array (rows, columns)."""
+    """Returns whether a row and a column are inside an array (rows, columns)."""
     less = arith.CmpIPredicate.ult
     return arith.andi(arith.cmpi(less, row, i32(rows)), arith.cmpi(less, column, i32(columns)))
 
 
 class _RowNumber:
-    """A row number in a register, with the arithmetic that `folding.MaskRows` does on it."""
+    """A row number in a register, with the operators that `folding.MaskRows` uses."""
 
     def __init__(self, value: ir.Value):
         self.value = value

@@ -1,15 +1,13 @@
 """Functions that the Triton kernels share: ⊕, the mask, the order of top-k, and exponentials.
 
-The operator ⊕, `shift` and the sort key are defined in pallas_softmax/online.py. Triton compiles a language of its
-own, of which jax.numpy is no part, so they are restated here; tests/triton_interpreter.py holds them against
-online.py.
+The operator ⊕, `shift` and the sort key are defined in pallas_softmax/online.py. Triton compiles its own language,
+without jax.numpy, so this file restates them. tests/triton_interpreter.py checks them against online.py.
 
-A function here is inlined into the kernels that call it. Its arguments are Triton tensors, the arrays of one program,
-of any shape, unless they are marked as `tl.constexpr`: these are values of Python that are known when a kernel is
-compiled.
+Kernels inline the functions that they call. Arguments marked as `tl.constexpr` are Python values that are known when a
+kernel is compiled. All other arguments are Triton tensors of any shape: the arrays of one program.
 """
 
-# A constexpr is the value itself in a kernel, which pyright cannot know; and Triton may not be installed.
+# In a kernel, a constexpr is the value itself, but pyright does not know that. Triton may also not be installed.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportMissingImports=false
 
@@ -17,7 +15,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the logarithm of e to base 2
-# |d - 1| below which four terms of a series are as accurate as float32 is.
+# Below this |d - 1|, four terms of a series are as accurate as float32.
 _SERIES_BOUND = tl.constexpr(2**-6)
 
 
@@ -28,27 +26,26 @@ _SERIES_BOUND = tl.constexpr(2**-6)
 def exp(x):
     """Computes e^x in float32 by the GPU's 2^x.
 
-    It is off by a relative error of |x| eps, and gives 0 for a denormal result. `tl.exp` spends instructions on
-    those.
+    The relative error is |x| eps, and denormal results become 0. `tl.exp` spends extra instructions on those.
     """
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def shift(m):
-    """Returns what is subtracted before exp, as `online.shift` does: m, but 0 for m = -inf."""
+    """Returns the number to subtract before exp: m, but 0 for m = -inf. See `online.shift`."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def larger(a, b):
-    """Returns the maximum, which is NaN if either is, as that of jnp.maximum is."""
+    """Returns the maximum. Like jnp.maximum, it is NaN if either number is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def combine(m1, d1, m2, d2):
-    """Applies the operator ⊕ of the paper to the normalizers (m1, d1) and (m2, d2), as `online.combine` does."""
+    """Applies the paper's operator ⊕ to the normalizers (m1, d1) and (m2, d2), like `online.combine`."""
     m = larger(m1, m2)
     s = shift(m)
     return m, d1 * exp(m1 - s) + d2 * exp(m2 - s)
@@ -58,7 +55,8 @@ def combine(m1, d1, m2, d2):
 def log_sum(d):
     """Computes log(d) of a sum of exponentials.
 
-    The GPU's logarithm is not accurate near 1, where d - 1 is what all logits but the largest add.
+    The GPU's logarithm is not accurate near 1, so a series in d - 1 replaces it there. d - 1 is the sum of the terms of
+    all logits except the largest.
     """
     u = d - 1
     series = u * (1 - u * (1 / 2 - u * (1 / 3 - u / 4)))
@@ -73,7 +71,7 @@ def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
     """Returns the index of the mask's first element for a row, by the terms of `folding.MaskRows`.
 
     WHERE is None without a mask, "row" if the mask has an element for each of the V elements of a row, and "one" if
-    it has one element for the whole row.
+    the mask has one element for the whole row.
     """
     at = row * 0
     if WHERE is not None:
@@ -84,7 +82,7 @@ def mask_start(row, V: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
-    """Returns which columns count: those inside the row that the mask, if there is one, does not leave out."""
+    """Returns which columns count: they are inside the row, and the mask, if there is one, keeps them."""
     if WHERE is None:
         return inside
     else:
@@ -96,7 +94,7 @@ def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
 
 @triton.jit
 def sort_key(x):
-    """Returns int32 keys in the total order of lax.top_k, as `online.sort_key` does: the larger wins."""
+    """Returns int32 keys in the total order of lax.top_k, like `online.sort_key`: the larger key wins."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         return bits ^ ((bits >> 31) & 0x7FFF)
@@ -107,7 +105,7 @@ def sort_key(x):
 
 @triton.jit
 def of_sort_key(key, DTYPE: tl.constexpr):
-    """Returns the values, in float32, of elements of this dtype that have these keys."""
+    """Returns the elements of this dtype that have these keys, converted to float32."""
     if DTYPE.primitive_bitwidth == 16:
         bits = key ^ ((key >> 31) & 0x7FFF)
         return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
@@ -117,5 +115,5 @@ def of_sort_key(key, DTYPE: tl.constexpr):
 
 @triton.jit
 def lowest_key(DTYPE: tl.constexpr):
-    """Returns the lowest key of a dtype: that of a -NaN whose bits are all ones, and given to what is masked."""
+    """Returns the lowest key of a dtype: the key of the -NaN with all bits set. Masked elements get it."""
     return -(2 ** (DTYPE.primitive_bitwidth - 1))

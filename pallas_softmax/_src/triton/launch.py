@@ -1,8 +1,8 @@
 """Launches a Triton kernel from JAX, by jax_triton.
 
-A launch is one equation of a jaxpr, with a primitive of our own. Its lowering calls `jax_triton.triton_call`, whose
-own primitive is not traced: jax 0.12 cannot remove that of jax-triton 0.4.1 as dead code, and jax-triton 0.3.1 cannot
-be imported where JAX has no CUDA.
+A launch is one equation of a jaxpr, with our own primitive. Its lowering calls `jax_triton.triton_call`. We do not
+trace jax-triton's primitive, for two reasons. jax 0.12 cannot remove the primitive of jax-triton 0.4.1 as dead code.
+jax-triton 0.3.1 cannot be imported where JAX has no CUDA.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def launch(
       out_type: shapes and dtypes of the arrays that the kernel writes.
       grid: number of programs in each dimension.
       warps: number of warps of a program.
-      **constants: the arguments that the kernel takes as `tl.constexpr`; it is compiled for each combination.
+      **constants: the arguments that the kernel takes as `tl.constexpr`. The kernel is compiled for each combination.
     """
     return launch_p.bind(
         *inputs,
@@ -58,7 +58,7 @@ def _(*inputs, out_type, **_):
 
 
 def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
-    """Calls jax_triton with the names that its version has for the same options."""
+    """Calls jax_triton with the option names of the installed version."""
     triton_call = _import_triton_call()
     if "out_type" in inspect.signature(triton_call).parameters:  # jax-triton 0.4
         options = {"out_type": list(out_type), "backend_options": {"enable_fp_fusion": True}}
@@ -80,7 +80,7 @@ _environment = threading.Lock()
 
 
 def _import_triton_call() -> Callable:
-    """Imports `jax_triton.triton_call`, and leaves the environment as it is.
+    """Imports `jax_triton.triton_call` without changing the environment.
 
     The import sets TRITON_CACHE_DIR, which Triton and its other users in this process read.
     """

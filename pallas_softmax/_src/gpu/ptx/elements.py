@@ -1,8 +1,8 @@
-"""Elements in shared memory, in programs of `ptx_values`: as words of 32 bits, as bits, as floats, as sort keys.
+"""Elements of rows in a `values.Program`: as 32-bit words of shared memory, as bits, as floats, as sort keys.
 
-A word is one float32, or two 16-bit elements, of which the first is the lower half. An element by itself is
+A word holds one float32, or two 16-bit elements with the first one in the lower half. A single element is held as
 
-    bits     those of its own dtype, as a signed number ("s32"); a half is extended by its sign
+    bits     the bits of its dtype, as a signed number ("s32"); a 16-bit element is extended by its sign
     float    the same number in float32 ("f32")
     key      its sort key (see `sort_keys`), as a signed number ("s32")
 """
@@ -12,7 +12,7 @@ import numpy as np
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
 
-# The bits of -inf, by the name that PTX and MLIR have for the dtype.
+# The bits of -inf, by the name of the dtype in PTX and MLIR.
 NEG_INF_BITS = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
 _UPPER_HALF, _HALF_BITS = 0xFFFF0000, 16
 
@@ -24,10 +24,10 @@ class Elements:
       name: the dtype in PTX: "f32", "bf16" or "f16".
       itemsize: bytes of an element.
       halves: whether a word has two elements.
-      all_ones: the bits of the float of the lowest key.
+      all_ones: an element with all bits set, which has the lowest key.
       neg_inf: the bits of -inf.
-      magnitude: the bits of an element in which the sort key of a negative one differs from its own bits.
-      flip: the same of a word.
+      magnitude: an element with all bits set except the sign; the sort key of a negative element inverts these bits.
+      flip: a word with `magnitude` in each of its elements.
     """
 
     def __init__(self, dtype):
@@ -40,7 +40,7 @@ class Elements:
         self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
 
     def vector(self, p: Program, address: Value, offset: int = 0) -> list[Value]:
-        """Loads 16 bytes of elements; returns their four words."""
+        """Loads 16 bytes of elements as four words."""
         return p.load_vector(address, "s32", ACCESS_BYTES // 4, offset=offset)
 
     def bits(self, words: list[Value]) -> list[Value]:
@@ -54,11 +54,11 @@ class Elements:
         return [self.key(bits) for bits in self.bits(words)]
 
     def key(self, bits: Value) -> Value:
-        """Returns the sort key of an element's bits; or, since that is its own inverse, the bits of a key."""
+        """Returns the sort key of an element's bits. It is its own inverse, so it also returns the bits of a key."""
         return bits ^ (bits.sign() & self.magnitude)
 
     def floats(self, p: Program, words: list[Value], marked: bool) -> list[Value]:
-        """Returns each element as a float; if `marked`, -inf in place of those whose bits are all ones."""
+        """Returns each element as a float. If `marked`, elements with all bits set become -inf."""
         out = []
         for word in words:
             match self.name:
@@ -73,13 +73,13 @@ class Elements:
         return out
 
     def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
-        """Loads the bits of an element, if the condition holds."""
+        """Loads the bits of an element, where `when` holds."""
         if self.halves:
             return p.convert(p.load(address, "s16", when=when), "s32")
         return p.load(address, "s32", when=when)
 
     def float_of_bits(self, p: Program, bits: Value) -> Value:
-        """Returns the float of an element's bits."""
+        """Converts an element's bits to a float."""
         match self.name:
             case "f32":
                 return bits.bits("f32")
@@ -88,16 +88,16 @@ class Elements:
         return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
 
     def bits_of_float(self, p: Program, x: Value) -> Value:
-        """Returns the bits of the element that is nearest to a float."""
+        """Rounds a float to the nearest element and returns its bits."""
         return p.convert(p.convert(x, self.name).bits("s16"), "s32") if self.halves else x.bits("s32")
 
     def best(self, p: Program, words: list[Value], floats: list[Value] | None) -> tuple[Value, Value]:
-        """Returns the largest element as a float and as a sort key; if there is a NaN, one with the highest key.
+        """Returns the largest element as a float and as a sort key; if there is a NaN, a NaN with the highest key.
 
-        It is taken from the floats where they are given, since some may be marked, and from the words otherwise: from
-        words of halves two at a time.
+        `floats` decide if they are given, since some of them may be marked. Otherwise the words decide. 16-bit elements
+        are compared two at a time:
 
-            words   x1 x0 | x3 x2 | x5 x4 | x7 x6      ->  the largest of odd ones, of even ones  ->  of these two
+            words   x1 x0 | x3 x2 | x5 x4 | x7 x6   ->   the largest odd and the largest even one   ->   the larger
         """
         if floats is not None or not self.halves:
             x = p.reduce("max.NaN", floats or self.floats(p, words, marked=False))

@@ -1,8 +1,8 @@
-"""Inline code: functions of one thread, written in MLIR and PTX, that stand in a Pallas kernel as one operation.
+"""Inline code: functions of one thread, written in MLIR and PTX, that are one operation of a Pallas kernel.
 
-A function decorated with `inline` is called in the kernel with arrays and references. While it is traced it sees
-what one thread has of them: registers, which are MLIR vectors, and memory references. Its PTX is text, in which
-<name> stands for an operand or a result, and which declares all its other registers itself: `ptx_values` writes it.
+The kernel calls a function decorated with `inline` with arrays and references. While the function is traced, it sees
+one thread's share of them: registers, which are MLIR vectors, and memory references. `values` writes its PTX. In the
+text, <name> stands for an operand or a result; the text itself declares all other registers.
 """
 
 import re
@@ -20,13 +20,12 @@ from pallas_softmax._src.gpu.ptx.values import Program
 # Typed Any, since pyright does not know that the decorator adds the function's first parameter.
 inline: Any = plgpu.inline_mgpu
 
-# Types of arguments of inline code: a reference; a scalar, for which any layout will do; a block of an element for
-# each thread.
+# Argument types of inline code: a reference; a scalar (any layout works); a block with one element for each thread.
 REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 PER_THREAD: Any = SCALAR
 
-# How LLVM names the kind of register that holds a value of an MLIR type.
+# The LLVM constraint for the register that holds a value of an MLIR type.
 _CONSTRAINTS = {
     "i16": "h",
     "i32": "r",
@@ -42,7 +41,7 @@ _CONSTRAINTS = {
 
 
 def i32(value: int) -> ir.Value:
-    """Returns a constant of 32 bits."""
+    """Returns a 32-bit constant."""
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
@@ -57,14 +56,14 @@ def scalar(argument) -> ir.Value:
 
 
 def array(layout, shape: tuple[int, ...], registers: list[ir.Value]):
-    """Returns an array, for inline code to return, of this thread's registers in the order of the layout."""
+    """Makes an array, as a result of inline code, of this thread's registers in the order of the layout."""
     out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
     signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
     return fragmented_array.FragmentedArray(_registers=out, _layout=layout, _is_signed=signed)
 
 
 def pack(values: list[Any]) -> ir.Value:
-    """Returns a register, which is an MLIR vector, that holds these elements."""
+    """Returns a register, which is an MLIR vector, with these elements."""
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
 
 
@@ -77,7 +76,7 @@ def elements(register: ir.Value) -> list[ir.Value]:
 
 
 def per_thread_type(dtype: str) -> plgpu.ShapeDtypeStruct:
-    """Returns the type, for inline code to return, of a block with an element for each thread."""
+    """Returns the type, as a result of inline code, of a block with one element for each thread."""
     return plgpu.ShapeDtypeStruct((WARPGROUP,), np.dtype(dtype), layout=PER_THREAD)
 
 
@@ -88,7 +87,7 @@ def own_element(block) -> ir.Value:
 
 
 def as_block(element: ir.Value, signed: bool | None = None):
-    """Returns the block, for inline code to return, in which this is the thread's element, signed or not."""
+    """Makes a block, as a result of inline code, of this thread's element, signed or not."""
     registers = np.array([pack([element])], dtype=object)
     layout = PER_THREAD.to_mgpu()
     return fragmented_array.FragmentedArray(
@@ -102,12 +101,12 @@ def as_block(element: ir.Value, signed: bool | None = None):
 def emit_ptx(
     code: Program, operands: dict[str, ir.Value], results: dict[str, str] | None = None
 ) -> list[Any]:
-    """Puts PTX into the inline code that is being traced, in a scope of its own.
+    """Emits PTX into the inline code that is being traced, in a scope of its own.
 
     Args:
-      code: the text, in which <name> stands for an operand or a result.
+      code: the program; <name> in its text stands for an operand or a result.
       operands: values by name; a memory reference stands for its address.
-      results: types of MLIR, like "i32", by name. The text may write a result before it has read all operands.
+      results: MLIR types, like "i32", by name. The text may write a result before it has read all operands.
 
     Returns:
       The values of the results.

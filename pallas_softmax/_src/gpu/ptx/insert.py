@@ -1,4 +1,4 @@
-"""Puts inline PTX into a kernel, with operands that have names in its text."""
+"""Inserts inline PTX with named operands and results into a kernel."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ def insert_ptx(
     blocks: dict[str, Any] | None = None,
     results: dict[str, str] | None = None,
 ) -> tuple:
-    """Puts PTX into the kernel, in which <name> stands for an operand or a result, and <thread> for 0 to 127.
+    """Inserts PTX into the kernel; <name> stands for an operand or a result, <thread> for the number 0 to 127.
 
     Args:
-      code: the text.
-      refs: references to memory; the text has their addresses.
+      code: the program.
+      refs: references to memory; the text gets their addresses.
       scalars: numbers that are the same for all threads.
-      blocks: arrays (128,) with a number for each thread; the text has that of the thread.
-      results: "i32" or "f32" by name; the text writes one of each thread.
+      blocks: arrays (128,) with one number for each thread; the text gets the thread's number.
+      results: "i32" or "f32" by name; each thread writes one number to each result.
 
     Returns:
       The results, each as an array (128,).

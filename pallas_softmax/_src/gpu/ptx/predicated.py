@@ -1,7 +1,7 @@
-"""Loads and stores of one thread between device memory and registers, under a predicate, in inline PTX.
+"""Loads and stores of one thread in device memory, under a predicate, in inline PTX.
 
-All functions are called while inline code is traced (see `inline_ptx`): they take and return MLIR values. What
-they read or write lies in an array (rows, columns) that starts at `pointer`.
+These functions are called while inline code is traced (see `inline`). They take and return MLIR values. They read or
+write an array (rows, columns) that starts at `pointer`.
 """
 
 from jax.experimental.mosaic.gpu import utils
@@ -14,22 +14,22 @@ from pallas_softmax._src.gpu.ptx.values import Program
 
 
 def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
-    """Returns the number of the element at this row and column, in 64 bits."""
+    """Returns the 64-bit offset of the element at this row and column."""
     i64 = ir.IntegerType.get_signless(64)
     row_start = arith.muli(arith.extui(i64, row), utils.c(columns, i64))
     return arith.addi(row_start, arith.extui(i64, column))
 
 
 def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
-    """Returns a vector of `vec` elements, of 1 to 16 bytes together; if not `inside`, of `fill`, which is 0 or -inf.
+    """Returns a vector of `vec` elements, 1 to 16 bytes in all; if not `inside`, all are `fill`, which is 0 or -inf.
 
     Args:
-      pointer: to element 0.
+      pointer: address of element 0.
       element: the elements' type.
-      vec: number of elements, which start at a multiple of their size in memory.
-      offset: number of the first one.
-      inside: whether to read them.
-      fill: the elements otherwise.
+      vec: number of elements. Their address must be a multiple of their size in all.
+      offset: offset of the first element.
+      inside: whether to read the elements.
+      fill: the value of the elements if they are not read.
     """
     itemsize = utils.bytewidth(element)
     p, (count, kind) = Program(), _words(vec * itemsize)
@@ -49,7 +49,7 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
 
 
 def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
-    """Writes the first `vec` elements of a vector, of 2 to 16 bytes together, from element `offset` on if `inside`."""
+    """Writes the first `vec` elements of a vector, 2 to 16 bytes in all, from element `offset` on, if `inside`."""
     itemsize = utils.bytewidth(ir.VectorType(register.type).element_type)
     p, (count, kind) = Program(), _words(vec * itemsize)
     packed = pack(elements(register)[:vec])
@@ -68,9 +68,10 @@ def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
 
 
 def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
-    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; of 0, if not `inside`.
+    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; zeros if not `inside`.
 
-    Of a mask of one column all bytes are that of the row. `aligned` says that they start at a multiple of `vec`.
+    If the mask has one column, all bytes equal the row's byte. `aligned` promises that the bytes start at a multiple of
+    `vec`.
     """
     i8 = ir.IntegerType.get_signless(8)
     if columns == 1:
@@ -83,13 +84,13 @@ def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: 
 
 
 def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
-    """Returns `vec` bytes, a multiple of four, that start anywhere: of the aligned words around them, shifted.
+    """Returns `vec` bytes, a multiple of four, that start anywhere. It shifts the aligned words around them.
 
         words     | w0          | w1          | w2          |
         bytes            |<------- vec = 8 ------->|             shift = 8 * (address % 4) bits
 
-    The last word is read only where the bytes reach it. No read leaves the array's buffer, which starts and ends
-    at a multiple of four bytes.
+    The last word is read only if the bytes reach it. No read leaves the array's buffer, which starts and ends at a
+    multiple of four bytes.
     """
     p, count = Program(), vec // 4
     at, reads = p.operand("at", "u64"), p.operand("inside", "u32").differs(0)
@@ -110,7 +111,7 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
 
 
 def _words(size: int) -> tuple[int, str]:
-    """Returns how `size` bytes, 1 to 16, are moved: the number of registers, and the kind of what each has."""
+    """Returns the number and the kind of the registers that move `size` bytes, 1 to 16."""
     match size:
         case 1:
             return 1, "u8"
@@ -118,14 +119,14 @@ def _words(size: int) -> tuple[int, str]:
             return 1, "u16"
         case 4 | 8 | 16:
             return size // 4, "u32"
-    raise AssertionError(f"no access of {size} bytes")
+    raise AssertionError(f"an access must have 1, 2, 4, 8 or 16 bytes, got {size}")
 
 
-_REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR's types of the registers that hold such words
+_REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR types of the registers that hold these kinds
 
 
 def _bits(fill: float, element: ir.Type, kind: str) -> int:
-    """Returns a word of this kind that is full of elements `fill`, which is 0 or -inf, as a number."""
+    """Returns a word of this kind, as a number, with all elements equal to `fill`, which is 0 or -inf."""
     if fill == 0:
         return 0
     bits = NEG_INF_BITS[str(element)]

@@ -1,4 +1,4 @@
-"""PTX as arithmetic of Python: a `Program` is text that is being written, a `Value` is a register in it.
+"""PTX written as Python arithmetic: a `Program` is the text so far, a `Value` is a register in it.
 
     p = Program()
     address = p.operand("address", "u32")
@@ -11,17 +11,21 @@ writes
     ld.shared.b32 r0, [<address>+0];  setp.gt.f32 r1, r0, 0f00000000;  @!r1 bra end1;
     sub.rn.f32 r2, r0, 0f3F800000;  ex2.approx.ftz.f32 r3, r2;  st.shared.b32 [<address>+0], r3;  end1:
 
-Python runs once, while the text is written: a `for` unrolls, and an `if` chooses what is written. What each thread
-decides on the GPU is `when`, `block`, `repeat`, `loop`, `select`, and the argument `when` of loads, stores, `set` and
-`increase`.
+Python runs once, while the text is written: a `for` unrolls, and an `if` chooses which text is written. Each thread
+decides on the GPU by `when`, `block`, `repeat`, `loop` and `select`, and by the argument `when` of loads, stores, `set`
+and `increase`.
 
-Each result of arithmetic is a new register, which only `set`, `increase`, `update`, `load_into` and `take_into` change
-later. So a number that changes in a loop of the GPU is a variable, made by `var` or `fresh` before the loop, and
-changed by these: `x = x + 1` would give the name x to another register, which the next turn of the loop does not read.
+Arithmetic puts its result into a new register. Later, only `set`, `increase`, `update`, `load_into` and `take_into`
+change a register. So a number that changes in a GPU loop must be a variable: `var` or `fresh` makes it before the loop,
+and these functions change it. `x = x + 1` would bind the name x to a new register, which the loop's next iteration does
+not read.
 
-A value has a kind, which says how an instruction takes its bits: as an integer ("u32", "s32", the same of 16 or 64
-bits, and "u8" in memory), a float ("f32", "f16", "bf16"), two numbers of 16 bits ("f16x2", "bf16x2", "u16x2",
-"s16x2"), or a condition ("pred").
+The kind of a value says how an instruction interprets its bits:
+
+    integer                  "u32", "s32", "u16", "s16", "u64", "s64"; in memory also "u8"
+    float                    "f32", "f16", "bf16"
+    pair of 16-bit numbers   "f16x2", "bf16x2", "u16x2", "s16x2"
+    condition                "pred"
 """
 
 import contextlib
@@ -37,7 +41,7 @@ _BITS = {
     **{"f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32, "u16x2": 32, "s16x2": 32},
 }
 _FLOATS = {"f16", "bf16", "f32"}
-WHOLE_WARP = "0xffffffff"  # the lanes that take part in an instruction of a warp: all of them
+WHOLE_WARP = "0xffffffff"  # lane mask of a warp instruction: all lanes take part
 _SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
 
 
@@ -46,14 +50,14 @@ class Value:
 
     def __init__(self, program: "Program", name: str, kind: str):
         self.program, self.name, self.kind = program, name, kind
-        # If it is a comparison: the number of lines up to that one, the relation, and both sides.
+        # For a comparison: the number of lines up to and including it, the relation, and both sides.
         self.comparison: tuple[int, str, Value, Any] | None = None
 
     def __str__(self) -> str:
         return self.name
 
     def bits(self, kind: str) -> "Value":
-        """Returns the same register, whose bits are taken as another kind from here on."""
+        """Returns the same register with its bits interpreted as another kind."""
         assert _BITS[kind] == _BITS[self.kind]
         return Value(self.program, self.name, kind)
 
@@ -79,7 +83,7 @@ class Value:
         return self.program.op("xor", self.kind, self, other)
 
     def __invert__(self) -> "Value":
-        if self.kind == "pred":  # no instruction: most take the opposite of a condition as well; see `_text`
+        if self.kind == "pred":  # no instruction: most others accept a negated condition; see `_text`
             return Value(self.program, f"!{self.name}".removeprefix("!!"), "pred")
         return self.program.op("not", self.kind, self)
 
@@ -90,7 +94,7 @@ class Value:
         return self.program.shift(f"shr.{self.kind}", self, by)
 
     def sign(self) -> "Value":
-        """Returns as many bits, all ones if this is negative, else zeros; of a pair each half by itself."""
+        """Returns as many bits: all ones if this is negative, else zeros. Each half of a pair has its own sign."""
         if self.kind == "s16x2":
             return self.program.sign_of_halves(self)
         return self >> (_BITS[self.kind] - 1)
@@ -108,7 +112,7 @@ class Value:
         return self.program.compare(self, "ge", other)
 
     def equals(self, other: Any) -> "Value":
-        """Returns a condition: whether this is the number, or the value, that is given."""
+        """Returns a condition: whether this equals a number or another value."""
         return self.program.compare(self, "eq", other)
 
     def differs(self, other: Any) -> "Value":
@@ -116,13 +120,13 @@ class Value:
         return self.program.compare(self, "ne", other)
 
 
-Condition = Value | None  # of what is done always, None
+Condition = Value | None  # None: always
 
 
 class Program:
-    """Text of PTX that is written by arithmetic; the top of this file shows how.
+    """PTX text that arithmetic writes; the top of this file shows how.
 
-    An instruction for which there is no function is written by `+=`, with values for the names of their registers.
+    If an instruction has no function here, `+=` appends it as a line of text. Values format as their registers' names.
     """
 
     def __init__(self):
@@ -140,13 +144,13 @@ class Program:
     # --- Registers
 
     def fresh(self, kind: str) -> Value:
-        """Returns a register that has no value yet."""
+        """Returns a new register without a value."""
         name = f"r{len(self.declarations)}"
         self.declarations.append(f".reg .{_untyped(kind)} {name};")
         return Value(self, name, kind)
 
     def operand(self, name: str, kind: str) -> Value:
-        """Returns what <name> stands for: an operand, which must not be changed, or a result, which is to be set."""
+        """Returns the operand or the result <name>. An operand must not be changed; a result must be set."""
         return Value(self, f"<{name}>", kind)
 
     def operands(self, kind: str, *names: str) -> list[Value]:
@@ -154,13 +158,13 @@ class Program:
         return [self.operand(name, kind) for name in names]
 
     def var(self, start: Any, kind: str | None = None) -> Value:
-        """Returns a register of its own, to be changed later, that starts with a number or with a value."""
+        """Returns a variable: a new register that starts with a number or a value, and may be changed later."""
         out = self.fresh(kind or start.kind)
         self.set(out, start)
         return out
 
     def set(self, register: Value, value: Any, when: Condition = None) -> None:
-        """Gives a register another value, where `when` holds."""
+        """Sets a register to a value, where `when` holds."""
         self += f"{_if(when)}mov.{_untyped(register.kind)} {register}, {_text(value, register.kind)};"
 
     def increase(self, register: Value, by: Any, when: Condition = None) -> None:
@@ -168,7 +172,7 @@ class Program:
         self.update(register, "add", by, when)
 
     def update(self, register: Value, op: str, value: Any, when: Condition = None) -> None:
-        """Gives a register the result of an instruction, like "max", of itself and a value, where `when` holds."""
+        """Applies an instruction, like "max", to a register and a value, in place, where `when` holds."""
         typed = _typed(op, register.kind)
         self += f"{_if(when)}{typed} {register}, {register}, {_text(value, register.kind)};"
 
@@ -181,21 +185,21 @@ class Program:
     # --- Arithmetic
 
     def op(self, op: str, kind: str, *arguments: Any) -> Value:
-        """Returns the result of an instruction whose operands and result are of one kind."""
+        """Returns the result of an instruction; its operands and its result have the same kind."""
         out = self.fresh(kind)
         self += f"{_typed(op, kind)} {out}, {', '.join(_text(a, kind) for a in arguments)};"
         return out
 
     def bitwise3(self, function: Callable[[Any, Any, Any], Any], *arguments: Any) -> Value:
-        """Returns a function of three numbers bit by bit, like lambda a, b, c: a & b | c, by one instruction."""
+        """Returns a bitwise function of three numbers, like lambda a, b, c: a & b | c, by one instruction."""
         kind = arguments[0].kind
-        table = function(0xF0, 0xCC, 0xAA) & 0xFF  # all combinations of three bits
+        table = function(0xF0, 0xCC, 0xAA) & 0xFF  # the truth table: all combinations of three bits
         out = self.fresh(kind)
         self += f"lop3.b32 {out}, {', '.join(_text(a, kind) for a in arguments)}, {table};"
         return out
 
     def and_or(self, op: str, a: Value, b: Any) -> Value:
-        """Returns a & b or a | b; where b is a comparison that was just written, one instruction does both."""
+        """Returns a & b or a | b. If b is a comparison in the last line, one instruction compares and combines."""
         comparison = b.comparison if isinstance(b, Value) else None
         if comparison is None or comparison[0] != len(self.lines):
             return self.op(op, a.kind, a, b)
@@ -205,34 +209,34 @@ class Program:
         return out
 
     def sign_of_halves(self, x: Value) -> Value:
-        """Returns for each half of the bits as many, all ones if it is negative, else zeros."""
+        """Fills each 16-bit half with its sign: all ones if it is negative, else zeros."""
         out = self.fresh(x.kind)
         self += f"prmt.b32 {out}, {x}, 0, {_SIGNS_OF_HALVES};"
         return out
 
     def shift(self, op: str, x: Value, by: Any) -> Value:
-        """Returns the result of a shift by a number of bits, which is unsigned."""
+        """Returns the result of a shift by an unsigned number of bits."""
         out = self.fresh(x.kind)
         self += f"{op} {out}, {x}, {_text(by, 'u32')};"
         return out
 
     def compare(self, x: Value, relation: str, y: Any) -> Value:
-        """Returns a condition: whether x stands in a relation, like "lt", to y."""
+        """Returns a condition: whether a relation, like "lt", holds between x and y."""
         out = self.fresh("pred")
         self += f"setp.{relation}.{x.kind} {out}, {x}, {_text(y, x.kind)};"
         out.comparison = len(self.lines), relation, x, y
         return out
 
     def min(self, a: Value, b: Any) -> Value:
-        """Returns the lesser one."""
+        """Returns the smaller number; if one is NaN, the other."""
         return self.op("min", a.kind, a, b)
 
     def max(self, a: Value, b: Any) -> Value:
-        """Returns the greater one; the number, where the other is NaN."""
+        """Returns the larger number; if one is NaN, the other."""
         return self.op("max", a.kind, a, b)
 
     def multiply_add(self, a: Value, b: Any, c: Any) -> Value:
-        """Returns a * b + c, of floats rounded once."""
+        """Returns a * b + c; floats are rounded only once."""
         return self.op("fma.rn" if a.kind == "f32" else "mad.lo", a.kind, a, b, c)
 
     def multiply_high(self, a: Value, b: Value) -> Value:
@@ -240,15 +244,15 @@ class Program:
         return self.op("mul.hi", a.kind, a, b)
 
     def reciprocal(self, x: Value) -> Value:
-        """Returns 1 / x, to a unit in the last place."""
+        """Returns 1 / x of a float, accurate to one unit in the last place."""
         return self.op("rcp.approx.ftz", "f32", x)
 
     def divide(self, a: Value, b: Any) -> Value:
-        """Returns a / b of floats, to two units in the last place."""
+        """Returns a / b of floats, accurate to two units in the last place."""
         return self.op("div.full", "f32", a, b)
 
     def multiply_wide(self, a: Value, b: int) -> Value:
-        """Returns the product of an unsigned number and a constant in 64 bits."""
+        """Returns the 64-bit product of an unsigned number and a constant."""
         out = self.fresh("u64")
         self += f"mul.wide.u32 {out}, {a}, {b};"
         return out
@@ -258,7 +262,7 @@ class Program:
         return self.multiply_add(number, itemsize, array)
 
     def reduce(self, op: str, values: Sequence[Value]) -> Value:
-        """Reduces values by an instruction, like "max.NaN", in pairs and pairs of pairs."""
+        """Reduces values by an instruction, like "max.NaN", in a tree of pairs."""
         values = list(values)
         while len(values) > 1:
             unpaired = values[len(values) // 2 * 2 :]
@@ -278,17 +282,17 @@ class Program:
         return self.op("ex2.approx.ftz", "f32", x)
 
     def log2(self, x: Value) -> Value:
-        """Returns the logarithm to base 2, to 2^-22; so near 1, where it is 0, it is not exact."""
+        """Returns the logarithm to base 2, accurate to 2^-22. That is inexact near 1, where the logarithm is 0."""
         return self.op("lg2.approx.ftz", "f32", x)
 
     def absolute(self, x: Value) -> Value:
-        """Returns the number without its sign."""
+        """Returns the absolute value."""
         return self.op("abs", x.kind, x)
 
     def convert(self, x: Value, kind: str, to_integer: str = "rzi") -> Value:
-        """Returns the number in another kind: the nearest float; or of a float an integer, as `to_integer` says.
+        """Returns the number in another kind. A conversion to a float gives the nearest float.
 
-        That is "rzi" (without its fraction), "rni" (the nearest) or "rpi" (the next one up).
+        For a float to an integer, `to_integer` sets the rounding: "rzi" (toward zero), "rni" (nearest) or "rpi" (up).
         """
         if kind in _FLOATS:
             rounding = "" if x.kind in _FLOATS and _BITS[x.kind] < _BITS[kind] else "rn."
@@ -299,19 +303,19 @@ class Program:
         return out
 
     def split(self, x: Value, kind: str = "u32") -> tuple[Value, Value]:
-        """Returns the lower and the upper half of the bits, each of a kind."""
+        """Returns the lower and the upper half of the bits, each in the given kind."""
         low, high = self.fresh(kind), self.fresh(kind)
         self += f"mov.b{_BITS[x.kind]} {{{low}, {high}}}, {x};"
         return low, high
 
     def join(self, low: Value, high: Value, kind: str = "u64") -> Value:
-        """Returns a number whose lower and upper half of the bits are these."""
+        """Joins a lower and an upper half to a number."""
         out = self.fresh(kind)
         self += f"mov.b{_BITS[kind]} {out}, {{{low}, {high}}};"
         return out
 
     def shift_right(self, low: Value, high: Value, by: Value) -> Value:
-        """Returns the lower 32 bits of the 64 of low and high, shifted by less than 32."""
+        """Shifts the 64-bit number (high, low) right by less than 32 bits; returns the lower 32 bits."""
         out = self.fresh("u32")
         self += f"shf.r.wrap.b32 {out}, {low}, {high}, {by};"
         return out
@@ -331,16 +335,16 @@ class Program:
         return out
 
     def permute(self, low: Value, high: Value, bytes_: int) -> Value:
-        """Returns four bytes of two numbers, whose bytes are 0 to 3 and 4 to 7: each digit of `bytes_` names one.
+        """Returns four of the bytes of two numbers: `low` has bytes 0 to 3, `high` has bytes 4 to 7.
 
-        8 more than the number of a byte is a byte full of its sign.
+        Each hexadecimal digit of `bytes_` selects a byte. The number of a byte plus 8 selects a byte full of its sign.
         """
         out = self.fresh("u32")
         self += f"prmt.b32 {out}, {low}, {high}, {bytes_};"
         return out
 
     def lowest_bit(self, x: Value) -> Value:
-        """Returns the number of the lowest bit that is 1; of 0 it is 32."""
+        """Returns the number of the lowest bit that is 1; 32 if x is 0."""
         reverse, out = self.fresh("u32"), self.fresh("u32")
         self += f"brev.b32 {reverse}, {x}; clz.b32 {out}, {reverse};"
         return out
@@ -348,13 +352,13 @@ class Program:
     # --- Control
 
     def label(self, name: str) -> str:
-        """Returns a label that the text does not have yet, which starts with this name."""
+        """Returns a new label that starts with this name."""
         self.labels += 1
         return f"{name}{self.labels}"
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Callable[..., None]]:
-        """What is written within is left by a thread where leave(condition) is called, if that holds; or leave()."""
+        """Opens a block. leave() in it jumps to its end; leave(condition) jumps where the condition holds."""
         end = self.label("end")
 
         def leave(condition: Condition = None) -> None:
@@ -365,14 +369,14 @@ class Program:
 
     @contextlib.contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """What is written within runs in the threads where the condition holds."""
+        """Opens a block that runs only in threads where the condition holds."""
         with self.block() as leave:
             leave(~condition)
             yield
 
     @contextlib.contextmanager
     def repeat(self) -> Iterator[Callable[[Value], None]]:
-        """What is written within runs once, and again where again(condition), the last thing in it, is true."""
+        """Opens a loop. again(condition), the last call in it, repeats the loop where the condition holds."""
         start = self.label("again")
         self += f"{start}:"
 
@@ -383,7 +387,7 @@ class Program:
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[Callable[..., None]]:
-        """What is written within runs again and again, until a condition for which leave(condition) is called."""
+        """Opens an endless loop. leave(condition) ends it where the condition holds."""
         start = self.label("again")
         with self.block() as leave:
             self += f"{start}:"
@@ -404,7 +408,7 @@ class Program:
     ) -> Value:
         """Returns the number in memory at address + offset, or the default where `when` does not hold.
 
-        Without a default it may be anything there.
+        Without a default the result is undefined there.
         """
         out = self.fresh(kind) if default is None else self.var(default, kind)
         self.load_into(out, address, offset=offset, when=when, space=space)
@@ -419,11 +423,11 @@ class Program:
         when: Condition = None,
         space: str = "shared",
     ) -> None:
-        """Gives a register the number in memory at address + offset, where `when` holds."""
+        """Loads the number in memory at address + offset into a register, where `when` holds."""
         self.load_vector_into([register], address, offset=offset, when=when, space=space)
 
     def load_vector(self, address: Value, kind: str, count: int, *, offset: int = 0) -> list[Value]:
-        """Returns neighbouring numbers in shared memory, a power of two, loaded up to 16 bytes at a time."""
+        """Loads neighbouring numbers in shared memory, up to 16 bytes at a time. `count` is a power of two."""
         out = [self.fresh(kind) for _ in range(count)]
         self.load_vector_into(out, address, offset=offset)
         return out
@@ -437,7 +441,7 @@ class Program:
         when: Condition = None,
         space: str = "shared",
     ) -> None:
-        """Gives registers, a power of two, neighbouring numbers at address + offset, where `when` holds."""
+        """Loads neighbouring numbers at address + offset into a power of two of registers, where `when` holds."""
         kind = registers[0].kind
         for byte, vector, names in _vectors([str(register) for register in registers], kind):
             self += f"{_if(when)}ld.{space}{vector}.b{_BITS[kind]} {names}, [{address}+{offset + byte}];"
@@ -450,18 +454,18 @@ class Program:
         when: Condition = None,
         space: str = "shared",
     ) -> None:
-        """Writes neighbouring values, or integers of 32 bits, to memory, up to 16 bytes at a time."""
+        """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time."""
         kind = values[0].kind if isinstance(values[0], Value) else "u32"
         for byte, vector, names in _vectors([_text(value, kind) for value in values], kind):
             self += f"{_if(when)}st.{space}{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
 
     def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
-        """Adds to a number in shared memory, at address + offset, atomically."""
+        """Adds atomically to the number in shared memory at address + offset."""
         add = "red.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} [{address}+{offset}], {_text(number, 'u32')};"
 
     def take_from(self, address: Value, number: Any, *, when: Condition = None, default: Any = None) -> Value:
-        """Adds to a number in shared memory, atomically, and returns what it was before; the rest is as in `load`."""
+        """Adds atomically to a number in shared memory and returns its old value; otherwise like `load`."""
         out = self.fresh("u32") if default is None else self.var(default, "u32")
         self.take_into(out, address, number, when=when)
         return out
@@ -469,22 +473,22 @@ class Program:
     def take_into(
         self, register: Value, address: Value, number: Any, *, offset: int = 0, when: Condition = None
     ) -> None:
-        """Adds to a number in shared memory, atomically, and gives a register what it was, where `when` holds."""
+        """Adds atomically to a number in shared memory and puts its old value into a register, where `when` holds."""
         add = "atom.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_text(number, 'u32')};"
 
     def in_cta(self, address: Value, cta: Any) -> Value:
-        """Returns the address, for space="shared::cluster", of what another CTA of the cluster has at this one."""
+        """Returns the address, for space="shared::cluster", of the same location in another CTA of the cluster."""
         return self.op("mapa.shared::cluster", "u32", address, cta)
 
     # --- Warps and CTAs
 
     def barrier(self) -> None:
-        """All threads of a CTA of one warpgroup meet."""
-        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic numbers barriers from 1
+        """Synchronizes all threads of a CTA that has one warpgroup."""
+        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic's first barrier has number 1
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
-        """Returns the value of another lane: "bfly" (number lane ^ by), "down" (lane + by) or "idx" (by)."""
+        """Returns the value of another lane, number lane ^ by ("bfly"), lane + by ("down") or by ("idx")."""
         if _BITS[x.kind] == 64:
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
@@ -493,37 +497,37 @@ class Program:
         return out
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
-        """Returns the value of lane number lane - by, and a condition: whether there is one."""
+        """Returns the value of lane number lane - by, and a condition: whether that lane exists."""
         out, inside = self.fresh(x.kind), self.fresh("pred")
         self += f"shfl.sync.up.b32 {out}|{inside}, {x}, {by}, 0, {WHOLE_WARP};"
         return out, inside
 
     def over_lanes(self, op: str, x: Value) -> Value:
-        """Reduces an integer over the lanes of a warp by "add", "min" or "max"; each of them gets the result."""
+        """Reduces an integer over the lanes of a warp by "add", "min" or "max"; all lanes get the result."""
         out = self.fresh(x.kind)
         self += f"redux.sync.{op}.{x.kind} {out}, {x}, {WHOLE_WARP};"
         return out
 
     def any(self, condition: Value) -> Value:
-        """Returns a condition: whether another one holds in some lane of the warp."""
+        """Returns a condition: whether the given one holds in any lane of the warp."""
         out = self.fresh("pred")
         self += f"vote.sync.any.pred {out}, {condition}, {WHOLE_WARP};"
         return out
 
     def ballot(self, condition: Value) -> Value:
-        """Returns the lanes of the warp in which the condition holds, as bits."""
+        """Returns one bit for each lane of the warp: whether the condition holds there."""
         out = self.fresh("u32")
         self += f"vote.sync.ballot.b32 {out}, {condition}, {WHOLE_WARP};"
         return out
 
 
 def _untyped(kind: str) -> str:
-    """Returns the type of a register that holds a value of a kind."""
-    return kind if kind == "pred" else f"b{max(16, _BITS[kind])}"  # there are none of 8 bits
+    """Returns the untyped PTX type of a register for values of a kind."""
+    return kind if kind == "pred" else f"b{max(16, _BITS[kind])}"  # 8-bit values have 16-bit registers
 
 
 def _typed(op: str, kind: str) -> str:
-    """Returns an instruction with its type; a float's sum is rounded by itself, never joined to a multiply-add."""
+    """Returns an instruction with its type. Sums and products of floats are never fused to a multiply-add."""
     if op in ("and", "or", "xor", "not"):
         return f"{op}.{_untyped(kind)}"
     return f"{op}.rn.f32" if kind == "f32" and op in ("add", "sub", "mul") else f"{op}.{kind}"
@@ -534,7 +538,7 @@ def _if(condition: Condition) -> str:
 
 
 def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
-    """Yields for each access to neighbouring numbers its first byte, its suffix, and the registers."""
+    """Yields the first byte, the suffix and the registers of each access to neighbouring numbers."""
     itemsize = _BITS[kind] // 8
     size = min(len(registers), ACCESS_BYTES // itemsize)
     for i in range(0, len(registers), size):
@@ -543,10 +547,10 @@ def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _text(value: Any, kind: str) -> str:
-    """Returns a register, or a number as PTX writes it."""
+    """Returns the name of a register, or a number in PTX syntax."""
     if isinstance(value, Value):
         if value.name.startswith("!"):
             return value.program.op("not", "pred", ~value).name
         return value.name
-    # a float is 0f, and the eight hexadecimal digits of its bits
+    # PTX writes a float as 0f and the eight hexadecimal digits of its bits
     return f"0f{np.float32(value).view(np.uint32):08X}" if kind == "f32" else str(int(value))
