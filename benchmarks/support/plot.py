@@ -111,9 +111,9 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     right = 1.05 * max([1.0, *(row.share for row in rows if row.share is not None)])
-    beside: list[str] = []
+    left_groups: list[str] = []
     for i, (axis, (title, groups)) in enumerate(zip(axes.flat, panels.items())):
-        same = bool(i % columns) and beside == list(groups)
+        same = bool(i % columns) and left_groups == list(groups)
         _draw_panel(axis, groups, gap, right, headed=several and not same)
         if same:
             axis.tick_params(axis="y", labelleft=False)
@@ -123,7 +123,7 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
         else:
             k = "" if rows[0].case.k is None else ", k"
             axis.set_ylabel(f"rows × elements of a row{k}", fontsize=8)
-        beside = list(groups)
+        left_groups = list(groups)
         axis.set_ylim(most - gap - 0.2, -0.8)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel(f"bandwidth, % of {number(bytes_per_s / scale)} {unit} (a {floor}'s)", fontsize=8)
