@@ -1,1 +1,1 @@
-"""Checked and timed comparisons: one program per question, such as `python -m benchmarks.softmax --help`."""
+"""Checked and timed comparisons, one program per question: see `python -m benchmarks.softmax --help`."""

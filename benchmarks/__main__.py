@@ -1,20 +1,20 @@
 """Softmax and top-k, one after the other: python -m benchmarks --flagfile=configs/smoke.flags.
 
-This runs benchmarks.softmax and then benchmarks.topk, and has the flags of both and no others. Each passes
-over the peers of the other one, and top-k over --function, --where and --axis. The other benchmarks are
-programs of their own, each with flags of its own, which its --help lists:
+This runs benchmarks.softmax, then benchmarks.topk, and has exactly their flags. Each of the two ignores the
+other one's peers. Top-k also ignores --function, --where and --axis. Every other benchmark is a separate
+program, and its --help lists its flags:
 
 benchmarks.softmax          How fast are softmax, log_softmax and logsumexp?
 benchmarks.topk             How fast is fused_topk?
-benchmarks.paper            Do the figures of the paper hold?
-benchmarks.accuracy         How many ulps are ours and XLA's off?
-benchmarks.programs         What does ours save in whole programs?
+benchmarks.paper            Do the paper's figures hold?
+benchmarks.accuracy         How many ulps off are our results and XLA's?
+benchmarks.programs         How much time do whole programs save?
 benchmarks.linear           How fast is the cross entropy of a projection?
 benchmarks.beam_search      How fast is beam search with fused_topk?
 benchmarks.sample           How fast is sample?
 benchmarks.serve            How fast does a server decode with sample?
 benchmarks.sharded          How do softmax and top-k scale over devices?
-benchmarks.support.redraw   Draws pictures of results again, from their JSON
+benchmarks.support.redraw   Redraws the pictures of results from their JSON
 """
 
 from absl import app
@@ -37,7 +37,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs both and returns the larger exit code."""
+    """Runs both benchmarks and returns the larger exit code."""
     return max(softmax.main(argv), topk.main(argv))
 
 

@@ -1,4 +1,4 @@
-"""How many ulps are ours and XLA's off? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
+"""How many ulps off are our results and XLA's? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
 
@@ -20,17 +20,18 @@ class Row:
     contender: str
     ran: str = ""
     status: str = "ok"  # ok, WORSE, not run, error
-    reason: str = ""  # why it is not run or an error
+    reason: str = ""  # why the status is "not run" or "error"
     ulps: float | None = None
     xla_ulps: float | None = None
 
 
 def worse(ulps: float, xla_ulps: float, dtype: str) -> bool:
-    """Tells whether ours is less exact than XLA by more than is allowed.
+    """Tells whether our error exceeds XLA's by more than the allowance.
 
-    In 16 bits an ulp is allowed: the rounding of the result, or of the y that a backward starts from, may fall
-    the other way. In float32 two are allowed: a term of d has passed two exponentials, of an ulp or so each,
-    where XLA's has one. That is the price of one read (the online normalizer rescales what it has summed).
+    The allowance for 16-bit dtypes is one ulp: our result, or the y that a backward starts from, may round the
+    other way. The allowance for float32 is two ulps: each term of our d passes two exponentials, and each costs
+    about an ulp. A term of XLA's d passes one. This is the price of a single read, because the online
+    normalizer rescales its partial sum.
     """
     return not ulps <= 1.05 * xla_ulps + (2 if dtype == "float32" else 1)
 
@@ -38,8 +39,8 @@ def worse(ulps: float, xla_ulps: float, dtype: str) -> bool:
 def _compare(case: Case, chosen: flags.Settings) -> list[Row]:
     """Compares every output of every implementation with the answer, on all rows of the case.
 
-    An error is in ulps of the output's dtype at the size that answers.Answer relates it to: the true value
-    of y (of log_softmax 1 if that is more), and for dx its terms, which may cancel.
+    An error is in ulps of the output's dtype, at the size given by answers.Answer. For y that size is the true
+    value (for log_softmax at least 1). For dx it is the size of the terms, because they may cancel.
     """
     outputs = {"forward": ["y"], "backward": ["dx"], "both": ["y", "dx"]}[case.direction]
     everything = np.arange(case.batch)
@@ -73,7 +74,7 @@ def _compare(case: Case, chosen: flags.Settings) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, below a heading for each case; what the columns are stands below."""
+    """Returns the rows as aligned text, with a heading per case and the columns explained at the end."""
     head = ["  output", "contender", "ran", "ulps", "XLA's", ""]
 
     def cells(row: Row, notes: report.Notes) -> list[str]:
@@ -82,9 +83,9 @@ def table(rows: list[Row]) -> str:
 
     texts = {
         "ran": report.RAN,
-        "ulps": "the largest error against float64, in units of the last place of the true value (of dx: of its terms)",
-        "XLA's": "that of jax.nn's function",
-        "WORSE": "it is off by more than XLA's and what is allowed on top, an ulp or two",
+        "ulps": "the largest error against float64, in units of the last place of the true value (dx: of its terms)",
+        "XLA's": "the largest error of jax.nn's function, in the same units",
+        "WORSE": "our error exceeds XLA's by more than the allowance of one or two ulps",
     }
     return report.grouped(head, rows, lambda row: row.case.label, cells, texts)
 

@@ -1,23 +1,24 @@
 """How fast is beam search with fused_topk? python -m benchmarks.beam_search --flagfile=configs/beam_search.flags
 
-A small language model (a GRU) is trained for --training_steps on the text beside this file, then decodes:
---batch prompts, --k beams each, hypotheses of --sequence tokens, every step with real logits of shape
-(batch, beams, V). The text has but some 3,500 different tokens (words, marks, line ends); the output layer
-has all of --vocab, and learns by the full cross entropy that the rest is improbable. The length is fixed: no
-token ends a hypothesis, so that every choice of every step counts. Each search, from the prompts to the
-traced hypotheses, is one jitted program; they differ in the selection:
+A small language model (a GRU) trains for --training_steps on the text in data/, then decodes --batch prompts.
+A prompt has --k beams, and a hypothesis has --sequence tokens. Every step selects from real logits of shape
+(batch, beams, V). The text has only about 3,500 different tokens (words, punctuation, line ends). The output
+layer has all --vocab tokens, and learns by the full cross entropy that the others are improbable. No token ends
+a hypothesis: its length is fixed, so that every choice of every step counts. A search, from the prompts to the
+traced hypotheses, is one jitted program. The contenders differ in the selection:
 
 jax        log_softmax, then lax.top_k over the beams * V scores of a prompt
-jax_rows   log_softmax, lax.top_k of every row, then the best of the beams * beams that are left
-ours       fused_topk of every row in place of the first two
+jax_rows   log_softmax, lax.top_k of every row, then the best of the remaining beams * beams
+ours       fused_topk of every row replaces log_softmax and lax.top_k of jax_rows
 
-They are to return the same hypotheses. Rounding may turn a near tie, and what follows from it, so every
-search is also replayed: the model takes each step as the search did, and the scores of all candidates, from
-jax.nn, must be as claimed and none better than those chosen, within a worst case of rounding. What fails is
-not timed; `same` counts the hypotheses that are jax's, token for token, and `gap` is the largest tie.
+All contenders should return the same hypotheses. Rounding may reverse a near tie, however, and everything that
+follows it. Every search is therefore replayed: the model takes the same steps, and jax.nn scores all candidates.
+The claimed scores must be right and no candidate may beat the chosen ones, within a worst case of rounding.
+A search that fails is not timed. `same` counts the hypotheses that equal jax's, token for token, and `gap` is
+the largest near tie.
 
-Tokens per second are of wall time: --batch times --sequence over a call. The text is the first 100 kB of
-Romeo and Juliet, in the public domain, out of github.com/karpathy/char-rnn, data/tinyshakespeare.
+Tokens per second are --batch times --sequence, over the wall time of a call. The text is the first 100 kB of
+Romeo and Juliet, in the public domain, from data/tinyshakespeare of github.com/karpathy/char-rnn.
 """
 
 import collections
@@ -41,17 +42,17 @@ from benchmarks.support.driver import note, progress, require_extra
 
 TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
 UNKNOWN = 0
-PROMPT = 8  # tokens of a speech that the search continues: who speaks, and a few words
-_TRAINED = 32  # tokens of a sequence in training
-_SHOWN = 4  # number of hypotheses that are printed
+PROMPT = 8  # tokens of a prompt: the speaker and the first words of a speech
+_TRAINED = 32  # tokens of a training sequence
+_SHOWN = 4  # hypotheses printed
 
-# (scores, logits) -> (scores, parents, tokens): the logits are (batch, beams, V), all others (batch, beams).
+# (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
 Select = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """One search: a number of beams for each prompt, over a vocabulary."""
+    """The size of a search: its prompts, the beams of each prompt, the vocabulary and the length."""
 
     batch: int
     beams: int
@@ -61,13 +62,13 @@ class Search:
 
     @property
     def label(self) -> str:
-        """A name of the search in few words."""
+        """A short name of the search."""
         return f"{self.batch}x{self.beams} beams V={self.vocab} {self.dtype}, {self.sequence} tokens"
 
 
 @dataclasses.dataclass
 class Row:
-    """The columns of the CSV for one contender in one search; what is empty was not measured."""
+    """The columns of the CSV for one contender in one search. Empty columns were not measured."""
 
     search: Search
     contender: str  # jax, jax_rows, or one of our implementations
@@ -77,18 +78,18 @@ class Row:
     reason: str = ""  # why the status is not ok, or why there is no device time
     training_loss: float | None = None
     hypotheses: int = 0
-    same: int | None = None  # how many of these are those of jax, token for token
-    score_error: float | None = None  # the largest error of a claimed score, by the replay
-    gap: float | None = None  # the most that a choice falls short of the best, in the replay: near ties
+    same: int | None = None  # how many hypotheses equal jax's, token for token
+    score_error: float | None = None  # the largest error of a claimed score, found by the replay
+    gap: float | None = None  # the largest shortfall of a choice from the best, in the replay: a near tie
     samples: int = 0
     p20_us: float | None = None  # wall time of a search
     p50_us: float | None = None
     p80_us: float | None = None
     tokens_per_s: float | None = None
     speedup: float | None = None  # p50 of jax over this p50
-    device_us_per_step: float | None = None  # device time of the kernels in a step of the search, on a GPU
+    device_us_per_step: float | None = None  # time of the kernels in a step of the search, on a GPU
     first_result_s: float | None = None
-    explain: str = ""  # what pallas_softmax.explain says of ours
+    explain: str = ""  # what pallas_softmax.explain says about ours
 
     @property
     def fails(self) -> bool:
@@ -98,7 +99,7 @@ class Row:
 
 @functools.cache
 def text_tokens() -> tuple[list[str], list[str]]:
-    """Returns the text as tokens, and the vocabulary: a token for the unknown, then the most frequent first."""
+    """Returns the text as tokens, and the vocabulary: the unknown token, then the others from the most frequent on."""
     text = re.findall(r"\n\n|\n|--|[\w']+(?:-[\w']+)*|[^\w\s]", TEXT.read_text())
     return text, ["<unknown>", *(word for word, _ in collections.Counter(text).most_common())]
 
@@ -111,7 +112,7 @@ def token_ids(vocab: int) -> np.ndarray:
 
 
 def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
-    """Returns the first tokens of `batch` speeches that lie all over the text."""
+    """Returns the first tokens of `batch` speeches, spread evenly over the text."""
     text, _ = text_tokens()
     ends = np.flatnonzero([word == "\n\n" for word in text])
     starts = ends[:-1][np.diff(ends) > PROMPT] + 1
@@ -120,7 +121,7 @@ def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
 
 
 def as_text(ids: np.ndarray) -> str:
-    """Returns ids as a line of text, in which / is the end of a line and // that of a speech."""
+    """Returns ids as one line of text: / marks the end of a line, // the end of a speech."""
     _, words = text_tokens()
     line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
     return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
@@ -138,10 +139,10 @@ def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> 
 
 
 def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the next hidden state and the logits, in the dtype of the output layer (which embeds, too).
+    """Returns the next hidden state, and the logits in the dtype of the output layer (the embedding).
 
-    The barriers keep the compiler from mixing the model with a selection, or from leaving out the rounding
-    to 16 bits, so that all programs have the same logits.
+    The barriers give all programs the same logits: the compiler can neither fuse the model with a selection nor
+    skip the rounding to a 16-bit dtype.
     """
     hidden, token = lax.optimization_barrier((hidden, token))
     hidden = _gru(weights, hidden, token)
@@ -150,7 +151,7 @@ def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) ->
 
 
 def train(vocab: int, chosen: flags.Settings) -> tuple[dict[str, jax.Array], float]:
-    """Returns the weights after --training_steps of Adam, and the mean of the last losses."""
+    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
     width, steps = chosen.width, chosen.training_steps
     ids = jnp.asarray(token_ids(vocab))
     keys = iter(jax.random.split(jax.random.key(chosen.seed), 4))
@@ -198,17 +199,17 @@ def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def select_at_once(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Selects the best of all beams * V candidates of a prompt."""
+    """Selects the best of all beams * V candidates of each prompt."""
     batch, beams, vocab = logits.shape
     scores, best = lax.top_k(all_scores(scores, logits).reshape(batch, -1), beams)
     return scores, best // vocab, best % vocab
 
 
 def select_by_rows(winners: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]) -> Select:
-    """Returns a selection of the best of the beams * beams candidates that `winners` leaves of a prompt.
+    """Returns a selection in two steps: `winners` of each row, then the best of a prompt's beams * beams winners.
 
     Args:
-      winners: maps the logits and k to log p in float32 and the tokens of the k best of every row.
+      winners: maps the logits and k to the k best entries of every row, as float32 log p and tokens.
     """
 
     def select(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -235,7 +236,7 @@ def _ours(
 
 
 def selection(contender: str) -> Select:
-    """Returns the selection of jax, of jax_rows, or of one of our implementations."""
+    """Returns the selection of a contender: jax, jax_rows, or one of our implementations."""
     if contender == "jax":
         return select_at_once
     if contender == "jax_rows":
@@ -244,7 +245,7 @@ def selection(contender: str) -> Select:
 
 
 def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:
-    """Returns the hidden state of each prompt, (batch, width), before its last token."""
+    """Returns the hidden state before the last token of each prompt, (batch, width)."""
     hidden = jnp.zeros((len(prompts), weights["hidden"].shape[0]))
     return lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)[0]
 
@@ -252,7 +253,7 @@ def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:
 def _start(
     weights: dict[str, jax.Array], prompts: jax.Array, beams: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns hidden state, last token and score of every beam; only a prompt's first has a score above -inf."""
+    """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
     batch, hidden = len(prompts), prefill(weights, prompts)
     scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     return (
@@ -265,7 +266,7 @@ def _start(
 def decode(
     select: Select, search: Search, weights: dict[str, jax.Array], prompts: jax.Array
 ) -> dict[str, jax.Array]:
-    """Searches; returns the hypotheses, best first, and the choices of every step, each (sequence, batch, beams)."""
+    """Searches. Returns the hypotheses, best first, and each step's choices. All are (sequence, batch, beams)."""
 
     def step(carry: Any, _: None) -> tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]:
         hidden, token, scores = carry
@@ -286,7 +287,7 @@ def decode(
 
 
 def _of(state: jax.Array, beams: jax.Array) -> jax.Array:
-    """Returns the part of `state`, (batch, beams, ...), that these beams have."""
+    """Returns the states of these beams, taken from `state` of shape (batch, beams, ...)."""
     return jax.vmap(lambda state, beams: state[beams])(state, beams)
 
 
@@ -298,7 +299,7 @@ def replay(
     tokens: jax.Array,
     parents: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns scores by jax.nn, (sequence, batch, beams): those of a step's choices, and the best that there were."""
+    """Returns jax.nn's scores of each step's choices and of its best candidates, each (sequence, batch, beams)."""
 
     def step(carry: Any, chosen: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         hidden, token, scores = carry
@@ -314,10 +315,10 @@ def replay(
 
 
 def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> tuple[float, float, str]:
-    """Returns the largest error of a score and the largest near tie, by the replay, and what is wrong if anything.
+    """Returns the largest error of a score, the largest near tie, and the first fault that the replay shows (or "").
 
-    A step adds to the error of a score its own rounding and 32 eps for those of log p: of the largest logits, of
-    their exponentials' sum and of its logarithm.
+    Each step may add to a score's error: the rounding of the score itself, and 32 eps for log p. The 32 eps cover
+    the rounding of the largest logits, of the sum of their exponentials, and of its logarithm.
     """
     tokens, parents, claimed = (np.asarray(found[name]) for name in ("tokens", "parents", "scores"))
     for name, ids, end in (("token", tokens, search.vocab), ("parent", parents, search.beams)):
@@ -330,7 +331,7 @@ def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> t
         errors, gaps = np.abs(claimed - scores), np.abs(best - scores)
     largest = float(errors.max()), float(gaps.max())
     for what, off in (("score off by", errors), ("choice short of the best by", gaps)):
-        wrong = np.argwhere(~(off <= bound))  # a NaN, too
+        wrong = np.argwhere(~(off <= bound))  # a NaN is wrong as well
         if len(wrong):
             step, prompt, beam = wrong[0]
             return *largest, (
@@ -341,7 +342,7 @@ def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> t
 
 
 def make_searches(chosen: flags.Settings) -> list[Search]:
-    """Returns a search for every combination of the flags."""
+    """Returns one search per combination of the flags' values."""
     if max(chosen.k) > min(chosen.vocab):
         raise SystemExit(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
     return [
@@ -357,13 +358,13 @@ def make_searches(chosen: flags.Settings) -> list[Search]:
 def _prepare(
     row: Row, weights: dict[str, jax.Array], starts: jax.Array, expected: np.ndarray | None
 ) -> tuple[Call, np.ndarray]:
-    """Makes a contender's search and writes into its row what it is; returns its call and its hypotheses.
+    """Compiles and checks a contender's search, and records the findings in its row. Returns call and hypotheses.
 
     Args:
-      row: the contender's row. Its status says whether the search holds against its replay.
-      weights: those of the model, the output layer in the dtype of the search.
+      row: the contender's row. Its status will say whether the search agrees with its replay.
+      weights: the model's weights. The output layer is in the dtype of the search.
       starts: the prompts, (batch, PROMPT).
-      expected: the hypotheses of jax, unless this is jax.
+      expected: jax's hypotheses, or None if the contender is jax.
     """
     search, name = row.search, row.contender
     program = functools.partial(decode, selection(name), search)
@@ -387,7 +388,7 @@ def _prepare(
 
 
 def _explain(row: Row) -> None:
-    """Writes into a row of ours what explain says, and raises unless the program runs it."""
+    """Writes into one of our rows what explain says, and raises if the program runs another implementation."""
     search, name = row.search, row.contender
     logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
     choices = pallas_softmax.explain(_ours, logits, search.beams, None if name == "auto" else name)
@@ -405,12 +406,15 @@ def write_times(
     steps: int,
     baseline: str,
 ) -> None:
-    """Times the calls together and writes into the rows what follows from their times.
+    """Times the calls together and fills in the rows' columns of times.
 
     Args:
-      rows: of the contenders, by name; with the columns of `Row` for times.
-      calls: each makes so many tokens, in so many steps.
-      baseline: the contender that the others' speed-up is over.
+      rows: the contenders' rows by name. They have the timing columns of `Row`.
+      calls: the contenders' calls by name.
+      chosen: says how often, and for how long, to time.
+      tokens: how many tokens one call makes.
+      steps: how many steps one call takes.
+      baseline: the contender with speed-up 1.
     """
     times = timing.interleave(
         calls,
@@ -438,7 +442,7 @@ def write_times(
 def run_search(
     search: Search, chosen: flags.Settings, weights: dict[str, jax.Array]
 ) -> tuple[list[Row], np.ndarray | None]:
-    """Checks every contender in one search, then times them together; returns jax's best hypotheses, too."""
+    """Checks all contenders in one search, then times them together. Returns the rows and jax's best hypotheses."""
     names = ["jax", "jax_rows", *chosen.implementations]
     rows = {name: Row(search, name, ours=name in chosen.implementations) for name in names}
     weights = weights | {"embed": weights["embed"].astype(search.dtype)}
@@ -453,14 +457,14 @@ def run_search(
             continue
         if name == "jax":
             expected = hypotheses
-        if row.status == "ok":  # the time of a wrong search is worth nothing
+        if row.status == "ok":  # timing a wrong search would be pointless
             calls[name] = call
     write_times(rows, calls, chosen, search.batch * search.sequence, search.sequence, "jax")
     return list(rows.values()), None if expected is None else expected[:, :, 0].T
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, below a heading for each search; what the columns are stands below."""
+    """Returns the rows as aligned text, with a heading per search and the columns explained at the end."""
     head = ["  contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
     head += ["device us/step", "first s"]
 
@@ -473,19 +477,19 @@ def table(rows: list[Row]) -> str:
 
     texts = {
         "ran": report.RAN,
-        "check": "ok if the scores and the choices of the search hold in its replay",
-        "same": "how many of the hypotheses are those of jax, token for token",
-        "score error": "the largest error of a score, by the replay",
-        "gap": "the most that a choice falls short of the best, by the replay: a near tie",
+        "check": "ok if the replay confirms the scores and the choices of the search",
+        "same": "how many hypotheses equal jax's, token for token",
+        "score error": "the largest error of a score, found by the replay",
+        "gap": "the largest shortfall of a choice from the best, found by the replay: a near tie",
         "speed-up": report.SPEEDUP,
-        "device us/step": "the device time of the kernels of one step of the search",
+        "device us/step": "the device time of the kernels in one step of the search",
         "first s": report.FIRST,
     }
     return report.grouped(head, rows, lambda row: row.search.label, cells, texts)
 
 
 def examples(search: Search, hypotheses: np.ndarray) -> str:
-    """Returns the first prompts as text, each with its best hypothesis."""
+    """Returns the first few prompts as text, each with its best hypothesis."""
     starts = choose_prompts(token_ids(search.vocab), search.batch)
     pairs = zip(starts[:_SHOWN], hypotheses[:_SHOWN], strict=True)
     return "\n".join(f"  {as_text(start)} ... {as_text(ids)}" for start, ids in pairs)
@@ -493,7 +497,7 @@ def examples(search: Search, hypotheses: np.ndarray) -> str:
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_integers("batch", "How many prompts are searched at a time.")
+    flags.define_integers("batch", "How many prompts a search has.")
     flags.define_integers("k", "How many beams a prompt has.")
     flags.define_decoding()
 
@@ -504,7 +508,7 @@ def main(argv: list[str]) -> int:
     require_extra()
     trained = functools.cache(lambda vocab: train(vocab, chosen))
     rows: list[Row] = []
-    texts: dict[int, str] = {}  # one search of every vocabulary
+    texts: dict[int, str] = {}  # by vocabulary: sample text of its first search
     for search in progress(make_searches(chosen), "beam_search"):
         weights, training_loss = trained(search.vocab)
         found, hypotheses = run_search(search, chosen, weights)

@@ -1,23 +1,27 @@
 """How fast is the cross entropy of a projection? python -m benchmarks.linear --flagfile=configs/linear.flags
 
-The loss is that of a language model: --batch tokens of a width D, projected to V columns. Contenders, beside ours:
+This is the loss of a language model: --batch tokens of width D are projected to V columns. The contenders, in
+addition to our implementations, are:
 
-matmul        the projection alone, its result stored in the dtype of x: nothing can do without it
-jax_scan      what people write: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits and dw
+matmul        the projection alone, stored in the dtype of x: every contender has to compute it
+jax_scan      the usual code: a scan over 2,048 tokens at a time, under jax.checkpoint, float32 logits and dw
 jax_float32   plain JAX, float32 logits in memory
-jax_inexact   plain JAX, logits of the dtype of x in memory; in 16 bits their rounding is in the loss
+jax_inexact   plain JAX, logits in memory in the dtype of x; a 16-bit dtype rounds them, which changes the loss
 torch         F.cross_entropy(x @ w, labels)
 torch_compile the same under torch.compile
 liger         LigerFusedLinearCrossEntropyFunction of liger-kernel, dw summed in float32
-cce           linear_cross_entropy of cut-cross-entropy, which leaves out small gradients
+cce           linear_cross_entropy of cut-cross-entropy, which skips small gradients
 
-Loss and gradients of x and w are held against those of jax_scan before anything is timed. `products` is the time over
-that of matmul: a forward makes 1 product, a mean with its gradients 3, and one loss per token with them 4, if the
-logits are not kept. `MiB` is what XLA plans beside arguments and results, or what torch has allocated at its peak
-beside them: a float32 dw is in it, where there is one. liger and cce take w as (V, D); its copy is not in their time.
+Before anything is timed, every loss and gradient is compared with jax_scan's.
 
-With --training_steps, a small language model, whose embedding is its head, is trained on the text beside this file, by
-the plain loss and by ours, and the two curves are compared.
+products   The time relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token
+           with gradients computes 4 products if the logits are not kept.
+MiB        Memory in addition to arguments and results: XLA's plan, or torch's peak. It includes any float32 dw.
+
+liger and cce take w as (V, D). Their time does not include the copy of w into that layout.
+
+With --training_steps, a small language model trains on the text in data/, once with the plain loss and once with
+ours. The two loss curves are compared. The embedding of the model is also its head.
 """
 
 import dataclasses
@@ -50,17 +54,17 @@ HEADS = {
 TORCH = ("torch", "torch_compile", "liger", "cce")
 PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", *TORCH)
 REFERENCE = "jax_scan"
-_SCANNED = 2048  # tokens of a step of jax_scan
-# The largest relative error (norm of the difference over norm) against jax_scan: a few eps of the dtype that dz is
-# rounded to; in float32 jax_scan's products may be in TF32, whose eps is 2^-10.
+_SCANNED = 2048  # tokens per step of jax_scan
+# The largest relative error (norm of the difference over norm) allowed against jax_scan: a few eps of the dtype to
+# which dz is rounded. jax_scan's float32 products may use TF32, with an eps of 2^-10.
 TOLERANCE = {"float32": 4 * 2**-10, "bfloat16": 4 * 2**-8, "float16": 4 * 2**-10}
-# What rounds the logits to 16 bits is off by that times |z|: it is shown, and nothing is asked of it.
+# These may round the logits to a 16-bit dtype, so that their error grows with |z|. The error is shown, but allowed.
 INEXACT = ("jax_inexact", *TORCH)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """One loss of one size."""
+    """One loss of one size: the case that contenders share."""
 
     tokens: int
     head: str
@@ -70,7 +74,7 @@ class Loss:
 
     @property
     def label(self) -> str:
-        """A name of the loss in few words."""
+        """A short name of the loss."""
         width, vocab = HEADS[self.head]
         size = f"[{self.tokens}, {width}] @ [{width}, {vocab}]"
         return f"{self.head} {size} {self.dtype} {self.reduction} {self.direction}"
@@ -78,7 +82,7 @@ class Loss:
 
 @dataclasses.dataclass
 class Row:
-    """The columns of the CSV for one contender in one loss; what is empty was not measured."""
+    """The columns of the CSV for one contender in one loss. Empty columns were not measured."""
 
     loss: Loss
     contender: str  # one of PEERS, or one of our implementations
@@ -87,14 +91,14 @@ class Row:
     status: str = "ok"  # ok, differs (a peer), FAILED, not run, error
     reason: str = ""  # why the status is not ok
     value: float | None = None  # the mean loss
-    # The largest of loss and gradients, against jax_scan, in the measure of TOLERANCE.
+    # The largest error of the loss and the gradients against jax_scan, relative as in TOLERANCE.
     error: float | None = None
-    memory_mib: float | None = None  # temporaries, by XLA's plan, or at torch's peak
+    memory_mib: float | None = None  # temporaries: XLA's plan, or torch's peak
     samples: int = 0
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None
-    products: float | None = None  # p50 over that of matmul
+    products: float | None = None  # p50 over matmul's p50
     first_result_s: float | None = None
 
     @property
@@ -107,13 +111,13 @@ class Row:
 
 
 def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
-    """Returns one loss per token, from logits of `dtype` in memory."""
+    """Returns one loss per token. The logits are in memory, in `dtype`."""
     z = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
     return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
 
 
 def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns one loss per token, from some tokens' float32 logits at a time; dw is summed in float32."""
+    """Returns one loss per token, computing float32 logits of a few tokens at a time. dw is summed in float32."""
     wide = w.astype(jnp.float32)
     step = jax.checkpoint(lambda tokens: _plain(tokens[0], wide.astype(w.dtype), tokens[1], jnp.float32))
     size = min(_SCANNED, len(x))
@@ -124,7 +128,7 @@ def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _losses(contender: str, reduction: str) -> Callable:
-    """Returns the function (x, w, labels) of a JAX contender: a mean, or one loss per token."""
+    """Returns the loss (x, w, labels) -> mean or one loss per token, of a JAX contender."""
     mean = jnp.mean if reduction == "mean" else lambda losses: losses
     match contender:
         case "matmul":
@@ -143,7 +147,7 @@ def _losses(contender: str, reduction: str) -> Callable:
 
 
 def _jax_call(row: Row, arrays: tuple) -> Call:
-    """Returns the call of a JAX contender, and writes into its row the memory that XLA has planned."""
+    """Returns the call of a JAX contender, and writes into its row the memory that XLA plans."""
     function = _losses(row.contender, row.loss.reduction)
 
     def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
@@ -156,14 +160,14 @@ def _jax_call(row: Row, arrays: tuple) -> Call:
 
     run = forward if row.contender == "matmul" or row.loss.direction == "forward" else both
     call = jax_call(run, *arrays, ran="" if row.ours else "jax")
-    if call.extra_mb is not None:  # with the results
+    if call.extra_mb is not None:  # it includes the results
         results = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(run, *arrays)))
         row.memory_mib = (1e6 * call.extra_mb - results) / 2**20
     return call
 
 
 def _torch_losses(contender: str, reduction: str) -> Callable:
-    """Returns the function (x, w, labels) of a torch contender; w is (V, D)."""
+    """Returns the loss (x, w, labels) of a torch contender. Its w is (V, D)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     match contender:
@@ -186,13 +190,13 @@ def _torch_losses(contender: str, reduction: str) -> Callable:
 
 
 def _torch_call(row: Row, arrays: tuple) -> Call:
-    """Returns the call of torch on the memory of the JAX arrays, and writes into its row the memory at its peak."""
+    """Returns the call of a torch contender on the JAX arrays' memory, and writes torch's peak memory into its row."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if timing.on_gpu() and not torch.cuda.is_available():
         raise NotImplementedError("this torch has no CUDA device")
     x, w, labels = map(torch.from_dlpack, arrays)
-    labels, w = labels.long(), w.T  # (V, D), as a view
+    labels, w = labels.long(), w.T  # a view of shape (V, D)
     if row.contender in ("liger", "cce"):
         w = w.contiguous()
     function = _torch_losses(row.contender, row.loss.reduction)
@@ -214,7 +218,7 @@ def _torch_call(row: Row, arrays: tuple) -> Call:
 
     run = forward if row.loss.direction == "forward" else both
     if timing.on_gpu():
-        run()  # compiles, and takes what stays, such as cuBLAS's workspace
+        run()  # compiles, and allocates what stays, such as cuBLAS's workspace
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         result = run()
@@ -228,7 +232,10 @@ def _torch_call(row: Row, arrays: tuple) -> Call:
 
 
 def make_losses(chosen: flags.Settings) -> list[Loss]:
-    """Returns every loss that the flags ask for; forward, a mean and one loss per token are the same work."""
+    """Returns every loss that the flags ask for.
+
+    A forward has one reduction only, because a mean and one loss per token cost the same.
+    """
     return [
         Loss(tokens, head, dtype, reduction, direction)
         for head in chosen.head
@@ -250,13 +257,13 @@ def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @jax.jit
 def _error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """Returns the norm of the difference over the norm."""
+    """Returns the norm of the difference, relative to the norm of `want`."""
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     return jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want))
 
 
 def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
-    """Holds every contender of one loss against jax_scan, then times them together."""
+    """Compares all contenders of one loss with jax_scan, then times them together."""
     names = dict.fromkeys([REFERENCE, "matmul", *chosen.peers, *chosen.implementations])
     rows = {name: Row(loss, name, ours=name not in PEERS) for name in names}
     calls: dict[str, Call] = {}
@@ -280,7 +287,7 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
                     got = {key: jnp.from_dlpack(a.contiguous()) for key, a in result.items()}
                 row.value = float(jnp.mean(got["y"]))
                 want = want or got
-                row.error = float(np.max([_error(got[key], want[key]) for key in want]))  # a NaN stays one
+                row.error = float(np.max([_error(got[key], want[key]) for key in want]))  # np.max keeps a NaN
             calls[name] = call
         except Exception as error:
             note(row, error)
@@ -303,7 +310,7 @@ def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, below a heading for each loss; what the columns are stands below."""
+    """Returns the rows as aligned text, with a heading per loss and the columns explained at the end."""
     head = ["  contender", "ran", "check", "loss", "error", "p50 us", "products", "MiB"]
 
     def cells(row: Row, notes: report.Notes) -> list[str]:
@@ -313,16 +320,16 @@ def table(rows: list[Row]) -> str:
     texts = {
         "ran": report.RAN,
         "check": "ok if the error is no larger than a few eps of the dtype",
-        "error": f"the largest difference of the loss and of a gradient from {REFERENCE}'s, relative to its norm",
+        "error": f"the largest error of the loss or a gradient against {REFERENCE}, relative to the norm",
         "p50 us": "the median time of a call",
-        "products": "that over the time of matmul, the projection alone",
-        "MiB": "temporaries by XLA's plan, or at torch's peak, a float32 dw among them",
+        "products": "the median time relative to matmul, the projection alone",
+        "MiB": "temporaries, including any float32 dw: XLA's plan, or torch's peak",
     }
     return report.grouped(head, rows, lambda row: row.loss.label, cells, texts)
 
 
 def draw(path: Path, rows: list[Row], where: dict[str, str]) -> None:
-    """Writes the PNG: for each loss the times of its contenders, and beside them their memory."""
+    """Writes the PNG: for each loss, its contenders' times at the left and their memory at the right."""
     plt = plot.pyplot()
     losses = list(dict.fromkeys(row.loss for row in rows))
     most = max(sum(row.loss == loss for row in rows) for loss in losses)
@@ -352,13 +359,13 @@ def draw(path: Path, rows: list[Row], where: dict[str, str]) -> None:
 
 # --- A language model -----------------------------------------------------------------------------------
 
-_CONTEXT = 8  # tokens from which the next one is told
-_LAST = 10  # steps whose losses are averaged
+_CONTEXT = 8  # previous tokens that the model sees
+_LAST = 10  # the final loss is the mean over this many steps
 
 
 @dataclasses.dataclass
 class Curve:
-    """The columns of the CSV for one training."""
+    """The columns of the CSV for one training run."""
 
     contender: str  # jax, or ours
     vocab: int
@@ -368,13 +375,13 @@ class Curve:
     steps: int
     first_loss: float
     last_loss: float  # the mean of the last steps
-    largest_gap: float  # of all steps, to the loss of jax
+    largest_gap: float  # the largest difference from jax's loss, over all steps
     step_us: float  # wall time
-    memory_mib: float  # temporaries of a step, by XLA's plan
+    memory_mib: float  # temporaries of a step: XLA's plan
 
 
 def train(contender: str, vocab: int, dtype: str, chosen: flags.Settings) -> tuple[np.ndarray, float, float]:
-    """Trains a perceptron of the last tokens, whose embedding is its output layer, too, by Adam.
+    """Trains a perceptron over the last tokens with Adam. Its embedding is also its output layer.
 
     Returns:
       The losses, the seconds of a step, and the MiB of its temporaries.
@@ -412,7 +419,7 @@ def train(contender: str, vocab: int, dtype: str, chosen: flags.Settings) -> tup
     memory = step.memory_analysis()
     values, begin = [], 0.0
     for i, start in enumerate(starts):
-        if i == 1:  # the first one is not timed
+        if i == 1:  # the first step is not timed
             jax.block_until_ready(values)
             begin = time.perf_counter()
         state, value = step(state, jnp.float32(i), start)
@@ -423,7 +430,7 @@ def train(contender: str, vocab: int, dtype: str, chosen: flags.Settings) -> tup
 
 
 def curves(chosen: flags.Settings) -> list[Curve]:
-    """Trains by the plain loss, with its logits in float32, and by ours, from the same weights on the same text."""
+    """Trains with the plain loss (float32 logits) and with ours, from the same weights on the same text."""
     found = []
     for vocab in chosen.vocab if chosen.training_steps else ():
         for dtype in chosen.dtype:
@@ -450,7 +457,7 @@ def curves(chosen: flags.Settings) -> list[Curve]:
 
 
 def training_table(found: list[Curve]) -> str:
-    """Returns the trainings as aligned text."""
+    """Returns the training runs as aligned text."""
     lines = [["  contender", "V", "dtype", "first loss", "last loss", "largest gap", "step us", "MiB"]]
     for curve in found:
         numbers = (curve.first_loss, curve.last_loss, curve.largest_gap, curve.step_us, curve.memory_mib)
@@ -463,15 +470,15 @@ def training_table(found: list[Curve]) -> str:
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_words("head", tuple(HEADS), "Whose projections, by width and columns.")
-    flags.define_integers("batch", "Tokens that are projected.")
+    flags.define_words("head", tuple(HEADS), "The models to take the projection's width and columns from.")
+    flags.define_integers("batch", "How many tokens are projected.")
     flags.define_words("reduction", ("mean", "none"), "One mean, or one loss per token.")
     flags.define_words("direction", ("forward", "both"), "The loss alone, or with its gradients.")
     flags.define_dtype()
     flags.define_implementations()
-    flags.define_words("peers", PEERS, "What to compare with.", PEERS[1:4])
-    flags.define_integer("training_steps", "Steps of the language model's training; 0 trains none.", 0)
-    flags.define_integer("tokens", "Tokens of a training step.")
+    flags.define_words("peers", PEERS, "The contenders to compare with.", PEERS[1:4])
+    flags.define_integer("training_steps", "Training steps of the language model; 0 skips the training.", 0)
+    flags.define_integer("tokens", "Tokens per training step.")
     flags.define_integer("width", "Width of the language model.")
     flags.define_integers("vocab", "Columns of the language model's head.")
     flags.define_seed()

@@ -1,10 +1,10 @@
-"""Do the figures of the paper hold? python -m benchmarks.paper --flagfile=configs/figure1.flags
+"""Do the paper's figures hold? python -m benchmarks.paper --flagfile=configs/figure1.flags
 
 This draws figures 1 to 4 and the sweep over K of "Online normalizer calculation for softmax" (arXiv
-1805.02867). They show the elements per second of the algorithms that --algorithms names, beside our softmax or
-fused_topk and their peers; and, as bars, the speed-up that the paper is about: of online over safe softmax, of
-the online fused over the safe unfused top-k. All is in float32 and forward. On a CPU the algorithms are plain
-jax.numpy, and the figures say so.
+1805.02867). The lines show the elements per second of the algorithms in --algorithms, of our softmax or
+fused_topk, and of their peers. The bars show the paper's speed-up: online over safe softmax, or online fused over
+safe unfused top-k. Everything is float32 and forward. On a CPU the algorithms are plain jax.numpy, and the figures
+say so.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _PEERS = {
 
 
 def _algorithm(name: str, case: Case) -> Contender:
-    """Returns one of the paper's algorithms: its kernel, which must run as such, or on a CPU its plain twin."""
+    """Returns one of the paper's algorithms: on a GPU its kernel, on a CPU its twin in plain jax.numpy."""
     algorithm = _ALGORITHMS[name]
     function: Callable[..., Any] = algorithm.kernel if timing.on_gpu() else algorithm.plain
     return Contender(
@@ -46,30 +46,30 @@ def _algorithm(name: str, case: Case) -> Contender:
         ours=True,
         function=(lambda x: (function(x), None)) if case.k is None else functools.partial(function, k=case.k),
         prepare=prepare_jax,
-        stable=name != "safe_unfused",  # logits whose probabilities are rounded to one number tie
+        stable=name != "safe_unfused",  # different logits tie if their probabilities round to one number
         of_logits=name == "topk",
         asked="mosaic_gpu" if timing.on_gpu() else "xla",
     )
 
 
 def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
-    """Returns the paper's algorithms, then our implementations and the peers of the same case."""
+    """Returns the paper's algorithms, then our implementations and peers for the same case."""
     others = softmax if case.k is None else topk
     return [_algorithm(name, case) for name in chosen.algorithms] + others.contenders(chosen, case)
 
 
 def _ks(chosen: flags.Settings) -> tuple[int | None, ...]:
-    """Returns the numbers of winners if the algorithms are those of top-k."""
+    """Returns every k if the algorithms compute top-k, or else (None,)."""
     return chosen.k if set(chosen.algorithms) <= set(paper.TOPK) else (None,)
 
 
 def _pair(k: int | None) -> tuple[str, str]:
-    """Returns the algorithm whose speed-up the bars are, and the one that it is over."""
+    """Returns the pair that the bars compare: the faster algorithm, then its baseline."""
     return ("online", "safe") if k is None else ("online_fused", "safe_unfused")
 
 
 def benchmark(chosen: flags.Settings) -> Benchmark:
-    """Returns the benchmark of softmax, or that of softmax and top-k, as the algorithms are."""
+    """Returns the benchmark that suits the algorithms: softmax, or softmax and top-k."""
     _, baseline = _pair(_ks(chosen)[0])
     return Benchmark(
         "paper", lambda chosen: make_cases(chosen, _ks(chosen)), contenders, baseline, table, draw
@@ -78,7 +78,7 @@ def benchmark(chosen: flags.Settings) -> Benchmark:
 
 @dataclasses.dataclass(frozen=True)
 class _Panel:
-    """A picture, or a part of the table: rows over V, or over K where V is the same and K is not."""
+    """One plot of the figure, and one part of the table: rows over V, or over K if only K differs."""
 
     title: str
     over: str  # V or K
@@ -86,20 +86,20 @@ class _Panel:
 
     @property
     def pair(self) -> tuple[str, str]:
-        """The algorithm whose speed-up the bars are, and the one that it is over."""
+        """The pair that the bars compare: the faster algorithm, then its baseline."""
         rows = next(iter(self.points.values()))
         return _pair(next(iter(rows.values())).case.k)
 
     @property
     def ratios(self) -> dict[int, float]:
-        """The heights of the bars, where both algorithms have run."""
+        """The heights of the bars, by V or K, wherever both algorithms ran."""
         fast, _ = self.pair
         speedups = {x: rows[fast].speedup for x, rows in self.points.items() if fast in rows}
         return {x: speedup for x, speedup in speedups.items() if speedup is not None}
 
 
 def _panels(rows: list[Row]) -> list[_Panel]:
-    """Returns the rows as panels: a batch and K each, over V; or a batch and V each, over K."""
+    """Returns the panels: one per batch and K, over V, or one per batch and V, over K."""
     over_k = len({row.case.vocab for row in rows}) == 1 < len({row.case.k for row in rows})
     panels: dict[str, _Panel] = {}
     for row in rows:
@@ -117,14 +117,14 @@ def _panels(rows: list[Row]) -> list[_Panel]:
 
 
 def _plain(rows: list[Row]) -> bool:
-    """Tells whether the algorithms have run as plain jax.numpy, without a kernel."""
+    """Tells whether the algorithms ran as plain jax.numpy, without a kernel."""
     return any(row.contender in _ALGORITHMS and row.ran == "xla" for row in rows)
 
 
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """Returns the rows as the paper's own program prints them: a line per V (or K), a column per contender.
+    """Returns the rows in the format of the paper's own program: a line per V (or K), a column per contender.
 
-    Where they are too many for one table, ours and the peers have one of their own.
+    If one table would be too wide, a second one shows ours and the peers.
     """
     text = f"{_CPU}\n" if _plain(rows) else ""
     names = list(dict.fromkeys(row.contender for row in rows))
@@ -141,7 +141,7 @@ def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
 
 
 def _columns(panel: _Panel, names: list[str], notes: report.Notes) -> str:
-    """Returns the rates of these contenders, and the speed-up of the pair if the second of it is one of them."""
+    """Returns the rates of these contenders, and the speed-ups if the pair's baseline is one of them."""
     _, slow = panel.pair
     ratios = panel.ratios if slow in names else {}
 
@@ -160,7 +160,7 @@ def _columns(panel: _Panel, names: list[str], notes: report.Notes) -> str:
 
 
 def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
-    """Writes the figure as PNG and as SVG: lines over a logarithmic axis, and the bars behind them."""
+    """Writes the figure as PNG and SVG: lines over a logarithmic axis, with bars behind them."""
     plt = plot.pyplot()
     panels = _panels(rows)
     styles = _styles(rows)
@@ -185,7 +185,7 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
     about = plot.logits_line(row.case.logits for row in rows)
     figure.suptitle(f"{where['device']}, jax {where['jax']}{kind}\n{about}", fontsize=10)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    # Text stays text, and ids stay the same.
+    # The SVG keeps text as text, and its ids do not change from run to run.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paper"}):
         figure.savefig(path, dpi=130)
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
@@ -193,7 +193,7 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the style of each line: the paper's algorithms and ours are solid, ours thick, peers dashed."""
+    """Returns the style of each line: the paper's algorithms are solid, ours are solid and thick, peers are dashed."""
     function = "softmax" if rows[0].case.k is None else "fused_topk"
     styles = {}
     for name, is_ours in {row.contender: row.ours for row in rows}.items():
@@ -208,7 +208,7 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _lines(axis: Any, panel: _Panel, styles: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Draws a line for each contender that ran, and returns what the legend shows, by label."""
+    """Draws a line for each contender that ran. Returns the legend's handles by label."""
     handles = {}
     for name, style in styles.items():
         rates = [rows[name].elements_per_s or np.nan for rows in panel.points.values()]
@@ -219,7 +219,7 @@ def _lines(axis: Any, panel: _Panel, styles: dict[str, dict[str, Any]]) -> dict[
 
 
 def _bars(axis: Any, panel: _Panel) -> dict[str, Any]:
-    """Draws the speed-ups, each with its number, on a second axis behind the first, and returns as _lines does."""
+    """Draws the speed-ups as labelled bars, on a second axis behind the lines. Returns the legend's handle by label."""
     ratios = panel.ratios
     if not ratios:
         return {}
@@ -240,7 +240,7 @@ def _bars(axis: Any, panel: _Panel) -> dict[str, Any]:
 
 
 def _not_mixed(algorithms: list[str]) -> bool:
-    """Refuses algorithms of softmax and of top-k together: a figure of the paper is of either."""
+    """Refuses a mix of softmax and top-k algorithms, because each figure of the paper shows one kind."""
     kinds = (flags.SOFTMAX_ALGORITHMS, flags.TOPK_ALGORITHMS)
     if not any(set(algorithms) <= set(kind) for kind in kinds):
         either = " or ".join(", ".join(kind) for kind in kinds)
@@ -254,7 +254,7 @@ def define_flags() -> None:
     flags.define_words(
         "algorithms",
         flags.SOFTMAX_ALGORITHMS + flags.TOPK_ALGORITHMS,
-        "Which of the paper's algorithms to time: those of softmax, or those of softmax and top-k.",
+        "Which of the paper's algorithms to time: softmax algorithms only, or top-k algorithms only.",
     )
     register_validator("algorithms", _not_mixed)
     flags.define_implementations()

@@ -1,15 +1,15 @@
-"""What does ours save in whole programs? python -m benchmarks.programs --flagfile=configs/programs.flags
+"""How much time do whole programs save? python -m benchmarks.programs --flagfile=configs/programs.flags
 
-The programs run with our functions and with those of jax.nn:
+Each program runs with our functions and with jax.nn's:
 
-block, block_where   a pre-norm transformer block with causal attention, the mask as -inf in the scores or
-                     as `where`
-attention,           a softmax between two matrix products, without a mask or with the causal one as `where`;
-attention_causal     jax.nn.dot_product_attention runs as well, JAX's form of it and cuDNN's fused kernel
-loss_take, loss_lse  a classifier's mean cross entropy, from log_softmax at the label or from logsumexp less
-                     the label's logit
+block, block_where   A pre-norm transformer block with causal attention. The mask is -inf in the scores, or
+                     `where`.
+attention,           A softmax between two matrix products, without a mask or with the causal mask as `where`.
+attention_causal     Here jax.nn.dot_product_attention runs as well: XLA's form, and cuDNN's fused kernel.
+loss_take, loss_lse  A classifier's mean cross entropy: log_softmax at the label, or logsumexp minus the label's
+                     logit.
 
-Each is one call of jax.value_and_grad with respect to weights and inputs, with and without jax.checkpoint.
+A call is jax.value_and_grad with respect to weights and inputs, with and without jax.checkpoint.
 """
 
 import dataclasses
@@ -28,36 +28,36 @@ from benchmarks.support import flags, report, timing
 from benchmarks.support.contenders import jax_call, named
 from benchmarks.support.driver import note, progress, require_extra, require_ran
 
-# The contenders that compute attention in one call.
+# Peers that compute attention in one call.
 FUSED: dict[str, Callable] = {
     "dot_product_attention": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
     "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
 }
 
-# The largest relative error (norm of the difference over norm) that the loss and every gradient may have
-# against the same program with jax.nn: a few eps. In float32 the matrix products may be in TF32, and in 16 bits
-# both softmaxes round their results, of which a gradient sums many.
+# The largest relative error (norm of the difference over norm) of the loss and of every gradient, against the same
+# program with jax.nn: a few eps. The matrix products of float32 may use TF32. In 16-bit dtypes both softmaxes round
+# their results, and a gradient sums many of these.
 TOLERANCE = {"float32": 4 * 2**-11, "bfloat16": 4 * 2**-7, "float16": 4 * 2**-10}
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program on one size."""
+    """One program on inputs of one size."""
 
     program: str
-    size: int  # the length of a sequence, or V
+    size: int  # the sequence length, or V
     dtype: str
     remat: bool
 
     @property
     def label(self) -> str:
-        """A name of the program in few words."""
+        """A short name of the program."""
         return f"{self.program} {self.size} {self.dtype}{' remat' if self.remat else ''}"
 
 
 @dataclasses.dataclass
 class Row:
-    """The columns of the CSV for one contender in one program; what is empty was not measured."""
+    """The columns of the CSV for one contender in one program. Empty columns were not measured."""
 
     program: Program
     contender: str  # jax, one of our implementations, or one of FUSED
@@ -66,23 +66,23 @@ class Row:
     status: str = "ok"  # ok, FAILED, not run, error
     reason: str = ""  # why the status is not ok
     loss: float | None = None
-    error: float | None = None  # against jax, in the measure of TOLERANCE
+    error: float | None = None  # against jax, relative as in TOLERANCE
     samples: int = 0
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None
     speedup: float | None = None  # p50 of jax over this p50
-    # That of jax, which runs first, includes XLA's tuning of the matrix products.
+    # jax runs first, so that its time includes XLA's tuning of the matrix products.
     first_result_s: float | None = None
 
     @property
     def fails(self) -> bool:
-        """Whether this row makes the run fail: a fused attention need not have every case."""
+        """Whether this row makes the run fail. A fused attention never does: it need not support every case."""
         return self.status in ("FAILED", "error") and self.contender not in FUSED
 
 
 def functions(implementation: str) -> SimpleNamespace:
-    """Returns softmax, log_softmax and logsumexp of the last axis: those of jax.nn for jax, or else ours."""
+    """Returns softmax, log_softmax and logsumexp over the last axis: jax.nn's for "jax", otherwise ours."""
     names = flags.FUNCTIONS
     if implementation == "jax":
         return SimpleNamespace(**{name: getattr(jax.nn, name) for name in names})
@@ -102,7 +102,7 @@ def _normed(x: jax.Array) -> jax.Array:
 
 
 def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Returns the loss of a block on x of shape (batch, sequence, width): the mean of its squared output."""
+    """Returns a block's mean squared output, as a loss. x is (batch, sequence, width)."""
     batch, sequence, width = x.shape
     qkv = (_normed(x) @ weights["qkv"]).reshape(batch, sequence, 3, heads, -1)
     q, k, v = jnp.moveaxis(qkv, 2, 0)
@@ -118,7 +118,7 @@ def block(nn: Any, heads: int, mask_by_where: bool, weights: dict[str, jax.Array
 
 
 def attention(nn: Any, causal: bool, keys_and_values: dict[str, jax.Array], queries: jax.Array) -> jax.Array:
-    """Returns the loss of attention, the mean of its squared output; all arrays are (batch, sequence, heads, depth)."""
+    """Returns attention's mean squared output, as a loss. All arrays are (batch, sequence, heads, depth)."""
     keys, values = keys_and_values["keys"], keys_and_values["values"]
     if callable(nn):
         out: Any = nn(queries, keys, values, is_causal=causal)
@@ -146,7 +146,7 @@ def loss(
 
 
 def make_programs(chosen: flags.Settings) -> list[Program]:
-    """Returns every program on every size: block and attention on the sequences, the loss on the Vs."""
+    """Returns every program on every size: sequence lengths for block and attention, V for the loss."""
     if chosen.width % chosen.heads:
         raise SystemExit(
             f"--width={chosen.width} is not accepted; with --heads={chosen.heads} it takes a multiple of"
@@ -162,7 +162,7 @@ def make_programs(chosen: flags.Settings) -> list[Program]:
 
 
 def build(program: Program, chosen: flags.Settings) -> tuple[Callable[[str], Callable], tuple]:
-    """Returns the program as a function of an implementation's name, and its arguments (weights, inputs, labels)."""
+    """Returns (implementation's name) -> program, and the program's arguments: weights, inputs and maybe labels."""
     width, tokens = chosen.width, chosen.tokens
     keys = iter(jax.random.split(jax.random.key(chosen.seed), 8))
 
@@ -206,7 +206,7 @@ def build(program: Program, chosen: flags.Settings) -> tuple[Callable[[str], Cal
 
 @jax.jit
 def _errors(got: Any, want: Any) -> Any:
-    """Returns the relative error, norm of the difference over norm, of each array."""
+    """Returns the relative error of each array: the norm of the difference over the norm of `want`."""
 
     def error(got: jax.Array, want: jax.Array) -> jax.Array:
         got, want = got.astype(jnp.float32), want.astype(jnp.float32)
@@ -216,7 +216,7 @@ def _errors(got: Any, want: Any) -> Any:
 
 
 def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
-    """Holds every contender of one program against that of jax.nn, then times them together."""
+    """Compares all contenders of one program with jax.nn's results, then times them together."""
     peers = ["jax", *(FUSED if program.program.startswith("attention") else ())]
     if not timing.on_gpu() and "cudnn" in peers:
         peers.remove("cudnn")
@@ -242,7 +242,7 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
         except Exception as error:
             note(row, error)
             continue
-        if row.error <= TOLERANCE[program.dtype]:  # not a NaN either
+        if row.error <= TOLERANCE[program.dtype]:  # false for a NaN
             calls[name] = call
         else:
             row.status = "FAILED" if row.ours else "error"
@@ -259,7 +259,7 @@ def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, below a heading for each program; what the columns are stands below."""
+    """Returns the rows as aligned text, with a heading per program and the columns explained at the end."""
     head = ["  contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s"]
 
     def cells(row: Row, notes: report.Notes) -> list[str]:
@@ -270,10 +270,10 @@ def table(rows: list[Row]) -> str:
     texts = {
         "ran": report.RAN,
         "check": "ok if the error is no larger than a few eps of the dtype",
-        "error": "the largest difference of the loss and of a gradient from jax's, relative to its norm",
+        "error": "the largest error of the loss or a gradient against jax, relative to the norm",
         "p50 us": "the median time of a call",
         "speed-up": report.SPEEDUP,
-        "first s": f"{report.FIRST}; jax runs first, and pays for XLA's tuning of the matrix products",
+        "first s": f"{report.FIRST}; jax runs first, so its time includes XLA's tuning of the matrix products",
     }
     return report.grouped(head, rows, lambda row: row.program.label, cells, texts)
 
@@ -281,15 +281,15 @@ def table(rows: list[Row]) -> str:
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
     flags.define_words("programs", flags.PROGRAMS, "Which programs to run.")
-    flags.define_integers("sequence", "Lengths of the sequences of the transformer block and of attention.")
+    flags.define_integers("sequence", "Sequence lengths of the transformer block and of attention.")
     flags.define_integers("vocab", "Row lengths V of the classifier's logits.")
     flags.define_integer(
         "tokens",
-        "Tokens of a batch: rows of the classifier's logits; block and attention have as many sequences as hold so"
-        " many, at least one.",
+        "Tokens per batch: rows of the classifier's logits, or the total over the sequences of block and attention"
+        " (which have at least one sequence).",
     )
     flags.define_integer("heads", "Attention heads.")
-    flags.define_integer("width", "Size of the hidden state of a token.")
+    flags.define_integer("width", "Size of a token's hidden state.")
     flags.define_dtype()
     flags.define_implementations()
     flags.define_seed()

@@ -1,17 +1,17 @@
 """How fast is sample? python -m benchmarks.sample --flagfile=configs/sample.flags
 
-It draws from each row with every choice of filters. Each row has its own temperature and its own numbers of the
-filters, all of them traced:
+Every choice of filters draws one entry from each row. Temperatures and filter parameters are traced, with one value
+per row:
 
-none         a temperature alone
-min_p        entries of at least 0.05 of the largest probability
+none         a temperature only
+min_p        entries with at least 0.05 of the largest probability
 top_k        the 50 best entries
 top_p        the best entries that together have 0.9 of the mass
-top_k_top_p  of the 50 best entries, the best that together have 0.9 of their mass
+top_k_top_p  top_k, then the best entries that together have 0.9 of the remaining mass
 all          all three filters
 
-Our draws are held against the float64 oracle, which is given the same u. Those of a peer, which has its own random
-numbers, must be among what the filters keep.
+Our draws are compared with the float64 oracle, given the same u. A peer has its own random numbers, so its draws only
+need to be among the entries that the filters keep.
 """
 
 import dataclasses
@@ -54,23 +54,23 @@ FILTERS = {
 
 
 def make_draws(chosen: flags.Settings) -> list[Case]:
-    """Returns every choice of filters, which is the function of a case, on every input."""
+    """Returns every choice of filters on every input. The choice is stored as the case's function."""
     usual = cases.make_cases(cases.only_softmax(chosen))
     return [dataclasses.replace(case, function=name) for case in usual for name in chosen.filters]
 
 
 def parameters(case: Case) -> dict[str, Any]:
-    """Returns the temperature and the filters of each row."""
+    """Returns the temperature and filter parameters of each row, by the argument names of `sample`."""
     rows = case.batch
     filters = {name: jnp.full((rows,), value) for name, value in FILTERS[case.function].items()}
     return {"temperature": jnp.linspace(0.7, 1.3, rows), **filters}
 
 
 def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
-    """Returns the draws of what JAX users write: `jax.random.categorical`, after `lax.top_k` or a sort."""
+    """Returns the draws of the usual JAX code: `jax.random.categorical`, after `lax.top_k` or a sort."""
     x = x.astype(jnp.float32) / given["temperature"][:, None]
     tokens = None
-    if "top_k" in given:  # static here: `lax.top_k` has no other
+    if "top_k" in given:  # static here, because `lax.top_k` takes no traced k
         x, tokens = lax.top_k(x, min(K, x.shape[-1]))
     if "top_p" in given:
         best_first = x if tokens is not None else jnp.sort(x, -1, descending=True)
@@ -84,7 +84,7 @@ def by_jax(key: jax.Array, x: jax.Array, given: dict[str, Any]) -> jax.Array:
 
 
 def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Returns the draws of torch: softmax and multinomial, after topk or a sort for filters."""
+    """Returns torch's draws: softmax and multinomial, with topk or a sort for the filters."""
     import torch  # pyright: ignore[reportMissingImports]
 
     x = x.float() / given["temperature"][:, None]
@@ -103,15 +103,14 @@ def by_torch(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
 
 
 def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
-    """Returns the draws of FlashInfer, whose last filter is a part of the draw; top_k with top_p has one function.
+    """Returns FlashInfer's draws. Its draw applies the last filter; one function applies top_k and top_p together.
 
-    It draws by rejection (for top_k and top_p) and with random numbers of its own, so that its draws are checked
-    only for being among what the filters keep. It keeps all that equals the last of top_k, and so top_p after it
-    may keep more than ours does.
+    FlashInfer has its own random numbers, and draws by rejection for top_k and top_p. Its top_k keeps every tie of
+    the k-th entry, so that a following top_p may keep more entries than ours.
     """
     from flashinfer import sampling  # pyright: ignore[reportMissingImports]
 
-    filters = [of for of in ("top_k", "top_p", "min_p") if of in given]  # in the order of ours
+    filters = [of for of in ("top_k", "top_p", "min_p") if of in given]  # in our order
     if not filters:
         return sampling.sampling_from_logits(x / given["temperature"][:, None]), None
     if filters == ["top_k", "top_p"]:
@@ -124,7 +123,7 @@ def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
 
 
 def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
-    """Returns the call of a contender: of ours {"sample": Sample}, of a peer {"y": indices}."""
+    """Returns the call of a contender. Ours returns {"sample": Sample}, a peer {"y": indices}."""
     if name == "jax":
         peer = Contender(name, False, lambda x: (by_jax(key, x, given), None), prepare_jax)
         return prepare_jax(peer, "forward", (x,), None)
@@ -150,12 +149,12 @@ def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[st
 
 
 def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns our draws, by the implementation of this name."""
+    """Returns our draws, computed by the named implementation."""
     return {"sample": pallas_softmax.sample(key, x, **given, implementation=named(name))}
 
 
 def check(result: dict[str, Any], fetch: Callable, case: Case, key, x, given) -> int:
-    """Raises unless the draws of the rows that are checked are right; returns how many these are."""
+    """Checks the draws of some rows and raises if any is wrong. Returns how many rows were checked."""
     rows = case.checked_rows
     logits = fetch_jax(x, rows, 0)
     temperature, *_ = of_row = [fetch_jax(a, rows, 0) for a in given.values()]
@@ -167,9 +166,9 @@ def check(result: dict[str, Any], fetch: Callable, case: Case, key, x, given) ->
     else:
         indices = fetch(result["y"], rows, 0)
         scaled, mass = oracle.sample_terms(logits, None, temperature)
-        lenient = {"lean": 1e-3 * np.sum(mass, -1), "min_p_lean": -1e-3}  # a peer rounds as it does
+        lenient = {"lean": 1e-3 * np.sum(mass, -1), "min_p_lean": -1e-3}  # allows for the peer's rounding
         kept = oracle.sample_kept(logits, None, temperature, **filters, **lenient)
-        least = np.min(np.where(kept, scaled, np.inf), -1)  # ties at the boundary may go otherwise
+        least = np.min(np.where(kept, scaled, np.inf), -1)  # a peer may break ties at the boundary otherwise
         outside = scaled[np.arange(len(rows)), indices] < least
         drawable = np.sum(mass, -1) >= 1
         assert not np.any(outside & drawable), f"{np.sum(outside & drawable)} draws that no filter keeps"

@@ -1,16 +1,16 @@
 """How fast does a server decode with sample? python -m benchmarks.serve --flagfile=configs/serve.flags
 
-The language model of benchmarks.beam_search continues --batch requests at a time by --sequence tokens. Each
-request has a temperature, a top_k, a top_p and a min_p of its own, all of them traced, and a seed, so that
-its text does not depend on the requests beside it. From the prompts to the texts it is one jitted program;
-these differ in how a token is drawn:
+The language model of benchmarks.beam_search continues --batch requests together, by --sequence tokens each. A
+request has its own temperature, top_k, top_p and min_p, which are all traced. It also has its own seed, so that
+its text does not depend on the other requests of the batch. One jitted program computes the texts from the
+prompts. The contenders draw a token in different ways:
 
-sort   what plain JAX needs for a top_k and a top_p that differ between rows: a sort of every row, cumulative
-       sums, and jax.random.categorical of what is left
+sort   plain JAX: sort every row, sum cumulatively, and draw from the rest with jax.random.categorical. The sort is
+       necessary because top_k and top_p differ between rows.
 ours   sample
 
-Of some requests every step is replayed: the tokens that sample has drawn are held against the float64
-oracle, which is given the same u. Tokens per second are of wall time: --batch times --sequence over a call.
+Every step of a few requests is replayed. The replay compares the tokens drawn by `sample` with the float64 oracle,
+given the same u. Tokens per second are --batch times --sequence, over the wall time of a call.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.driver import note, progress, require_extra
 from tests.support import bounds
 
-_CHECKED = 8  # requests, each with every step
-# What requests ask for, in turn. The first is greedy.
+_CHECKED = 8  # requests, replayed from first to last step
+# The requests cycle through these parameters. The first one is greedy.
 _NAMES = ("temperature", "top_k", "top_p", "min_p")
 _KINDS = [
     (0.0, 1, 1.0, 0.0),
@@ -47,7 +47,7 @@ _KINDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """Requests that are decoded together."""
+    """Requests that are decoded together: their number, the vocabulary and the length."""
 
     batch: int
     vocab: int
@@ -56,13 +56,13 @@ class Service:
 
     @property
     def label(self) -> str:
-        """A name in few words."""
+        """A short name of the service."""
         return f"{self.batch} requests V={self.vocab} {self.dtype}, {self.sequence} tokens"
 
 
 @dataclasses.dataclass
 class Row:
-    """The columns of the CSV for one contender and one service; what is empty was not measured."""
+    """The columns of the CSV for one contender and one service. Empty columns were not measured."""
 
     service: Service
     contender: str  # sort, or one of our implementations
@@ -77,7 +77,7 @@ class Row:
     p80_us: float | None = None
     tokens_per_s: float | None = None
     speedup: float | None = None  # p50 of sort over this p50
-    device_us_per_step: float | None = None  # device time of the kernels of a step, on a GPU
+    device_us_per_step: float | None = None  # time of the kernels in a step, on a GPU
     first_result_s: float | None = None
     explain: str = ""
 
@@ -88,18 +88,18 @@ class Row:
 
 
 def requests(batch: int) -> dict[str, jax.Array]:
-    """Returns what each request asks for, by the name of the argument of `sample`."""
+    """Returns the parameters of the requests, by the argument names of `sample`."""
     columns = zip(*(_KINDS[i % len(_KINDS)] for i in range(batch)))
     return {name: jnp.array(column) for name, column in zip(_NAMES, columns)}
 
 
 def keys_of(seeds: jax.Array, step: Any) -> jax.Array:
-    """Returns the key of each request for the token of a step."""
+    """Returns each request's key for one step."""
     return jax.vmap(jax.random.fold_in, (0, None))(seeds, step)
 
 
 def by_sort(keys: jax.Array, logits: jax.Array, asked: dict[str, jax.Array]) -> tuple[jax.Array]:
-    """Returns a token for each row, by a sort of it."""
+    """Draws a token from each row, with a sort."""
     temperature, top_k, top_p, min_p = (asked[name][:, None] for name in _NAMES)
     x = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
     tokens = jnp.argsort(x, -1, descending=True)
@@ -112,18 +112,18 @@ def by_sort(keys: jax.Array, logits: jax.Array, asked: dict[str, jax.Array]) -> 
 
 
 def ours(name: str, keys: jax.Array, logits: jax.Array, asked: Any) -> Any:
-    """Returns what `sample` does, by the implementation of this name."""
+    """Draws a token from each row, with `sample`. Returns the fields of its result."""
     return tuple(pallas_softmax.sample(keys, logits, **asked, implementation=named(name)))
 
 
 def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.Array, asked: Any) -> Any:
-    """Returns the draws that follow the prompts: the tokens, (length, batch), and what else `draw` returns of each.
+    """Continues the prompts. Returns everything that `draw` returned, stacked over the steps.
 
     Args:
-      draw: (keys, logits, what is asked) -> the token of each row, and more.
-      length: tokens that a request gets.
+      draw: (keys, logits, parameters) -> a tuple of arrays with one entry per row. The first holds the tokens.
+      length: how many tokens to draw for each request.
       weights, prompts: the model, and (batch, PROMPT) tokens.
-      seeds, asked: the key of each request, and what it asks for.
+      seeds, asked: the key and the parameters of each request.
     """
 
     def step(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
@@ -138,9 +138,10 @@ def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.
 
 @jax.jit
 def replay(weights: Any, prompts: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the logits from which the tokens of the requests that are checked were drawn, (length, checked, V).
+    """Returns the logits behind the tokens of the checked requests, (length, checked, V).
 
-    The model runs on all requests: a matrix product of fewer rows may be another kernel, which rounds otherwise.
+    The model runs on all requests, because a matrix product with fewer rows may run another kernel, which would
+    round differently.
     """
 
     def step(carry: Any, token: jax.Array) -> tuple[Any, jax.Array]:
@@ -152,7 +153,7 @@ def replay(weights: Any, prompts: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked: Any) -> int:
-    """Raises unless the draws of some requests are those of the oracle; returns how many were looked at."""
+    """Compares the draws of some requests with the oracle and raises on a mismatch. Returns how many were checked."""
     logits = np.asarray(replay(weights, prompts, drawn[0]))
     drawn = [of[:, :_CHECKED] for of in drawn]
     asked = {name: np.asarray(of[:_CHECKED]) for name, of in asked.items()}
@@ -165,7 +166,7 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
 
 
 def _prepare(row: Row, *arguments: Any) -> Call:
-    """Makes a contender's program, writes into its row what it is, and holds ours against the oracle."""
+    """Compiles a contender's program, describes it in its row, and checks ours against the oracle."""
     service, name = row.service, row.contender
     draw = functools.partial(ours, name) if row.ours else by_sort
     call = jax_call(
@@ -203,7 +204,7 @@ def run_service(service: Service, chosen: flags.Settings, weights: dict[str, jax
 
 
 def make_services(chosen: flags.Settings) -> list[Service]:
-    """Returns a service for every combination of the flags."""
+    """Returns one service per combination of the flags' values."""
     return [
         Service(batch, vocab, dtype, sequence)
         for vocab in chosen.vocab
@@ -214,7 +215,7 @@ def make_services(chosen: flags.Settings) -> list[Service]:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, below a heading for each service; what the columns are stands below."""
+    """Returns the rows as aligned text, with a heading per service and the columns explained at the end."""
     head = ["  contender", "ran", "check", "draws", "tokens/s", "speed-up", "device us/step", "first s"]
 
     def cells(row: Row, notes: report.Notes) -> list[str]:
@@ -224,9 +225,9 @@ def table(rows: list[Row]) -> str:
 
     texts = {
         "ran": report.RAN,
-        "draws": "how many were held against the float64 oracle",
+        "draws": "how many draws were checked against the float64 oracle",
         "speed-up": report.SPEEDUP,
-        "device us/step": "the device time of the kernels of one step, model and all",
+        "device us/step": "the device time of the kernels in one step, including the model",
         "first s": report.FIRST,
     }
     return report.grouped(head, rows, lambda row: row.service.label, cells, texts)
@@ -234,7 +235,7 @@ def table(rows: list[Row]) -> str:
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_integers("batch", "How many requests are decoded at a time.")
+    flags.define_integers("batch", "How many requests are decoded together.")
     flags.define_decoding()
 
 

@@ -1,22 +1,22 @@
 """How do softmax and top-k scale over devices? python -m benchmarks.sharded --flagfile=configs/sharded.flags
 
-A shape BATCHxV is a softmax, BATCHxVxK a softmax with top-k. --sharding=batch spreads the rows over the first
-devices, vocab each row; on one device there is nothing to spread, and both are measured against that.
+A shape BATCHxV means softmax, and BATCHxVxK means softmax with top-k. --sharding=batch distributes the rows over
+the first devices, --sharding=vocab distributes each row. Both are compared with a run on one device.
 
 ours             softmax(x) or fused_topk(x, k) of pallas_softmax
 jax              jax.nn.softmax(x), then lax.top_k
-jax.nn.softmax   the peer of softmax, the yardstick of top-k
+jax.nn.softmax   the peer of softmax, and a yardstick for top-k
 
-wall     of one call until its result is there, JAX's dispatch to the devices included
-device   on GPUs, the time from a call to the next in a program of 32, from a trace of all devices
+wall     the wall time of one call until its result is ready, including JAX's dispatch to the devices
+device   on GPUs, the time from one call to the next in a program of 32 calls, from a trace of all devices
 
-The device time is not the sum of the kernels' times that CUPTI reports, as in the other benchmarks: NCCL's
-kernels spin while they wait for other devices, so that a sum counts the waiting, and counts it again on each
-device. Nor is it taken from times on the clock of programs of more and fewer calls: the host's threads, one a
-device, scatter more than the devices do. In the program a call waits for the whole result of the one before
-(`repeated`), and its trace says when each kernel started (support/traces.py).
+The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
+wait for other devices, so a sum would count the waiting, once per device. Comparing the wall times of longer and
+shorter programs is not precise enough: each device has a host thread, and these vary more than the devices.
+Instead, each call of the program waits for the whole result of the previous one (`repeated`), and a trace tells
+when each kernel started (support/traces.py).
 
-What goes over the links is read from the compiled program of one call (support/links.py).
+The traffic on the links comes from the compiled program of one call (support/links.py).
 """
 
 import collections
@@ -44,15 +44,15 @@ from benchmarks.support.flags import Settings
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
 ALONE = "none"  # the name of the sharding on one device
 OURS, JAX, SOFTMAX = "ours", "jax", "jax.nn.softmax"
-SAME_AS = {OURS: "auto", JAX: "jax_stable", SOFTMAX: "jax"}  # what the other benchmarks call them
-NAMES = {OURS: "pallas_softmax", JAX: "jax.nn.softmax + lax.top_k"}  # what pictures call them
-CALLS = 32  # in the program from whose trace the device time is taken
+SAME_AS = {OURS: "auto", JAX: "jax_stable", SOFTMAX: "jax"}  # their names in the other benchmarks
+NAMES = {OURS: "pallas_softmax", JAX: "jax.nn.softmax + lax.top_k"}  # their names in pictures
+CALLS = 32  # calls in the traced program, which gives the device time
 PICTURED = (1024, 262144, 64)  # batch, V and k of the case in the picture
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A case, and how its logits lie."""
+    """A case, and how its logits are sharded."""
 
     case: Case
     sharding: str
@@ -60,13 +60,13 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """A name of the layout in few words."""
+        """A short name of the layout."""
         return f"{self.case.label} {self.sharding} {self.devices}"
 
 
 @dataclasses.dataclass
 class Row:
-    """The columns of the CSV for one contender on one layout; what is empty was not measured."""
+    """The columns of the CSV for one contender on one layout. Empty columns were not measured."""
 
     layout: Layout
     contender: str
@@ -76,26 +76,26 @@ class Row:
     reason: str = ""  # why the status is not ok, or why there is no device time
     rows_checked: int = 0
     error_eps: float | None = None  # largest relative error, in eps of the dtype
-    collectives: str = ""  # how many of which kind a call has
-    link_bytes: float | None = None  # the most bytes that a device receives in a call
+    collectives: str = ""  # the number of collectives of each kind in a call
+    link_bytes: float | None = None  # the most that any device receives in a call
     samples: int = 0
     wall_p20_us: float | None = None
     wall_p50_us: float | None = None
     wall_p80_us: float | None = None
     device_us: float | None = None
-    speedup_wall: float | None = None  # over plain jax on the same layout
+    speedup_wall: float | None = None  # over plain JAX on the same layout
     speedup_device: float | None = None
     of_softmax: float | None = None  # wall time relative to jax.nn.softmax's on the same layout
-    of_linear: float | None = None  # device time on one device over that on all of n devices
+    of_linear: float | None = None  # device time on one device / (n * device time on n devices)
 
     @property
     def fails(self) -> bool:
-        """Whether this row makes the run fail: ours is wrong, or broke."""
+        """Whether this row makes the run fail, because ours is wrong or raised."""
         return self.ours and self.status in ("FAILED", "error")
 
 
 def make_layouts(chosen: Settings) -> list[Layout]:
-    """Returns every case in every layout that there are devices for."""
+    """Returns every case in every layout that the present devices allow."""
     found = []
     for shape in chosen.shapes or [(b, v, k) for b in chosen.batch for v in chosen.vocab for k in chosen.k]:
         ks = chosen.k if len(shape) == 3 else (None,)
@@ -115,7 +115,7 @@ def make_layouts(chosen: Settings) -> list[Layout]:
 
 
 def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
-    """Returns the contenders by name: ours, the peer of a top-k, and jax.nn.softmax, which is the peer of softmax."""
+    """Returns the contenders by name: ours, for top-k its peer, and jax.nn.softmax."""
     k = case.k
     if k is None:
         return {OURS: lambda x: pallas_softmax.softmax(x), SOFTMAX: lambda x: jax.nn.softmax(x)}
@@ -127,7 +127,7 @@ def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
 
 
 def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
-    """Returns the case's logits, drawn where they lie; they are the same numbers in every layout."""
+    """Draws the case's logits on the devices that hold them. Every layout gets the same numbers."""
 
     def lying(axis_type: AxisType) -> NamedSharding:
         devices = jax.devices()[: layout.devices]
@@ -139,13 +139,13 @@ def draw(layout: Layout, axis_type: AxisType) -> jax.Array:
 
 
 def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.Array], Any]:
-    """Returns a program of so many calls in a row, each of which starts when the one before has its whole result.
+    """Returns a program of `calls` calls in sequence. Each starts when the previous one has its whole result.
 
-    A barrier ties the input of a call to the results before it. An array of x's shape is itself the next
-    input: if nothing used it, XLA would take it out of the barrier, and the call with it. Other results are
-    small, and all are returned.
+    A barrier makes the input of a call depend on all earlier results. A result of x's shape becomes the next
+    input. Without a use, XLA would remove it from the barrier, and its call from the program. Other results are
+    small, and the program returns them all.
     """
-    call = jax.jit(function)  # so that it is traced and lowered once
+    call = jax.jit(function)  # traced and lowered only once
 
     def program(x: jax.Array) -> Any:
         kept = []
@@ -162,8 +162,8 @@ def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.
 
 
 def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
-    """Returns the compiled program of so many calls."""
-    # XLA drops the barriers after scheduling on a GPU, but on a CPU before it merges what is equal.
+    """Returns the compiled program of `calls` calls."""
+    # On a GPU, XLA drops the barriers after scheduling. On a CPU it would drop them before it merges equal calls.
     options = {} if timing.on_gpu() else {"xla_disable_hlo_passes": "cse_barrier_expander"}
     return jax.jit(repeated(function, calls)).lower(x).compile(compiler_options=options)
 
@@ -175,7 +175,7 @@ def parts(hlo_text: str) -> collections.Counter[str]:
 
 
 def _not_repeated(single: Any, program: Any, calls: int, x: jax.Array) -> str:
-    """Returns why the program does not hold so many calls like the single one, or "" if it does."""
+    """Returns "" if the program contains the single call `calls` times, or else what differs."""
     (sharding, *others) = jax.tree.leaves(single.output_shardings)
     if not others and not sharding.is_equivalent_to(x.sharding, x.ndim):
         return "no device time: the result does not lie as the logits do, and cannot be the next call's"
@@ -185,15 +185,15 @@ def _not_repeated(single: Any, program: Any, calls: int, x: jax.Array) -> str:
     return ""
 
 
-@functools.lru_cache(1)  # the same for all layouts of a case
+@functools.lru_cache(1)  # shared by all layouts of a case
 def _answer(case: Case, devices: int) -> tuple[np.ndarray, answers.Answer]:
-    """Returns rows to check, some on every one of up to so many devices, and the answer for them."""
+    """Returns rows to check and their answer. With up to `devices` devices, each of these holds some of the rows."""
     rows = np.union1d(case.checked_rows, np.arange(devices) * case.batch // devices)
     return rows, answers.Answer(fetch_jax(cases.logits(case), rows, 0), None, case.function, case.k)
 
 
 def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
-    """Returns some rows from the devices that hold them; nothing moves between devices."""
+    """Copies some rows from the devices that hold them. Nothing moves between devices."""
     found = np.empty((len(rows), array.shape[1]), array.dtype)
     for shard in array.addressable_shards:
         held, columns = shard.index
@@ -204,7 +204,7 @@ def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
 
 
 def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Check:
-    """Holds y, or values and indices, against the answer; jax.nn.softmax gives y in a case of top-k, too."""
+    """Checks y, or values and indices. The result of jax.nn.softmax is y even in a case of top-k."""
     if isinstance(result, jax.Array):
         return answer.output.check("y", _fetch(result, rows))
     values, indices = (_fetch(each, rows) for each in result)
@@ -212,7 +212,7 @@ def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Che
 
 
 def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> Any:
-    """Checks a contender and writes into its row what it is; returns the call to time, or None if ours is wrong."""
+    """Checks a contender and describes it in its row. Returns the call to time, or None if ours is wrong."""
     single: Any = jax.jit(function).lower(x).compile()
     found = links.collectives(single.as_text())
     counts = collections.Counter(each.kind for each in found)
@@ -237,7 +237,7 @@ def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devic
 
 
 def run_layout(layout: Layout, chosen: Settings) -> list[Row]:
-    """Holds every contender on one layout against the oracle and traces it, then times them together."""
+    """Checks and traces all contenders on one layout, then times them together."""
     rows = {name: Row(layout, name, ours=name == OURS) for name in functions(layout.case)}
     present = max(n for n in chosen.devices if n <= jax.device_count())
     calls: dict[str, Call] = {}
@@ -275,12 +275,12 @@ def _call(program: Any, x: jax.Array) -> Call:
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
-    """Returns over / under, or None where either is missing or 0."""
+    """Returns over / under, or None if either is missing or 0."""
     return over / under if over and under else None
 
 
 def compare(rows: list[Row]) -> None:
-    """Writes into the rows how their times compare with those of others."""
+    """Fills in the rows' columns that compare their times with other rows."""
     by = {(row.layout, row.contender): row for row in rows}
     for row in rows:
         case = row.layout.case
@@ -295,7 +295,7 @@ def compare(rows: list[Row]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, below a heading for each layout; what the columns are stands below."""
+    """Returns the rows as aligned text, with a heading per layout and the columns explained at the end."""
     head = ["  contender", "ran", "check", "wall us", "faster", "of softmax", "device us", "faster"]
     head += ["of linear", "link MB", ""]
     cell = report.cell
@@ -316,12 +316,12 @@ def table(rows: list[Row]) -> str:
     texts = {
         "ran": report.RAN,
         "check": "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps",
-        "wall us": "the median time of one call until its result is there",
-        "device us": "the time from a call to the next in a program of many, on GPUs",
-        "faster": f"the first of wall times, the second of device times: {report.SPEEDUP}",
-        "of softmax": "the wall time over that of jax.nn.softmax on the same layout",
-        "of linear": "the device time on one device, over that on n devices times n",
-        "link MB": "the most that a device receives in a call, by the collectives of the footnote",
+        "wall us": "the median time of one call until its result is ready",
+        "device us": "on GPUs, the time from one call to the next in a program of many calls",
+        "faster": f"first by wall time, then by device time: {report.SPEEDUP}",
+        "of softmax": "the wall time, relative to jax.nn.softmax on the same layout",
+        "of linear": "device time on one device / (n * device time on n devices)",
+        "link MB": "the most that any device receives in a call. A footnote lists the collectives",
     }
     if any(row.status == "differs" for row in rows):
         texts["differs"] = report.DIFFERS
@@ -329,7 +329,7 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
-    """Writes the PNG: the device time of one case over the number of devices, which must be GPUs."""
+    """Writes the PNG: the device time of one case over the number of GPUs."""
     plt = plot.pyplot()
     every = list(dict.fromkeys(row.layout.case for row in rows))
     case = next((case for case in every if (case.batch, case.vocab, case.k) == PICTURED), every[0])
@@ -371,7 +371,7 @@ def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
 
 
 def _points(rows: list[Row], contender: str, sharding: str) -> dict[int, Row]:
-    """Returns a contender's rows on one device and, in one sharding, on several, by their number."""
+    """Returns a contender's rows in one sharding, and on one device, by the number of devices."""
     found = {
         row.layout.devices: row
         for row in rows
@@ -381,12 +381,12 @@ def _points(rows: list[Row], contender: str, sharding: str) -> dict[int, Row]:
 
 
 def _coordinates(points: dict[int, Row]) -> tuple[list[int], list[float | None]]:
-    """Returns the numbers of devices, and the device times."""
+    """Returns the numbers of devices and the device times."""
     return list(points), [row.device_us for row in points.values()]
 
 
 def _draw_model(axis: Any, case: Case, measured: dict[int, float]) -> None:
-    """Draws what the model says of ours for up to 4096 devices, how far it is off, and where nothing was measured."""
+    """Draws the model of ours for up to 4096 devices, its error, and a grey area where nothing was measured."""
     shape = case.batch, case.vocab, case.k or 0, jax.numpy.dtype(case.dtype).itemsize
 
     def model_us(*mesh: int) -> float:
@@ -404,7 +404,7 @@ def _draw_model(axis: Any, case: Case, measured: dict[int, float]) -> None:
 
 
 def misses(measured: dict[int, float], model_us: Callable[[int], float]) -> str:
-    """Returns in words how far the model is from the measured times, by the number of devices, and where they end."""
+    """Returns a text: the model's error for each number of devices, and where the measurements end."""
     off = (f"{model_us(n) / us - 1:+.0%} on {n}" for n, us in measured.items())
     return (
         f"grey: nothing was measured beyond {max(measured)} devices;\n"
@@ -419,9 +419,11 @@ def define_flags() -> None:
     flags.define_words(
         "sharding",
         tuple(SHARDINGS),
-        "How the logits lie over the devices: the rows spread over them (batch), or each row (vocab).",
+        "How the logits are sharded over the devices: by rows (batch), or along each row (vocab).",
     )
-    flags.define_integers("devices", "Over how many devices; more than there are is passed over.")
+    flags.define_integers(
+        "devices", "How many devices to use; numbers above the available count are skipped."
+    )
     flags.define_word("axis_type", ("Auto", "Explicit"), "Type of the mesh axis, a jax.sharding.AxisType.")
     flags.define_seed()
     flags.define_timing()
@@ -448,7 +450,7 @@ def main(argv: list[str]) -> int:
     for layout in progress(layouts, "sharded"):
         rows += run_layout(layout, chosen)
         compare(rows)
-        report.write("sharded", rows, chosen, where)  # so that a run that is cut off leaves its results
+        report.write("sharded", rows, chosen, where)  # an interrupted run keeps its results
     if any(row.device_us for row in rows):
         picture(directory / "sharded.png", rows, where)
     print(f"\nsharded on {where['device']}, jax {where['jax']}")

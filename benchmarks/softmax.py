@@ -34,14 +34,14 @@ def _torch(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
 
 def _quack(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
     if function != "softmax" or axis != -1:
-        raise NotImplementedError("QuACK has softmax alone, along the last axis")
+        raise NotImplementedError("QuACK has only softmax, and only along the last axis")
     from quack import softmax  # pyright: ignore[reportMissingImports]
 
     return softmax(x), None
 
 
 def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
-    """Returns our implementations and then the peers of softmax, as the flags name them."""
+    """Returns the implementations and the peers of softmax that the flags name, ours first."""
     what = {"function": case.function, "axis": case.axis}
     peers = {
         "jax": Contender("jax", False, functools.partial(_jax, **what), prepare_jax),

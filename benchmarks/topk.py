@@ -35,8 +35,8 @@ def _jax_unstable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _jax_raft(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    if not timing.on_gpu():  # elsewhere XLA takes the option and ignores it
-        raise NotImplementedError("XLA has the kernels of RAFT on GPUs only")
+    if not timing.on_gpu():  # elsewhere XLA accepts the option and ignores it
+        raise NotImplementedError("XLA has RAFT's kernels on GPUs only")
     return _jax_stable(x, k)
 
 
@@ -52,11 +52,11 @@ def _quack(x: Any, k: int) -> tuple[Any, Any]:
     from quack import softmax  # pyright: ignore[reportMissingImports]
     from quack.topk import topk  # pyright: ignore[reportMissingImports]
 
-    return topk(softmax(x), k)  # the softmax in QuACK's topk is over the winners alone
+    return topk(softmax(x), k)  # QuACK's topk has a softmax too, but over the winners only
 
 
 def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
-    """Returns our implementations and then the peers of top-k, as the flags name them."""
+    """Returns the implementations and the peers of top-k that the flags name, ours first."""
     assert case.k is not None
     k = case.k
     raft = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}

@@ -1,1 +1,1 @@
-"""What the benchmarks share: flags, cases and their answers, contenders, timing, reports and pictures."""
+"""Shared parts of the benchmarks: flags, cases and their answers, contenders, timing, reports and pictures."""

@@ -1,4 +1,4 @@
-"""What the result of a contender should be, by the project's float64 oracle, and how far off it may be."""
+"""The correct result of a contender, by the project's float64 oracle, and the largest error that it may have."""
 
 import dataclasses
 import functools
@@ -13,14 +13,14 @@ class Check:
     """The verdict on one contender's result."""
 
     ok: bool
-    rows: int  # how many rows were looked at
+    rows: int  # how many rows were checked
     error_eps: float  # the largest relative error, in units of the dtype's eps
     error_share: float  # the largest error as a share of its bound
     detail: str = ""  # what is wrong
 
 
 def all_of(checks: list[Check]) -> Check:
-    """Returns one verdict from several on the same rows."""
+    """Combines several verdicts on the same rows into one."""
     return Check(
         ok=all(check.ok for check in checks),
         rows=checks[0].rows,
@@ -31,15 +31,15 @@ def all_of(checks: list[Check]) -> Check:
 
 
 def _least(dtype: np.dtype) -> float:
-    """Returns the smallest error that counts: a step of float16's subnormals, elsewhere float32's tiny.
+    """Returns the smallest error that counts: a subnormal step for float16, float32's tiny for other dtypes.
 
-    Hardware may flush float32 subnormals to zero, and bfloat16 has float32's exponents.
+    Hardware may flush float32 subnormals to zero. bfloat16 has the same exponent range as float32.
     """
     return 2.0**-24 if dtype == np.float16 else float(np.finfo(np.float32).tiny)
 
 
 def ulp(size: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the spacing of the dtype's numbers at |size|, and no less than the smallest error that counts."""
+    """Returns the spacing of the dtype's numbers at |size|, and at least the smallest error that counts."""
     least = _least(dtype)
     exponent = np.frexp(np.maximum(np.abs(size), least))[1] - 1
     return np.maximum(np.ldexp(bounds.eps(dtype), exponent), least)
@@ -47,7 +47,7 @@ def ulp(size: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a result should be, the largest error that is sound, and the size that errors are relative to."""
+    """The correct result, the largest error it may have, and the scale of relative errors."""
 
     want: np.ndarray
     bound: np.ndarray
@@ -55,17 +55,17 @@ class Expected:
     dtype: np.dtype
 
     def _errors(self, got: np.ndarray, per: np.ndarray) -> np.ndarray:
-        """Returns the errors as multiples of `per`; they are infinite where a NaN or an inf is out of place."""
-        got = got.astype(self.dtype)  # torch's 16 bits come as float32
+        """Returns the errors as multiples of `per`. A misplaced NaN or inf is an infinite error."""
+        got = got.astype(self.dtype)  # torch's 16-bit results arrive as float32
         return bounds.units(got, self.want, per / bounds.eps(self.dtype), slack_times=0)
 
     def ulps(self, got: np.ndarray) -> float:
-        """Returns the largest error, in ulps of the dtype at the scale."""
+        """Returns the largest error, in ulps of the dtype at `scale`."""
         scale = np.where(np.isfinite(self.want), self.scale, 0)
         return float(np.max(self._errors(got, ulp(scale, self.dtype))))
 
     def check(self, name: str, got: np.ndarray) -> Check:
-        """Holds got against want; the error is reported in units of the dtype's eps at the scale."""
+        """Compares `got` with `want`. The verdict has the error in units of the dtype's eps at `scale`."""
         rows = len(self.want)
         if got.shape != self.want.shape:
             return Check(False, rows, np.inf, np.inf, f"{name} of shape {got.shape}, not {self.want.shape}")
@@ -78,7 +78,7 @@ class Expected:
         return Check(share <= 1, rows, float(np.max(self._errors(got, eps))), share, detail)
 
     def at(self, indices: np.ndarray) -> "Expected":
-        """Returns what is expected of the elements at these indices of each row."""
+        """Returns the expectation for the elements at these indices of each row."""
 
         def taken(a: np.ndarray) -> np.ndarray:
             return np.take_along_axis(a, indices, axis=-1)
@@ -91,8 +91,8 @@ def _bound(
 ) -> np.ndarray:
     """Returns the largest error that the project allows: the tests' bounds, as absolute numbers.
 
-    It is so many units of the float32 computation, a 16-bit result's own rounding, and what flushing of
-    subnormals may cost.
+    The bound allows for the rounding units of the float32 computation, for the rounding of a 16-bit result, and for
+    flushed subnormals.
     """
     units = bounds.UNITS * unit
     if dtype.itemsize == 2:
@@ -103,18 +103,27 @@ def _bound(
 class Answer:
     """The float64 answer for some rows of a case: y and dx of softmax, log_softmax, logsumexp or top-k.
 
-    With p = softmax(x): softmax has dx = p (dy - sum(p dy)), log_softmax dx = dy - p sum(dy), logsumexp
-    dx = p dy, and top-k that of softmax where dy is 0 but at the winners. A masked x counts as -inf; there
-    softmax is 0, log_softmax -inf and dx 0; the logsumexp of nothing is -inf.
+    The gradients, with p = softmax(x):
 
-    All contenders are held to the bounds of the tests. Two things are added, because here every kind of
-    contender and millions of elements are checked. The denominator d may be off by the units of its terms.
-    And a gradient starts from a y that is itself off by up to its bound, for it is kept in its own dtype (in
-    16 bits this is the larger part): that error enters p, and with it the product and the sum.
+    softmax      dx = p (dy - sum(p dy))
+    log_softmax  dx = dy - p sum(dy)
+    logsumexp    dx = p dy
+    top-k        the gradient of softmax, with dy = 0 except at the winners
 
-    Errors are reported relative to |y|; of log_softmax relative to 1 if that is more, for -log d with d near
-    1 has lost what d = 1 + ... has rounded. Those of a gradient are relative to the size of its terms, which
-    may cancel: p (|dy| + sum(p |dy|)), |dy| + p sum(|dy|), or p |dy|.
+    A masked x counts as -inf. There softmax is 0, log_softmax is -inf and dx is 0. If all of a row is masked,
+    logsumexp is -inf.
+
+    All contenders must meet the bounds of the tests, extended in two ways, because the benchmarks check many
+    contenders and millions of elements. First, the denominator d may be off by the units of its terms. Second, a
+    gradient starts from a stored y, which may be off by its bound. In 16-bit dtypes this is the larger part. The
+    error of y enters p, and through p the product and the sum.
+
+    Reported errors are relative:
+
+    y of log_softmax  to max(|y|, 1): for d near 1, rounding d = 1 + ... loses digits of -log d
+    any other y       to |y|
+    dx                to the size of its terms, because they may cancel: p (|dy| + sum(p |dy|)) for softmax and
+                      top-k, |dy| + p sum(|dy|) for log_softmax, p |dy| for logsumexp
     """
 
     def __init__(
@@ -130,9 +139,9 @@ class Answer:
 
     @functools.cached_property
     def output(self) -> Expected:
-        """y of the whole rows."""
+        """The expected y of whole rows."""
         want, unit, slack_times = bounds.expected(self.function, (self.x,), self.mask)
-        if self.function != "logsumexp":  # whose unit has it already
+        if self.function != "logsumexp":  # its unit already includes the error of d
             with np.errstate(all="ignore"):
                 of_d = bounds.normalizer_unit(self.x, self.mask) / oracle.normalizer(self.x, self.mask)[1]
             unit = unit + np.nan_to_num(of_d) * (want if self.function == "softmax" else 1)
@@ -145,7 +154,7 @@ class Answer:
 
     @functools.cached_property
     def gradient(self) -> Expected:
-        """dx; that of top-k where the winners are those of the stable order."""
+        """The expected dx. For top-k the winners are the stable order's."""
         return self._gradient(self.indices)
 
     def _gradient(self, indices: np.ndarray | None) -> Expected:
@@ -171,34 +180,34 @@ class Answer:
                 moved = y_error * (size + _sum(p * size)) + p * _sum(y_error * size)
             else:
                 scale = size + p * _sum(size)
-                moved = p * np.expm1(np.minimum(y_error, 99)) * _sum(size)  # it is far off where p is 0
+                moved = p * np.expm1(np.minimum(y_error, 99)) * _sum(size)  # y may be far off where p is 0
             bound = moved + _bound(want, unit, slack_times, dtype)
         return Expected(want.astype(np.float64), bound.astype(np.float64), scale, dtype)
 
     @functools.cached_property
     def winners(self) -> Expected:
-        """The k values; those are the same for any order of ties."""
+        """The expected k values. They do not depend on the order of ties."""
         assert self.indices is not None
         return self.output.at(self.indices)
 
     def check_output(self, got: np.ndarray) -> Check:
-        """Checks y itself, or the k values."""
+        """Checks y, or the k values of top-k."""
         if self.indices is None:
             return self.output.check("y", got)
         return self.winners.check("values", got)
 
     def check_logits(self, got: np.ndarray) -> Check:
-        """Checks the values of a top-k without softmax: the winners' logits, exactly."""
+        """Checks the values of a top-k without softmax, which must be exactly the winners' logits."""
         assert self.indices is not None
         want = np.take_along_axis(self.x, self.indices, axis=-1).astype(np.float64)
         least = np.full(want.shape, bounds.slack(np.dtype(np.float32)))
         return Expected(want, least, np.abs(want), self.x.dtype).check("values", got)
 
     def check_indices(self, got: np.ndarray, stable: bool = True) -> Check:
-        """Checks the winners.
+        """Checks the indices of the winners.
 
-        Those of a stable contender are exactly those of the total order. Others may choose in its place any
-        element whose probability, each off by its bound, may have been equal.
+        A stable contender must return exactly the winners in the total order. Any other contender may replace a
+        winner by an element of nearly the same probability: the two may differ by twice the bound.
         """
         assert self.indices is not None
         if got.shape != self.indices.shape:
@@ -210,13 +219,13 @@ class Answer:
             want, bound = self.winners.want, self.winners.bound
             tied = (np.abs(chosen - want) <= 2 * bound) | (np.isnan(chosen) & np.isnan(want))
             differs &= ~tied
-            differs[:, 1:] |= np.diff(np.sort(got, axis=-1), axis=-1) == 0  # one is chosen twice
+            differs[:, 1:] |= np.diff(np.sort(got, axis=-1), axis=-1) == 0  # the same element chosen twice
         wrong = int(np.sum(np.any(differs, axis=-1)))
         detail = f"indices of {wrong} rows" if wrong else ""
         return Check(not wrong, len(got), 0.0, 0.0, detail)
 
     def check_gradient(self, got: np.ndarray, indices: np.ndarray | None = None) -> Check:
-        """Checks dx, where the winners are `indices` (None: those of the stable order)."""
+        """Checks dx. The winners are at `indices`, or in the stable order if that is None."""
         expected = self.gradient if indices is None else self._gradient(indices)
         return expected.check("dx", got)
 

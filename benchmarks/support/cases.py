@@ -1,4 +1,4 @@
-"""What is measured: the cases, their inputs, and the fewest bytes that a call must move."""
+"""The cases to measure: their shapes, their inputs, and the fewest bytes that a call must move."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ import numpy as np
 
 from benchmarks.support.flags import LOGITS, Settings
 
-# How many elements of a case are checked: they take numpy about half a second.
+# How many elements of a case are checked. numpy takes about half a second for them.
 _CHECKED_ELEMENTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One input and one thing to compute from it; k is the number of winners of a top-k, else None."""
+    """One input and one function to compute from it. k is the number of winners for top-k, otherwise None."""
 
     batch: int
     vocab: int
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """A name of the case in few words, the shape first."""
+        """A short name of the case, shape first."""
         return f"{self.batch}x{self.vocab} {self.short_dtype} {self.what}"
 
     @property
@@ -44,13 +44,13 @@ class Case:
 
     @property
     def what(self) -> str:
-        """A name of all that the case is but its shape and dtype."""
+        """A short name of everything in the case except shape and dtype."""
         function = self.function if self.k is None else f"k={self.k}"
         return " ".join([function, self.direction, os.path.basename(self.logits), *self.arguments])
 
     @property
     def arguments(self) -> list[str]:
-        """The mask and the axis, where they are not the usual ones."""
+        """The mask and the axis, if they differ from the defaults."""
         where = [f"where={self.where}"] * (self.where != "none")
         return where + [f"axis={self.axis}"] * (self.axis != -1)
 
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The shape of the output that has a gradient, rows first: y, one number per row, or the k values."""
+        """The shape of the differentiable output, rows first: y, one number per row, or the k values."""
         if self.function == "logsumexp":
             return (self.batch,)
         return (self.batch, self.vocab if self.k is None else self.k)
@@ -76,10 +76,15 @@ class Case:
     def least_bytes(self) -> int:
         """The bytes that a call moves if it reads each input once and writes each output once.
 
-        softmax and log_softmax read x and write y; their backward reads y and dy and writes dx. logsumexp
-        reads x and writes a number per row; its backward reads x and two numbers per row and writes dx.
-        Top-k reads the logits and writes k values and k int32 indices; its backward reads the logits and
-        writes dx. A mask is read once, a byte per element. Direction both is forward plus backward.
+                              reads                        writes
+        softmax, log_softmax  x                            y
+          backward            y, dy                        dx
+        logsumexp             x                            a number per row
+          backward            x, two numbers per row       dx
+        top-k                 x                            k values, k int32 indices
+          backward            x                            dx
+
+        A mask is read once, at a byte per element. Direction "both" is forward plus backward.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
         row = self.vocab * itemsize
@@ -95,7 +100,7 @@ class Case:
 
     @property
     def checked_rows(self) -> np.ndarray:
-        """The rows that are checked: all of a small case; of a large one the first, the last and a random sample."""
+        """The rows to check: all rows of a small case, or else the first, the last and a random sample."""
         count = max(2, _CHECKED_ELEMENTS // self.vocab)
         if count >= self.batch:
             return np.arange(self.batch)
@@ -104,7 +109,7 @@ class Case:
 
 
 def _open(path: str) -> np.ndarray:
-    """Returns the logits of a user's file as an array (rows, V) that is still on the disk."""
+    """Returns the logits of a user's file as a memory-mapped array (rows, V)."""
     array = np.load(path, mmap_mode="r")
     if array.ndim == 0 or array.dtype.kind != "f":
         raise ValueError(
@@ -119,11 +124,11 @@ def _open(path: str) -> np.ndarray:
 def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list[Case]:
     """Returns the cases that the settings ask for: every combination of the items of their lists.
 
-    A file has its own V, and no more rows than it holds.
+    A file of logits determines V, and limits the number of rows.
 
     Args:
       settings: what to run.
-      ks: how many winners each shape has that does not name its own k; (None,) for what is no top-k.
+      ks: every k to run for a shape that names none. (None,) means that the function is not top-k.
     """
     cases = []
     for logits in settings.logits:
@@ -151,12 +156,12 @@ def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list
 
 
 def only_softmax(settings: Settings) -> Settings:
-    """Returns the settings without another function, a mask or another axis, which top-k does not have."""
+    """Returns the settings with function, mask and axis reset, because top-k supports none of them."""
     return dataclasses.replace(settings, function=("softmax",), where=("none",), axis=(-1,))
 
 
 def _key(case: Case, purpose: str) -> jax.Array:
-    """Returns a random key that is the same for every dtype, function, k and direction of a shape."""
+    """Returns a random key. It is the same for every dtype, function, k and direction of a shape."""
     text = f"{purpose} {case.batch} {case.vocab} {case.logits}"
     return jax.random.fold_in(jax.random.key(case.seed), zlib.crc32(text.encode()))
 
@@ -164,8 +169,8 @@ def _key(case: Case, purpose: str) -> jax.Array:
 def logits(case: Case) -> jax.Array:
     """Returns the case's input on the default device: (batch, V), or (V, batch) for axis 0.
 
-    Random logits are drawn in float32 and then cast: drawn in 16 bits they would have only a few
-    hundred distinct values in the tail, and tie as no model's logits do.
+    Random logits are drawn in float32 and then cast. Drawn in a 16-bit dtype, the tail would have only a few
+    hundred distinct values, and far more ties than a model's logits.
     """
     if case.logits in LOGITS:
         return _draw(_key(case, "logits"), (case.batch, case.vocab), case.logits, case.dtype, case.axis)
@@ -174,21 +179,21 @@ def logits(case: Case) -> jax.Array:
 
 
 def cotangent(case: Case) -> jax.Array:
-    """Returns a random gradient by the case's differentiable output."""
+    """Returns a random cotangent for the case's differentiable output."""
     return _draw(_key(case, "cotangent"), case.output_shape, "normal", case.dtype, case.axis)
 
 
 def mask(case: Case) -> jax.Array | None:
-    """Returns the case's `where`, laid out as the logits are, or None if it has none."""
+    """Returns the case's `where` in the layout of the logits, or None if it has none."""
     if not case.mask_shape:
         return None
     kept = jax.random.bernoulli(_key(case, "mask"), 0.7, case.mask_shape)
     return jnp.atleast_2d(kept).T if case.axis == 0 else kept
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once for all cases of a shape
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))  # compiled once per shape, kind, dtype and axis
 def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: int) -> jax.Array:
-    """Returns logits of one of the kinds of LOGITS."""
+    """Draws logits of one of the kinds in LOGITS."""
     normal_key, other_key = jax.random.split(key)
     x = jax.random.normal(normal_key, shape, jnp.bfloat16 if kind == "quantized" else jnp.float32)
     x = x.astype(jnp.float32)
@@ -201,7 +206,7 @@ def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: i
             x = jnp.where(jax.random.bernoulli(other_key, 1e-3, shape), 20 * x, x)
         case "ties":
             x = jnp.round(x)
-            x = jnp.where(x == 0, 0.0, x)  # no -0.0: it ranks below 0.0, but softmax makes them equal
+            x = jnp.where(x == 0, 0.0, x)  # replaces -0.0: it ranks below 0.0, but both have the same softmax
         case "constant":
             x = jnp.ones(shape)
         case "two_values":
@@ -214,7 +219,9 @@ def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: i
             x = 1 + jax.random.randint(other_key, shape, 0, 2**12) * jnp.finfo(jnp.float32).eps
         case "blocked":
             x = jnp.where(jnp.abs(i + 0.5 - vocab // 2) < 128, x + 10, x)
-        case "one_lane":  # one thread's, if up to 256 threads take vectors of four or more in turn
+        case (
+            "one_lane"
+        ):  # belongs to one thread, if up to 256 threads take turns with vectors of four or more
             x = jnp.where(i % 1024 < 4, x + 10, x)
         case "neg_inf":
             x = jnp.full(shape, -jnp.inf)

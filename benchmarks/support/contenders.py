@@ -1,8 +1,10 @@
-"""What is compared: each contender becomes a call that can be checked and then timed.
+"""The contenders: each one becomes a call that can be checked and then timed.
 
-A function under test maps x (and a mask) to (y, None), or x to (values, indices). From it, the three
-directions: forward is the function; backward is its gradient from what the forward call kept, which was
-computed before; both is one call that returns the outputs and the gradient.
+A function under test maps x (and a mask) to (y, None), or x to (values, indices). A call has one of three directions:
+
+forward   calls the function
+backward  computes the gradient, from values that an earlier forward call kept
+both      returns outputs and gradient from one call
 """
 
 import dataclasses
@@ -17,43 +19,43 @@ import numpy as np
 
 from pallas_softmax import ImplementationName
 
-# Implementations that are recognized in a lowered program by the name of a custom call.
+# Implementations that appear in a lowered program as custom calls of these names.
 _KERNELS = ("mosaic_gpu", "triton")
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A contender on one input: run() starts it, wait(result) returns when it has finished."""
+    """A contender on one input: run() starts a call, wait(result) returns when it has finished."""
 
     run: Callable[[], dict[str, Any]]  # some of y, indices, dx
     wait: Callable[[Any], Any]
-    fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # takes what is at indices of an axis of a result
-    ran: str  # the implementation found in the lowered program; a peer's library
-    first_result_s: float | None = None  # seconds to trace, lower and compile it, and to run it once
+    fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # (result, indices, axis) -> these elements, in numpy
+    ran: str  # the implementation found in the lowered program, or a peer's library
+    first_result_s: float | None = None  # seconds to trace, lower, compile and run it once
     extra_mb: float | None = None  # device memory that the program needs beyond its arguments
-    indices: Any = None  # the winners that a backward call starts from
+    indices: Any = None  # the winners, if a backward call starts from them
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A named function, and how to make calls of it."""
+    """A named function, and how to turn it into calls."""
 
     name: str
     ours: bool
     function: Callable[..., tuple[Any, Any]]
     prepare: Callable[["Contender", str, tuple[jax.Array, ...], jax.Array | None], Call]
-    stable: bool = True  # whether it promises that the lowest index comes first among ties
-    of_logits: bool = False  # whether it is a top-k without softmax, whose values are logits
-    asked: str = ""  # the implementation that one of ours must be; empty leaves it the choice
+    stable: bool = True  # whether ties are guaranteed to be in order of their indices
+    of_logits: bool = False  # whether it is a top-k without softmax, so that its values are logits
+    asked: str = ""  # the implementation that ours must run; empty if ours may choose
 
 
 def named(name: str) -> ImplementationName | None:
-    """Returns `implementation=` for the name in --implementations: None for auto."""
+    """Returns the argument `implementation` for a name in --implementations: None for auto."""
     return None if name == "auto" else cast(ImplementationName, name)
 
 
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
-    """Returns a function of ours once per implementation; auto leaves the choice to the function."""
+    """Returns a contender per implementation of a function of ours. With auto, the function chooses."""
     return [
         Contender(
             name,
@@ -67,7 +69,7 @@ def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> li
 
 
 def fetch_jax(array: jax.Array, indices: np.ndarray, axis: int) -> np.ndarray:
-    """Returns what is at `indices` of an axis, as a numpy array."""
+    """Returns the elements at `indices` along an axis, as a numpy array."""
     return np.asarray(array.take(indices, axis))
 
 
@@ -76,9 +78,9 @@ def jax_call(
 ) -> Call:
     """Returns the call of a JAX function, compiled with XLA's `options`.
 
-    The time to its first result includes what Python and JAX do once per process, if it is the first call.
-    Programs that JAX has traced before are not forgotten, and nothing is read from a cache on the disk. The
-    memory is what XLA has planned: it does not know what a library like RAFT allocates by itself.
+    The time to the first result includes the one-time setup of Python and JAX, if this is the first call of the
+    process. Earlier traces by JAX stay cached, but nothing is read from a cache on disk. The memory is XLA's plan,
+    which does not know of allocations inside a library such as RAFT.
     """
     start = time.perf_counter()
     lowered = jax.jit(function).lower(*args)
@@ -100,7 +102,7 @@ def jax_call(
 
 
 def _lowered_to(text: str) -> str:
-    """Returns the implementations whose kernels a lowered program calls, or xla."""
+    """Returns the implementations with kernels in a lowered program, joined by "+", or "xla"."""
     found = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', text)]
     return "+".join(found) or "xla"
 
@@ -112,7 +114,7 @@ def prepare_jax(
     g: jax.Array | None,
     options: dict[str, bool] | None = None,
 ) -> Call:
-    """Returns the call of a JAX contender for one direction, with everything it needs on the device."""
+    """Returns the call of a JAX contender for one direction, with all its inputs on the device."""
     function = contender.function
 
     def forward(x: jax.Array, *mask: jax.Array) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def prepare_jax(
 def prepare_torch(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
-    """Returns the call of a torch function on the memory of the JAX arrays, which DLPack shares."""
+    """Returns the call of a torch function. DLPack shares the JAX arrays' memory with torch."""
     x, *mask = arrays
     if mask:
         raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
@@ -182,7 +184,7 @@ def prepare_torch(
 def prepare_quack(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
-    """Returns the call of a function of QuACK, whose kernels take torch's tensors."""
+    """Returns the call of a QuACK function. Its kernels take torch tensors."""
     if jax.default_backend() != "gpu":
         raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
     return prepare_torch(contender, direction, arrays, g)

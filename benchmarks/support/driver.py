@@ -1,4 +1,4 @@
-"""The driver of softmax, topk and paper: it checks every contender of a case, times them together, and reports."""
+"""The driver of softmax, topk and paper: checks all contenders of a case, times them together, and reports."""
 
 import dataclasses
 import importlib.util
@@ -22,12 +22,12 @@ from benchmarks.support.report import Row
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """What a benchmark measures, which contenders it has, and how it is shown."""
+    """A benchmark: its cases, its contenders, and how to show the results."""
 
     name: str
     cases: Callable[[Settings], list[Case]]
     contenders: Callable[[Settings, Case], list[Contender]]
-    baseline: str  # the contender over which the speed-ups are
+    baseline: str  # the contender with speed-up 1
     table: Callable[[list[Row], dict[str, float]], str] = report.table
     draw: Callable[[Path, list[Row], dict[str, float], dict[str, str]], None] = plot.draw
 
@@ -36,16 +36,16 @@ class Benchmark:
 
 
 def rows_of(fetch: Callable[..., np.ndarray], array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
-    """Returns chosen rows of an input or a result of the case, whose rows are columns for axis 0."""
+    """Returns some rows of an input or a result of the case. With axis 0, these are columns of the array."""
     if case.axis == 0:
         return fetch(array, rows, array.ndim - 1).T
     return fetch(array, rows, 0)
 
 
 def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.Array | None, answers.Answer]:
-    """Returns the case's arrays (x and its mask if it has one), its cotangent, and the answer for the rows.
+    """Returns the case's arrays (x and any mask), its cotangent, and the answer for the rows.
 
-    The cotangent of a forward call is None.
+    A forward call has the cotangent None.
     """
     x, mask = cases.logits(case), cases.mask(case)
     g = None if case.direction == "forward" else cases.cotangent(case)
@@ -59,7 +59,7 @@ def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.A
 def _check(
     call: Call, contender: Contender, case: Case, answer: answers.Answer, rows: np.ndarray
 ) -> answers.Check:
-    """Runs the call once and holds what it returns against the answer."""
+    """Runs the call once and compares the result with the answer."""
     result = call.run()
     call.wait(result)
     checks = []
@@ -70,16 +70,16 @@ def _check(
         checks.append(answer.check_indices(call.fetch(result["indices"], rows, 0), contender.stable))
     if "dx" in result:
         chosen = None
-        if not contender.ours and case.k is not None:  # a peer may order ties as it likes
+        if not contender.ours and case.k is not None:  # a peer may order ties freely
             chosen = call.fetch(result.get("indices", call.indices), rows, 0)
         checks.append(answer.check_gradient(rows_of(call.fetch, result["dx"], case, rows), chosen))
     return answers.all_of(checks)
 
 
 def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str) -> None:
-    """Raises unless the program runs what was asked for and explained: nothing is timed under another name."""
+    """Raises if the program runs another implementation than the one asked for and explained."""
     said = set()
-    for choice in choices:  # a gradient without kernels is plain JAX, and not among them
+    for choice in choices:  # a gradient without kernels is plain JAX, and has no choice
         is_gradient = choice.call.op.endswith("_grad")
         if case.direction in ("both", "backward" if is_gradient else "forward"):
             said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
@@ -87,13 +87,13 @@ def _require_name(contender: Contender, case: Case, choices: list[Any], ran: str
     if choices and not said and asked - {"xla"}:
         function = case.function if case.k is None else "fused_topk"
         raise NotImplementedError(f"the gradient of {function} is plain JAX: it has no kernel here")
-    said = said or asked  # the paper's algorithms leave nothing to explain
+    said = said or asked  # explain says nothing about the paper's algorithms
     if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
         raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
 
 
 def require_ran(row: Any) -> None:
-    """Raises unless a row of ours, of a whole program, ran the implementation that it names, maybe beside others."""
+    """Raises unless a row of ours, for a whole program, ran the implementation in its name (maybe among others)."""
     if row.ours and row.contender not in ("auto", "xla") and row.contender not in row.ran.split("+"):
         raise AssertionError(f"asked for {row.contender}, lowered to {row.ran}")
 
@@ -102,7 +102,7 @@ def require_ran(row: Any) -> None:
 
 
 def _cannot_run(error: Exception) -> bool:
-    """Tells whether the error means that this contender has no answer here, rather than a wrong one."""
+    """Tells whether the error means that this contender cannot run here, as opposed to a fault."""
     if isinstance(error, NotImplementedError | ImportError | MemoryError):
         return True
     if isinstance(error, jax.errors.JaxRuntimeError):
@@ -111,7 +111,7 @@ def _cannot_run(error: Exception) -> bool:
 
 
 def note(row: Any, error: Exception) -> None:
-    """Writes into the row's status and reason why it has no result."""
+    """Records an error in the row's status and reason."""
     row.status = "not run" if _cannot_run(error) else "error"
     row.reason = " ".join(str(error).split())[:400] or type(error).__name__
     if row.status == "error":
@@ -126,10 +126,10 @@ def _memory() -> int:
 
 
 def _require_memory(case: Case) -> None:
-    """Raises if a case does not fit a CPU's memory, which would end the process and not the call."""
+    """Raises if a case does not fit a CPU's memory. Running it would kill the process, not only the call."""
     if timing.on_gpu() or not hasattr(os, "sysconf"):
         return
-    # These are x, its gradient, outputs and what peers keep, with float32 copies of 16-bit rows.
+    # Eight float32 arrays hold x, its gradient, outputs, values that peers keep, and float32 copies of 16-bit rows.
     needed = 8 * case.batch * case.vocab * 4
     if needed > _memory():
         raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {_memory() / 1e9:.3g}")
@@ -139,7 +139,7 @@ def _require_memory(case: Case) -> None:
 
 
 def _empty_rows(benchmark: Benchmark, case: Case, contenders: list[Contender]) -> dict[str, Row]:
-    """Returns a row for each contender, by name, that says nothing yet but what the case moves."""
+    """Returns a row for each contender, by name. It holds only the bytes that the case moves so far."""
     cache, cache_bytes = timing.cache()
     return {
         contender.name: Row(
@@ -161,12 +161,12 @@ def _prepare(
     g: jax.Array | None,
     answer: answers.Answer,
 ) -> Call | None:
-    """Makes the contender's call, checks it and writes into its row what it is; returns the call if it may be timed.
+    """Makes the contender's call, checks it and describes it in its row. Returns the call if it should be timed.
 
-    The time of a wrong result of ours is worth nothing; a peer's is shown beside the difference.
+    A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
     """
     case = row.case
-    # Explain comes later: it would do a part of the tracing that first_result_s is to include.
+    # explain comes later: it would do part of the tracing, which first_result_s should include.
     call = contender.prepare(contender, case.direction, arrays, g)
     row.ran, row.first_result_s, row.extra_mb = call.ran, call.first_result_s, call.extra_mb
     if contender.ours:
@@ -187,7 +187,7 @@ def _prepare(
 def write_times(
     rows: dict[str, Row], times: dict[str, list[float]], baseline: str, bandwidths: dict[str, float]
 ) -> None:
-    """Writes into the rows what follows from the seconds of the calls."""
+    """Fills in the rows' columns of times, rates and speed-ups from the seconds of the calls."""
     medians = {name: float(np.median(seconds)) for name, seconds in times.items()}
     for name, seconds in times.items():
         row = rows[name]
@@ -232,7 +232,7 @@ def _run_case(benchmark: Benchmark, case: Case, chosen: Settings, bandwidths: di
 
 
 def _compare_logits(rows: list[Row]) -> None:
-    """Writes into the rows of other logits how much longer they took than normal ones."""
+    """Writes into the rows with other kinds of logits how much longer they took than normal logits."""
     normal = {(row.case, row.contender): row.p50_us for row in rows if row.case.logits == "normal"}
     for row in rows:
         base = normal.get((dataclasses.replace(row.case, logits="normal"), row.contender))
@@ -241,7 +241,7 @@ def _compare_logits(rows: list[Row]) -> None:
 
 
 def progress(todo: list[Any], name: str) -> Iterator[Any]:
-    """Yields what there is to do, each with a label, and shows a bar on a terminal."""
+    """Yields the items of `todo`, and on a terminal shows a progress bar with their labels."""
     from tqdm import tqdm
 
     with tqdm(todo, desc=name, unit="case", disable=None) as bar:
@@ -251,16 +251,16 @@ def progress(todo: list[Any], name: str) -> Iterator[Any]:
 
 
 def require_extra() -> None:
-    """Ends the program if what the extra `bench` installs is missing."""
+    """Ends the program if packages of the extra `bench` are missing."""
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         raise SystemExit(
-            f"the benchmarks need {' and '.join(missing)}, the extra bench: pip install '.[bench]'"
+            f"the benchmarks need {' and '.join(missing)}; install the extra bench: pip install '.[bench]'"
         )
 
 
 def _bandwidths(todo: list[Case]) -> dict[str, float]:
-    """Returns the bytes per second of a copy and, if there is a top-k, of a read: top-k writes next to nothing."""
+    """Returns the bytes per second of a copy, and of a read if a case is top-k, which writes almost nothing."""
     try:
         found = {"copy": timing.copy_bandwidth()}
         if any(case.k is not None for case in todo):
@@ -271,7 +271,7 @@ def _bandwidths(todo: list[Case]) -> dict[str, float]:
 
 
 def run(benchmark: Benchmark, chosen: Settings) -> int:
-    """Runs one benchmark, prints its table and writes its files; returns the exit code."""
+    """Runs one benchmark, prints its table and writes its files. Returns the exit code."""
     require_extra()
     try:
         todo = benchmark.cases(chosen)

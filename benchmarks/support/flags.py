@@ -1,7 +1,7 @@
-"""The flags that several benchmarks share, each defined in one place, and the checked settings they become.
+"""The flags that the benchmarks share, and the checked settings that they become.
 
-A benchmark calls the `define_...` functions of the flags that it uses, and no others: absl refuses the rest.
-The defaults are those of `Settings`.
+A benchmark calls the `define_...` functions of exactly those flags that it uses. absl refuses all others. The
+defaults are in `Settings`.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ LOGITS = {
 
 _MAY_BE_EMPTY = ("shapes", "peers")
 
-# How the items of a list are read, if they are not words.
+# Parsers for the items of a list. Items without one stay words.
 _ITEMS: dict[str, Callable[[str], Any]] = {
     "batch": int,
     "vocab": int,
@@ -71,13 +71,13 @@ _ITEMS: dict[str, Callable[[str], Any]] = {
     "devices": int,
 }
 
-# absl lists a flag under --help of the program whose module has defined it: not this one, but its caller.
+# --help lists a flag under the module that defines it. This makes absl see the caller of this module, the program.
 flags.disclaim_key_flags()
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to run: the values of the flags. A flag that the benchmark does not have keeps its default."""
+    """The settings of a run: the values of its flags. A flag that the benchmark lacks keeps its default."""
 
     batch: tuple[int, ...] = (1024,)
     vocab: tuple[int, ...] = (4096, 32000)
@@ -111,7 +111,7 @@ class Settings:
     commit: str = ""
 
 
-# --- What a flag may hold -------------------------------------------------------------------------------
+# --- Definitions and validation -------------------------------------------------------------------------
 
 
 def _default(name: str) -> Any:
@@ -120,12 +120,12 @@ def _default(name: str) -> Any:
 
 
 def refuse(name: str, value: object, accepted: str) -> None:
-    """Raises the error of a flag whose value is not accepted."""
+    """Raises an error that names the flag, its value, and the accepted values."""
     raise flags.ValidationError(f"--{name}={value} is not accepted; {accepted}")
 
 
 def _define_list(name: str, default: tuple, accepted: str, ok: Callable[[str], bool], text: str) -> None:
-    """Defines a comma-separated flag, each of whose items passes `ok`."""
+    """Defines a comma-separated flag. `ok` must accept each of its items."""
 
     def check(items: list[str]) -> bool:
         if not items and name not in _MAY_BE_EMPTY:
@@ -146,13 +146,13 @@ def define_integers(name: str, text: str) -> None:
 
 
 def define_words(name: str, words: tuple[str, ...], text: str, default: tuple[str, ...] = ()) -> None:
-    """Defines a flag that holds a list of some of the words; the default is that of Settings unless given."""
+    """Defines a flag that holds a list of some of the words. The default comes from Settings unless given."""
     accepted = f"any of {', '.join(words)}, separated by commas"
     _define_list(name, default or _default(name), accepted, words.__contains__, text)
 
 
 def define_integer(name: str, text: str, least: int = 1) -> None:
-    """Defines a flag that holds one integer, no smaller than `least`."""
+    """Defines a flag that holds one integer, at least `least`."""
     flags.DEFINE_integer(name, _default(name), text, least)
 
 
@@ -165,9 +165,9 @@ def define_word(name: str, words: tuple[str, ...], text: str) -> None:
 
 
 def define_shapes(with_k: bool = False) -> None:
-    """Defines --batch, --vocab and, in their place, --shapes; if a shape may name its k, --k too."""
-    define_integers("batch", "Rows of the logits; of a .npy file the first so many.")
-    define_integers("vocab", "Row lengths V; every batch is run with every V.")
+    """Defines --batch, --vocab, and --shapes to replace them. Also defines --k if a shape may name its k."""
+    define_integers("batch", "Rows of the logits, taken from the start of a .npy file.")
+    define_integers("vocab", "Row lengths V; every batch runs with every V.")
     in_place = "Pairs in place of every --batch with every --vocab"
     if with_k:
         define_integers("k", "How many winners a row has.")
@@ -185,7 +185,7 @@ def define_dtype() -> None:
 
 
 def define_logits() -> None:
-    """Defines --logits and --seed, which decide the numbers of the input."""
+    """Defines --logits and --seed, which determine the input."""
     _define_list(
         "logits",
         _default("logits"),
@@ -198,7 +198,7 @@ def define_logits() -> None:
 
 
 def logits_text(logits: str) -> str:
-    """Returns a kind of logits, or the name of a user's file, and in brackets what it is."""
+    """Returns a kind of logits with its description in brackets. A user's file appears by its name."""
     return f"{os.path.basename(logits)} ({LOGITS.get(logits, 'a file')})"
 
 
@@ -211,19 +211,19 @@ def define_seed() -> None:
     define_integer("seed", "Seed of all random numbers.", 0)
 
 
-# --- What is computed of it, and by whom ----------------------------------------------------------------
+# --- Functions and contenders ---------------------------------------------------------------------------
 
 
 def define_function() -> None:
-    """Defines --function, --where and --axis: the function, and its arguments beside the logits."""
-    define_words("function", FUNCTIONS, "What to compute.")
+    """Defines --function, --where and --axis: the function, and its arguments in addition to the logits."""
+    define_words("function", FUNCTIONS, "The function to compute.")
     define_words(
         "where",
         WHERES,
-        "The mask, 70% of it kept: none; full (of the logits' shape); vocab (one for all rows); rows (whole"
-        " rows).",
+        "The mask, which keeps 70%: none; full (one entry per logit); vocab (one mask for all rows); rows (masks"
+        " whole rows).",
     )
-    define_words("axis", AXES, "The axis of V; with 0 the logits are the array (V, batch).")
+    define_words("axis", AXES, "The axis of V; 0 means logits of shape (V, batch).")
 
 
 def define_direction() -> None:
@@ -231,8 +231,7 @@ def define_direction() -> None:
     define_words(
         "direction",
         DIRECTIONS,
-        "What one call computes: the outputs; the gradient, from what the forward call kept; or both in one"
-        " call.",
+        "What one call computes: the outputs; the gradient, from values that a forward call kept; or both.",
     )
 
 
@@ -241,25 +240,25 @@ def define_implementations() -> None:
     define_words(
         "implementations",
         IMPLEMENTATIONS,
-        "Which of our implementations to time; auto is what a user gets.",
+        "Which of our implementations to time; auto is what users get by default.",
     )
 
 
 def define_peers(*of: dict[str, str]) -> None:
-    """Defines --peers: the peers of softmax, those of top-k, or both."""
+    """Defines --peers: the peers of softmax, of top-k, or of both."""
     names = tuple(dict.fromkeys(name for peers in of for name in peers))
     texts = ("; ".join(f"{name} ({text})" for name, text in peers.items()) for peers in of)
     default = tuple(name for name in _default("peers") if name in names)
-    define_words("peers", names, f"What to compare with: {'. Of top-k: '.join(texts)}.", default)
+    define_words("peers", names, f"The peers to compare with: {'. For top-k: '.join(texts)}.", default)
 
 
 def define_decoding() -> None:
-    """Defines the flags of a language model that is trained and then decodes, and those of measuring it."""
+    """Defines all flags to train a language model, decode with it, and measure that."""
     define_integers("vocab", "Sizes V of the vocabulary.")
     define_integers("sequence", "How many tokens are decoded, one after the other.")
-    define_integer("tokens", "Tokens of a step of training.")
+    define_integer("tokens", "Tokens per training step.")
     define_integer("width", "Size of the hidden state.")
-    define_integer("training_steps", "Steps that the language model is trained.")
+    define_integer("training_steps", "Training steps of the language model.")
     define_dtype()
     define_implementations()
     define_seed()
@@ -267,34 +266,36 @@ def define_decoding() -> None:
     define_output()
 
 
-# --- How it is measured, and where that is written ------------------------------------------------------
+# --- Timing and output ----------------------------------------------------------------------------------
 
 
 def define_timing() -> None:
-    """Defines --repeats and --seconds, either of which ends the timing of a case."""
-    define_integer("repeats", "Samples per contender and case, at most (on a GPU in tens).")
+    """Defines --repeats and --seconds. Either limit ends the timing of a case."""
+    define_integer("repeats", "At most this many samples per contender and case (GPUs take them in tens).")
     flags.DEFINE_float(
         "seconds",
         _default("seconds"),
-        "Time budget of one case, all contenders together; three samples each are taken anyway.",
+        "Time budget of one case, shared by all contenders. Each one gets at least three samples.",
         0.0,
     )
 
 
 def define_output() -> None:
     """Defines --output_dir and --commit."""
-    flags.DEFINE_string("output_dir", _default("output_dir"), "Where the CSV, JSON and pictures are written.")
-    flags.DEFINE_string("commit", _default("commit"), "Commit to record, for a copy that is no git checkout.")
+    flags.DEFINE_string("output_dir", _default("output_dir"), "Folder for the CSV, JSON and pictures.")
+    flags.DEFINE_string(
+        "commit", _default("commit"), "Commit to record if the code is not in a git checkout."
+    )
 
 
-# --- The values -----------------------------------------------------------------------------------------
+# --- Values ---------------------------------------------------------------------------------------------
 
 
 def read(argv: list[str]) -> Settings:
-    """Returns the settings that the parsed flags ask for; an item that a list repeats counts once.
+    """Returns the settings that the parsed flags ask for. Repeated items of a list count once.
 
     Args:
-      argv: what is left when the flags are parsed: the program's name, and nothing else.
+      argv: the arguments that remain after parsing. Only the program's name is allowed.
     """
     if argv[1:]:
         raise SystemExit(f"not a flag: {' '.join(argv[1:])}; lists have commas and no spaces")
@@ -306,6 +307,6 @@ def read(argv: list[str]) -> Settings:
 
 
 def defined() -> dict[str, Any]:
-    """Returns the flags that the running benchmark has defined, with their values as absl parsed them."""
+    """Returns the flags that the running benchmark defined, with their values as parsed by absl."""
     names = (field.name for field in dataclasses.fields(Settings))
     return {name: getattr(flags.FLAGS, name) for name in names if name in flags.FLAGS}

@@ -1,7 +1,7 @@
-"""What goes over the links between devices: it is read from a compiled program, and predicted by a model.
+"""The traffic on the links between devices: read from a compiled program, and predicted by a model.
 
-`collectives` reads the text of `jax.jit(f).lower(x).compile().as_text()`; `predicted` and `model_table` are a
-cost model of a top-k whose rows are sharded along V.
+`collectives` reads the text of `jax.jit(f).lower(x).compile().as_text()`. `predicted` and `model_table` model the
+cost of top-k with the rows sharded along V.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ class Collective:
 
     Attributes:
       kind: as HLO calls it, such as all-gather.
-      bytes: of the whole array: what an all-gather returns, what a reduce-scatter is given; of the other
-        kinds the two are of one size.
-      group: how many devices take part.
+      bytes: the size of the whole array: the result of an all-gather, the operand of a reduce-scatter. For the
+        other kinds, operand and result have the same size.
+      group: the number of devices that take part.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Collective:
 
     @property
     def received(self) -> float:
-        """Bytes that one device receives, by a ring (a collective-permute's targets receive all)."""
+        """Bytes that one device receives in a ring. A target of a collective-permute receives all bytes."""
         if self.kind == "collective-permute":
             return self.bytes
         passes = 2 if self.kind == "all-reduce" else 1
@@ -54,11 +54,11 @@ class Collective:
 
 
 def collectives(hlo_text: str) -> list[Collective]:
-    """Returns the collectives of a compiled program in the order of its text; one in a loop counts once."""
+    """Returns the collectives of a compiled program in the order of its text. One in a loop counts once."""
     devices = math.prod(map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", hlo_text)))
     found = []
     for shape, kind, start, attributes in _INSTRUCTION.findall(hlo_text):
-        # A start returns (operands, results, ...), but for the all-reduce that returns its results alone.
+        # A start returns (operands, results, ...). Only an all-reduce may return just its results.
         if start and (kind != "all-reduce" or shape.startswith("((")):
             shape = _elements(shape)[1]
         group = _group(attributes, devices)
@@ -68,7 +68,7 @@ def collectives(hlo_text: str) -> list[Collective]:
 
 
 def _elements(shape: str) -> list[str]:
-    """Returns the elements of a tuple's text; what is in brackets within it stays together."""
+    """Splits the text of a tuple into its elements. Nested brackets stay together."""
     elements, depth, start = [], 0, 1
     for i, c in enumerate(shape):
         depth += (c in "([{") - (c in ")]}")
@@ -83,19 +83,19 @@ def _bytes(shape: str) -> int:
     total = 0
     for name, bits, dimensions in _ARRAY.findall(shape):
         size = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
-        total += -(-size * int(bits or {"pred": 8}.get(name, 0)) // 8)  # a token has none
+        total += -(-size * int(bits or {"pred": 8}.get(name, 0)) // 8)  # a token has no bits
     return total
 
 
 def _group(attributes: str, devices: int) -> int:
-    """Returns how many devices take part, from any of HLO's notations: the size of the largest group."""
+    """Returns the size of the largest group of devices, from any of HLO's notations."""
     if pairs := re.search(r"source_target_pairs=\{([{}\d,]*)\}", attributes):
         return pairs[1].count("{")
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(iota[1])
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"('[^']*')=(\d+)", mesh[1]))
-        chosen = re.findall(r"('[^']*')(?::\(\d+\)(\d+))?", mesh[2])  # an axis, or a part of one
+        chosen = re.findall(r"('[^']*')(?::\(\d+\)(\d+))?", mesh[2])  # an axis, or part of an axis
         return math.prod(int(part or sizes[axis]) for axis, part in chosen)
     if listed := re.search(r"replica_groups=\{([{}\d,]*)\}", attributes):
         groups = re.findall(r"\{([\d,]+)\}", listed[1])
@@ -105,15 +105,14 @@ def _group(attributes: str, devices: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The measured constants of devices and of the links between them.
+    """The measured constants of devices and their links.
 
     Attributes:
-      bandwidth: of a device's memory in top-k, in bytes per second.
+      bandwidth: bytes per second that top-k reads from a device's memory.
       link_bandwidth: bytes per second that one device receives.
-      latency: seconds that an all-gather of candidates takes however little it moves, with the kernels before
-        and after it.
-      hop: seconds more for each further device, whose message waits for the one before.
-      merge_cost: seconds per candidate that a device merges, all rows' candidates counted.
+      latency: the least seconds of an all-gather of candidates, including the kernels before and after it.
+      hop: extra seconds per further device, because its message waits for the previous one.
+      merge_cost: seconds per candidate that a device merges, counting the candidates of all rows.
     """
 
     bandwidth: float
@@ -123,32 +122,32 @@ class Machine:
     merge_cost: float
 
 
-# H200s of one host (NVLink); fitted to the times in benchmarks/results/sharded, whose README says how well.
+# H200s of one host (NVLink), fitted to the times in benchmarks/results/sharded. The README there shows the misfit.
 H200 = Machine(bandwidth=3.5e12, link_bandwidth=1.3e11, latency=5e-5, hop=2e-6, merge_cost=1.8e-11)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The seconds of one call, by what takes them."""
+    """The seconds of one call, by cause."""
 
-    read: float  # the device's shard of the logits
-    latency: float  # of the collectives and their steps
-    links: float  # the bytes that come over them
-    merge: float  # of the devices' candidates
+    read: float  # reading the device's shard of the logits
+    latency: float  # starting the collectives and their steps
+    links: float  # receiving bytes over the links
+    merge: float  # merging the devices' candidates
 
     @property
     def seconds(self) -> float:
-        """The time of the call, whose parts follow one another."""
+        """The seconds of the whole call. Its parts run one after another."""
         return self.read + self.latency + self.links + self.merge
 
 
 def predicted(
     rows: int, vocab: int, k: int, itemsize: int, mesh: tuple[int, ...], machine: Machine
 ) -> Prediction:
-    """Predicts the time of fused_topk on logits whose V is sharded over the axes of a mesh.
+    """Predicts the time of fused_topk on logits with V sharded over the axes of a mesh.
 
-    Each device reads its shard. Then, over one mesh axis after the other, the devices all-gather k values and
-    indices and (m, d) of each row, 4 bytes each, and merge them. A shard is taken to hold k elements a row.
+    Each device reads its shard. Then, over one mesh axis after another, the devices all-gather and merge k values, k
+    indices and (m, d) for each row, at 4 bytes each. The model assumes that a shard has at least k elements per row.
     """
     gathers = [Collective("all-gather", n * rows * (2 * k + 2) * 4, n) for n in mesh if n > 1]
     return Prediction(
@@ -160,7 +159,7 @@ def predicted(
 
 
 def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
-    """Returns a table of the terms of `predicted` in us, for up to 4096 devices in one mesh axis and in several."""
+    """Returns a table of the terms of `predicted` in µs, for up to 4096 devices on one or several mesh axes."""
     terms = ["latency", "links", "merge", "us", "of linear"]
     lines = [["mesh", "read", *terms]]
     one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds

@@ -1,4 +1,4 @@
-"""The picture of a run: the bandwidth of every contender on every case, as a share of a plain copy's or read's."""
+"""The picture of a run: the bandwidth of all contenders on all cases, relative to a plain copy or read."""
 
 import colorsys
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.support.flags import logits_text
 from benchmarks.support.report import Row, bandwidth_unit, number
 
-# Each contender has one colour in all pictures. Our implementations have blues; the paper's algorithms have the same
+# Each contender has one colour in all pictures. Our implementations are blue. An algorithm of the paper has the same
 # colour with and without top-k.
 COLORS = {
     "auto": "#1f77b4",
@@ -35,30 +35,30 @@ COLORS = {
 }
 
 _INCHES_OF_BAR = 0.1
-_INCHES_OF_LABEL = 0.14  # a group of bars is no lower than its label
+_INCHES_OF_LABEL = 0.14  # a group of bars is at least as high as its label
 _INCHES_OF_GAP = 0.12  # between groups
 _POINTS_OF_LETTER = 4.5  # in the names of groups and bars
-_LETTERS_OF_GROUP = 26  # in a line of the name of a group
-_TOO_SMALL = 1 / 40  # a bar of this part of the axis or less has its number beside it
+_LETTERS_OF_GROUP = 26  # per line of a group's name
+_TOO_SMALL = 1 / 40  # a bar below this fraction of the axis gets its number as text
 
 
-# The rows of a panel, by the name of a group and the label of its bars.
+# The rows of a panel, by group name and bar label.
 _Groups = dict[str, dict[str, list[Row]]]
 
 
 def pyplot() -> Any:
-    """Returns matplotlib.pyplot, set to write files and to open no windows."""
+    """Returns matplotlib.pyplot, set up to write files and open no windows."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its news about fonts
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # silences its messages about fonts
     return plt
 
 
 def color(contender: str) -> str:
-    """Returns the colour of a contender, the same in every picture; a name that is not listed decides its own."""
+    """Returns the colour of a contender, the same in all pictures. An unlisted name gets a colour from its hash."""
     if contender in COLORS:
         return COLORS[contender]
     hue = zlib.crc32(contender.encode()) / 2**32
@@ -66,26 +66,26 @@ def color(contender: str) -> str:
 
 
 def label(contender: str, ours: bool, function: str = "") -> str:
-    """Returns the name of a contender in a legend: an implementation of ours says whose it is."""
+    """Returns the name of a contender in a legend. Our implementations mention pallas_softmax."""
     return f"pallas_softmax{function and '.'}{function} ({contender})" if ours else contender
 
 
 def logits_line(kinds: Iterable[str]) -> str:
-    """Returns the line of a picture that says what its logits are."""
+    """Returns a picture's line of text about its logits."""
     return f"logits: {'; '.join(dict.fromkeys(map(logits_text, kinds)))}"
 
 
 def hollow_text(dtypes: Iterable[str]) -> str:
-    """Returns what a legend says of peers whose results differ, in these dtypes."""
+    """Returns the legend text for peers with different results, in these dtypes."""
     if set(dtypes) <= {"bfloat16", "float16"}:
         return "hollow: the peer's result differs,\nfor it rounds to 16 bits between its steps"
     return "hollow: the peer's result differs\nby more than rounding may, or in its order"
 
 
 def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
-    """Writes the PNG: a panel per function, direction and dtype, in which a group of bars is a shape and k.
+    """Writes the PNG: a panel per function, direction and dtype, with a group of bars per shape and k.
 
-    Several kinds of logits are what the picture compares: a group is a kind, and its shapes, ks and dtypes are in it.
+    With several kinds of logits the picture compares them: each kind is a group, with all its shapes, ks and dtypes.
     """
     plt = pyplot()
     *_, (floor, bytes_per_s) = bandwidths.items()
@@ -111,9 +111,9 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     right = 1.05 * max([1.0, *(row.share for row in rows if row.share is not None)])
-    beside: list[str] = []
+    left_groups: list[str] = []
     for i, (axis, (title, groups)) in enumerate(zip(axes.flat, panels.items())):
-        same = bool(i % columns) and beside == list(groups)
+        same = bool(i % columns) and left_groups == list(groups)
         _draw_panel(axis, groups, gap, right, headed=several and not same)
         if same:
             axis.tick_params(axis="y", labelleft=False)
@@ -123,7 +123,7 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
         else:
             k = "" if rows[0].case.k is None else ", k"
             axis.set_ylabel(f"rows × elements of a row{k}", fontsize=8)
-        beside = list(groups)
+        left_groups = list(groups)
         axis.set_ylim(most - gap - 0.2, -0.8)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel(f"bandwidth, % of {number(bytes_per_s / scale)} {unit} (a {floor}'s)", fontsize=8)
@@ -138,7 +138,7 @@ def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[
 
 
 def _panels_by_dtype(rows: list[Row]) -> dict[str, _Groups]:
-    """Returns the panels by title, in which a group is a shape and k."""
+    """Returns the panels by title, with a group per shape and k."""
     panels: dict[str, _Groups] = {}
     for row in rows:
         shape = ", ".join([_shape(row), *_k(row)]) + _star(row)
@@ -148,7 +148,7 @@ def _panels_by_dtype(rows: list[Row]) -> dict[str, _Groups]:
 
 
 def _panels_by_logits(rows: list[Row]) -> dict[str, _Groups]:
-    """Returns the panels by title, in which a group is a kind of logits."""
+    """Returns the panels by title, with a group per kind of logits."""
     shapes = {_shape(row) for row in rows}
     panels: dict[str, _Groups] = {}
     for row in rows:
@@ -164,7 +164,7 @@ def _panels_by_logits(rows: list[Row]) -> dict[str, _Groups]:
 
 
 def _call(row: Row) -> str:
-    """Returns what a call computes, in few words."""
+    """Returns a short description of a call."""
     case = row.case
     return " ".join([case.function if case.k is None else "top-k", case.direction, *case.arguments])
 
@@ -178,12 +178,12 @@ def _k(row: Row) -> list[str]:
 
 
 def _star(row: Row) -> str:
-    """Returns a star if a cache holds the case."""
+    """Returns a star if the case fits a cache."""
     return " *" if row.fits_cache else ""
 
 
 def _draw_panel(axis: Any, groups: _Groups, gap: float, right: float, headed: bool) -> None:
-    """Draws the groups of bars one below the other on an axis that ends at `right`, with their names if so asked."""
+    """Draws groups of bars from top to bottom. The axis ends at `right`. `headed` adds the groups' names."""
     ticks: dict[float, str] = {}
     position = 0.0
     for group, bars in groups.items():
@@ -217,9 +217,9 @@ def _draw_panel(axis: Any, groups: _Groups, gap: float, right: float, headed: bo
 
 
 def _draw_bar(axis: Any, row: Row, position: float, right: float) -> None:
-    """Draws the bar of a row, hollow where the result differs, or writes why there is none.
+    """Draws the bar of a row, hollow if the result differs. Without a time, writes the status instead.
 
-    A bar that is too small to be seen has its number beside it.
+    A bar that is too small to see gets its number as text.
     """
     own = color(row.contender)
     text = {"va": "center", "fontsize": 6, "color": "#333333"}
@@ -233,7 +233,7 @@ def _draw_bar(axis: Any, row: Row, position: float, right: float) -> None:
 
 
 def _legend(rows: list[Row], floor: str) -> dict[str, Any]:
-    """Returns what the legend shows, by its text."""
+    """Returns the legend's handles by text."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
 

@@ -1,6 +1,6 @@
-"""Draws pictures of results again, from their JSON: python -m benchmarks.support.redraw benchmarks/results/targets
+"""Redraws the pictures of results from their JSON: python -m benchmarks.support.redraw benchmarks/results/targets
 
-It takes folders, and measures nothing. A folder without the JSON of a benchmark that has pictures stays as it is.
+It takes folders, and measures nothing. It skips results of benchmarks that draw no pictures.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.support import plot, report
 
 
 def redraw(directory: Path) -> None:
-    """Draws the pictures of the results in a folder."""
+    """Redraws the pictures of the results in a folder."""
     for name, draw in {
         "softmax": plot.draw,
         "topk": plot.draw,
@@ -30,7 +30,7 @@ def redraw(directory: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Draws the pictures of the folders that the command line names."""
+    """Redraws the pictures in the folders named on the command line."""
     for folder in argv[1:]:
         redraw(Path(folder))
 

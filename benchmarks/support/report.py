@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows, the table, CSV and JSON, and where all of it was measured."""
+"""The output of a run: rows, the table, CSV and JSON, and the environment of the measurement."""
 
 import csv
 import dataclasses
@@ -22,17 +22,19 @@ from benchmarks.support import flags
 from benchmarks.support.cases import Case
 from benchmarks.support.flags import Settings
 
-WIDTH = 120  # of every table that is printed
+WIDTH = 120  # of every printed table
 
-# What columns are that several tables have.
-RAN = "the implementation that was found in the lowered program, or the peer's library"
+# Explanations of columns that several tables share.
+RAN = "the implementation found in the lowered program, or the peer's library"
 CHECK = (
     "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps (the step"
-    " of its numbers at 1). rows: how many were looked at"
+    " of its numbers at 1). rows: how many were checked"
 )
-DIFFERS = "a peer's rounding (to 16 bits between its steps) or order; it fails nothing, and the time is shown"
-SPEEDUP = "how many times as fast as the contender that has 1.00x"
-FITS = "the cache holds all that a call moves, so that repeated calls may not read the memory"
+DIFFERS = (
+    "the peer rounds otherwise (to 16 bits between its steps) or orders otherwise; this does not fail the run"
+)
+SPEEDUP = "how many times as fast as the contender with 1.00x"
+FITS = "the cache holds everything that a call moves, so that repeated calls may not read the memory"
 FIRST = "seconds to trace, lower, compile and run a JAX function the first time"
 
 _LONGEST_CHECK = 31  # characters
@@ -40,7 +42,7 @@ _LONGEST_CHECK = 31  # characters
 
 @dataclasses.dataclass
 class Row:
-    """The columns of the CSV for one contender on one case; what is empty was not measured."""
+    """The columns of the CSV for one contender on one case. Empty columns were not measured."""
 
     benchmark: str
     case: Case
@@ -57,30 +59,30 @@ class Row:
     p50_us: float | None = None
     p80_us: float | None = None
     elements_per_s: float | None = None  # batch * V / p50
-    bytes: int = 0  # the fewest a call must move
+    bytes: int = 0  # the fewest that a call must move
     tb_per_s: float | None = None  # bytes / p50
     share_of_copy: float | None = None
-    share_of_read: float | None = None  # of top-k alone, which writes next to nothing
-    slowdown: float | None = None  # p50 over that of normal logits with the same contender
+    share_of_read: float | None = None  # for top-k and sample, which write almost nothing
+    slowdown: float | None = None  # p50 over the same contender's p50 with normal logits
     speedup: float | None = None  # p50 of the benchmark's baseline over this p50
     first_result_s: float | None = None  # to trace, lower, compile and run a JAX function once
     extra_mb: float | None = None  # device memory that a JAX function needs beyond its arguments
-    fits_cache: str = ""  # the cache that holds it all, so that repeated calls may never read the memory
-    explain: str = ""  # what pallas_softmax.explain says of ours
+    fits_cache: str = ""  # the cache that holds everything, so that repeated calls may never read the memory
+    explain: str = ""  # what pallas_softmax.explain says about ours
 
     @property
     def share(self) -> float | None:
-        """The share of a read's bandwidth where that was measured, else of a copy's."""
+        """The share of a read's bandwidth if that was measured, otherwise of a copy's."""
         return self.share_of_copy if self.share_of_read is None else self.share_of_read
 
     @property
     def fails(self) -> bool:
-        """Whether this row makes the run fail: ours is wrong, or broke."""
+        """Whether this row makes the run fail, because ours is wrong or raised."""
         return self.ours and self.status in ("FAILED", "error")
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values with those of inner dictionaries in place of these."""
+    """Returns a dictionary with the items of inner dictionaries moved to the top level."""
     columns: dict[str, Any] = {}
     for name, value in values.items():
         columns |= _flat(value) if isinstance(value, dict) else {name: value}
@@ -88,12 +90,12 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def record(row: Any) -> dict[str, Any]:
-    """Returns a row, which is a dataclass, as flat columns: those of its case stand in the place of the case."""
+    """Returns a row (a dataclass) as flat columns. The columns of its case replace the case."""
     return _flat(dataclasses.asdict(row))
 
 
 def _restored(kind: Any, columns: dict[str, Any]) -> Any:
-    """Returns the dataclass whose flat columns these are; it keeps its defaults for those that are missing."""
+    """Rebuilds a dataclass from its flat columns. Missing columns keep their defaults."""
     hints = get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(kind):
@@ -105,7 +107,7 @@ def _restored(kind: Any, columns: dict[str, Any]) -> Any:
 
 
 def read(path: Path, kind: type[Any]) -> tuple[list[Any], dict[str, float], dict[str, str]]:
-    """Returns what a run's JSON holds: its rows, which are of this dataclass, the bandwidths, and the environment."""
+    """Reads a run's JSON. Returns its rows (of the dataclass `kind`), its bandwidths and its environment."""
     document = json.loads(path.read_text())
     bandwidths = {
         name: 1e12 * document[f"{name}_tb_per_s"]
@@ -116,7 +118,7 @@ def read(path: Path, kind: type[Any]) -> tuple[list[Any], dict[str, float], dict
 
 
 def _output_of(*command: str) -> str:
-    """Returns what a command prints, or nothing where it does not run."""
+    """Returns the output of a command, or "" if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
     except (OSError, subprocess.TimeoutExpired):
@@ -125,7 +127,7 @@ def _output_of(*command: str) -> str:
 
 
 def _device_name() -> str:
-    """Returns the name of the first device; of a CPU its model and the number of cores."""
+    """Returns the name of the first device. A CPU's name is its model and the number of cores."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -138,7 +140,7 @@ def _device_name() -> str:
 
 
 def environment(commit: str = "") -> dict[str, str]:
-    """Returns device, driver, versions, commit (that of the git checkout unless given), date and command."""
+    """Returns device, driver, versions, commit (by default the git checkout's), date and command."""
     driver = ""
     if jax.default_backend() == "gpu":
         query = ("--query-gpu=driver_version", "--format=csv,noheader")
@@ -167,7 +169,7 @@ def write(
     where: dict[str, str],
     **also: float,
 ) -> None:
-    """Writes name.csv, which has a line per row with the environment beside it, and name.json."""
+    """Writes name.csv, with a line per row that ends with the environment, and name.json."""
     directory = Path(chosen.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     records = [record(row) for row in rows]
@@ -186,31 +188,35 @@ def write(
 
 
 def exit_code(name: str, failed: int, rows: Sequence[Any]) -> int:
-    """Returns what the program ends with: 1 if rows have failed, which it says on stderr, else 0."""
+    """Returns the exit code: 0, or 1 after a message on stderr if rows failed."""
     if failed:
         print(f"{name}: {failed} of {len(rows)} rows failed", file=sys.stderr)
     return 1 if failed else 0
 
 
 def bandwidth_unit(bytes_per_s: float) -> tuple[float, str]:
-    """Returns the unit that suits the device: bytes per second, and its name."""
+    """Returns a suitable unit of bandwidth: its bytes per second, and its name."""
     return (1e12, "TB/s") if bytes_per_s > 1e12 else (1e9, "GB/s")
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Returns a number with so many significant digits and without an exponent: 0.0123, 1.50, 2,079."""
+    """Returns a number with this many significant digits and without an exponent: 0.0123, 1.50, 2,079."""
     return f"{value:,.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 
 def wrapped(text: str) -> str:
-    """Returns a line of text as lines that fit the width of a table, indented from the second on."""
+    """Wraps a line of text to the width of a table. The second line and later ones are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def columns(lines: list[list[str]], left: int) -> str:
-    """Returns the lines as aligned text, a rule below the first; so many columns are aligned on the left.
+    """Returns the lines as aligned text, with a rule below the first line.
 
-    A line of one cell is a heading, which no column is aligned with. A last column without a name is on the left, too.
+    A line with a single cell is a heading, and does not affect the alignment.
+
+    Args:
+      lines: the cells of each line.
+      left: the number of columns to align on the left. An unnamed last column is also aligned on the left.
     """
     widths = [max(map(len, cells)) for cells in zip(*(line for line in lines if len(line) > 1), strict=True)]
     lefts = {*range(left), *([] if lines[0][-1] else [len(widths) - 1])}
@@ -229,10 +235,10 @@ def columns(lines: list[list[str]], left: int) -> str:
 
 
 class Notes(list[str]):
-    """The footnotes of a table: why something did not run, each reason once."""
+    """The footnotes of a table. Each reason appears once."""
 
     def mark(self, reason: str) -> str:
-        """Returns the mark of a reason's footnote."""
+        """Returns the mark of the footnote with this reason, which is added if new."""
         if reason not in self:
             self.append(reason)
         return f"[{self.index(reason) + 1}]"
@@ -242,19 +248,19 @@ class Notes(list[str]):
 
 
 def legend(texts: dict[str, str]) -> str:
-    """Returns the lines below a table that explain its columns or what stands in them."""
+    """Returns the lines below a table that explain its columns or its words."""
     return "".join(f"\n{wrapped(f'{name}: {text}')}" for name, text in texts.items())
 
 
 def cell(value: float | None, form: str = "") -> str:
-    """Returns the text of a number that may be missing, by the format `form`, or else with three digits."""
+    """Returns a number as text, in the format `form` or else with three digits. None becomes ""."""
     if value is None:
         return ""
     return form.format(value) if form else number(value) if value else "0"
 
 
 def status_cell(row: Any, notes: Notes) -> str:
-    """Returns a row's status, with the mark of a footnote that tells its reason."""
+    """Returns a row's status, with the mark of a footnote if there is a reason."""
     return f"{row.status} {notes.mark(row.reason)}" if row.reason else row.status
 
 
@@ -265,14 +271,14 @@ def grouped(
     cells: Callable[[Any, Notes], list[str]],
     texts: dict[str, str],
 ) -> str:
-    """Returns rows as aligned text, below a heading wherever that changes, and above what explains them.
+    """Returns rows as aligned text, with a heading wherever it changes, and with explanations at the end.
 
     Args:
-      head: the names of the columns, the first three of which are aligned on the left.
-      rows: what the rows of the table are made of.
-      heading: (row) -> the heading that it stands below.
-      cells: (row, notes) -> the texts of its columns; it may add to the footnotes.
-      texts: what a column is, or a word that stands in it, by name.
+      head: the names of the columns. The first three columns are aligned on the left.
+      rows: the rows of the table.
+      heading: row -> its heading.
+      cells: (row, notes) -> its cells. It may add footnotes.
+      texts: explanations of columns, or of words in them, by name.
     """
     lines, notes, last = [head], Notes(), None
     for row in rows:
@@ -284,7 +290,7 @@ def grouped(
 
 
 def _check_cell(row: Row, notes: Notes) -> str:
-    """Returns the text of the column `check`; a long reason is a footnote."""
+    """Returns the cell of the column `check`. A long reason becomes a footnote."""
     if row.status == "ok":
         return f"ok: {number(row.error_eps or 0, 2)} eps, {row.rows_checked} rows"
     text = f"{row.status}: {row.reason}"
@@ -292,9 +298,9 @@ def _check_cell(row: Row, notes: Notes) -> str:
 
 
 def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
-    """Returns the rows as aligned text, below a heading for each case; what the columns are stands below.
+    """Returns the rows as aligned text, with a heading per case and the columns explained at the end.
 
-    The last of the bandwidths is the one that the rows are held against.
+    The rows' bandwidths are shown relative to the last one of `bandwidths`.
     """
     *_, floor = bandwidths
     scale, unit = bandwidth_unit(bandwidths[floor])
@@ -319,13 +325,13 @@ def table(rows: list[Row], bandwidths: dict[str, float]) -> str:
     if any(row.status == "differs" for row in rows):
         texts["differs"] = DIFFERS
     texts["p50 us"] = "the median time of a call"
-    texts[unit] = "the fewest bytes that a call must move, over that time"
+    texts[unit] = "the fewest bytes that a call must move, divided by that time"
     plain = {"copy": "copy, read plus written", "read": "sum, which reads and writes nothing"}
     speed = f"{number(bandwidths[floor] / scale)} {unit}"
     texts[f"of {floor}"] = f"that as a share of the {speed} of a plain {plain[floor]}"
     texts["speed-up"] = SPEEDUP
     if slowdown:
-        texts["slowdown"] = "the time over that of the same call with normal logits"
+        texts["slowdown"] = "the time relative to the same call with normal logits"
     texts["first s"] = FIRST
     for cache in sorted({row.fits_cache for row in rows} - {""}):
         texts[f"fits {cache}"] = FITS

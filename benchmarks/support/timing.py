@@ -1,4 +1,4 @@
-"""Times of calls: those of the kernels on a GPU, those on the clock on the wall on a CPU."""
+"""Times of calls: kernel times on a GPU, wall times on a CPU."""
 
 import ctypes
 import functools
@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.support.contenders import Call
 
-# How often a contender is called in one turn on a GPU, so that the GPU's clock rate does not fall in between; slow
-# calls less often, so that no contender heats the GPU for the next one: it would lower its clock rate, by up to 20%.
+# Calls per turn of a contender on a GPU. Several calls in a row keep the GPU's clock rate from falling in between.
+# Slow calls get fewer per turn: a contender that heats the GPU lowers the clock rate for the next one, by up to 20%.
 _CALLS_PER_TURN = 10
 _SECONDS_PER_TURN = 0.02
 _LEAST_SAMPLES = 3
@@ -28,7 +28,7 @@ def on_gpu() -> bool:
 
 
 def wall_times(call: Call) -> list[float]:
-    """Returns the seconds of one call, until its result is there."""
+    """Returns the seconds of one call until its result is ready, as a list of one sample."""
     start = time.perf_counter()
     call.wait(call.run())
     return [time.perf_counter() - start]
@@ -37,10 +37,10 @@ def wall_times(call: Call) -> list[float]:
 def _device_times(call: Call) -> list[float]:
     """Returns the seconds of each of several calls: the sum over the kernels that a call launches.
 
-    jax.experimental.mosaic.gpu.profiler.measure uses the same bindings; but it keeps all results in memory
-    until the end, and takes only JAX functions. CUPTI sees every kernel of the process, so that torch is
-    measured with the same instrument. It sees kernels alone: the gaps between them do not count, nor do
-    copies and fills of memory by the driver.
+    CUPTI sees every kernel of the process, so it measures JAX and torch alike. It sees only kernels: neither gaps
+    between them nor the driver's copies and fills of memory count. The function measure of
+    jax.experimental.mosaic.gpu.profiler uses the same bindings, but takes only JAX functions, and keeps all results
+    in memory until the end.
     """
     from jax._src.lib import mosaic_gpu
 
@@ -51,7 +51,7 @@ def _device_times(call: Call) -> list[float]:
     cupti._cupti_init()
     try:
         for _ in range(calls):
-            result = call.run()  # the earlier result's memory is free to be used again
+            result = call.run()  # drops the previous result, so that its memory can be reused
         call.wait(result)
     finally:
         kernels = cupti._cupti_get_timings(True)  # (name, milliseconds), in order
@@ -68,18 +68,18 @@ def interleave(
     failed: Callable[[Name, Exception], None],
     sample: Callable[[Call], list[float]] | None = None,
 ) -> dict[Name, list[float]]:
-    """Samples every call in turn, so that a slow spell of the machine meets all of them.
+    """Samples the calls in turn, so that a slow spell of the machine affects all of them.
 
     Args:
-      calls: what to time, by name; the calls are compiled and warm, for they have been checked.
-      repeats: how many samples of each call end the sampling.
-      seconds: the time that ends it before, if there are at least three samples of each call.
-      failed: is told the exception of a call that raises, and so drops out. Nothing keeps the exception: its
-        traceback would keep the arrays of all calls.
-      sample: takes some samples of a call; by default device times on a GPU, wall times on a CPU.
+      calls: the calls to time, by name. They have run before, so that they are compiled and warm.
+      repeats: sampling ends when every call has this many samples.
+      seconds: sampling also ends after this time, if every call has at least three samples.
+      failed: receives the exception of a call that raises. That call is dropped. Nothing here keeps the exception,
+        because its traceback would keep the arrays of all calls alive.
+      sample: takes one or more samples of a call. The default is device times on a GPU, wall times on a CPU.
 
     Returns:
-      Seconds of the calls that did not raise, by name.
+      The samples in seconds, by name, of the calls that did not raise.
     """
     sample = sample or (_device_times if on_gpu() else wall_times)
     times: dict[Name, list[float]] = {name: [] for name in calls}
@@ -98,25 +98,25 @@ def interleave(
 
 
 def percentiles_us(seconds: list[float]) -> list[float]:
-    """Returns the 20th, 50th and 80th percentile of samples in seconds, as microseconds."""
+    """Returns the 20th, 50th and 80th percentile of `seconds`, in microseconds."""
     return (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
 
 
 def write_samples(row: Any, seconds: list[float]) -> None:
-    """Writes into a row of results how many samples there are, and their percentiles."""
+    """Writes the number of samples and their percentiles into a row."""
     row.samples = len(seconds)
     row.p20_us, row.p50_us, row.p80_us = percentiles_us(seconds)
 
 
 def _gigabyte() -> jax.Array:
-    """Returns 1 GB of float32 (on a CPU 256 MB)."""
+    """Returns 1 GB of float32, or 256 MB on a CPU."""
     return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
 
 
-@functools.cache  # it is measured once per process, for all benchmarks that run in it
+@functools.cache  # measured once per process
 def copy_bandwidth() -> float:
     """Returns the bytes per second, read plus written, of a jitted x + 1.0 over a gigabyte."""
-    # On a CPU the result takes the place of x: the page faults of fresh memory would take longer than the copy.
+    # On a CPU the result reuses the memory of x, because page faults of fresh memory would take longer than the copy.
     add = jax.jit(lambda x: x + 1.0, donate_argnums=() if on_gpu() else 0)
     x = _gigabyte()
     bytes_moved = 2 * x.nbytes
@@ -131,13 +131,13 @@ def copy_bandwidth() -> float:
 
 @functools.cache
 def read_bandwidth() -> float:
-    """Returns the bytes per second of a jitted sum over a gigabyte: the most that one read can reach."""
+    """Returns the bytes per second of a jitted sum over a gigabyte: the fastest possible read."""
     total, x = jax.jit(jnp.sum), _gigabyte()
     return x.nbytes / _median_seconds(lambda: {"y": total(x)})
 
 
 def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
-    """Returns the median of some twenty samples of a JAX function without arguments."""
+    """Returns the median of about twenty samples of a JAX function without arguments."""
     run()  # compiles
     call = Call(run, jax.block_until_ready, lambda array, indices, axis: array.take(indices, axis), "jax")
 
@@ -151,7 +151,7 @@ def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
 
 
 def cache() -> tuple[str, int]:
-    """Returns the name and the size in bytes of the last cache before the memory; 0 if it is unknown."""
+    """Returns the name and the size in bytes of the last cache before the memory. An unknown size is 0."""
     if not on_gpu():
         try:
             text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()

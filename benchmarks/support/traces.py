@@ -1,4 +1,4 @@
-"""How long a call takes on the devices, from a trace of a program of many calls by JAX's profiler."""
+"""Device time of a call, from a trace by JAX's profiler of a program of many calls."""
 
 import tempfile
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 
-_TRACES = 3  # of which the median is taken
+_TRACES = 3  # the result is their median
 
 
 def call_seconds(run: Callable[[], Any], calls: int) -> float:
-    """Returns the seconds from a call to the next on the GPUs of this process.
+    """Returns the seconds from one call to the next on the GPUs of this process.
 
-    The gaps between kernels count, in which a device waits for others or for its host, but not the dispatch
-    of the program, nor what comes before its first kernel.
+    Gaps between kernels count: a device may be waiting for other devices or for its host. The dispatch of the
+    program, and anything else before its first kernel, does not count.
 
     Args:
-      run: runs a compiled program of `calls` like calls, each of which waits for the one before.
-      calls: how many.
+      run: runs a compiled program of `calls` equal calls. Each call waits for the previous one.
+      calls: the number of calls.
 
     Raises:
       RuntimeError: a trace has fewer kernels than calls.
@@ -29,15 +29,15 @@ def call_seconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def period(starts: list[list[float]], calls: int) -> float:
-    """Returns the median time from a kernel to the same kernel of the next call, over all kernels and devices.
+    """Returns the median seconds from a kernel to the same kernel of the next call, over all kernels and devices.
 
     Args:
-      starts: for each device, when its kernels started, in nanoseconds.
-      calls: how many calls they were.
+      starts: the start times of each device's kernels, in nanoseconds.
+      calls: the number of calls.
     """
     steps = []
     for each in starts:
-        # What is left over, such as a first clearing of memory, comes before the calls.
+        # Extra kernels, such as an initial clearing of memory, come before the calls.
         kernels = len(each) // calls
         if not kernels:
             raise RuntimeError(f"the trace has {len(each)} kernels of {calls} calls")
@@ -47,9 +47,9 @@ def period(starts: list[list[float]], calls: int) -> float:
 
 
 def _kernel_starts(run: Callable[[], Any]) -> list[list[float]]:
-    """Returns, for each GPU, when each of its kernels started, in nanoseconds."""
+    """Returns the start times of each GPU's kernels, in nanoseconds."""
     options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0  # or else writing the trace takes seconds
+    options.host_tracer_level = options.python_tracer_level = 0  # otherwise writing the trace takes seconds
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
