@@ -1,4 +1,4 @@
-"""The way of a projection to its kernel begins here: a batch of `jax.vmap` becomes more tokens, or a loop."""
+"""How `jax.vmap` runs an operation of a projection: a batch becomes more tokens, or a loop."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from pallas_softmax._src.linear.operation import PROJECTION
 
 
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs an operation on a projection, x @ w.
+    """Runs an operation of a projection x @ w.
 
-    Under a vmap whose slices share w and bias, one call with more tokens computes the statistics of all slices. All
-    other operations run slice by slice, because each slice has its own dw.
+    If the slices of a vmap share w and bias, one call with more tokens computes the statistics of all slices. Gradients
+    run slice by slice, because each slice has its own dw. If w or bias differ between slices, statistics run slice by slice as well.
 
     Args:
       choice: the call and its implementations.
