@@ -139,7 +139,7 @@ class _DimensionsOfProjection:
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], Any]:
-        """As `Dimensions` describes. The third result is the mesh axes of the tokens, and the mesh axes of the columns."""
+        """As `Dimensions` describes. The third result is two tuples: the mesh axes of tokens and of columns."""
         names = [name for name in self.sizes if name != "d"]
         given = []
         for spec, own in zip(specs, self.arguments):
