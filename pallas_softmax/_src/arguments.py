@@ -1,5 +1,7 @@
-"""Checks what users pass and brings it into one form. Every error message names the argument, its value and what is
-accepted."""
+"""Checks the arguments that users pass, and brings them into one form.
+
+Every error message names the argument, its value and the accepted values.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -21,11 +23,11 @@ AxisName = str | tuple[str, ...] | None
 
 
 class Rows(NamedTuple):
-    """Checked arguments, in the one form that the operations take.
+    """Checked arguments, in the form that all operations take.
 
     Attributes:
       x: the logits, sharded like the mask and varying over the same mesh axes.
-      where: the mask, boolean, of the rank of `x`, each dimension 1 or that of `x`; or None.
+      where: the mask, boolean, of the rank of `x`, each dimension 1 or as in `x`; or None.
       axes: the reduced axes, ascending, not negative.
       mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
     """
@@ -37,13 +39,13 @@ class Rows(NamedTuple):
 
 
 def array(function: str, name: str, x) -> jax.Array:
-    """Returns `x` as a JAX array, or raises as `check_array`."""
+    """Returns `x` as a JAX array, or raises like `check_array`."""
     check_array(function, name, x)
     return jnp.asarray(x)
 
 
 def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
-    """Returns `x` as a JAX array of real numbers, and `axis`, one axis of it, as a number that is not negative."""
+    """Returns `x` as a JAX array of real numbers, and `axis`, one of its axes, as a nonnegative number."""
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{function}: {name} must be a float or integer array, got {x.dtype.name}")
@@ -51,7 +53,7 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{function}: axis {axis} is out of bounds for {name} of shape {x.shape}")
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        x = x.astype(jnp.int8)  # XLA sorts no narrower ones
+        x = x.astype(jnp.int8)  # XLA cannot sort narrower integers
     return x, axis % x.ndim
 
 
@@ -69,9 +71,9 @@ def check_array(function: str, name: str, x) -> None:
 
 
 def parameter(function: str, name: str, value) -> Any:
-    """Returns numbers that rows are given, such as a temperature, checked as by `check_array`, for `eager.at_once`.
+    """Returns an argument with numbers for rows, such as a temperature, checked by `check_array`, for `eager.at_once`.
 
-    A Python int becomes a float, and an object that JAX makes an array of becomes this.
+    A Python int becomes a float. An object that JAX can convert to an array becomes that array.
     """
     check_array(function, name, value)
     if jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
@@ -88,17 +90,17 @@ def parameter(function: str, name: str, value) -> Any:
 def in_range(
     function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False
 ) -> Any:
-    """Returns one number, or one per row, for `eager.at_once`; raises where a known number is not accepted.
+    """Returns one number, or one per row, for `eager.at_once`; raises if a known number is not accepted.
 
     Args:
       function: the public function, for messages.
       name: the argument, for messages.
-      value: as the user passed it. Integers above int32's maximum are clamped to that.
-      accepted: maps an array of numbers to which are in range.
-      wanted: the range, in words.
+      value: as the user passed it. Integers above the int32 maximum are clamped to it.
+      accepted: maps an array of numbers to booleans, True for numbers in range.
+      wanted: the range, in words, for messages.
       integer: whether the numbers must be integers.
     """
-    if integer and type(value) is int:  # of any length
+    if integer and type(value) is int:  # may exceed int64
         value = min(value, np.iinfo(np.int32).max)
     else:
         value = parameter(function, name, value)
@@ -115,14 +117,14 @@ def in_range(
 
 
 def is_known(value) -> bool:
-    """Returns whether the numbers of a parameter are at hand: not traced, and not in part with other processes."""
+    """Returns whether this process can read all numbers of a parameter, so that they can be checked."""
     if isinstance(value, Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
 
 
 def normal_temperature(temperature, logits) -> Any:
-    """Returns a temperature at hand, in which positive numbers are normal ones: XLA may take others for 0."""
+    """Returns the temperature. If it is known, subnormal numbers become normal ones: XLA may flush subnormals to 0."""
     if not is_known(temperature):
         return temperature
     is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
@@ -146,7 +148,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
 
 
 def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns `value`, one number for all rows or one for each row of logits of this shape along `axis`.
+    """Returns `value`: one number for all rows, or one per row of logits of this shape along `axis`.
 
     Returns:
       An array of shape (1, ..., 1) or batch + (1,).
@@ -166,7 +168,7 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
 def rows(
     function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
 ) -> Rows:
-    """Checks the logits, and the arguments that say which elements make a row.
+    """Returns the checked logits, and the checked arguments that say which elements make a row.
 
     Args:
       function: the public function, for messages.
@@ -200,7 +202,7 @@ def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: ja
 
 
 def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Returns the reduced axes, not negative; raises numpy's AxisError if one is out of range."""
+    """Returns the reduced axes, as nonnegative numbers; raises numpy's AxisError if one is out of range."""
     if isinstance(axis, Tracer):
         raise TypeError(_traced(function, "axis", "None, an int or a sequence of ints", axis))
     try:
@@ -218,7 +220,7 @@ def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def bound_mesh_axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mesh axes that `axis_name` names, each of which a `jax.shard_map` around the call must bind."""
+    """Returns the mesh axes that `axis_name` names. A `jax.shard_map` around the call must bind each of them."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{function}: axis_name must be None, a str or a tuple of str, got {axis_name!r}")

@@ -1,4 +1,4 @@
-"""linear_logsumexp, linear_cross_entropy and linear_log_probs: what they promise, and how their gradients are wired."""
+"""linear_logsumexp, linear_cross_entropy and linear_log_probs: their contract, and their first derivatives."""
 
 import functools
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def linear_logsumexp(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns logsumexp(x @ w + bias) over the columns of w, without the logits in memory as a whole.
+    """Returns logsumexp(x @ w + bias) over the columns of w, without ever storing all logits.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
 
@@ -50,25 +50,24 @@ def linear_logsumexp(
       w: (D, V), of the dtype of `x`.
       bias: (V,), of a floating dtype.
       softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
-      transpose_w: whether `w` is (V, D), as an embedding table is that the model uses here, too. No transposed copy is
-        made of it.
-      workspace_bytes: the bound, in bytes, of what is stored of the logits at a time: those of a chunk of rows, of 8
-        at least. Kernels that compute the gradient of a bfloat16 `w` may take more: a chunk of 2 D V bytes, the size of
-        that gradient, which is written when the chunk is gone; or one of all rows, up to 4 D V bytes, the size of the
-        float32 sum that the gradients of several chunks need.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over: each device passes its
-        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is that of all
-        columns, the same on all devices.
+      transpose_w: whether `w` is (V, D), like an embedding table that the model shares. No transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. Kernels
+        that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V bytes, the size of that
+        gradient, which is written when the chunk is gone. Or all rows may be one chunk of up to 4 D V bytes, the size
+        of the float32 sum that the gradients of several chunks need.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
+        equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is over all
+        columns, and is the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      float32 of shape (...), float64 for float64. The logits are accumulated and kept in float32 for 16-bit `x`, too.
-      Differentiable in `x`, `w` and `bias`, once, in reverse mode. The gradients have their dtypes, and are
-      accumulated in float32; the derivatives in the logits are rounded to the dtype of `x`.
+      float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode. Each gradient has the dtype of its argument, and is
+      accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`.
 
     Raises:
       TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a static argument is traced,
-        or `axis_name` is no name.
+        or `axis_name` is not a name.
       ValueError: shapes do not fit, `w` has no columns, a number is out of range, `axis_name` is not bound, `x` differs
         along it, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
@@ -93,35 +92,35 @@ def linear_cross_entropy(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns the cross entropy of the logits z = x @ w + bias and labels, without the logits in memory as a whole.
+    """Returns the cross entropy of the logits z = x @ w + bias and labels, without ever storing all logits.
 
     The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
-    The source is that of `linear_logsumexp`.
+    The source is given in `linear_logsumexp`.
 
-    A mean or sum that is differentiated computes its gradients along with it: three matrix products in all (four by
-    kernels with label smoothing). One loss per token, and any loss in float16, makes the logits again in its backward:
-    four products. A loss that is not differentiated takes one.
+    A loss that is not differentiated takes one matrix product. A differentiated mean or sum computes its gradients in
+    its forward: three products in all, or four by kernels with label smoothing. With one loss per token, and with any
+    loss in float16, the backward computes the logits again: four products.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
 
     Args:
-      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. One out
-        of this range makes the loss NaN, unless `where` leaves it out.
-      where: boolean, broadcastable to `labels`; False leaves a token out, whatever its `x` and its label are: its loss
+      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. A label
+        out of this range makes the loss NaN, unless `where` leaves the token out.
+      where: boolean, broadcastable to `labels`. False leaves a token out, whatever its `x` and its label are: its loss
         and its gradient are 0.
       label_smoothing: number s from 0 to 1, or one per token: an array that broadcasts to `labels`. It may be traced,
         and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
-      z_loss: number of 0 or more, with the same forms; z_loss * logsumexp(z)**2 is added to the loss of each token.
-      reduction: "mean" over the tokens that are not left out (0 if there is none), "sum", or None: one loss per token.
+      z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
+      reduction: "mean" over the tokens that are not left out (0 if all are), "sum", or None for one loss per token.
 
     Returns:
       float32 (float64 for float64): a scalar, or for reduction=None an array of the shape of `labels`. Differentiable
-      as `linear_logsumexp`.
+      like `linear_logsumexp`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and for labels that are no integers or do not
-        fit, `where` that is not boolean or does not fit, or an unknown reduction.
+      TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers or do not fit,
+        `where` is not boolean or does not fit, or the reduction is unknown.
     """
     name = "linear_cross_entropy"
     if reduction not in ("mean", "sum", None):
@@ -156,9 +155,9 @@ def linear_log_probs(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns log softmax(z / temperature)[label] of each token, without the logits in memory as a whole.
+    """Returns log softmax(z / temperature)[label] of each token, without ever storing all logits.
 
-    They are z = x @ w + bias, with the softcap if there is one. The source is that of `linear_logsumexp`.
+    The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
@@ -171,7 +170,7 @@ def linear_log_probs(
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
-      Differentiable as `linear_logsumexp`.
+      Differentiable like `linear_logsumexp`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -197,14 +196,14 @@ class _Options(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What is known of a call while tracing, as `derivatives.Static`; hashable.
+    """Everything about a call that is known while tracing, like `derivatives.Static`; hashable.
 
     Attributes:
       function: the public function, for messages.
       forward: the choice for the operation that computes the statistics.
-      gradient: that for the operation that computes the gradients.
-      head: the projection and its loss.
-      workspace_bytes: the bound of what is stored of the logits.
+      gradient: the choice for the operation that computes the gradients.
+      head: the static arguments of the projection.
+      workspace_bytes: the bound on the stored logits.
       vocab: the number of columns of a whole row.
     """
 
@@ -233,9 +232,9 @@ class _Static(NamedTuple):
         return jnp.where(self.valid(tokens.labels), losses, jnp.nan)
 
     def weights(self, labels, given) -> jax.Array:
-        """Returns the weights of the tokens' losses in a gradient: `given`, but NaN where the label is out of range.
+        """Returns the weights of the tokens' losses in a gradient: `given`, or NaN where the label is out of range.
 
-        A weight of 0, of a token that is left out, stays 0.
+        A token that is left out keeps its weight of 0.
         """
         return given if labels is None else jnp.where(self.valid(labels) | (given == 0), given, jnp.nan)
 
@@ -246,14 +245,14 @@ class _Static(NamedTuple):
     def unwrap(self, arrays: tuple) -> tuple[tuple[Any, ...], Any]:
         """Returns the arrays that the forward of a custom_vjp gets, and whether the gradient of w is wanted.
 
-        The second result is () for yes and None for no. True and False would not do: a forward saves a tree for the
-        backward, and JAX makes arrays of its leaves. () and None have no leaves.
+        The second result is () for yes and None for no. JAX makes arrays of the leaves of a tree that a forward saves.
+        () and None have no leaves, so they stay static; True and False would not.
 
         Args:
           arrays: x, w, bias, tokens and perhaps weights, as trees of `CustomVJPPrimal`s.
 
         Raises:
-          NotImplementedError: a gradient in a number of the tokens is wanted.
+          NotImplementedError: a gradient in a temperature, label_smoothing or z_loss is wanted.
         """
         for name, number in arrays[3]._asdict().items():
             if number is not None and name != "labels" and number.perturbed:
@@ -264,11 +263,11 @@ class _Static(NamedTuple):
         return values, () if arrays[1].perturbed else None
 
 
-# ---- One value for each token: its gradient makes the logits again
+# ---- One value for each token: the backward computes the logits again
 
 
 def _log_probs_of(x, w, bias, where, tokens: Tokens, options: _Options):
-    return 0 - _per_token_of(x, w, bias, where, tokens, options)  # a token that is left out gets 0, not -0
+    return 0 - _per_token_of(x, w, bias, where, tokens, options)  # not -values: tokens left out get 0, not -0
 
 
 def _per_token_of(x, w, bias, where, tokens: Tokens, options: _Options) -> Any:
@@ -300,7 +299,7 @@ def _per_token_backward(static: _Static, saved, dvalues):
 _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 
-# ---- Their mean or sum: its gradient is computed along with it
+# ---- A mean or sum of the values: the forward computes the gradients
 
 
 def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: Reduction):
@@ -316,7 +315,7 @@ def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: R
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(static: _Static, x, w, bias, tokens: Tokens, weights):
-    """Returns the sum of weights * losses, in which what has weight 0 may be NaN; the weights have no gradient."""
+    """Returns the sum of weights * losses. A loss of weight 0 may be NaN. The weights have no gradient."""
     return _weighted(static.values(static.run(static.forward, x, w, bias, tokens), tokens), weights)
 
 
@@ -346,7 +345,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def _number(function: str, name: str, value, default: float, accepted: Callable, wanted: str) -> Any:
-    """Returns a number of the loss, checked where it is known; None for a known scalar that is the default."""
+    """Returns a number of the loss, checked if it is known; None for a known scalar that equals the default."""
     value = arguments.in_range(function, name, value, accepted, wanted)
     return None if arguments.is_known(value) and not np.ndim(value) and value == default else value
 
@@ -354,15 +353,15 @@ def _number(function: str, name: str, value, default: float, accepted: Callable,
 def _checked(
     x, w, bias, where, tokens: Tokens, options: _Options, gradient: Operation
 ) -> tuple[_Static, tuple]:
-    """Checks the arguments; returns what is known while tracing, and the arrays, sharded alike.
+    """Returns the static part of a call and its arrays, checked and sharded alike.
 
-    Labels become int32, and -1 where they are out of range. Numbers of tokens that `where` leaves out become harmless.
+    Labels become int32, and -1 where they are out of range. A token that `where` leaves out gets harmless numbers.
 
     Args:
       x, w, bias, where, tokens: as users pass them.
       options: as users pass them.
-      gradient: the operation that computes the gradients. In float16 it is always PROJECTION_GRAD: gradients that a
-        forward rounds before they are multiplied by the cotangent could overflow, or become 0.
+      gradient: the operation that computes the gradients. In float16 PROJECTION_GRAD replaces it: a forward would
+        round the gradients before they are multiplied by the cotangent, and they could overflow or become 0.
     """
     name = options.function
     x, w, bias, head = _checked_projection(x, w, bias, options)
@@ -385,7 +384,7 @@ def _checked(
     w, bias = vary_together(w, bias, over=mesh_axes)
     reason = (
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
-        " reverse mode (jax.grad, jax.vjp); for others, write the logits out and call pallas_softmax.logsumexp"
+        " reverse mode (jax.grad, jax.vjp); for others, compute the logits and call pallas_softmax.logsumexp"
     )
     x, w = reverse_only(x, reason), reverse_only(w, reason)
     bias = None if bias is None else reverse_only(bias, reason)
@@ -399,7 +398,7 @@ def _checked(
 
 
 def _checked_projection(x, w, bias, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array | None, Head]:
-    """Checks x, w and bias, and what is static of the projection."""
+    """Returns x, w and bias, and the static arguments of the projection, all checked."""
     name = options.function
     x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
     bias = None if bias is None else arguments.array(name, "bias", bias)
@@ -428,7 +427,7 @@ def _checked_projection(x, w, bias, options: _Options) -> tuple[jax.Array, jax.A
 
 
 def _softcap(function: str, softcap) -> float | None:
-    """Returns the softcap as a Python number: kernels are compiled for it."""
+    """Returns the softcap as a Python number, because kernels are compiled for it."""
     if softcap is None:
         return None
     wanted = "None or from 1e-37 to 1e37"
@@ -443,16 +442,16 @@ def _softcap(function: str, softcap) -> float | None:
 
 
 def _precision(dtype) -> Any:
-    """Returns the precision of the products: for float32 what `jax.default_matmul_precision` says, or else the full."""
+    """Returns the precision of the products: for float32, `jax.default_matmul_precision` or else full precision."""
     if dtype.itemsize < 4:
         return None
     return jax.config.jax_default_matmul_precision or "highest"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dtype, vocab: int) -> Tokens:
-    """Returns the numbers of the tokens, each of this shape; a token that is left out has label 0 and default numbers.
+    """Returns the numbers of the tokens, each of this shape. A token that is left out gets label 0 and default numbers.
 
-    So nothing of it can make a NaN, which `jax_debug_nans` and checkify would report.
+    Then it cannot make a NaN, which `jax_debug_nans` and checkify would report.
     """
 
     def per_token(of: str, value, default: float, accepted: Callable) -> Any:
@@ -481,7 +480,7 @@ def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dt
 
 
 def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
-    """Returns the labels in int32; those that are no column are -1."""
+    """Returns the labels in int32, and -1 for a label that is not a column."""
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")

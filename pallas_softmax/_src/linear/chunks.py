@@ -1,10 +1,10 @@
-"""The three operations of a projection and its softmax, from what an implementation does for some rows at a time.
+"""The three operations of a projection and its softmax, built from the functions of an implementation on some rows.
 
-    projection             the statistics of each row                                     1 matrix product
-    projection_grad        the gradients of x, w and bias, the statistics being known     3 products
-    projection_with_grad   both at once, for losses whose weights are known               3 products, or 4
+    projection             the statistics of each row                                 1 matrix product
+    projection_grad        the gradients of x, w and bias, from known statistics      3 products
+    projection_with_grad   both at once, for losses with known weights                3 products, or 4
 
-Rows are taken in chunks, so that what is stored of their logits stays within a bound:
+Rows are taken in chunks, so that the stored logits stay within a bound:
 
              D                    V                          the gradients of a chunk
          ┌───────┐       ┌─────────────────┐
@@ -13,11 +13,12 @@ Rows are taken in chunks, so that what is stored of their logits stays within a 
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-Where the dz of all rows take no more memory than a float32 dw would, they are one chunk, and dw is written once
-(`gradient_rows`). Of several chunks, the last one starts where it ends with the array, and of its rows those that were
-seen before do not count again.
+If the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is written once
+(`gradient_rows`). Otherwise the last chunk ends with the array. It then begins inside the chunk before it, and its
+repeated rows do not count again.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -33,12 +34,20 @@ from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax.online import Normalizer, log_of, widen
 
-_ROWS = 128  # what the number of rows of a chunk is a multiple of, where so many fit: a kernel's tile
-_FEWEST_ROWS = 8  # and where they do not, also if not even these fit: a block of a kernel's copies
+_ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
+_FEWEST_ROWS = (
+    8  # otherwise a multiple of this, even if 8 do not fit: the rows of a block that a kernel copies
+)
+
+# A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
+_MOST_LOGITS = 2**31 - 1
+
+# The largest dz in float16 is about this, so that small probabilities do not underflow. It leaves a factor of 64.
+_LARGEST = 2.0**10
 
 
 class Pieces(NamedTuple):
-    """What an implementation does for some rows at a time: x (rows, D), `Tokens` of these rows, the whole w and bias.
+    """The functions of an implementation on some rows: x (rows, D), `Tokens` of these rows, the whole w and bias.
 
     bias is (V,) or None. dz has the dtype of x and the shape (rows, V).
 
@@ -49,9 +58,10 @@ class Pieces(NamedTuple):
         to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
         A total of None is 0.
-      product: (x, dz, *, head) -> the same without a total, in the dtype of x, summed in float32 without a float32
-        array; None if an implementation has no such.
-      bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and the other two store for each logit.
+      product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
+        float32 array. None if an implementation has no such function.
+      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
+        that the other two store.
     """
 
     statistics: Callable[..., Statistics]
@@ -63,9 +73,9 @@ class Pieces(NamedTuple):
 
 
 def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: float) -> int:
-    """Returns the number of rows of a chunk: of chunks that fit, the fewest, as even as multiples of `_ROWS` are."""
+    """Returns the number of rows of a chunk: as few chunks as fit, and as even as multiples of `_ROWS` allow."""
     fit = max(_FEWEST_ROWS, math.floor(workspace_bytes / (max(1, vocab) * max(bytes_per_logit, 1e-9))))
-    if not isinstance(rows, int):  # symbolic: of jax.export
+    if not isinstance(rows, int):  # a symbolic dimension of jax.export
         return min_dim(rows, fit)
     if rows <= fit:
         return rows
@@ -78,12 +88,12 @@ def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: f
 def gradient_rows(
     rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: float
 ) -> int:
-    """Returns the number of rows of a chunk of a gradient, by what memory there is at that time anyway.
+    """Returns the number of rows of a chunk of a gradient, given the memory that the gradient takes anyway.
 
-    Chunks are added to a float32 dw, of `dw_bytes`, each by a pass that reads and writes it. If all rows fit into that
-    much, they are one chunk, whose dw is rounded as it is written: there is no float32 one then. Else a chunk may be as
-    large as the 16-bit dw that is written in the end, when the chunks are gone. Of bfloat16 that is all rows for
-    n <= 2 D, and else chunks of D rows, or of the workspace where that is more.
+    Each of several chunks is added to a float32 dw of `dw_bytes`, by a pass that reads and writes it. If all rows fit
+    into `dw_bytes`, they are one chunk. Its dw is rounded as it is written, so there is no float32 dw. Otherwise a
+    chunk may be as large as the 16-bit dw, which is written when the chunks are gone. In bfloat16 this makes one chunk
+    for n <= 2 D. For more rows, chunks have D rows, or as many as the workspace holds if that is more.
     """
     if isinstance(rows, int) and rows * vocab * bytes_per_logit <= dw_bytes:
         return rows
@@ -99,7 +109,7 @@ def dot(a: jax.Array, b: jax.Array, along: tuple[int, int], head: Head) -> jax.A
 
 
 def operations_of(pieces: Pieces) -> dict[str, Callable]:
-    """Returns the operations of `operations.TABLE` that are made of the pieces of an implementation."""
+    """Returns the operations of a projection, by name, made of the pieces of an implementation."""
     return {
         "projection": functools.partial(_projection, pieces),
         "projection_grad": functools.partial(_projection_grad, pieces),
@@ -107,149 +117,218 @@ def operations_of(pieces: Pieces) -> dict[str, Callable]:
     }
 
 
-def _projection(
-    pieces: Pieces, x, w, bias, tokens: Tokens, *, head: Head, workspace_bytes: int, mesh_axes=()
-):
+def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
     """Returns the statistics of whole rows.
 
     Args:
-      pieces: those of the implementation.
-      x: (n, D), of a floating dtype of 16 bits or more.
-      w: (D, V), or (V, D) for head.transpose_w; of the same dtype. Inside `mesh_axes`, a device's columns.
-      bias: (V,) or None.
+      pieces, w, bias: as for `_Projection`.
+      x: (n, D), in a floating dtype of at least 16 bits.
       tokens: the numbers of each token, (n,); labels are columns of whole rows, or None.
-      head: what is static of the projection and its loss.
-      workspace_bytes: the bound of what is stored of the logits at a time; see `chunk_rows`.
-      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
+      **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
     """
-    tokens = _on_shard(tokens, x, head.vocab(w), mesh_axes)
-    rows = chunk_rows(x.shape[0], head.vocab(w), pieces.bytes_per_logit(x.dtype.itemsize)[0], workspace_bytes)
+    projection = _Projection(pieces, w, bias, **static)
+    head = projection.head
+    tokens = projection.with_own_labels(tokens, x)
+    stored = pieces.bytes_per_logit(x.dtype.itemsize)[0]
+    rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
 
     def step(chunk: _Chunk, statistics):
         of_chunk = pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
         return chunk.put(statistics, vary_together(of_chunk, x, w)[0])
 
     empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
-    return _over_chunks(x.shape[0], rows, step, empty).merged(mesh_axes)
+    return _over_chunks(x.shape[0], rows, step, empty).merged(projection.mesh_axes)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
     """Returns the gradients (dx, dw, dbias) of sum(weights * losses), in the dtypes of x, w and bias.
 
-    dx is that of whole rows, dw and dbias are those of this device's columns.
+    dx is the gradient of whole rows. dw and dbias are the gradients of this device's columns.
 
     Args:
-      pieces, x, w, bias, tokens: as for `projection`.
-      weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever is in them.
-      statistics: what `projection` returned.
-      **static: as for `projection`; and `with_dw`, whether dw is wanted. If it is not, it is computed all the same, but
-        XLA may see that nothing uses it. So its memory may not be there, and chunks are not made as large as it.
+      pieces, x, w, bias, tokens: as for `_projection`.
+      weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
+      statistics: the result of `_projection`.
+      **static: as for `_projection`; and `with_dw`.
     """
-    return _gradients(pieces, x, w, bias, tokens, weights, statistics, **static)[1:]
+    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, statistics)[1:]
 
 
 def _projection_with_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, **static):
-    """Returns the statistics of whole rows (of those whose weight is not 0), and the gradients."""
-    return _gradients(pieces, x, w, bias, tokens, weights, None, **static)
+    """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
+    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, None)
 
 
-def _gradients(
-    pieces: Pieces,
-    x,
-    w,
-    bias,
-    tokens: Tokens,
-    weights,
-    known: Statistics | None,
-    *,
-    head: Head,
-    workspace_bytes: int,
-    with_dw: bool = True,
-    mesh_axes=(),
-):
-    """Returns the statistics of whole rows, `known` or found, and the gradients (dx, dw, dbias)."""
-    whole_vocab = head.vocab(w) * (lax.axis_size(mesh_axes) if mesh_axes else 1)
-    tokens = _on_shard(tokens, x, head.vocab(w), mesh_axes)
-    rows, product = _way_to_dw(pieces, x, w, head, workspace_bytes, with_dw)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Projection:
+    """All that is the same for every row of a projection on one device.
+
+    Attributes:
+      pieces: the functions of the implementation.
+      w: (D, V), or (V, D) for head.transpose_w; in the dtype of x. Inside `mesh_axes`, a device's columns.
+      bias: (V,) or None.
+      head: the static part of the projection and its loss.
+      workspace_bytes: the bound on the logits that are stored at a time; see `chunk_rows`.
+      with_dw: whether dw is wanted. If not, it is computed all the same, but XLA may remove it as unused. Its memory
+        may then not exist, so chunks do not count on it.
+      mesh_axes: the mesh axes that the columns are spread over, in the order of `lax.axis_index`.
+    """
+
+    pieces: Pieces
+    w: jax.Array
+    bias: jax.Array | None
+    head: Head
+    workspace_bytes: int
+    with_dw: bool = True
+    mesh_axes: tuple[str, ...] = ()
+
+    @property
+    def vocab(self) -> int:
+        """The number of columns on this device."""
+        return self.head.vocab(self.w)
+
+    @property
+    def whole_vocab(self) -> int:
+        """The number of columns of a whole row."""
+        return self.vocab * (lax.axis_size(self.mesh_axes) if self.mesh_axes else 1)
+
+    def with_own_labels(self, tokens: Tokens, x) -> Tokens:
+        """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
+        labels = tokens.labels
+        if labels is None:
+            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+        elif self.mesh_axes:
+            labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
+        return tokens._replace(labels=labels)
+
+    def way_to_dw(self, x) -> tuple[Any, Callable | None]:
+        """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
+
+        The function is None if chunks are added to a float32 dw.
+        """
+        n = x.shape[0]
+        product = (
+            self.pieces.product if x.dtype == jnp.bfloat16 else None
+        )  # x times a weight may not fit float16
+        stored = self.pieces.bytes_per_logit(x.dtype.itemsize)[1]
+        dw_bytes = min(4 * self.w.size, stored * _MOST_LOGITS) if product and self.with_dw else 0
+        rows = gradient_rows(n, self.vocab, stored, self.workspace_bytes, dw_bytes)
+        return rows, product if _is_one_chunk(n, rows) else None
+
+    def dx(self, dz, scale) -> jax.Array:
+        """Returns dz @ w.T * scale, summed over the mesh axes."""
+        dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * scale
+        return lax.psum(dx, self.mesh_axes) if self.mesh_axes else dx
+
+
+class _GradientRows(NamedTuple):
+    """The arrays of a gradient that have a row, or a number, for each token.
+
+    Attributes:
+      x: (n, D).
+      tokens: the numbers of each token, with labels as columns of this device.
+      weights: (n,), divided by the scale; see `_scale`.
+      known: the statistics of whole rows; None if the gradient computes them.
+    """
+
+    x: jax.Array
+    tokens: Tokens
+    weights: jax.Array
+    known: Statistics | None
+
+
+def _gradients(projection: _Projection, x, tokens: Tokens, weights, known: Statistics | None):
+    """Returns the statistics of whole rows, `known` or computed, and the gradients (dx, dw, dbias)."""
+    w, bias = projection.w, projection.bias
+    tokens = projection.with_own_labels(tokens, x)
+    rows, product = projection.way_to_dw(x)
+    scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
+    weights = weights / scale
+    step = functools.partial(_add_chunk, projection, _GradientRows(x, tokens, weights, known), product, scale)
+
+    statistics = known if known is not None else _no_statistics(x, tokens)
+    per_row = statistics, jnp.zeros_like(x)
+    statistics, dx = vary_together(per_row, x, w, tokens, weights, but=projection.mesh_axes)[0]
+    dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
+    dbias = vary_together(dbias, x, w, tokens, weights)[0]
+    carry = statistics, dx, None, dbias
+    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
+
+    dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
+    return statistics, dx, (dw * (1 if product else scale)).astype(w.dtype), dbias
+
+
+def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable | None, scale, chunk, carry):
+    """Returns `carry` with the statistics and gradients of a chunk.
+
+    Args:
+      projection: what all rows share.
+      rows: the arrays of all rows.
+      product: computes dw if the chunk is all rows; None adds the chunk to dw.
+      scale: the number that the weights were divided by.
+      chunk: the `_Chunk`.
+      carry: (statistics, dx, dw, dbias). dw and dbias are not multiplied by the scale yet, except a dw by `product`.
+    """
+    head, bias = projection.head, projection.bias
+    statistics, dx, dw, dbias = carry
+    weights = chunk.new(chunk.of(rows.weights))
+    x = jnp.where(weights[:, None] == 0, 0, chunk.of(rows.x))  # a NaN there must not reach dw
+    found, dz = _dz_of_chunk(projection, rows, chunk, x, weights)
+    dx_of_chunk = projection.dx(dz, scale)
+    x = (x * (scale if product else 1)).astype(x.dtype)
+    dw = product(x, dz, head=head) if product else projection.pieces.add_product(dw, x, dz, head=head)
+    dw = vary_together(dw, rows.x, projection.w, rows.tokens, rows.weights)[0]
+    if bias is not None:
+        dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
+    statistics = statistics if found is None else chunk.put(statistics, found)
+    return statistics, chunk.put(dx, dx_of_chunk.astype(x.dtype)), dw, dbias
+
+
+def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", x, weights):
+    """Returns the statistics of the chunk's rows, None if they are known, and their dz.
+
+    Args:
+      projection: what all rows share.
+      rows: the arrays of all rows.
+      chunk: which rows.
+      x, weights: these rows of the arrays; rows that do not count are 0.
+    """
+    pieces, head, w = projection.pieces, projection.head, projection.w
+    tokens = chunk.of(rows.tokens)
+    arrays = (x, w, projection.bias, tokens)
+
+    def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
+        found = vary_together(found, rows.x, w)[0].merged(projection.mesh_axes)
+        return found, formulas.coefficients(found, weights, tokens, projection.whole_vocab)
+
+    if rows.known is None:
+        found, dz = pieces.statistics_and_dlogits(*arrays, to_coefficients, head=head)
+    else:
+        known = chunk.of(rows.known)
+        coefficients = formulas.coefficients(known, weights, tokens, projection.whole_vocab)
+        found, dz = None, pieces.dlogits(*arrays, coefficients, head=head)
+    return found, vary_together(dz, rows.x, w)[0]
+
+
+def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
+    """Returns about how large the elements of each row's dz may be."""
     sizes = weights if tokens.temperature is None else weights / tokens.temperature
     if tokens.z_loss is not None and known is not None:
         sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
-    scale = _scale(sizes, x.dtype, exact=product is not None)
-    scale_of_x, scale_of_dw = (scale, 1) if product else (1, scale)
-    weights = weights / scale
-
-    def to_coefficients(found: Statistics, own_tokens, own_weights) -> tuple[Statistics, Coefficients]:
-        found = vary_together(found, x, w)[0].merged(mesh_axes)
-        return found, formulas.coefficients(found, own_weights, own_tokens, whole_vocab)
-
-    def gradient(chunk: _Chunk, own_x, own_weights):
-        """Returns the statistics of the chunk's rows if they are new, and their dz."""
-        own_tokens = chunk.of(tokens)
-        arrays = (own_x, w, bias, own_tokens)
-        if known is None:
-            to = functools.partial(to_coefficients, own_tokens=own_tokens, own_weights=own_weights)
-            found, dz = pieces.statistics_and_dlogits(*arrays, to, head=head)
-        else:
-            coefficients = formulas.coefficients(chunk.of(known), own_weights, own_tokens, whole_vocab)
-            found, dz = None, pieces.dlogits(*arrays, coefficients, head=head)
-        return found, vary_together(dz, x, w)[0]
-
-    def step(chunk: _Chunk, carry):
-        statistics, dx, dw, dbias = carry
-        own_weights = chunk.new(chunk.of(weights))
-        own_x = jnp.where(own_weights[:, None] == 0, 0, chunk.of(x))  # a NaN there must not reach dw
-        found, dz = gradient(chunk, own_x, own_weights)
-        own_dx = dot(dz, w, (1, 0 if head.transpose_w else 1), head) * scale
-        own_dx = lax.psum(own_dx, mesh_axes) if mesh_axes else own_dx
-        own_x = (own_x * scale_of_x).astype(x.dtype)
-        dw = product(own_x, dz, head=head) if product else pieces.add_product(dw, own_x, dz, head=head)
-        dw = vary_together(dw, x, w, tokens, weights)[0]
-        if bias is not None:
-            dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
-        statistics = statistics if found is None else chunk.put(statistics, found)
-        return statistics, chunk.put(dx, own_dx.astype(x.dtype)), dw, dbias
-
-    per_row = known if known is not None else _no_statistics(x, tokens)
-    per_row, dx = vary_together((per_row, jnp.zeros_like(x)), x, w, tokens, weights, but=mesh_axes)[0]
-    dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    dbias = vary_together(dbias, x, w, tokens, weights)[0]
-    carry = per_row, dx, None, dbias
-    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
-    dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
-    return statistics, dx, (dw * scale_of_dw).astype(w.dtype), dbias
-
-
-# What takes the place of dw has no more logits than int32 counts, lest a compiler or library count in it.
-_MOST_LOGITS = 2**31 - 1
-
-
-def _way_to_dw(
-    pieces: Pieces, x, w, head: Head, workspace_bytes: int, with_dw: bool
-) -> tuple[Any, Callable | None]:
-    """Returns the rows of a chunk, and what makes dw of all rows at once: None if chunks are added to a float32 dw."""
-    n = x.shape[0]
-    product = pieces.product if x.dtype == jnp.bfloat16 else None  # float16 has no room for x times a weight
-    stored = pieces.bytes_per_logit(x.dtype.itemsize)[1]
-    dw_bytes = min(4 * w.size, stored * _MOST_LOGITS) if product and with_dw else 0
-    rows = gradient_rows(n, head.vocab(w), stored, workspace_bytes, dw_bytes)
-    return rows, product if _is_one_chunk(n, rows) else None
-
-
-# What the largest dz in float16 may be, about, so that small probabilities do not underflow: 64 times more is left.
-_LARGEST = 2.0**10
+    return sizes
 
 
 def _scale(sizes, dtype, *, exact: bool):
-    """Returns what the weights are divided by before dz, of which they are factors, is rounded to the dtype of x.
+    """Returns a number that divides the weights before dz, which is proportional to them, is rounded to x's dtype.
 
-    The gradients are multiplied by it in float32; or x is, before the product for dw.
+    The gradients are multiplied by the scale in float32. For dw, x may be multiplied instead, before the product.
 
-    The largest size becomes 1 (in float16 1024), of which the gradient at an improbable label is not rounded. With
-    `exact` the scale is a power of two, so that x times it is not rounded, and the largest size is from 1 to 2.
+    The largest size becomes 1 (1024 in float16), so that the gradient at an improbable label is not rounded. With
+    `exact` the scale is a power of two. Then x times the scale is not rounded, and the largest size is from 1 to 2.
 
     Args:
-      sizes: how large the elements of each row's dz may be, about.
-      dtype: that of x.
+      sizes: about how large the elements of each row's dz may be.
+      dtype: the dtype of x.
       exact: whether x is multiplied by the scale.
     """
     largest = jnp.max(jnp.where(jnp.isfinite(sizes), jnp.abs(sizes), 0), initial=0)
@@ -263,23 +342,13 @@ def _no_statistics(x, tokens: Tokens) -> Statistics:
     return Statistics(Normalizer(zeros, zeros), zeros, None if tokens.label_smoothing is None else zeros)
 
 
-def _on_shard(tokens: Tokens, x, vocab: int, mesh_axes) -> Tokens:
-    """Returns the tokens with labels as columns of this device; without labels, with labels that are no column."""
-    labels = tokens.labels
-    if labels is None:
-        labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
-    elif mesh_axes:
-        labels = labels - lax.axis_index(mesh_axes) * vocab
-    return tokens._replace(labels=labels)
-
-
 class _Chunk(NamedTuple):
     """Some consecutive rows.
 
     Attributes:
-      start: the first one; None if the chunk is all rows.
-      rows: their number.
-      seen: how many of them, the first ones, belong to the chunk before.
+      start: the first row; None if the chunk is all rows.
+      rows: the number of rows.
+      seen: how many rows, at the start of this chunk, belong to the chunk before it.
     """
 
     start: Any
@@ -287,20 +356,20 @@ class _Chunk(NamedTuple):
     seen: Any
 
     def of(self, arrays):
-        """These rows of the arrays, of which None stays."""
+        """Returns these rows of each array in a tree; None stays."""
         if self.start is None:
             return arrays
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
 
     def new(self, part, old=0):
-        """Returns `part`, of these rows, with `old` in those that were seen before."""
+        """Returns `part`, an array of these rows, with `old` in the rows that were seen before."""
         if self.start is None:
             return part
         index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
         return jnp.where(index < self.seen, old, part)
 
     def put(self, arrays, parts):
-        """Returns the arrays with these rows of them replaced, but for those that were seen before."""
+        """Returns the arrays with `parts` in these rows, except in rows that were seen before."""
         if self.start is None:
             return parts
 
@@ -311,14 +380,14 @@ class _Chunk(NamedTuple):
 
 
 def _is_one_chunk(n: int, rows: int) -> bool:
-    """Returns whether chunks of so many rows are one chunk of n rows. (In `jax.export` both may be symbolic.)"""
+    """Returns whether one chunk of `rows` rows holds all n. (In `jax.export` both may be symbolic.)"""
     return rows is n or rows == n
 
 
 def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *, first_apart: bool = False):
-    """Returns what carry = step(chunk, carry) gives in the end, called for each chunk of n rows; it changes in place.
+    """Returns the last carry of carry = step(chunk, carry), called for each chunk of n rows; it changes in place.
 
-    With `first_apart`, step takes the first chunk before the loop, and may make arrays of what is None in `carry`.
+    With `first_apart`, step takes the first chunk before the loop, and may replace a None in `carry` by an array.
     """
     if _is_one_chunk(n, rows):
         return step(_Chunk(None, rows, 0), carry)

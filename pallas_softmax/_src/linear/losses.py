@@ -1,11 +1,11 @@
-"""A projection followed by the softmax: the values that describe it, and the formulas on what is kept of a row.
+"""The losses of a projection followed by a softmax, and their gradients, as formulas on a few numbers per row.
 
 The logits of a token (a row of x) are, element by element,
 
     raw = x @ w + bias,     z = softcap * tanh(raw / softcap) / temperature
 
-in float32 (float64 for float64 inputs). They are never stored as a whole. What is kept of a row is `Statistics`; the
-losses, and the coefficients of their gradient in z, are formulas on these.
+in float32 (float64 for float64 inputs). They are never stored as a whole. Only the `Statistics` of each row are kept.
+The losses, and the coefficients of their gradients in the raw logits, are formulas on the statistics.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from pallas_softmax.online import Normalizer
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The static part of a projection; hashable.
+    """The static arguments of a projection; hashable.
 
     Attributes:
-      transpose_w: whether w is (V, D), and not (D, V).
+      transpose_w: whether w is (V, D) instead of (D, V).
       softcap: the bound of the logits, or None.
       precision: of the matrix products, as `lax.dot_general` takes it.
-      columns: how many columns of w count, the first ones; None is all.
+      columns: only this many columns of w count, the first ones; None for all.
     """
 
     transpose_w: bool = False
@@ -36,19 +36,19 @@ class Head:
     columns: int | None = None
 
     def vocab(self, w: jax.Array) -> int:
-        """Returns the number of columns, V; of a w that is spread over a mesh, those of one device."""
+        """Returns V, the number of columns of w; if a mesh divides them, the columns of one device."""
         if self.columns is not None:
             return self.columns
         return w.shape[0 if self.transpose_w else 1]
 
 
 class Tokens(NamedTuple):
-    """The arguments of a loss that have one number per token, (rows,) each.
+    """The arguments of a loss that have one number per token, each of shape (rows,).
 
     Attributes:
-      labels: int32 columns of the whole w; one outside of [0, V) is no column.
+      labels: int32 columns of the whole w; a label outside [0, V) is no column.
       temperature: the divisor of the logits, applied after the softcap; None for 1.
-      label_smoothing: the share of the target that is spread evenly over all columns; None for 0.
+      label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
       z_loss: the weight of the squared logsumexp in the loss; None for 0.
     """
 
@@ -59,11 +59,11 @@ class Tokens(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What is kept of each row's logits z, each of shape (rows,), in the dtype of the arithmetic.
+    """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic.
 
     Attributes:
       normalizer: (m, d), the maximum and the sum of exp(z - m).
-      label_logit: z at the label, 0 for a label outside of [0, V).
+      label_logit: z at the label; 0 for a label outside [0, V).
       total: the sum of z over the row; None without label smoothing.
     """
 
@@ -72,7 +72,7 @@ class Statistics(NamedTuple):
     total: jax.Array | None
 
     def merged(self, mesh_axes: tuple[str, ...]) -> "Statistics":
-        """Returns the statistics of whole rows, of which each device of `mesh_axes` has those of its columns."""
+        """Returns the statistics of whole rows, merged from the columns of each device of `mesh_axes`."""
         if not mesh_axes:
             return self
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
@@ -80,13 +80,13 @@ class Statistics(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """The gradient of a weighted sum of rows' losses in their raw logits, by numbers of each row, (rows,) each:
+    """Numbers of each row, (rows,) each, that give the gradient of sum(weights * losses) in the raw logits:
 
         (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
-    t = z * temperature / softcap is the tanh; it is 0 without a softcap. At the label of a peaked row the first two
-    terms cancel. So they must be subtracted in float32, and only the result may be rounded to 16 bits. A row that is
-    left out has m = inf and zeros, which make its gradient 0. `constant` is None without label smoothing.
+    t = z * temperature / softcap is the tanh; without a softcap, t is 0. At the label of a peaked row the first two
+    terms cancel. So they must be subtracted in float32, and only the difference may be rounded to 16 bits. A row that
+    is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing.
     """
 
     m: jax.Array
@@ -99,13 +99,13 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     """Returns logsumexp(z) - z[label] of each row, with label smoothing and z_loss.
 
     Args:
-      statistics: those of whole rows.
+      statistics: the statistics of whole rows.
       tokens: the numbers of each token.
       vocab: the number of columns of a whole row.
     """
     (m, d), label_logit, total = statistics
     finite = jnp.abs(m) < jnp.inf
-    # log d is added last: of a peaked row, m - z[label] is exact and log d is small
+    # log d is added last: in a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, online.log_of(statistics.normalizer) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
     if total is not None:
@@ -116,11 +116,11 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
 
 
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
-    """Returns the coefficients of the gradient of sum(weights * losses); without labels, of sum(weights * logsumexp).
+    """Returns the coefficients of the gradient of sum(weights * losses), or of sum(weights * logsumexp) without labels.
 
     Args:
-      statistics: those of whole rows.
-      weights: one per row; a row of weight 0 has no gradient, whatever its statistics.
+      statistics: the statistics of whole rows.
+      weights: one per row; the gradient of a row of weight 0 is 0, whatever its statistics.
       tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
@@ -136,5 +136,5 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     if tokens.label_smoothing is not None:
         of_label = raw * (1 - tokens.label_smoothing)
         constant = kept(raw * tokens.label_smoothing / vocab)
-    m = jnp.where(left_out, jnp.inf, online.shift(m))  # exp(z - m) is 0 then
+    m = jnp.where(left_out, jnp.inf, online.shift(m))  # with m = inf, exp(z - m) is 0
     return Coefficients(m, kept(of_exp), kept(of_label), constant)

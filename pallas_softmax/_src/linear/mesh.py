@@ -1,12 +1,12 @@
-"""How the operations of a projection are divided over a mesh, under jit.
+"""How a mesh divides the operations of a projection, under jit.
 
-    x       (..., D)           the tokens over some mesh axes, as x or labels are sharded; D is whole
-    w       (D, V) or (V, D)   the columns over other mesh axes, as w is sharded; D is gathered, as fully sharded
-                               data parallelism does, and so are columns over a mesh axis that divides the tokens
+    x       (..., D)           tokens over some mesh axes, as x or labels are sharded; D stays whole
+    w       (D, V) or (V, D)   columns over other mesh axes, as w is sharded; D is gathered, as in fully sharded
+                               data parallelism; columns over a mesh axis that divides the tokens are gathered
 
-Devices that share a row send two numbers and a logit for it, and a sum for its dx; those that share w, a sum for dw.
-As for all other operations (`dispatch/mesh.py`), it is `jax.shard_map` over Explicit mesh axes, and
-`custom_partitioning` over Auto ones.
+Devices that hold columns of the same row exchange two numbers and a logit per row, and a sum for dx. Devices that hold
+the same columns of w exchange a sum for dw. Explicit mesh axes go through `jax.shard_map`, Auto ones through
+`custom_partitioning`, as for all other operations (`dispatch/mesh.py`).
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ def describe(
 
 
 def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
-    """Runs an operation on a projection on arrays that may be sharded.
+    """Runs an operation of a projection on arrays that may be sharded.
 
     Args:
-      choice: what to call.
-      arrays: its arrays, those that have one number for each token in any shape.
-      keywords: its static arguments.
+      choice: the call and its implementations.
+      arrays: x, w, bias, and arrays with one number per token, in the shape of the tokens.
+      keywords: the static arguments.
     """
     if choice.call.mesh_axes or not divisible(jax.tree.leaves(arrays)):
         return _on_shard(choice, keywords, ((), choice.call.mesh_axes), *arrays)
@@ -65,10 +65,10 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 
 
 def lay_together(arrays: tuple, head: Head) -> tuple:
-    """Returns the arrays, sharded as an operation takes them, where types say how they are sharded.
+    """Returns the arrays, sharded as an operation takes them, if their types say how they are sharded.
 
     Args:
-      arrays: x, w, bias, and what has one number for each token; None stays.
+      arrays: x, w, bias, and arrays with one number per token; None stays.
       head: the projection.
     """
     leaves, tree = jax.tree.flatten(arrays)
@@ -82,12 +82,12 @@ def lay_together(arrays: tuple, head: Head) -> tuple:
 
 
 def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias, *per_token) -> Any:
-    """Runs the operation on what one device has of the arrays, for whose shapes the choice is made anew.
+    """Runs the operation on one device's shards. The implementation is chosen again, for their shapes.
 
     Args:
-      choice: that for the user's call.
+      choice: the choice for the user's call.
       keywords: the static arguments.
-      axes: two tuples, the mesh axes that the tokens are spread over, and those that the columns are spread over.
+      axes: two tuples, the mesh axes that divide the tokens, and the mesh axes that divide the columns.
       x, w, bias, *per_token: the device's shards.
     """
     tokens, columns = axes
@@ -107,12 +107,12 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
 
 @dataclasses.dataclass(frozen=True)
 class _DimensionsOfProjection:
-    """`partition.Dimensions` of a projection. Dimensions have names: "b0", "b1", ... of the tokens, "d" and "v".
+    """`Dimensions` (`dispatch/mesh.py`) of a projection, by name: "b0", "b1", ... for the tokens, "d" and "v".
 
     Attributes:
       arguments: for each array, the names of its dimensions.
-      results: the same for what is returned.
-      result_shapes: what is returned, as a tree of `jax.ShapeDtypeStruct`s.
+      results: for each result, the names of its dimensions.
+      result_shapes: the results, as a tree of `jax.ShapeDtypeStruct`s.
       sizes: the size of each dimension, by name.
     """
 
@@ -139,7 +139,7 @@ class _DimensionsOfProjection:
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], Any]:
-        """As `Dimensions` says; the third result are the mesh axes of the tokens, and those of the columns."""
+        """As `Dimensions` describes. The third result is two tuples: the mesh axes of tokens and of columns."""
         names = [name for name in self.sizes if name != "d"]
         given = []
         for spec, own in zip(specs, self.arguments):
@@ -154,6 +154,6 @@ class _DimensionsOfProjection:
         return arguments, results, (sum(tokens, ()), columns)
 
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """As `Dimensions` says: tokens and columns may be divided, and the dimension D may not."""
+        """Returns the rule that `Dimensions` describes: tokens and columns may be divided, the dimension D may not."""
         sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
         return " -> ".join(sides), ("d",)

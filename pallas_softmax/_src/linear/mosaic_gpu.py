@@ -1,4 +1,4 @@
-"""The operations on a projection as Mosaic GPU kernels, on arrays of any size."""
+"""Implementation `mosaic_gpu` of a projection and its softmax: which calls it takes, and arrays of any size."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ HOPPER = 9  # major compute capability of the GPUs that have wgmma
 
 
 def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
-    """Returns None, since each chunk of rows is planned by itself, or why the kernels cannot run the call."""
+    """Returns why the kernels cannot run the call, or None: each chunk of rows gets a plan of its own."""
     if (reason := checks.unsupported(call, capability)) is not None:
         return Refusal(reason)
     if capability[0] != HOPPER:
@@ -30,7 +30,7 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
         return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
     if 0 in (call.rows, call.vocab, call.depth):
         return Refusal("an array is empty")
-    # Most of a tile would be idle. With 1 or 2 columns, gradients are also wrong on a GPU, for an unknown reason; see
+    # Most of a tile would be idle. Also, gradients of 1 or 2 columns are wrong on a GPU, for an unknown reason: see
     # `test_few_columns` and `test_one_column`.
     if call.vocab < TILE_N:
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
@@ -38,7 +38,7 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 
 def operations(interpret: Any = None) -> dict[str, Callable]:
-    """Returns the operations of a projection; `interpret` as for `pallas_call`."""
+    """Returns the operations of a projection, by name; `interpret` as for `pallas_call`."""
     return {
         name: functools.partial(_on_whole_atoms, operation, name)
         for name, operation in operations_of(pieces(interpret)).items()
@@ -48,9 +48,9 @@ def operations(interpret: Any = None) -> dict[str, Callable]:
 def _on_whole_atoms(
     operation: Callable, name: str, x, w, bias, tokens: Tokens, *of_rows, head: Head, **static
 ):
-    """Runs an operation on arrays of whole swizzle atoms. x and w are copied to such arrays if necessary.
+    """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
-    w is copied only if D or V is not a multiple of 64. Few vocabularies in use have such a V; 50,257 is one.
+    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = rounded_up(n, ATOM_ROWS)
@@ -63,8 +63,10 @@ def _on_whole_atoms(
 
     w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
     temperature = tokens.temperature
-    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))  # new rows have weight 0
-    if temperature is not None:  # they must not divide by 0
+    tokens, of_rows = jax.tree.map(
+        lambda a: extended(a, rows), (tokens, of_rows)
+    )  # the new rows have weight 0
+    if temperature is not None:  # the new rows must not divide by 0
         tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
     bias = None if bias is None else extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)

@@ -1,10 +1,10 @@
-"""The pieces of a projection (`implementations.projection.Pieces`) by the kernels of this folder, for 16-bit floats.
+"""The pieces of a projection (`chunks.Pieces`) by Mosaic GPU kernels, for 16-bit floats.
 
     statistics               one product; its epilogue reduces
     dlogits                  one product; its epilogue writes the gradients
-    statistics_and_dlogits   of bfloat16, one product, whose epilogue does both: see there
+    statistics_and_dlogits   in bfloat16, one product; its epilogue does both
 
-The products with the gradients of the logits, which are stored by then, are XLA's: cuBLAS reaches what the kernels do.
+The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
 
 import functools
@@ -25,13 +25,13 @@ from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, plan_projection
 from pallas_softmax.online import Normalizer
 
-_GUESS_COLUMNS = 128  # columns whose largest logit is the reference of a row
-_LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and what they multiply
-_SLICE = 2**26  # elements of a slice that is changed at a time: a read and a write take some 90 us on an H100
+_GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
+_LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and products with both
+_SLICE = 2**26  # elements that are changed at a time: a read and a write take about 90 µs on an H100
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
-    """Returns what `Pieces.statistics` says."""
+    """The `statistics` of `Pieces`."""
     sums, _ = logits_kernel.row_sums(
         x, w, bias, tokens, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
@@ -39,25 +39,25 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None)
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
-    """Returns what `Pieces.dlogits` says."""
+    """The `dlogits` of `Pieces`."""
     return logits_kernel.logit_gradients(
         x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head, interpret: Any = None):
-    """Returns what `Pieces.statistics_and_dlogits` says.
+    """The `statistics_and_dlogits` of `Pieces`.
 
-    The gradient of the logits is of_exp * exp(z - m), but for the label, and the m and the of_exp of a row are known
-    when the whole row is. So the product stores e = exp(z - r), with a guess r of m, the largest of some logits, and
-    a pass over e makes gradients of it, in its place:
+    Except at the label, the gradient of the logits is of_exp * exp(z - m). m and of_exp are known only after the whole
+    row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. A pass over e then
+    replaces it by the gradients:
 
-        dz = factor * e,   factor = of_exp * exp(r - m)          and at the label what it is in float32
+        dz = factor * e,   factor = of_exp * exp(r - m)          at the label, the gradient computed in float32
 
-    A bad guess does no harm as long as e and its sum are within the range of bfloat16, which is that of float32. Where
-    they are not, in any row, e is made once more, with r = m there.
+    A bad guess is harmless if e and its sum are within the range of bfloat16, which is the range of float32. If any row
+    leaves the range, the whole e is computed once more, with r = m in the rows that left it.
 
-    float16 has not that range, and label smoothing makes dz no multiple of e: they take two products.
+    float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
     """
     if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
         merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head, interpret=interpret))
@@ -82,7 +82,7 @@ def _gradients_of_rows(e, of_rows):
 
     Args:
       e: exp(z - reference) times the softcap's slope, (rows, V).
-      of_rows: the factor of each row, its gradient at the label, and its label, -1 where that is no column.
+      of_rows: for each row a factor, the gradient at the label, and the label (-1 if it is no column).
     """
     factor, at_label, label = (a[:, None] for a in of_rows)
     is_label = lax.broadcasted_iota(jnp.int32, e.shape, 1) == label
@@ -90,13 +90,13 @@ def _gradients_of_rows(e, of_rows):
 
 
 def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Array:
-    """Returns function(array, of_rows), computed for a slice of the rows at a time, which is written over itself.
+    """Returns function(array, of_rows). It is computed slice by slice, and each slice of the array is overwritten.
 
-    If it were computed for all rows at once, XLA would make a second array: it does not write over what a
+    If all rows were computed at once, XLA would make a second array, because it does not overwrite an array that a
     `lax.while_loop` returned.
 
     Args:
-      function: (slice of array, slices of of_rows) -> what takes the place of the slice of the array.
+      function: (slice of array, slices of of_rows) -> the new slice of the array.
       array: (rows, V).
       of_rows: arrays (rows,).
     """
@@ -110,7 +110,7 @@ def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Arra
 
     array = lax.fori_loop(0, n // rows, lambda i, array: step(i * rows, rows, array), array)
     rest = n % rows
-    # The barrier hides where the rest starts: XLA changes no slice in place whose start is a constant.
+    # XLA changes no slice in place if its start is a constant. The barrier hides the constant.
     return step(lax.optimization_barrier(jnp.int32(n - rest)), rest, array) if rest else array
 
 
@@ -149,7 +149,7 @@ def _first_columns(w, bias, head: Head):
 
 
 def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
-    """Merges the tiles of each row by ⊕; d is of exp(z - m) or, with a reference, of exp(z - reference)."""
+    """Merges the tiles of each row by ⊕. d sums exp(z - m), or exp(z - reference) if there is a reference."""
     m, d = sums.normalizer
     if reference is None:
         total = online.across(Normalizer(m, d), 0, lambda of_row: of_row[None])
@@ -163,12 +163,12 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
-    """Returns the bytes stored for each logit: four float32 for each row of a tile; where gradients are made, these."""
+    """Returns the bytes stored for each logit: by `statistics` four float32 per row of a tile, else the gradients."""
     return 16 / TILE_N, itemsize
 
 
 def pieces(interpret: Any = None) -> Pieces:
-    """Returns the pieces; `interpret` as for `pallas_call`."""
+    """Returns the pieces of the kernels; `interpret` as for `pallas_call`."""
 
     def of(function):
         return functools.partial(function, interpret=interpret)

@@ -1,4 +1,4 @@
-"""The way of a projection to its kernel begins here: a batch of `jax.vmap` becomes more tokens, or a loop."""
+"""How `jax.vmap` runs an operation of a projection: a batch becomes more tokens, or a loop."""
 
 from typing import Any
 
@@ -13,10 +13,11 @@ from pallas_softmax._src.linear.operation import PROJECTION
 
 
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs an operation on a projection, x @ w.
+    """Runs an operation of a projection x @ w.
 
-    Under a vmap whose slices share w and bias, one call with more tokens computes the statistics of all slices. All
-    other operations run slice by slice, because each slice has its own dw.
+    If the slices of a vmap share w and bias, one call with more tokens computes the statistics of all slices. Gradients
+    run slice by slice, because each slice has its own dw. If w or bias differ between slices, the statistics run slice
+    by slice as well.
 
     Args:
       choice: the call and its implementations.
@@ -47,8 +48,8 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
             leaves, tree = jax.tree.flatten(arrays)
             batched = jax.tree.leaves(in_batched)
 
-            def one(moving):
-                slices = iter(moving)
+            def one(batched_slices):
+                slices = iter(batched_slices)
                 return call(*tree.unflatten([next(slices) if b else a for a, b in zip(leaves, batched)]))
 
             out = lax.map(one, [a for a, b in zip(leaves, batched) if b])
@@ -60,7 +61,7 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     def _(primals, tangents):
         raise NotImplementedError(
             "linear_cross_entropy, linear_log_probs and linear_logsumexp have first derivatives only; for second ones"
-            " write the logits out, with pallas_softmax.logsumexp"
+            " compute the logits and call pallas_softmax.logsumexp"
         )
 
     return once(*arrays)

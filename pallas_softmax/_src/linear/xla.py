@@ -9,7 +9,7 @@ from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax.online import Normalizer
 
-# On the CPU, where x.T @ dz has memory of its own before it is added to the total: the most of that, in bytes.
+# On the CPU, x.T @ dz is stored before it is added to the total. It is cut into pieces of at most this many bytes.
 _PRODUCT_BYTES = 32 * 2**20
 
 
@@ -22,17 +22,17 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    """Returns what `Pieces.statistics` says."""
+    """The `statistics` of `Pieces`."""
     return _statistics_of(logits(x, w, bias, tokens, head=head), tokens)
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
-    """Returns what `Pieces.dlogits` says."""
+    """The `dlogits` of `Pieces`."""
     return _dlogits_of(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
 
 
 def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head):
-    """Returns what `Pieces.statistics_and_dlogits` says."""
+    """The `statistics_and_dlogits` of `Pieces`."""
     z = logits(x, w, bias, tokens, head=head)
     merged, coefficients = to_coefficients(_statistics_of(z, tokens))
     return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype)
@@ -40,9 +40,8 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head:
 
 def _statistics_of(z, tokens: Tokens) -> Statistics:
     m, d = online.reduce(z, 1, chunk=z.shape[1])
-    columns = jnp.where(
-        tokens.labels < 0, z.shape[1], tokens.labels
-    )  # a negative index would count from the end
+    # A negative index would count from the end.
+    columns = jnp.where(tokens.labels < 0, z.shape[1], tokens.labels)
     label_logit = jnp.take_along_axis(z, columns[:, None], 1, mode="fill", fill_value=0)
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit[:, 0], total)
@@ -61,7 +60,7 @@ def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
 
 
 def add_product(total, x, dz, *, head: Head):
-    """Returns what `Pieces.add_product` says; on the CPU, where XLA does not add in place, some columns at a time."""
+    """The `add_product` of `Pieces`. On the CPU, where XLA does not add in place, it adds some columns at a time."""
 
     def product(x, dz):
         return dot(dz, x, (0, 0), head) if head.transpose_w else dot(x, dz, (0, 0), head)
@@ -72,7 +71,7 @@ def add_product(total, x, dz, *, head: Head):
     def by_columns(total, x, dz):
         along, vocab = (0 if head.transpose_w else 1), dz.shape[1]
         depth = x.shape[1]
-        if not isinstance(depth, int):  # symbolic: of jax.export
+        if not isinstance(depth, int):  # a symbolic dimension of jax.export
             return directly(total, x, dz)
         width = min(vocab, max(1, _PRODUCT_BYTES // (depth * total.dtype.itemsize)))
 
@@ -80,7 +79,7 @@ def add_product(total, x, dz, *, head: Head):
             start = jnp.minimum(i * width, vocab - width)
             part = lax.dynamic_slice_in_dim(total, start, width, along)
             columns = lax.broadcasted_iota(jnp.int32, (1, width), 1)
-            new = columns >= i * width - start  # the last columns overlap with those before
+            new = columns >= i * width - start  # the last slice overlaps the one before
             dz_part = jnp.where(new, lax.dynamic_slice_in_dim(dz, start, width, 1), 0)
             return lax.dynamic_update_slice_in_dim(total, directly(part, x, dz_part), start, along)
 
@@ -94,18 +93,18 @@ def add_product(total, x, dz, *, head: Head):
 
 
 def product(x, dz, *, head: Head):
-    """Returns what `Pieces.product` says, on a GPU: cuBLAS sums in float32 and rounds what it writes."""
+    """The `product` of `Pieces`, for a GPU: cuBLAS sums in float32 and rounds as it writes."""
     a, b = (dz, x) if head.transpose_w else (x, dz)
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
-    """Returns the bytes of a logit z, in float32 or wider, and those of z with dz, which has the dtype of x."""
+    """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
 
-# No `product`: on the CPU XLA would make it of float32 copies of its operands.
+# No `product`: on the CPU, XLA would copy its operands to float32.
 functions = operations_of(
     Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
 )
