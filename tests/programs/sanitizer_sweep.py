@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pallas_softmax._src.triton.support import missing
 
 from pallas_softmax import paper
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.linear.plan import plan_projection
+from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
 from tests.support import bounds, cases, kernels, linear, oracle
 from tests.support import triton_kernels as triton
