@@ -85,12 +85,14 @@ def row_sums(
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens.labels, columns, head.vocab(w), tiling),
-        None if tokens.temperature is None else _padded(tokens.temperature, tiling.cluster_rows, 1),
+        _inverse_temperature(tokens, tiling),
         None if reference is None else _padded(reference, tiling.cluster_rows),
     )
 
-    def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, reference_gmem, sums_gmem, stored_gmem):
-        z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
+    def epilogue(
+        acc, place: Place, bias_gmem, labels_gmem, scale_gmem, reference_gmem, sums_gmem, stored_gmem
+    ):
+        z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w), interpret)
         own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
         zeros = _zeros(interpret)
         sums_gmem.label_logit[own] = lax.cond(
@@ -106,7 +108,7 @@ def row_sums(
         e = jnp.exp(z - _broadcast_rows(r, z))
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if stored_gmem is not None:
-            store(place, e * _slope(z, place, t_gmem, head, interpret), stored_gmem)
+            store(place, e * _slope(z, place, scale_gmem, head, interpret), stored_gmem)
 
     return product(
         epilogue,
@@ -148,12 +150,12 @@ def logit_gradients(
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens.labels, columns, head.vocab(w), tiling),
-        None if tokens.temperature is None else _padded(tokens.temperature, tiling.cluster_rows, 1),
+        _inverse_temperature(tokens, tiling),
         jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), coefficients),
     )
 
-    def epilogue(acc, place: Place, bias_gmem, labels_gmem, t_gmem, coefficients_gmem, out_gmem):
-        z, column = _logits(acc, place, bias_gmem, t_gmem, head, head.vocab(w), interpret)
+    def epilogue(acc, place: Place, bias_gmem, labels_gmem, scale_gmem, coefficients_gmem, out_gmem):
+        z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w), interpret)
         m, of_exp, of_label, constant = jax.tree.map(
             lambda gmem: _broadcast_rows(_load_per_row(gmem, place, interpret), z), coefficients_gmem
         )
@@ -165,7 +167,7 @@ def logit_gradients(
             lambda: dz - jnp.where(_at_label(labels_gmem, place, column, interpret), of_label, 0.0),
             lambda: dz,
         )
-        store(place, dz * _slope(z, place, t_gmem, head, interpret), out_gmem)
+        store(place, dz * _slope(z, place, scale_gmem, head, interpret), out_gmem)
 
     (dz,) = product(
         epilogue,
@@ -185,7 +187,7 @@ def logit_gradients(
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, bias_gmem, t_gmem, head: Head, vocab: int, interpret):
+def _logits(acc, place: Place, bias_gmem, scale_gmem, head: Head, vocab: int, interpret):
     """Returns the logits of a part of the product, and their column numbers within the part."""
     column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=None if interpret else plgpu.Layout.WGMMA)
     z = acc
@@ -194,8 +196,8 @@ def _logits(acc, place: Place, bias_gmem, t_gmem, head: Head, vocab: int, interp
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
-    if t_gmem is not None:
-        z = z * _broadcast_rows(1 / _load_per_row(t_gmem, place, interpret), z)
+    if scale_gmem is not None:
+        z = z * _broadcast_rows(_load_per_row(scale_gmem, place, interpret), z)
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
@@ -211,11 +213,13 @@ def _tanh(y):
     return jnp.where(square < 0.01, near, far)
 
 
-def _slope(z, place: Place, t_gmem, head: Head, interpret):
+def _slope(z, place: Place, scale_gmem, head: Head, interpret):
     """Returns the derivative of the softcap; 1 without a softcap. From column V on, where z is -inf, it is 0."""
     if head.softcap is None:
         return 1.0
-    capped = z if t_gmem is None else z * _broadcast_rows(_load_per_row(t_gmem, place, interpret), z)
+    capped = (
+        z if scale_gmem is None else z * _broadcast_rows(1 / _load_per_row(scale_gmem, place, interpret), z)
+    )
     t = jnp.maximum(capped * (1 / head.softcap), -1)
     return (1 - t) * (1 + t)
 
@@ -240,6 +244,17 @@ def _at_label(labels_gmem: Labels, place: Place, column, interpret):
     return column == _broadcast_rows(
         _load_per_row(labels_gmem.column, place, interpret) - place.column, column
     )
+
+
+def _inverse_temperature(tokens: Tokens, tiling: Tiling):
+    """Returns 1 / temperature of each row, in an array of its own; None without temperatures.
+
+    Mosaic GPU needs inputs that are aligned to 256 bytes. The temperature of a chunk is a slice of an array, and XLA may
+    pass a slice by its address.
+    """
+    if tokens.temperature is None:
+        return None
+    return _padded(1 / tokens.temperature, tiling.cluster_rows, 1)
 
 
 def _padded(a, multiple: int, value=0):
