@@ -249,8 +249,8 @@ def _at_label(labels_gmem: Labels, place: Place, column, interpret):
 def _inverse_temperature(tokens: Tokens, tiling: Tiling):
     """Returns 1 / temperature of each row, in an array of its own; None without temperatures.
 
-    Mosaic GPU needs inputs that are aligned to 256 bytes. The temperature of a chunk is a slice of an array, and XLA may
-    pass a slice by its address.
+    Mosaic GPU needs inputs that are aligned to 256 bytes. The temperature of a chunk is a slice of an array, and XLA
+    may pass a slice by its address.
     """
     if tokens.temperature is None:
         return None
