@@ -41,7 +41,7 @@ def linear_logsumexp(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns logsumexp(x @ w + bias) over the columns of w, without ever storing all logits.
+    """Returns logsumexp(x @ w + bias) over the columns of w, without storing all logits at once.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, section 7: the softmax fused with the layer before it.
 
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns the cross entropy of the logits z = x @ w + bias and labels, without ever storing all logits.
+    """Returns the cross entropy of the logits z = x @ w + bias and labels, without storing all logits at once.
 
     The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
     The source is given in `linear_logsumexp`.
@@ -155,7 +155,7 @@ def linear_log_probs(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns log softmax(z / temperature)[label] of each token, without ever storing all logits.
+    """Returns log softmax(z / temperature)[label] of each token, without storing all logits at once.
 
     The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
 

@@ -63,10 +63,9 @@ def _on_whole_atoms(
 
     w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
     temperature = tokens.temperature
-    tokens, of_rows = jax.tree.map(
-        lambda a: extended(a, rows), (tokens, of_rows)
-    )  # the new rows have weight 0
-    if temperature is not None:  # the new rows must not divide by 0
+    # The new rows have weight 0. They must not divide by a temperature of 0.
+    tokens, of_rows = jax.tree.map(lambda a: extended(a, rows), (tokens, of_rows))
+    if temperature is not None:
         tokens = tokens._replace(temperature=jnp.pad(temperature, (0, rows - n), constant_values=1))
     bias = None if bias is None else extended(bias, wide)
     head = dataclasses.replace(head, columns=vocab)

@@ -2,7 +2,7 @@
 
     statistics               one product; its epilogue reduces
     dlogits                  one product; its epilogue writes the gradients
-    statistics_and_dlogits   in bfloat16, one product; its epilogue does both
+    statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
 
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
@@ -149,7 +149,7 @@ def _first_columns(w, bias, head: Head):
 
 
 def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
-    """Merges the tiles of each row by ⊕. d sums exp(z - m), or exp(z - reference) if there is a reference."""
+    """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
     m, d = sums.normalizer
     if reference is None:
         total = online.across(Normalizer(m, d), 0, lambda of_row: of_row[None])
