@@ -1,15 +1,11 @@
-"""Every test that is not marked `gpu` computes on the CPU, also where a GPU is visible."""
+"""Fixtures of all tests. Every test that is not marked `gpu` computes on the CPU, also where a GPU is visible."""
 
-import csv
-import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
-from absl.flags import FLAGS
 
-from benchmarks import softmax, topk
-from benchmarks.support import flags, timing
-from benchmarks.support.flags import Settings
+from tests.support.gpu import SIDE_BY_SIDE, THREADS, unavailable
 
 
 @pytest.fixture(autouse=True)
@@ -36,49 +32,26 @@ def quick_compilation():
 
 
 @pytest.fixture
-def parse():
-    """Parses the command line of a benchmark, given as its module, which leaves no flags behind."""
-
-    def settings(benchmark, *args):
-        others = set(FLAGS)
-        benchmark.define_flags()
-        own = set(FLAGS) - others
-        try:
-            return flags.read(FLAGS([benchmark.__name__, *args]))
-        finally:
-            for name in own:
-                delattr(FLAGS, name)
-
-    return settings
+def needs_a_gpu(request, monkeypatch):
+    """One for the parameter `implementation` of the test; without one, the test is of mosaic_gpu."""
+    implementation = "mosaic_gpu"
+    if "implementation" in request.fixturenames:
+        implementation = request.getfixturevalue("implementation")
+    reason = unavailable(implementation)
+    if reason is not None:
+        pytest.skip(reason)
+    alone = not hasattr(request.config, "workerinput")  # with -n there are other processes that compile
+    if alone and implementation == "triton" and request.function in SIDE_BY_SIDE:
+        result = request.getfixturevalue("triton_results")[request.node.nodeid]
+        monkeypatch.setattr(request.node, "obj", lambda **_: result.result())
 
 
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Settings of a quick run in this process: no peers, no picture, and no measuring of the bandwidths."""
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
-    for module in (softmax, topk):
-        blind = dataclasses.replace(module.BENCHMARK, draw=lambda *args: None)
-        monkeypatch.setattr(module, "BENCHMARK", blind)
-
-    def make(**changed):
-        quick = {"batch": (6,), "vocab": (40,), "repeats": 3, "seconds": 0.0, "peers": ()}
-        quick["output_dir"] = str(tmp_path)
-        return Settings(**(quick | changed))
-
-    return make
-
-
-@pytest.fixture
-def run_benchmark(parse, monkeypatch, tmp_path):
-    """Runs a benchmark, given as its module, with flags; returns its exit code and the lines of its CSV."""
-
-    def run(benchmark, *args):
-        chosen = parse(benchmark, f"--output_dir={tmp_path}", *args)
-        monkeypatch.setattr(flags, "read", lambda argv: chosen)
-        monkeypatch.setattr(flags, "defined", lambda: {})
-        code = benchmark.main([])
-        with open(tmp_path / f"{benchmark.__name__.split('.')[-1]}.csv", newline="") as file:
-            return code, list(csv.DictReader(file))
-
-    return run
+@pytest.fixture(scope="session")
+def triton_results(request):
+    """By node id, the results of all selected cases that run side by side."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return {
+            item.nodeid: pool.submit(item.function, **item.callspec.params)
+            for item in request.session.items
+            if item.function in SIDE_BY_SIDE and item.callspec.params.get("implementation") == "triton"
+        }

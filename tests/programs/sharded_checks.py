@@ -1,4 +1,4 @@
-"""Checks of arrays that lie over 2, 4 or 8 devices; test_sharded.py has each of them as a test.
+"""Checks of arrays that lie over 2, 4 or 8 devices; tests/dispatch/test_sharded.py has each of them as a test.
 
 Some of them, on eight CPU devices; without the first line, on the machine's GPUs. Prints each with its error or null:
 

@@ -1,4 +1,4 @@
-"""One of two processes, started by test_sharded.py: `two_processes.py PROCESS PORT DEVICES`.
+"""One of two processes, started by tests/dispatch/test_sharded.py: `two_processes.py PROCESS PORT DEVICES`.
 
 DEVICES is cpu, for four CPU devices each, or a number: so many GPUs each. Each process judges the parts of
 the results that it holds. Rows tie across the processes.

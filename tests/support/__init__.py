@@ -16,5 +16,5 @@ ptx              runs the text of inline PTX in Python
 racecheck        which hazards of compute-sanitizer's racecheck count
 benchmark_cases  small cases of the benchmarks, and the results of a run
 
-What tests start in processes of their own is in tests/programs, sharded_benchmark_checks.py and triton_interpreter.py.
+What tests start in processes of their own is in tests/programs.
 """

@@ -1,0 +1,236 @@
+"""The beam search benchmark on the CPU: that the searches agree, and that its check can fail."""
+
+import csv
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax
+from benchmarks import beam_search
+from benchmarks.beam_search import Search
+from benchmarks.support import flags
+from benchmarks.support.flags import Settings
+
+FUSED_TOPK = pallas_softmax.fused_topk
+slow = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture
+def small(tmp_path):
+    return Settings(
+        batch=(3,),
+        k=(3,),
+        vocab=(90,),
+        sequence=(6,),
+        tokens=64,
+        width=16,
+        training_steps=4,
+        repeats=2,
+        seconds=0.0,
+        output_dir=str(tmp_path),
+    )
+
+
+def weights_of(vocab: int, width: int = 16) -> dict[str, jax.Array]:
+    """An untrained model."""
+    normal = np.random.default_rng(0).standard_normal
+    weights = {"embed": normal((vocab, width)), "bias": np.zeros(3 * width)}
+    weights |= {name: normal((width, 3 * width)) for name in ("input", "hidden")}
+    return {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
+
+
+def search_of(**changed) -> Search:
+    usual = {"batch": 3, "beams": 3, "vocab": 90, "dtype": "float32", "sequence": 6}
+    return Search(**(usual | changed))
+
+
+def decoded(search: Search, contender: str, weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    starts = beam_search.choose_prompts(beam_search.token_ids(search.vocab), search.batch)
+    select = beam_search.selection(contender)
+    found = jax.jit(lambda *args: beam_search.decode(select, search, *args))(weights, jnp.asarray(starts))
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def held_against_replay(search: Search, contender: str, weights: dict[str, jax.Array]):
+    found = decoded(search, contender, weights)
+    starts = jnp.asarray(beam_search.choose_prompts(beam_search.token_ids(search.vocab), search.batch))
+    replayed = beam_search.replay(search, weights, starts, found["tokens"], found["parents"])
+    return beam_search.check(search, found, *replayed)
+
+
+@slow
+def test_end_to_end(small, monkeypatch, capsys):
+    chosen = dataclasses.replace(
+        small, dtype=("bfloat16",), implementations=("auto", "mosaic_gpu"), vocab=(4000,)
+    )
+    monkeypatch.setattr(flags, "read", lambda argv: chosen)
+    assert beam_search.main([]) == 0
+    with open(Path(chosen.output_dir) / "beam_search.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contender"] for row in rows] == ["jax", "jax_rows", "auto", "mosaic_gpu"]
+    for row in rows:
+        if row["contender"] == "mosaic_gpu":
+            assert row["status"] == "not run" and "mosaic_gpu" in row["reason"]
+            continue
+        assert row["status"] == "ok" and row["same"] == row["hypotheses"] == "9"
+        assert float(row["score_error"]) < 1e-4 and float(row["gap"]) < 1e-4
+        assert float(row["tokens_per_s"]) * float(row["p50_us"]) == pytest.approx(3 * 6 * 1e6)
+        assert bool(row["explain"]) == (row["contender"] == "auto")
+    printed = capsys.readouterr().out
+    assert "GREGORY: / No, for then we ..." in printed and "topk bfloat16[9, 4000], k=3" in printed
+
+
+def worse_scores(logits, k, **kwargs):
+    found = FUSED_TOPK(logits, k, **kwargs)
+    return found._replace(values=found.values - 1e-3)  # as if the row had not been summed to its end
+
+
+def other_tokens(logits, k, **kwargs):
+    found = FUSED_TOPK(logits, k, **kwargs)
+    return found._replace(indices=(found.indices + 1) % logits.shape[-1])
+
+
+def beyond_the_row(logits, k, **kwargs):
+    found = FUSED_TOPK(logits, k, **kwargs)
+    return found._replace(indices=found.indices + logits.shape[-1])
+
+
+def second_passed_over(logits, k, **kwargs):
+    found = FUSED_TOPK(logits, k + 1, **kwargs)
+    return jax.tree.map(lambda a: jnp.delete(a, 1, axis=-1, assume_unique_indices=True), found)
+
+
+def nan_scores(logits, k, **kwargs):
+    found = FUSED_TOPK(logits, k, **kwargs)
+    return found._replace(values=found.values * jnp.nan)
+
+
+@slow  # the check alone refuses the same in test_a_near_tie_may_turn_but_no_more
+@pytest.mark.parametrize(
+    "planted, reason",
+    [
+        (worse_scores, "score off by 0.001"),
+        (other_tokens, "score off by"),
+        (beyond_the_row, "a token is not from 0 to 89"),
+        (second_passed_over, "choice short of the best by"),
+        (nan_scores, "score off by nan"),
+    ],
+)
+def test_a_wrong_selection_is_found(monkeypatch, planted, reason):
+    monkeypatch.setattr(pallas_softmax, "fused_topk", planted)
+    search, weights = search_of(), weights_of(90)
+    assert reason in held_against_replay(search, "auto", weights)[2]
+
+
+@pytest.mark.slow
+def test_a_right_selection_is_not_refused():
+    assert not held_against_replay(search_of(), "jax_rows", weights_of(90))[2]
+
+
+@pytest.mark.slow
+def test_a_wrong_selection_fails_the_run(small, monkeypatch, capsys):
+    monkeypatch.setattr(pallas_softmax, "fused_topk", second_passed_over)
+    monkeypatch.setattr(flags, "read", lambda argv: small)
+    monkeypatch.setattr(beam_search, "train", lambda vocab, chosen: (weights_of(vocab), 1.0))
+    assert beam_search.main([]) == 1
+    with open(Path(small.output_dir) / "beam_search.csv", newline="") as file:
+        reference, by_rows, ours = csv.DictReader(file)
+    assert reference["status"] == by_rows["status"] == "ok"
+    assert ours["status"] == "FAILED" and "short of the best" in ours["reason"]
+    assert int(ours["same"]) < 9 and ours["p50_us"] == ""
+    assert "1 of 3 rows failed" in capsys.readouterr().err
+
+
+def test_a_near_tie_may_turn_but_no_more():
+    search = search_of()
+    weights = weights_of(90)
+    found = decoded(search, "auto", weights)
+    starts = jnp.asarray(beam_search.choose_prompts(beam_search.token_ids(90), 3))
+    scores, best = map(
+        np.asarray, beam_search.replay(search, weights, starts, found["tokens"], found["parents"])
+    )
+    near, far = best.copy(), best.copy()
+    near[4, 2, 1] += 1e-6
+    far[4, 2, 1] += 1e-2
+    error, gap, reason = beam_search.check(search, found, scores, near)
+    assert error < 1e-5 and 0 < gap < 1e-5 and not reason
+    assert "at step 4, prompt 2, beam 1" in beam_search.check(search, found, scores, far)[2]
+    wrong = {"scores": found["scores"] * np.nan}
+    assert "score off by nan" in beam_search.check(search, found | wrong, scores, best)[2]
+    assert "score off by 0.001" in beam_search.check(search, found, scores + 1e-3, best)[2]
+    wrong = {"tokens": found["tokens"] + 90}
+    assert "a token is not from 0 to 89" in beam_search.check(search, found | wrong, scores, best)[2]
+
+
+@pytest.mark.parametrize("contender", ["jax", "auto"])
+def test_hypotheses_are_the_best_of_all(contender):
+    # as many beams as tokens: nothing is lost in the first two steps, the search is exhaustive
+    search = search_of(beams=7, vocab=7, sequence=2, batch=2)
+    weights = weights_of(7)
+    found = decoded(search, contender, weights)
+    ids = beam_search.choose_prompts(beam_search.token_ids(7), 2)
+    for b in range(2):
+        every = {
+            (i, j): log_p(weights, [*ids[b]], i) + log_p(weights, [*ids[b], i], j)
+            for i in range(7)
+            for j in range(7)
+        }
+        ranked = sorted(every, key=lambda pair: -every[pair])[:7]
+        assert [tuple(pair) for pair in found["hypotheses"][:, b].T] == ranked
+        np.testing.assert_allclose(found["scores"][-1, b], [every[pair] for pair in ranked], rtol=1e-4)
+
+
+def log_p(weights: dict[str, jax.Array], text: list[int], token: int) -> float:
+    """Of a token after a text, in numpy."""
+    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    h = np.zeros(16)
+    for each in text:
+        x, g = w["embed"][each] @ w["input"] + w["bias"], h @ w["hidden"]
+        update, reset = (1 / (1 + np.exp(-x[s] - g[s])) for s in (slice(16), slice(16, 32)))
+        h = update * h + (1 - update) * np.tanh(x[32:] + reset * g[32:])
+    logits = w["embed"] @ h
+    return logits[token] - np.log(np.sum(np.exp(logits)))
+
+
+@slow
+def test_training_teaches_which_tokens_there_are(small):
+    vocab, words = 5000, beam_search.text_tokens()[1]
+    chosen = dataclasses.replace(small, width=32, tokens=256, training_steps=60)
+    weights, loss = beam_search.train(vocab, chosen)
+    assert loss < 7 < np.log(vocab)
+    hidden = jnp.zeros((3, 32))
+    for token in beam_search.choose_prompts(beam_search.token_ids(vocab), 3).T:
+        hidden, logits = beam_search.model(weights, hidden, jnp.asarray(token))
+    padding = np.arange(vocab) >= len(words)
+    assert np.mean(padding) > 0.3
+    assert (np.sum(jax.nn.softmax(logits)[:, padding], axis=-1) < 0.1).all()
+
+
+def test_the_text_is_read_whole():
+    text, words = beam_search.text_tokens()
+    assert len(words) == len(set(words))
+    ids = beam_search.token_ids(len(words))
+    assert beam_search.UNKNOWN not in ids and [words[i] for i in ids] == text
+    assert (beam_search.token_ids(50) < 50).all()
+    starts = beam_search.choose_prompts(ids, 5)
+    assert starts.shape == (5, beam_search.PROMPT)
+    assert beam_search.as_text(starts[0]) == "GREGORY: / No, for then we"
+    ids = np.array([len(words), words.index("\n\n"), words.index("the"), words.index(".")])
+    assert beam_search.as_text(ids) == f"<{len(words)}> // the."
+
+
+def test_more_beams_than_tokens_are_refused(small):
+    with pytest.raises(SystemExit, match="--k=91 is more than the vocabulary V=90"):
+        beam_search.make_searches(dataclasses.replace(small, k=(3, 91)))
+
+
+def test_flags_become_searches(parse):
+    file = Path(__file__).parents[2] / "configs" / "beam_search.flags"
+    searches = beam_search.make_searches(parse(beam_search, f"--flagfile={file}"))
+    assert {search.vocab for search in searches} == {32000, 128256}
+    assert {search.dtype for search in searches} == {"float32", "bfloat16"}

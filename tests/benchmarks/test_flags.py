@@ -1,0 +1,240 @@
+"""The flags of the benchmarks: who has which, what they accept, and the files of configs/."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import absl.flags
+import jax
+import pytest
+from absl.flags import IllegalFlagValueError, UnrecognizedFlagError
+
+from benchmarks import __main__ as both
+from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
+from benchmarks.support import cases, driver, flags
+from benchmarks.support.flags import Settings
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def test_figure_flags_are_the_figures_of_the_paper(parse):
+    for number, (batch, longest) in enumerate([(4000, 1032192), (10, 8257536)] * 2, start=1):
+        chosen = parse(paper, f"--flagfile={ROOT}/configs/figure{number}.flags")
+        found = paper.benchmark(chosen).cases(chosen)
+        assert [case.vocab for case in found] == [63 * 2**i for i in range(len(found))]
+        assert found[-1].vocab == longest
+        assert {(case.batch, case.k, case.logits) for case in found} == {
+            (batch, None if number < 3 else 5, "uniform")
+        }
+        wanted = flags.SOFTMAX_ALGORITHMS if number < 3 else flags.TOPK_ALGORITHMS
+        assert chosen.algorithms == wanted and "quack" in chosen.peers
+    chosen = parse(paper, f"--flagfile={ROOT}/configs/k_sweep.flags")
+    found = [(case.batch, case.vocab, case.k) for case in paper.benchmark(chosen).cases(chosen)]
+    assert found == [(4000, 25000, k) for k in (5, 10, 15, 30, 64, 128)]
+
+
+def test_k_beyond_the_row_is_refused(small):
+    with pytest.raises(SystemExit, match="k=41, from --k or --shapes, is more than the row length V=40"):
+        driver.run(topk.BENCHMARK, small(k=(5, 41)))
+    with pytest.raises(SystemExit, match="k=41"):
+        driver.run(topk.BENCHMARK, small(shapes=((6, 40), (6, 40, 41))))
+
+
+def test_lists_and_flag_files_become_settings(parse):
+    assert parse(softmax, "--batch=1,2,1", "--dtype=float16", "--seconds=3", "--peers=") == Settings(
+        batch=(1, 2), dtype=("float16",), seconds=3.0, peers=()
+    )
+
+
+BINARIES = {
+    "benchmarks": both,
+    "benchmarks.accuracy": accuracy,
+    "benchmarks.beam_search": beam_search,
+    "benchmarks.linear": linear,
+    "benchmarks.paper": paper,
+    "benchmarks.programs": programs,
+    "benchmarks.sample": sample,
+    "benchmarks.serve": serve,
+    "benchmarks.sharded": sharded,
+    "benchmarks.softmax": softmax,
+    "benchmarks.topk": topk,
+}
+
+INPUT = {"batch", "vocab", "shapes", "dtype", "logits", "seed"}
+CALL = {"direction", "implementations"}
+SAMPLING = {"repeats", "seconds"}
+OUTPUT = {"output_dir", "commit"}
+MODEL = {"tokens", "width", "training_steps"}
+DECODING = MODEL | {"batch", "vocab", "sequence", "dtype", "implementations", "seed"}
+FLAGS = {
+    "benchmarks.accuracy": INPUT | CALL | OUTPUT | {"function", "where", "axis"},
+    "benchmarks.beam_search": SAMPLING | OUTPUT | DECODING | {"k"},
+    "benchmarks.linear": SAMPLING
+    | CALL
+    | OUTPUT
+    | {"head", "batch", "reduction", "dtype", "peers", "training_steps", "tokens", "width", "vocab", "seed"},
+    "benchmarks.paper": (INPUT - {"dtype"})
+    | SAMPLING
+    | OUTPUT
+    | {"k", "algorithms", "implementations", "peers"},
+    "benchmarks.programs": SAMPLING
+    | OUTPUT
+    | {"programs", "sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
+    "benchmarks.sample": INPUT | SAMPLING | OUTPUT | {"filters", "implementations", "peers"},
+    "benchmarks.serve": SAMPLING | OUTPUT | DECODING,
+    "benchmarks.sharded": (INPUT - {"logits"})
+    | SAMPLING
+    | OUTPUT
+    | {"k", "sharding", "devices", "axis_type"},
+    "benchmarks.softmax": INPUT | CALL | SAMPLING | OUTPUT | {"function", "where", "axis", "peers"},
+    "benchmarks.topk": INPUT | CALL | SAMPLING | OUTPUT | {"k", "peers"},
+}
+
+FLAGS["benchmarks"] = FLAGS["benchmarks.softmax"] | FLAGS["benchmarks.topk"]
+
+FLAG_FILES = sorted((ROOT / "configs").glob("*.flags"))
+
+
+def test_every_benchmark_is_a_binary():
+    files = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "__main__"}
+    assert {f"benchmarks.{name}" for name in files} | {"benchmarks"} == set(BINARIES) == set(FLAGS)
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_a_binary_has_its_own_flags_alone(parse, monkeypatch, name):
+    binary = BINARIES[name]
+    monkeypatch.setattr(flags, "read", lambda argv: flags.defined())
+    assert set(parse(binary)) == FLAGS[name]
+    # absl lists under --help what the binary itself defines
+    monkeypatch.setattr(
+        flags, "read", lambda argv: absl.flags.FLAGS.get_key_flags_for_module(binary.__name__)
+    )
+    assert {flag.name for flag in parse(binary)} == FLAGS[name]
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    for unknown in sorted(fields - FLAGS[name]):
+        with pytest.raises(UnrecognizedFlagError, match=unknown):
+            parse(binary, f"--{unknown}=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BINARIES)
+def test_help_lists_the_flags_of_the_binary(name):
+    done = subprocess.run(
+        [sys.executable, "-m", name, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and not done.stderr  # as absl ends it
+    assert set(re.findall(r"^  --(?:\[no\])?(\w+):", done.stdout, re.MULTILINE)) == FLAGS[name]
+
+
+@pytest.mark.parametrize("file", FLAG_FILES, ids=lambda file: file.stem)
+def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch, file):
+    text = file.read_text()
+    comment = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    (name,) = re.findall(rf"python -m (\S+) --flagfile=configs/{file.name}(?!\S)", comment)
+    chosen = parse(BINARIES[name], f"--flagfile={file}")
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    todo = {
+        "benchmarks.beam_search": beam_search.make_searches,
+        "benchmarks.linear": linear.make_losses,
+        "benchmarks.paper": lambda chosen: paper.benchmark(chosen).cases(chosen),
+        "benchmarks.programs": programs.make_programs,
+        "benchmarks.sample": sample.make_draws,
+        "benchmarks.serve": serve.make_services,
+        "benchmarks.sharded": sharded.make_layouts,
+        "benchmarks.topk": topk.BENCHMARK.cases,
+    }.get(name, cases.make_cases)
+    assert todo(chosen)
+    if name == "benchmarks":
+        assert topk.BENCHMARK.cases(chosen)
+
+
+def test_targets_flags_are_the_table_of_targets(parse):
+    chosen = parse(softmax, f"--flagfile={ROOT}/configs/targets.flags")
+    found = {(case.batch, case.vocab, case.dtype, case.direction) for case in cases.make_cases(chosen)}
+    assert len(found) == 7 * 2 * 2
+    assert {(4000, 50257, "bfloat16", "backward"), (1024, 262144, "float32", "forward")} <= found
+
+
+def test_a_shape_may_have_its_own_k(parse):
+    chosen = parse(both, "--shapes=4x10,2x30x20,2x30x7", "--k=3,5", "--dtype=float32,float16")
+    found = [(case.batch, case.k, case.short_dtype) for case in cases.make_cases(chosen, chosen.k)]
+    assert found == [
+        *[(4, 3, "f32"), (4, 5, "f32"), (4, 3, "f16"), (4, 5, "f16")],
+        *[(2, 20, "f32"), (2, 20, "f16"), (2, 7, "f32"), (2, 7, "f16")],
+    ]
+    assert [case.batch for case in cases.make_cases(chosen)] == [4, 4, 2, 2]
+
+
+def test_topk_flags_are_the_table_of_targets(parse):
+    def found(name):
+        chosen = parse(topk, f"--flagfile={ROOT}/configs/{name}.flags")
+        return {(case.batch, case.vocab, case.dtype, case.k) for case in cases.make_cases(chosen, chosen.k)}
+
+    targets = found("topk_targets")
+    assert len(targets) == 12 * 2 and (1, 128256, "bfloat16", 64) in targets
+    assert {k for *_, k in found("topk_sweep")} >= {1, 64, 1024, 2048}
+    assert {(100000, 8, "float32", 2), (4000, 50257, "bfloat16", 64)} <= found("topk_shapes")
+    assert parse(topk, f"--flagfile={ROOT}/configs/topk_worst.flags").logits == tuple(flags.LOGITS)
+
+
+def test_shapes_replace_batch_and_vocab(parse):
+    chosen = parse(
+        softmax, "--batch=7", "--vocab=9", "--shapes=4x10,2x3,4x10", "--function=logsumexp", "--axis=-1,0"
+    )
+    found = cases.make_cases(chosen)
+    shapes = [(case.batch, case.vocab, case.axis) for case in found]
+    assert shapes == [(4, 10, -1), (4, 10, 0), (2, 3, -1), (2, 3, 0)]
+    assert [case.label for case in found[:2]] == [
+        "4x10 f32 logsumexp forward normal",
+        "4x10 f32 logsumexp forward normal axis=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "binary, flag, accepted",
+    [
+        (softmax, "--batch=0", "positive integers"),
+        (softmax, "--vocab=10,ten", "positive integers"),
+        (topk, "--k=-1", "positive integers"),
+        (softmax, "--dtype=float8", "float32, bfloat16, float16"),
+        (softmax, "--direction=sideways", "forward, backward, both"),
+        (softmax, "--function=sparsemax", "softmax, log_softmax, logsumexp"),
+        (softmax, "--where=some", "none, full, vocab, rows"),
+        (softmax, "--axis=1", "-1, 0"),
+        (softmax, "--shapes=10x20,10x", "BATCHxV"),
+        (softmax, "--shapes=0x20", "BATCHxV"),
+        (softmax, "--shapes=10x20x5", "BATCHxV"),
+        (topk, "--shapes=10x20x0", "BATCHxVxK"),
+        (topk, "--shapes=10x20x5x1", "BATCHxVxK"),
+        (programs, "--sequence=0", "positive integers"),
+        (softmax, "--implementations=cuda", "auto, mosaic_gpu, triton, xla"),
+        (softmax, "--peers=jax_stable", "jax, torch, quack"),
+        (topk, "--peers=jax", "jax_stable, jax_unstable, jax_raft, torch, quack"),
+        (both, "--peers=numpy", "jax, torch, quack, jax_stable, jax_unstable, jax_raft"),
+        (paper, "--algorithms=safe,fast", "naive, safe, online, topk, safe_unfused"),
+        (paper, "--algorithms=naive,topk", "some of either naive, safe, online or topk, safe_unfused"),
+        (softmax, "--logits=missing.npy", "one_finite, nan and paths of existing .npy files"),
+        (softmax, "--repeats=0", "positive"),
+        (softmax, "--dtype=", "float32, bfloat16, float16"),
+        (beam_search, "--training_steps=0", "positive"),
+    ],
+)
+def test_bad_values_are_refused_by_name(parse, binary, flag, accepted):
+    name, value = flag.split("=")
+    with pytest.raises(IllegalFlagValueError) as refused:
+        parse(binary, flag)
+    message = str(refused.value)
+    assert name.removeprefix("--") in message and value.split(",")[-1] in message and accepted in message
+
+
+def test_words_that_are_no_flags_are_refused(parse):
+    with pytest.raises(SystemExit, match="not a flag: 128"):
+        parse(softmax, "--batch=64", "128")

@@ -1,0 +1,339 @@
+"""The benchmark of several devices: what it reads from compiled programs, measures, writes and predicts."""
+
+import csv
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from absl.flags import IllegalFlagValueError
+
+import pallas_softmax
+from benchmarks import sharded
+from benchmarks.support import flags, links, traces
+from benchmarks.support.links import Collective, Machine, predicted
+
+ROOT = Path(__file__).parents[2]
+MACHINE = Machine(bandwidth=3e12, link_bandwidth=3e11, latency=1.5e-5, hop=2e-6, merge_cost=2e-11)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def on_eight_devices(*command):
+    """Runs Python in a process with eight CPU devices, which must be asked for before JAX starts."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, *command]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow
+def test_on_eight_devices():
+    done = on_eight_devices("tests/programs/sharded_benchmark_checks.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    failures = [f"{name}: {outcome}" for name, outcome in report.items() if outcome != "ok"]
+    assert len(report) == 15 and not failures, "\n".join(failures)
+
+
+# --- What is read from a program ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("f32[8,16]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}", ("all-gather", 512, 4)),
+        ("bf16[64]{0} all-gather(%p), replica_groups={{0,1},{2,3}}", ("all-gather", 128, 2)),
+        ("(f32[4]{0}, f32[32]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8]", ("all-gather", 128, 8)),
+        (
+            "((f32[4]{0}, s32[2]{0}), (f32[32]{0}, s32[16]{0})) all-gather-start(%p, %q), replica_groups=[1,8]<=[8]",
+            ("all-gather", 192, 8),
+        ),
+        ("f32[] all-reduce(%p), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add", ("all-reduce", 4, 2)),
+        ("f32[1024]{0} all-reduce-start(%p), replica_groups=[2,4]<=[8]", ("all-reduce", 4096, 4)),
+        (
+            "(f32[2,3]{1,0:T(8,128)S(1)}, /*index=1*/bf16[5]{0}) all-reduce-start(%p, %q), replica_groups={{0,1}}",
+            ("all-reduce", 34, 2),
+        ),
+        (
+            "((f32[6]{0}), f32[6]{0}, u32[]) all-reduce-start(%p), replica_groups={{0,1}}",
+            ("all-reduce", 24, 2),
+        ),
+        ("f64[3]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}", ("reduce-scatter", 96, 4)),
+        (
+            "((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%p), replica_groups=[1,4]<=[4]",
+            ("reduce-scatter", 32, 4),
+        ),
+        ("(u8[3]{0}, u8[3]{0}) all-to-all(%p, %q), replica_groups={{0,1}}", ("all-to-all", 6, 2)),
+        (
+            "((c64[4]{0}), c64[4]{0}, u32[], u32[]) all-to-all-start(%p), replica_groups={{0,1}}",
+            ("all-to-all", 32, 2),
+        ),
+        (
+            "pred[7]{0} collective-permute(%p), source_target_pairs={{0,1},{1,2},{2,0}}",
+            ("collective-permute", 7, 3),
+        ),
+        (
+            "(f8e4m3fn[9]{0}, f8e4m3fn[9]{0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}",
+            ("collective-permute", 9, 1),
+        ),
+        ("s4[3]{0} all-gather(%p), replica_groups={}", ("all-gather", 2, 8)),
+        ("f32[<=8]{0} all-gather(%p), replica_groups={{0},{1,2}}", ("all-gather", 32, 2)),
+        ("f32[2]{0} all-reduce(%p), replica_groups=mesh['b'=2,'v'=4] {'v'}", ("all-reduce", 8, 4)),
+        ("f32[2]{0} all-reduce(%p), replica_groups=mesh['b'=2,'v'=4] {'b','v'}", ("all-reduce", 8, 8)),
+        ("f32[2]{0} all-reduce(%p), replica_groups=mesh['d'=8] {'d':(2)4}, x=1", ("all-reduce", 8, 4)),
+    ],
+)
+def test_collectives_are_read(line, expected):
+    text = f"HloModule jit_f, is_scheduled=true, num_partitions=8\n\n  ROOT %found.1 = {line}\n"
+    assert links.collectives(text) == [Collective(*expected)]
+
+
+def test_what_is_no_collective_is_passed_over():
+    text = """HloModule jit_f, replica_count=1, num_partitions=4
+  %done = f32[8]{0} all-gather-done(%all-gather-start)
+  %all-reduce.2 = f32[4]{0} fusion(%p), metadata={op_name="a = f32[4] all-reduce(x)"}
+  %x = f32[4]{0} ragged-all-to-all(%p), replica_groups={{0,1}}
+  %found = f32[4]{0} all-reduce(%p), replica_groups={}
+"""
+    assert links.collectives(text) == [Collective("all-reduce", 16, 4)]
+    with pytest.raises(ValueError, match="groups cannot be read"):
+        links.collectives("  %a = f32[4]{0} all-reduce(%p), replica_groups=torus")
+
+
+@pytest.mark.parametrize(
+    "kind, received",
+    [
+        ("all-gather", 75),
+        ("all-reduce", 150),
+        ("reduce-scatter", 75),
+        ("all-to-all", 75),
+        ("collective-permute", 100),
+    ],
+)
+def test_what_a_device_receives(kind, received):
+    assert Collective(kind, 100, 4).received == received
+    if kind != "collective-permute":
+        assert Collective(kind, 100, 1).received == 0
+
+
+# --- What is measured -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_end_to_end(tmp_path):
+    command = ["-m", "benchmarks.sharded", "--flagfile=configs/sharded.flags", "--shapes=16x64x3,16x64"]
+    command += [
+        "--devices=1,2,16",
+        "--sharding=vocab",
+        f"--output_dir={tmp_path}",
+        "--seconds=0",
+        "--repeats=3",
+    ]
+    done = on_eight_devices(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--devices=16: passed over, there are 8" in done.stdout and "Traceback" not in done.stderr
+    with open(tmp_path / "sharded.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    layouts = [("none", "1"), ("vocab", "2")]
+    names = {"3": ["ours", "jax", "jax.nn.softmax"], "": ["ours", "jax.nn.softmax"]}
+    assert [(row["k"], row["sharding"], row["devices"], row["contender"]) for row in rows] == [
+        (k, *layout, name) for k in names for layout in layouts for name in names[k]
+    ]
+    for row in rows:
+        assert row["status"] == "ok" and row["ran"] == ("xla" if row["contender"] == "ours" else "jax")
+        assert not row["reason"] and int(row["samples"]) == 3 and int(row["rows_checked"]) == 16
+        assert 0 < float(row["wall_p20_us"]) <= float(row["wall_p50_us"]) <= float(row["wall_p80_us"])
+        assert row["of_softmax"] and row["speedup_wall"]
+        if row["contender"] == "jax.nn.softmax" and row["sharding"] == "vocab":
+            assert row["collectives"] == "2 all-reduce" and float(row["link_bytes"]) == 2 * 2 * 16 * 4 * 1 / 2
+    document = json.loads((tmp_path / "sharded.json").read_text())
+    assert document["flags"]["devices"] == [1, 2, 16] and document["flags"]["axis_type"] == "Auto"
+    assert document["environment"]["device"].startswith("8 x ")
+    assert not (tmp_path / "sharded.png").exists()  # it shows device times, which GPUs alone have
+    assert "of linear" in done.stdout
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Runs the benchmark in this process, on one device; returns its exit code and its rows by contender."""
+    monkeypatch.setattr(sharded, "picture", lambda *args: None)
+
+    def run(*shape):
+        chosen = sharded.Settings(shapes=(shape,), repeats=3, seconds=0, output_dir=str(tmp_path))
+        monkeypatch.setattr(flags, "read", lambda argv: chosen)
+        code = sharded.main([])
+        rows = json.loads((tmp_path / "sharded.json").read_text())["rows"]
+        return code, {row["contender"]: row for row in rows}
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_wrong_top_k_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
+    monkeypatch.setattr(pallas_softmax, "fused_topk", lambda x, k: jax.lax.top_k(x, k))
+    code, rows = small(6, 40, 5)
+    assert code == 1 and "1 of 3 rows failed" in capsys.readouterr().err
+    assert rows["ours"]["status"] == "FAILED" and rows["ours"]["wall_p50_us"] is None
+    assert "values" in rows["ours"]["reason"] and rows["jax"]["status"] == "ok"
+
+
+def test_a_wrong_softmax_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
+    monkeypatch.setattr(pallas_softmax, "softmax", lambda x: 1.001 * jax.nn.softmax(x))
+    code, rows = small(6, 40)
+    assert code == 1 and "1 of 2 rows failed" in capsys.readouterr().err
+    assert rows["ours"]["status"] == "FAILED" and rows["ours"]["wall_p50_us"] is None
+    assert rows["jax.nn.softmax"]["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_one_device_is_measured_and_written(small, tmp_path, capsys):
+    code, rows = small(6, 40)
+    assert code == 0 and list(rows) == ["ours", "jax.nn.softmax"]
+    for row in rows.values():
+        assert row["status"] == "ok" and row["ran"] == ("xla" if row["ours"] else "jax") and not row["reason"]
+        assert row["samples"] == 3 and row["rows_checked"] == 6 and row["sharding"] == "none"
+        assert 0 < row["wall_p20_us"] <= row["wall_p50_us"] <= row["wall_p80_us"]
+        assert row["of_softmax"] and row["speedup_wall"] and row["link_bytes"] == 0 and not row["collectives"]
+    with open(tmp_path / "sharded.csv", newline="") as file:
+        assert [row["contender"] for row in csv.DictReader(file)] == list(rows)
+    assert "of linear" in capsys.readouterr().out
+
+
+def test_an_exception_is_a_row_that_says_so(small, monkeypatch):
+    def broken(x):
+        raise KeyError("no such kernel")
+
+    monkeypatch.setattr(pallas_softmax, "softmax", broken)
+    code, rows = small(6, 40)
+    assert code == 1 and rows["ours"]["status"] == "error" and "no such kernel" in rows["ours"]["reason"]
+    assert rows["jax.nn.softmax"]["status"] == "ok" and rows["jax.nn.softmax"]["speedup_wall"] == 1
+
+
+@pytest.mark.slow
+def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
+    wrong = sharded.functions
+
+    def functions(case):
+        return wrong(case) | {"jax": lambda x: jax.lax.top_k(x, case.k)}
+
+    monkeypatch.setattr(sharded, "functions", functions)
+    code, rows = small(6, 40, 5)
+    assert code == 0 and rows["jax"]["status"] == "differs" and rows["jax"]["wall_p50_us"] > 0
+
+
+def test_the_device_time_is_from_a_kernel_to_that_of_the_next_call():
+    """Of two kernels a call; one device clears memory before them, and the other waits 50 us once."""
+    first = [0, 1000, 4000, 11000, 14000, 21000, 24000, 31000, 34000]
+    late = [2000, 5000, 12000, 15000, 72000, 75000, 82000, 85000]
+    assert traces.period([first, late], 4) == pytest.approx(10e-6)
+    with pytest.raises(RuntimeError, match="3 kernels of 4 calls"):
+        traces.period([first, late[:3]], 4)
+
+
+def test_how_rows_compare():
+    (layout,) = sharded.make_layouts(sharded.Settings(shapes=((8, 64, 5),), devices=(1,)))
+    spread = dataclasses.replace(layout, sharding="vocab", devices=4)
+    times = {(layout, "ours"): (50, 40), (layout, "jax.nn.softmax"): (60, 50), (layout, "jax"): (500, 400)}
+    times |= {(spread, "ours"): (30, 12.5), (spread, "jax.nn.softmax"): (25, 20), (spread, "jax"): (90, None)}
+    rows = [
+        sharded.Row(*key, ours=key[1] == "ours", wall_p50_us=wall, device_us=device)
+        for key, (wall, device) in times.items()
+    ]
+    sharded.compare(rows)
+    found = {(row.layout.devices, row.contender): row for row in rows}
+    ours = found[4, "ours"]
+    assert (ours.of_linear, ours.of_softmax, ours.speedup_wall, ours.speedup_device) == (0.8, 1.2, 3, None)
+    assert found[1, "ours"].of_linear == 1 and found[1, "ours"].speedup_device == 10
+    assert found[4, "jax"].of_linear is None and found[4, "jax.nn.softmax"].of_linear == 50 / 80
+
+
+# --- The command line -----------------------------------------------------------------------------------
+
+
+def test_flags_become_layouts(parse, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    chosen = parse(sharded, "--shapes=8x64x5,12x20", "--devices=4,1,8,4", "--dtype=float32,bfloat16")
+    assert (chosen.devices, chosen.sharding, chosen.axis_type) == ((4, 1, 8), ("batch", "vocab"), "Auto")
+    found = [
+        (each.case.batch, each.case.k, each.sharding, each.devices) for each in sharded.make_layouts(chosen)
+    ]
+    of_topk = [(8, 5, "batch", 4), (8, 5, "vocab", 4), (8, 5, "none", 1)]
+    assert found == 2 * of_topk + 2 * [(12, None, *rest) for _, _, *rest in of_topk]
+    found = sharded.make_layouts(
+        parse(sharded, "--shapes=", "--batch=8", "--vocab=64", "--k=3", "--sharding=vocab")
+    )
+    assert {(each.case.k, each.sharding) for each in found} == {(3, "none"), (3, "vocab")}
+    for shape in ("6x64", "8x66x5"):
+        with pytest.raises(ValueError, match="4 devices cannot share 6"):
+            sharded.make_layouts(parse(sharded, f"--shapes={shape}", "--sharding=batch,vocab"))
+
+
+@pytest.mark.parametrize("flag", ["--sharding=rows", "--devices=0", "--axis_type=Manual", "--sharding="])
+def test_bad_values_are_refused(parse, flag):
+    with pytest.raises(IllegalFlagValueError):
+        parse(sharded, flag)
+
+
+def test_flag_files_are_the_issue(parse, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    found = sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded.flags"))
+    assert {(each.sharding, each.devices) for each in found} == {
+        ("none", 1),
+        *((sharding, n) for sharding in ("batch", "vocab") for n in (2, 4, 8)),
+    }
+    shapes = {(each.case.batch, each.case.vocab, each.case.k) for each in found}
+    assert {sharded.PICTURED, (1024, 262144, 5), (1024, 262144, None)} < shapes
+    (bf16,) = {
+        each.case
+        for each in sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded_bf16.flags"))
+    }
+    assert bf16.dtype == "bfloat16" and (bf16.batch, bf16.vocab, bf16.k) == sharded.PICTURED
+
+
+# --- What is predicted ----------------------------------------------------------------------------------
+
+
+def predict(mesh, machine=MACHINE, k=64):
+    return predicted(1024, 2**18, k, 4, mesh, machine)
+
+
+def test_one_device_reads_and_sends_nothing():
+    cost = predict((1,))
+    assert (cost.latency, cost.links, cost.merge) == (0, 0, 0)
+    assert cost.seconds == cost.read == 2**30 / 3e12
+
+
+def test_terms_of_two_axes():
+    cost = predict((2, 4))
+    received = 1024 * 130 * 4 * (1 + 3)
+    assert np.isclose(cost.links, received / 3e11)
+    assert np.isclose(cost.latency, 2 * 1.5e-5 + (1 + 3) * 2e-6)
+    assert np.isclose(cost.merge, 1024 * 64 * (2 + 4) * 2e-11)
+    assert np.isclose(cost.seconds, cost.read + cost.latency + cost.links + cost.merge)
+
+
+def test_terms_grow_and_shrink():
+    costs = [predict((2**i,)) for i in range(13)]
+    for name, sign in (("read", -1), ("latency", 1), ("links", 1), ("merge", 1)):
+        assert (np.diff([sign * getattr(cost, name) for cost in costs]) > 0).all()
+    assert predict((8,), k=128).merge == 2 * predict((8,)).merge
+
+
+def test_several_axes_win_on_many_devices():
+    assert predict((4,)).seconds < predict((2, 2)).seconds
+    assert predict((16, 16)).seconds < predict((256,)).seconds
+
+
+def test_model_table():
+    lines = links.model_table(1024, 2**20, 64, 4, MACHINE).splitlines()
+    assert "of linear" in lines[0] and lines[2].split()[0] == "1" and lines[2].endswith("100%")
+    assert lines[-1].startswith("16 x 16 x 16 ")

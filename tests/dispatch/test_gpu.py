@@ -1,0 +1,118 @@
+"""Which implementation runs on a GPU, and that all of them agree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from tests.support import bounds, cases, oracle
+from tests.support.bounds import UNITS
+from tests.support.cases import ALL, BF16, F16, F32
+from tests.support.gpu import (
+    CAPABILITY,
+    LONG,
+    both,
+    each,
+    forward_and_grad,
+    function,
+    only_triton,
+    operands,
+    side_by_side,
+    topk,
+    unavailable,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
+
+
+def others(implementation):
+    """The implementations to compare with: mosaic_gpu may not run here."""
+    return ["xla", *(name for name in CAPABILITY if name != implementation and not unavailable(name))]
+
+
+SAME = [  # (V, dtype, k, how often the rows are repeated, whether there is a mask)
+    (7, F32, 7, 1, False),
+    (129, F16, 33, 5, True),
+    (1000, BF16, 64, 1, False),
+    (1003, F32, 5, 20, True),
+    (20011, F32, 256, 1, False),
+    (50257, F32, 5, 1, True),
+    (50257, BF16, 64, 20, False),
+    (128256, BF16, 128, 1, False),
+]
+
+
+@only_triton
+@pytest.mark.parametrize(("v", "dtype", "k", "repeats", "masked"), SAME, ids=str)
+@side_by_side
+def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k, repeats, masked):
+    """The same call of triton, of mosaic_gpu, where that can run, and of xla, all on the GPU."""
+    x = np.tile(cases.rows(ALL if v <= 20011 else LONG, v, dtype), (repeats, 1))
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
+    values, indices = map(np.asarray, topk(implementation, x, k, where=where))
+    tolerance = {"rtol": max(1e-4, 2 * bounds.eps(dtype)), "atol": 2 * bounds.slack(dtype)}
+    for other in others(implementation):
+        got = topk(other, x, k, where=where)
+        np.testing.assert_array_equal(got.indices, indices, err_msg=other)
+        got = np.asarray(got.values).astype(F32)
+        np.testing.assert_allclose(got, values.astype(F32), **tolerance, err_msg=other)
+
+
+@only_triton
+@pytest.mark.parametrize("masked", [False, True])
+@each
+@side_by_side
+def test_every_implementation_gives_the_same_gradient(implementation, op, masked):
+    v = 1003
+    x = cases.rows(ALL, v)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x, dy = operands(op, x, where)
+    y, dx = map(np.asarray, forward_and_grad(implementation, op, x, dy, where))
+    unit, unit_dx = (getattr(bounds, f"{op}{name}_unit") for name in ("", "_vjp"))
+    seen = dy if where is None or op == "logsumexp" else np.where(where, dy, 0)
+    units = unit(x, -1, where), unit_dx(x, seen, -1, where)
+    slacks = 1, 1 + np.sum(np.abs(seen), -1, keepdims=True)  # a denormal p may be flushed
+    for other in others(implementation):
+        for got, want, unit, slack in zip(forward_and_grad(other, op, x, dy, where), (y, dx), units, slacks):
+            unit = unit if unit.ndim == 2 else unit[:, None]
+            assert bounds.error_units(got, want, unit, slack_times=slack) <= 4 * UNITS, other
+
+
+@both
+@pytest.mark.parametrize("v", [1000, 50257])
+@pytest.mark.parametrize("name", [*oracle.FORWARD, "topk"])
+@side_by_side
+def test_the_named_implementation_runs(implementation, name, v):
+    """And no other, forward and backward."""
+    x, sums = jax.ShapeDtypeStruct((64, v), BF16), jax.ShapeDtypeStruct((64, 1), BF16)
+    if name == "topk":
+        lowered = topk.lower(implementation, x, 5)
+    else:
+        lowered = forward_and_grad.lower(implementation, name, x, sums if name == "logsumexp" else x)
+    program = lowered.compile().as_text()
+    for other, call in {"mosaic_gpu": "mosaic_gpu", "triton": "triton_kernel_call"}.items():
+        assert (call in program) == (other == implementation), program[:2000]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("v", [25000, 50257])
+@pytest.mark.parametrize("chosen", [ps.softmax, lambda x: ps.fused_topk(x, 5)], ids=["softmax", "topk"])
+def test_the_automatic_choice_runs_the_kernel(chosen, v, dtype):
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((256, v)).astype(dtype))
+    assert ps.explain(chosen, x)[0].cuda == "mosaic_gpu"
+    compiled = jax.jit(chosen).lower(x).compile()
+    assert "mosaic_gpu" in compiled.as_text()
+    name = "mosaic_gpu"
+    named = jax.jit(function(name, "softmax")) if chosen is ps.softmax else functools.partial(topk, name, k=5)
+    for a, b in zip(jax.tree.leaves(compiled(x)), jax.tree.leaves(named(x)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_computation_on_the_cpu_runs_the_plain_implementation():
+    x = jax.device_put(np.ones((256, 4096), F32), jax.devices("cpu")[0])
+    assert "mosaic_gpu" not in jax.jit(ps.softmax).lower(x).compile().as_text()
+    np.testing.assert_allclose(jax.jit(ps.softmax)(x), 1 / 4096, rtol=1e-6)

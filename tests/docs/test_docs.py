@@ -1,0 +1,175 @@
+"""The documents hold: their code gives what they say, their commands and links name what exists, imports are light."""
+
+import contextlib
+import inspect
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+RUNNABLE = [name for name in DOCUMENTS[1:] if "\n```python\n" in (ROOT / name).read_text()]
+HEAVY = ("triton", "jax_triton", "matplotlib", "tqdm", "absl", "torch", "jax.experimental.pallas")
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def section(title: str, text: str = README) -> str:
+    return re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def anchors(text: str) -> set[str]:
+    """Those that a Markdown reader gives to the headings."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def run(text: str) -> dict:
+    """Executes the Python blocks one after another; each must print what its comments `# -> ` say."""
+    names: dict = {}
+    for block in blocks(text, "python"):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(block, names)
+        assert printed.getvalue().splitlines() == re.findall(r"^# -> (.*)$", block, re.MULTILINE)
+    return names
+
+
+@pytest.fixture
+def lowered_for_hopper(monkeypatch):
+    """What `explain` says must not depend on the GPU of this machine: without one it is asked for Hopper."""
+    devices = jax.devices
+
+    def without_gpus(backend=None):
+        if backend == "cuda":
+            raise RuntimeError("hidden by the test")
+        return devices(backend)
+
+    monkeypatch.setattr(jax, "devices", without_gpus)
+    jax.clear_caches()  # explain lists nothing of what jit has traced before
+
+
+def heavy_modules(statement: str) -> set[str]:
+    """Which of HEAVY a new process has loaded after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(HEAVY) & set(done.stdout.split())
+
+
+def seconds_of_import() -> float:
+    """What `import pallas_softmax` takes beyond importing jax, in a new process, without its waiting."""
+    code = """if True:
+        import time, jax
+        start = time.process_time()
+        import pallas_softmax
+        print(time.process_time() - start)
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", RUNNABLE)
+def test_python_blocks_give_what_they_claim(document, lowered_for_hopper):
+    run((ROOT / document).read_text())
+
+
+def test_the_readme_gives_what_it_claims_and_what_plain_jax_does(lowered_for_hopper):
+    names = run(README)
+
+    def plain(w):
+        return -jnp.mean(jax.nn.log_softmax(names["x"] @ w)[jnp.arange(64), names["labels"]])
+
+    loss, dw = jax.value_and_grad(plain)(names["w"])
+    np.testing.assert_allclose(names["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(names["dw"], dw, rtol=1e-4, atol=1e-8)
+    p = jax.nn.softmax(names["logits"][:, :-1])
+    np.testing.assert_allclose(names["probabilities"][:, :-1], p, rtol=1e-5)
+    assert names["drawn"].shape == names["log_probs"].shape == names["log_mass"].shape == (4,)
+    scores, best = jax.lax.top_k(jax.nn.log_softmax(names["logits"]).ravel(), 4)
+    np.testing.assert_allclose(names["scores"], scores, rtol=1e-6)
+    np.testing.assert_array_equal(names["parents"], best // 32000)
+    np.testing.assert_array_equal(names["tokens"], best % 32000)
+
+
+def test_the_readme_is_short():
+    assert README.count("\n") <= 140
+
+
+def test_quick_start_is_two_command_lines():
+    first, second = blocks(section("Quick start"))[:2]
+    for line in (first, second):
+        assert line.count("\n") == 1 and not line.startswith("$")
+        assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
+    assert first.startswith("python3 ")
+    assert shlex.split(second)[0] == ".venv/bin/python"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_and_links_name_what_exists(document):
+    path = ROOT / document
+    text = path.read_text()
+    missing = [
+        flagfile for flagfile in re.findall(r"configs/\w+\.flags", text) if not (ROOT / flagfile).is_file()
+    ]
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        file = path.parent / target if target else path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            missing.append(link)
+    assert not missing
+
+
+def test_the_site_has_every_document():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for document in DOCUMENTS[1:]:
+        assert f" {document.removeprefix('docs/')}\n" in navigation, document
+
+
+@pytest.mark.parametrize("name", [name for name in ps.__all__ if inspect.isfunction(getattr(ps, name))])
+def test_docstrings_describe_the_parameters(name):
+    function = getattr(ps, name)
+    text = inspect.getdoc(function)
+    parameters = set(inspect.signature(function).parameters)
+    arguments = re.split("^Returns:", text.split("Args:\n")[1], flags=re.MULTILINE)[0]
+    described = re.findall(r"^  \**([\w, ]+): ", arguments, re.MULTILINE)
+    assert set(described) <= parameters  # one a line: the site takes no list of names
+    assert parameters <= {*described, *re.findall(r"`(\w+)`", text)}
+
+
+def test_install_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    cells = re.findall(
+        r"^\| (`.*?) \|", section("Install", (ROOT / "docs/index.md").read_text()), re.MULTILINE
+    )
+    assert re.findall(r"`(\w+)`", " ".join(cells)) == list(extras)
+
+
+@pytest.mark.slow
+def test_import_is_light():
+    assert heavy_modules("import pallas_softmax") <= heavy_modules("import jax")
+    assert min(seconds_of_import() for _ in range(3)) < 0.3
+
+
+def test_the_reference_has_each_public_name_once():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: pallas_softmax\.(\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted([*ps.__all__, "paper"])

@@ -1,0 +1,144 @@
+"""Thousands of random and adversarial rows of random shapes on a GPU."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from tests.support import cases, oracle
+from tests.support.cases import BF16, F16, F32
+from tests.support.gpu import MAX_K, THREADS, assert_forward_and_grad, assert_topk, both, topk
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
+
+
+def random_logits(rng, rows, v, dtype):
+    """Of every scale, with ties, infinities and NaNs of both signs."""
+    x = rng.standard_normal((rows, v)) * rng.choice([0.01, 1, 10, 1000], (rows, 1))
+    x = np.where(rng.random((rows, 1)) < 0.3, np.round(x * rng.choice([0.2, 1])), x)  # ties
+    for special in (-np.inf, np.inf, np.nan, cases.NEG_NAN, -0.0):
+        share = rng.choice([0, 0, 0, 0.001, 0.5], (rows, 1))
+        if share.any():
+            x = np.where(rng.random(x.shape) < share, special, x)
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+SEED = 20261121
+
+
+def adversarial_logits(rng, rows, v, dtype):
+    """What is hard for top-k: ties, order, the best in few places, and what is not a number."""
+    at = np.arange(v)
+    start, size = rng.integers(v), rng.integers(1, 2 + v // 4)
+    vec = 16 // dtype.itemsize
+    normal = rng.standard_normal(v)
+    kinds = [
+        np.full(v, rng.choice([0.0, -0.0, 1.5, -7.0])),
+        np.linspace(-20, 20, v),
+        np.linspace(20, -20, v),
+        rng.choice([1.0, -1.0], v),
+        np.where((at >= start) & (at < start + size), normal + 30, normal),  # the best side by side
+        np.where(at // vec % 128 == rng.integers(128), normal + 30, normal),  # and of one thread
+        np.where(at % 3 == 0, np.nan, normal),
+        np.where(at % 3 == rng.integers(3), cases.NEG_NAN, normal),
+        rng.choice([np.nan, cases.NEG_NAN, np.inf, -np.inf], v),
+        np.full(v, cases.NEG_NAN),
+        np.full(v, -np.inf),
+        np.where(at == start, 1.0, -np.inf),
+        np.where(at == start, 1.0, cases.NEG_NAN),
+        np.where(at < start, -np.inf, cases.NEG_NAN),
+    ]
+    return np.stack([kinds[i] for i in rng.integers(len(kinds), size=rows)]).astype(dtype)
+
+
+def random_shapes(count, max_k):
+    """Of top-k: V and k (up to max_k) log-uniform; the rows of a call, and the calls; the mask's pattern, and log."""
+    for shape in range(count):
+        rng = np.random.default_rng([SEED, shape])
+        v = int(np.exp(rng.uniform(0, np.log(300_000))))
+        v += (-v) % int(rng.choice([1, 8]))
+        k = int(np.exp(rng.uniform(0, np.log(min(v, max_k) + 1))))
+        dtype, pattern, log = (
+            rng.choice([F32, BF16, F16]),
+            rng.choice([None, None, "bv", "1v", "b1"]),
+            rng.choice(2),
+        )
+        some_calls = [(1, 30), (30, 1), (150, 1)] if v > 30_000 else [(1, 40), (5, 24), (25, 6), (150, 1)]
+        rows, calls = some_calls[rng.integers(len(some_calls))]
+        yield rng, v, k, dtype, pattern, bool(log), rows, calls
+
+
+@both
+def test_random_topk(implementation, capsys):
+    """More than 5,000 rows, random and adversarial, of 60 shapes; of triton 2,500, of 30."""
+    count, least = (30, 2500) if implementation == "triton" else (60, 5000)
+    total = 0
+
+    def check_row(i, values, indices, x, k, name, t, where, log):
+        one = None if where is None else where[i : i + 1]
+        got = ps.TopK(values[i : i + 1], indices[i : i + 1])
+        assert_topk(got, x[i : i + 1], k, [f"{name} row {i}"], t[i : i + 1], one, log)
+
+    def compile_it(shape):
+        _, v, k, dtype, pattern, log, rows, _ = shape
+        where = None if pattern is None else cases.broadcast_mask(pattern, (rows, v))
+        topk(implementation, np.zeros((rows, v), dtype), k, np.ones(rows, F32), where, log)
+
+    shapes = list(random_shapes(count, MAX_K[implementation]))
+    if implementation == "triton":
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(compile_it, shapes))
+    with ThreadPoolExecutor() as pool:  # the oracle's time is NumPy's
+        for shape, (rng, v, k, dtype, pattern, log, rows, calls) in enumerate(shapes):
+            for call in range(calls):
+                make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
+                x, t = make(rng, rows, v, dtype), rng.choice([0.5, 1, 2], rows).astype(F32)
+                where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
+                x = x if where is None else cases.spoilt(x, where)
+                values, indices = map(np.asarray, topk(implementation, x, k, t, where, log))
+                name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} log={log}"
+                full = None if where is None else np.broadcast_to(where, x.shape)
+                tasks = [
+                    pool.submit(check_row, i, values, indices, x, k, name, t, full, log) for i in range(rows)
+                ]
+                for task in tasks:
+                    task.result()
+                total += rows
+    with capsys.disabled():
+        print(f"\n{total} random rows of top-k by {implementation}, seed {SEED}")
+    assert total >= least
+
+
+def random_softmax(shape, rows_each):
+    """A shape's calls: op, x, dy, where and the rows' names."""
+    rng = np.random.default_rng([SEED, shape])
+    op = oracle.FORWARD[shape % 3]
+    v = int(np.exp(rng.uniform(0, np.log(300_000))))
+    v, dtype = v + (-v) % rng.choice([1, 8]), rng.choice([F32, BF16, F16])
+    rows, pattern = int(rng.choice([1, 5, 25, 125])), rng.choice([None, None, "bv", "1v", "b1"])
+    for draw in range(rows_each // rows):
+        x = random_logits(rng, rows, v, dtype)
+        names = [
+            f"seed {SEED}, {shape}.{draw}: {op} {rows}x{v} {dtype} {pattern} row {i}" for i in range(rows)
+        ]
+        where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=draw)
+        dy_shape = (rows, 1 if op == "logsumexp" else v)
+        dy = (rng.standard_normal(dy_shape) * rng.choice([0.01, 1, 10], (rows, 1))).astype(dtype)
+        yield op, x, dy, where, names
+
+
+@both
+def test_random_rows(implementation, capsys):
+    """5,000 of them, forward and backward: 40 shapes of log-uniform V, each with 125 rows of random values."""
+    shapes, rows_each = 40, 125
+    with capsys.disabled():
+        print(f"\n{shapes * rows_each} random rows by {implementation}, seed {SEED}")
+
+    def check_shape(shape):
+        for op, x, dy, where, names in random_softmax(shape, rows_each):
+            assert_forward_and_grad(implementation, op, x, names, where, dy)
+
+    with ThreadPoolExecutor(THREADS) as pool:  # for Triton's compilation, and for the oracle
+        list(pool.map(check_shape, range(shapes)))

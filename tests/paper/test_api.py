@@ -1,0 +1,106 @@
+"""The paper's seven algorithms: in Pallas's interpreter and in jax.numpy, against the oracle; lowered for CUDA."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_softmax import paper
+from pallas_softmax._src.gpu import blocks
+from tests.support.cases import F32
+from tests.support.covering import first, pairs
+from tests.support.kernels import INTERPRET
+from tests.support.lowering import array, kernel_names, lowered
+from tests.support.paper_checks import ALGORITHMS, check, check_overflow
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# V of the sweeps: less than a block, a block, steps of several with a short one at the end.
+VOCABS = (1, 63, 128, 1100)
+
+
+@pytest.mark.parametrize(("name", "v"), first(3, pairs(ALGORITHMS, VOCABS)))
+def test_kernels_in_the_interpreter(name, v):
+    check(name, functools.partial(ALGORITHMS[name].kernel, interpret=INTERPRET), v)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_plain(name):
+    static = {} if name in paper.SOFTMAX else {"static_argnums": 1}
+    check(name, jax.jit(ALGORITHMS[name].plain, **static), 1003)
+
+
+def test_loads():
+    """More for few rows, as many as there are registers for."""
+    assert [paper._loads(10, k) for k in (1, 5, 10, 30, 128)] == [16, 16, 8, 2, 1]
+    assert [paper._loads(4000, k) for k in (1, 5, 10, 30, 128)] == [8, 8, 8, 2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [True, False])
+def test_naive_softmax_overflows(kernel):
+    def run(name, x):
+        algorithm = paper.SOFTMAX[name]
+        return algorithm.kernel(x, interpret=INTERPRET) if kernel else algorithm.plain(x)
+
+    check_overflow(run)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_chosen():
+    """As printed in the paper: what is not above -inf has no index."""
+    x = np.full((2, 6), -np.inf, F32)
+    x[0, 4], x[1, 1], x[1, 2] = 1, np.nan, 3
+    values, indices = paper.TOPK["topk"].kernel(x, 3, interpret=INTERPRET)
+    np.testing.assert_array_equal(indices, [[4, -1, -1], [2, -1, -1]])
+    np.testing.assert_array_equal(values, [[1, -np.inf, -np.inf], [3, -np.inf, -np.inf]])
+    values, _ = paper.TOPK["online_fused"].kernel(x[:1], 3, interpret=INTERPRET)
+    np.testing.assert_array_equal(values, [[1, 0, 0]])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_accesses(name, monkeypatch):
+    """The code of a kernel reads and writes the row as often as the paper counts. test_gpu.py has the bytes."""
+    accesses = []
+    for function in (blocks.load_from_row, blocks.store_to_row):
+
+        def counted(*args, function=function, **kwargs):
+            accesses.append(function.__name__)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(blocks, function.__name__, counted)
+    arguments = () if name in paper.SOFTMAX else (5,)
+    lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(3, 128))  # one block is the row
+    assert len(accesses) == ALGORITHMS[name].accesses
+    assert accesses.count("store_to_row") == (name in paper.SOFTMAX or name == "safe_unfused")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), first(3, pairs(ALGORITHMS, [(7, 7), (63, 5), (8257536, 5)])), ids=str
+)
+def test_lowering(name, shape):
+    v, k = shape
+    if name in paper.SOFTMAX:
+        assert kernel_names(lowered(ALGORITHMS[name].kernel, array(10, v))) == [f"paper_{name}"]
+        return
+    kernels = ["paper_safe", "paper_topk"] if name == "safe_unfused" else [f"paper_{name}"]
+    assert kernel_names(lowered(lambda x: ALGORITHMS[name].kernel(x, k), array(10, v))) == kernels
+
+
+@pytest.mark.slow
+def test_lowering_of_the_largest_k():
+    text = lowered(lambda x: paper.TOPK["online_fused"].kernel(x, paper.MAX_K), array(10, 25000))
+    assert kernel_names(text) == ["paper_online_fused"]
+
+
+def test_errors():
+    x = np.zeros((3, 200), F32)
+    for wrong in (x[0], x[:, :0], x.astype("float16")):
+        with pytest.raises(ValueError, match=r"x must be float32 of shape \(rows, V\)"):
+            paper.SOFTMAX["online"].kernel(wrong)
+    for k in (0, 129):
+        with pytest.raises(ValueError, match=f"k must be from 1 to 128, and at most V=200; got {k}"):
+            paper.TOPK["topk"].kernel(x, k)
+    with pytest.raises(TypeError, match="k must be an integer"):
+        paper.TOPK["topk"].kernel(x, 2.5)

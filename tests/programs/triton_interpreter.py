@@ -1,0 +1,379 @@
+"""The Triton kernels in Triton's interpreter, against the oracle: run by tests/triton/test_compiled.py, in its own process.
+
+Triton reads TRITON_INTERPRET when it is imported. The interpreter computes each operation of a kernel in numpy. Here
+it is made to take numpy arrays for torch tensors, to round to bfloat16 as GPUs do, and to be fast: it reduces by
+halves, not element by element; it sorts by numpy, not by the hundreds of operations of Triton's network, which is
+Triton's to test; and it does not look for overflow in each addition of integers.
+"""
+
+import dataclasses
+import os
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from pallas_softmax import online
+from pallas_softmax._src.triton import language
+from pallas_softmax._src.triton import plan as triton_plan
+from pallas_softmax._src.triton.launch import launch, launch_p
+from pallas_softmax._src.triton.plan import Block, Long, Slabs
+from tests.support import bounds, cases, oracle, triton_kernels
+from tests.support.cases import ALL, BF16, F16, F32, FEW
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int32": "i32"}
+
+
+class Run(interpreter.GridExecutor):
+    """Runs a kernel whose arguments are on the host already."""
+
+    def _init_args_hst(self, args, kwargs):
+        return args, kwargs
+
+    def _restore_args_dev(self, *_):
+        pass
+
+
+@launch_p.def_impl
+def _interpret(*inputs, kernel, out_type, grid, warps, constants, capability):
+    """Interprets a launch. Its outputs start as what no kernel writes, and none writes beside them."""
+    inputs = [np.array(a) for a in inputs]
+    margin = 4096
+    held = [np.full(2 * margin + out.size * out.dtype.itemsize, 0xA5, np.uint8) for out in out_type]
+    outputs = [a[margin:-margin].view(out.dtype) for a, out in zip(held, out_type)]
+    arrays = [*inputs, *outputs]
+    pointers = [
+        SimpleNamespace(data_ptr=lambda a=a: a.ctypes.data, dtype=TYPES[a.dtype.name]) for a in arrays
+    ]
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+        Run(kernel.rewrite(), kernel.arg_names, grid)(*pointers, **dict(constants))
+    for a in held:
+        assert (a[:margin] == 0xA5).all() and (a[-margin:] == 0xA5).all()
+    return [jnp.asarray(a.reshape(out.shape)) for a, out in zip(outputs, out_type)]
+
+
+def _cast(self, src, dst, *_):
+    def as_is(of):
+        return ml_dtypes.bfloat16 if of == tl.bfloat16 else interpreter._get_np_dtype(of)
+
+    held = src.data.view(as_is(src.dtype.scalar)) if src.dtype.scalar == tl.bfloat16 else src.data
+    out = held.astype(as_is(dst.scalar))
+    return interpreter.TensorHandle(out.view(interpreter._get_np_dtype(dst.scalar)), dst.scalar)
+
+
+def _reduce(self, operands):
+    axis = self.axis % operands[0].handle.data.ndim
+    parts = [np.moveaxis(a.handle.data, axis, 0) for a in operands]
+    types = [a.dtype for a in operands]
+
+    def tensors(parts):
+        return [self.to_tensor(np.ascontiguousarray(a), of) for a, of in zip(parts, types)]
+
+    while (n := len(parts[0])) > 1:
+        assert n % 2 == 0
+        out = self.combine_fn.fn(*tensors(a[: n // 2] for a in parts), *tensors(a[n // 2 :] for a in parts))
+        parts = [a.handle.data for a in (out if isinstance(out, tuple) else (out,))]
+    kept = [np.expand_dims(a[0], axis) if self.keep_dims else a[0] for a in parts]
+    return tuple(self.to_tensor(a, of) for a, of in zip(kept, types))
+
+
+def _topk(x, k, dim=None, descending=True):
+    best = np.sort(x.handle.data)[::-1][: tl.core._unwrap_if_constexpr(k)]
+    return tl.tensor(interpreter.TensorHandle(best.copy(), x.dtype), tl.block_type(x.dtype, list(best.shape)))
+
+
+# The interpreter does this once for all calls, and not before every call of a device function.
+interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+tl.tensor.__index__ = lambda self: self.handle.data.item()  # that of triton 3.6 fails with numpy 2.5
+interpreter.InterpreterBuilder.cast_impl = _cast
+interpreter.InterpreterBuilder.create_fp_to_fp = _cast
+interpreter.ReduceOps.generic_reduce = _reduce
+interpreter.interpreter_builder.options = dataclasses.replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
+TRITONS_TOPK, tl.topk = tl.topk, _topk
+
+
+# --- The language -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def combine_kernel(m1_ptr, d1_ptr, m2_ptr, d2_ptr, m_ptr, d_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    m1, d1, m2, d2 = tl.load(m1_ptr + at), tl.load(d1_ptr + at), tl.load(m2_ptr + at), tl.load(d2_ptr + at)
+    m, d = language.combine(m1, d1, m2, d2)
+    tl.store(m_ptr + at, m)
+    tl.store(d_ptr + at, d)
+
+
+def test_the_operator_is_that_of_online():
+    """⊕ in language.py is `online.combine` for pairs of normalizers, empty ones and those that are not finite too."""
+    each = [-np.inf, -1e38, -90, -1.5, -0.0, 0, 2, 2.5, 88, 1e38, np.inf, np.nan]
+    m = np.array([*each, *each[1:5]], F32)
+    d = np.where(m == -np.inf, 0, np.where(np.isfinite(m), np.linspace(1, 9, len(m)), np.nan)).astype(F32)
+    m1, m2 = (a.ravel() for a in np.meshgrid(m, m))
+    d1, d2 = (a.ravel() for a in np.meshgrid(d, d))
+    with np.errstate(all="ignore"):
+        want = online.combine(
+            *(online.Normalizer(jnp.asarray(m), jnp.asarray(d)) for m, d in [(m1, d1), (m2, d2)])
+        )
+    out = [jax.ShapeDtypeStruct(m1.shape, F32)] * 2
+    got = launch(combine_kernel, [jnp.asarray(a) for a in (m1, d1, m2, d2)], out, (1,), 4, N=m1.size)
+    np.testing.assert_array_equal(got[0], want.m)
+    np.testing.assert_allclose(got[1], want.d, rtol=1e-5)
+
+
+@triton.jit
+def sort_key_kernel(x_ptr, key_ptr, back_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    key = language.sort_key(tl.load(x_ptr + at))
+    tl.store(key_ptr + at, key)
+    tl.store(back_ptr + at, language.of_sort_key(key, x_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_the_order_is_that_of_online(dtype):
+    x = np.resize(cases.rows(["everything", "huge", "denormals", "alternating"], 64, dtype).ravel(), 256)
+    out = [jax.ShapeDtypeStruct(x.shape, jnp.int32), jax.ShapeDtypeStruct(x.shape, F32)]
+    key, back = launch(sort_key_kernel, [jnp.asarray(x)], out, (1,), 4, N=x.size)
+    np.testing.assert_array_equal(key, online.sort_key(jnp.asarray(x)).astype(jnp.int32))
+    np.testing.assert_array_equal(back, x.astype(F32))
+
+
+@triton.jit
+def topk_of(x_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, TOPK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, K), TOPK(tl.load(x_ptr + tl.arange(0, N)), K))
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (128, 2), (64, 32)])
+def test_tritons_sort_is_that_of_numpy(n, k):
+    x = np.random.default_rng(n).integers(-9, 9, n).astype(np.int32)
+    out = [jax.ShapeDtypeStruct((k,), jnp.int32)]
+    for sort in (TRITONS_TOPK, _topk):
+        (got,) = launch(topk_of, [jnp.asarray(x)], out, (1,), 1, N=n, K=k, TOPK=sort)
+        np.testing.assert_array_equal(got, np.sort(x)[::-1][:k])
+
+
+# --- softmax, log_softmax, logsumexp and their backwards ----------------------------------------------
+
+
+def check(op, x, names, where=None, plan=None):
+    arrays = cases.operands(op, x, where)
+    mask = None
+    if where is not None:
+        arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
+        mask = jnp.asarray(where)
+    axes = (x.ndim - 1,)
+    out = triton_kernels.softmax_rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
+    y = out[0].astype(x.dtype) if op == "logsumexp" else out
+    bounds.assert_operation(op, y, arrays, names, where)
+    if op == "logsumexp":
+        m, d = oracle.normalizer(x if where is None else arrays[0], where)
+        bounds.assert_close(out[1], m, np.zeros_like(m), names)
+        bounds.assert_close(out[2], d, bounds.normalizer_unit(arrays[0], where), names)
+
+
+# Programs have one row and several; rows have one element, whole vectors and not; None is the plan of plan_softmax.
+# Then long rows have one step and more, whole and not, and parts whose number is no power of two, the last one short.
+PLANS = [
+    (1, F32, FEW, None),
+    (3, BF16, FEW, Block(4, 4, 1)),
+    (128, F16, ALL, Block(8, 128, 1)),
+    (1000, F32, ALL, None),
+    (1000, BF16, ALL, Block(4, 1024, 4)),
+    (1003, F32, ALL, Long(1, 1024, 2, 128, 4)),
+    (1024, BF16, FEW, Long(1, 1024, 4, 64, 4)),
+    (1003, F32, FEW[::2], Long(3, 384, 1, 128, 4)),
+    (2003, F16, ["normal", "everything", "neg_inf_last"], Long(5, 448, 1, 64, 4)),
+    (40000, BF16, FEW[:1], None),
+]
+
+
+@pytest.mark.parametrize(("v", "dtype", "names", "plan"), PLANS, ids=str)
+@pytest.mark.parametrize("op", oracle.OPERATIONS)
+def test_rows(op, v, dtype, names, plan):
+    check(op, cases.rows(names, v, dtype), names, plan=plan)
+
+
+def test_plans_are_of_every_kind():
+    chosen = [plan or triton_plan.plan_softmax("softmax", len(names), v, d) for v, d, names, plan in PLANS]
+    assert {type(plan) for plan in chosen} == {Block, Long}
+    assert any(
+        isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS)
+    )
+    assert {plan.parts > 1 for plan in chosen if isinstance(plan, Long)} == {True, False}
+
+
+# The mask of a part starts where the part does, whatever the operation; a backward reads two arrays beside it.
+MASKED = [(100, Block(4, 128, 1), pattern, op) for pattern in cases.BROADCASTS for op in oracle.OPERATIONS]
+MASKED += [
+    (503, Long(1, 512, 2, 64, 4), pattern, op)
+    for pattern in ("bhqv", "b11v", "bhq1")
+    for op in oracle.OPERATIONS
+]
+MASKED += [
+    (503, Long(3, 192, 1, 64, 4), pattern, op)
+    for pattern, op in [("1hqv", "log_softmax"), ("1hqv", "softmax_grad"), ("b1q1", "logsumexp")]
+]
+
+
+@pytest.mark.parametrize(("v", "plan", "pattern", "op"), MASKED, ids=str)
+def test_where(op, v, plan, pattern):
+    """What is masked is NaN or infinite. The first row of the mask keeps nothing, and another one keeps only -inf."""
+    shape = (*cases.BATCH, v)
+    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v), shape)
+    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
+    check(op, x, names, cases.broadcast_mask(pattern, shape), plan)
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 2)], ids=str)
+def test_axes(axes):
+    """Other axes give what they give when they are moved to the end, with a mask that lacks one of them."""
+    rng = np.random.default_rng(4)
+    y, dy = rng.standard_normal((2, 20, 3, 10)).astype(F32)
+    where = rng.random((1, 3, 10)) < 0.7
+    got = triton_kernels.softmax_rows(
+        "softmax_grad", (jnp.asarray(y), jnp.asarray(dy)), jnp.asarray(where), axes
+    )
+    moved = [
+        np.moveaxis(np.broadcast_to(a, y.shape), axes, range(-len(axes), 0)) for a in (y, dy, where, got)
+    ]
+    y, dy, where, got = (a.reshape(*a.shape[: -len(axes)], -1) for a in moved)
+    bounds.assert_operation("softmax_grad", got, (y, dy), [str(at) for at in np.ndindex(y.shape[:-1])], where)
+
+
+# --- top-k --------------------------------------------------------------------------------------------
+
+ONE = np.ones(1, F32)
+
+
+def assert_topk(x, k, names, plan=None, where=None, temperature=ONE, log=False, dtype=F32):
+    """Compares indices exactly, values within bounds, and m and d where they are numbers."""
+    mask = None if where is None else jnp.asarray(where)
+    t = temperature.reshape(*x.shape[:-1], 1) if temperature.size > 1 else temperature.reshape((1,) * x.ndim)
+    got, (m, d) = triton_kernels.topk(
+        jnp.asarray(x), mask, jnp.asarray(t), k=k, log=log, dtype=jnp.dtype(dtype), plan=plan
+    )
+    assert got.values.shape == got.indices.shape == (*x.shape[:-1], k)
+    assert m.shape == d.shape == (*x.shape[:-1], 1)
+    assert got.indices.dtype == jnp.int32 and got.values.dtype == dtype
+    v = x.shape[-1]
+    where = None if where is None else np.broadcast_to(where, x.shape).reshape(-1, v)
+    x = x.reshape(-1, v)
+    t = temperature[0] if temperature.size == 1 else temperature.ravel()
+    want, best = oracle.fused_topk(x, k, where, t, log)
+    indices = np.asarray(got.indices).reshape(-1, k)
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(indices[i], best[i], err_msg=name)
+    with np.errstate(all="ignore"):
+        tempered = x.astype(F32) / np.reshape(t, (-1, 1))
+        terms = np.nansum(bounds.softmax_unit(tempered, where=where), -1, keepdims=True)
+        unit = bounds.fused_topk_unit(x, k, where, t, log) + terms * (1 if log else want)
+        want_m, want_d = oracle.normalizer(x, where)[0], oracle.normalizer(tempered, where)[1]
+    bounds.assert_close(np.asarray(got.values).reshape(-1, k), want, unit, names)
+    m, d = np.asarray(m).ravel(), np.asarray(d).ravel()
+    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN, whatever they are
+    np.testing.assert_array_equal(m[ordinary], want_m[ordinary, 0])
+    np.testing.assert_allclose(d[ordinary], want_d[ordinary, 0], rtol=2e-5)
+
+
+# One part has one slab and several, whole and not, groups of one element, and fewer elements than groups. Several parts
+# are merged, the last list missing. None is the plan of plan_topk.
+TOPK = [
+    (1, F32, 1, FEW, None),
+    (100, F32, 5, ALL, None),
+    (100, BF16, 100, FEW, Slabs(1, 128, 128, 128, 1, 2)),
+    (1003, F32, 5, ALL, Slabs(1, 1024, 8, 32, 4, 2)),
+    (1003, BF16, 5, ALL, Slabs(1, 1024, 8, 16, 8, 2)),
+    (2048, F16, 64, FEW, Slabs(1, 2048, 64, 64, 8, 2)),
+    (2000, F32, 16, FEW, Slabs(1, 2048, 16, 16, 4, 2)),  # three levels
+    (1003, F32, 5, FEW, Slabs(3, 384, 8, 16, 4, 2)),
+    (1003, F16, 1, FEW, Slabs(3, 384, 2, 16, 8, 2)),
+    (16000, BF16, 1, FEW[:3], None),
+]
+
+
+@pytest.mark.parametrize(("v", "dtype", "k", "names", "plan"), TOPK, ids=str)
+def test_topk(v, dtype, k, names, plan):
+    assert_topk(cases.rows(names, v, dtype), k, names, plan)
+
+
+def test_topk_plans_are_of_every_kind():
+    plans = [plan or triton_plan.plan_topk(len(names), v, k, d) for v, d, k, names, plan in TOPK]
+    assert {len(plan.levels) for plan in plans} >= {0, 1, 2, 3}
+    assert {plan.parts > 1 for plan in plans} == {True, False}
+
+
+@pytest.mark.parametrize("parts", [5, 9])
+def test_merges_of_merges(parts, monkeypatch):
+    """Each merge takes two lists, so there are three merges or four, and the last list of the last is missing."""
+    monkeypatch.setattr(triton_plan, "lists_per_merge", lambda slots: 2)
+    v, names = 128 * parts - 25, ["normal", "integers", "everything"]
+    assert_topk(cases.rows(names, v), 5, names, Slabs(parts, 128, 8, 16, 4, 1), log=True)
+
+
+ONE_PART, PARTS = Slabs(1, 512, 32, 32, 4, 2), Slabs(2, 256, 32, 32, 4, 2)
+
+
+@pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])
+def test_topk_with_a_temperature_per_row(plan, log):
+    names = FEW if log else list(cases.FINITE)
+    assert_topk(
+        cases.rows(names, 503), 5, names, plan, None, np.geomspace(0.1, 10, len(names)).astype(F32), log
+    )
+
+
+@pytest.mark.parametrize(("plan", "dtype"), [(ONE_PART, F16), (PARTS, BF16)], ids=["one", "parts"])
+def test_topk_values_of_another_dtype(plan, dtype):
+    """There is one temperature for all rows, too."""
+    assert_topk(cases.rows(FEW[:3], 503), 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
+
+
+TOPK_MASKED = [(ONE_PART, pattern, F32) for pattern in ("111v", "bhq1", "1h11")]
+TOPK_MASKED += [(ONE_PART, "bhqv", BF16), (PARTS, "b11v", F32), (PARTS, "1hqv", F16), (PARTS, "b1q1", F32)]
+
+
+@pytest.mark.parametrize(("plan", "pattern", "dtype"), TOPK_MASKED, ids=str)
+def test_topk_where(plan, pattern, dtype):
+    """What is masked is NaN or infinite. The mask's first row keeps nothing: then 0, 1, 2, ... win with p = 0."""
+    shape = (*cases.BATCH, 503)
+    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], 503), shape)
+    where = cases.broadcast_mask(pattern, shape)
+    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
+    assert_topk(cases.spoilt(x.astype(dtype), where), 5, names, plan, where)
+
+
+@pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_topk_of_fewer_unmasked_than_winners(plan, log, dtype):
+    """A -NaN wins before what is masked, which wins in the order of its indices, with p = 0 even beside NaN."""
+    names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
+    where = np.zeros((4, 503), bool)
+    where[:, 2:40:3] = where[:, -1] = True
+    assert_topk(cases.rows(names, 503, dtype), 20, names, plan, where, log=log)
+
+
+@pytest.mark.parametrize("plan", [ONE_PART, PARTS], ids=["one", "parts"])
+def test_topk_of_ties_and_order(plan):
+    """The best elements lie in one group, in every group, in one slab, in one place of each."""
+    at = np.arange(503)
+    rows = {
+        "one group": np.where(at // 4 % 32 == 7, 500.0 - at, at / 503),
+        "one slab": np.where(at // 128 == 2, 500.0 - at, at / 503),
+        "one place": np.where(at % 4 == 3, 500.0 - at, -1.0),
+        "rising": at - 200.0,
+        "two values": np.where(at % 2, 1.0, -1.0),
+        "all_neg_nan": np.full(503, cases.NEG_NAN),
+        "a third NaN": np.where(at % 3, 1.0, np.nan),
+        "+0 and -0": np.where(at % 3, -0.0, 0.0),
+    }
+    assert_topk(np.stack([*rows.values()]).astype(F32), 32, [*rows], plan)

@@ -1,0 +1,147 @@
+"""The kernel of sample on a GPU: its inline PTX, clusters, and draws that are the same bits again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from tests.support import bounds, cases, kernels
+from tests.support.cases import BF16, F16, F32
+from tests.support.draws import chi_square, crossed, judged
+from tests.support.lowering import kernel_names
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
+
+
+def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
+    rows = cases.rows(names, v, dtype)
+    where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
+    x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
+    interpret: Any = None  # on the GPU
+    layout = kernels.sample_layout(v, dtype, count, warpgroups)
+    run = jax.jit(
+        lambda x, u, parameters, where: kernels.sample_rows(
+            x, u, parameters, where, layout, interpret=interpret
+        )
+    )
+    per_call = 64 if v > 10_000 else len(x)
+    for at in range(0, len(x), per_call):
+        some = slice(at, at + per_call)
+        arguments = x[some], u[some], [a[some] for a in parameters], None if where is None else where[some]
+        got, again = (run(*arguments) for _ in range(2))
+        for a, b in zip(got, again, strict=True):
+            np.testing.assert_array_equal(a, b)
+        chunk = arguments[2]
+        judged(got, arguments[0], arguments[1], labels[some], chunk, arguments[3])
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "count", "warpgroups", "masked"),
+    [
+        (2, BF16, 1, 1, False),
+        (129, F32, 1, 1, True),
+        (129, F32, 8, 2, False),
+        (127, F16, 3, 1, True),
+        (1003, BF16, 2, 2, True),
+        (1024, F32, 1, 4, False),
+        (1000, F32, 8, 1, False),
+        (4099, F32, 3, 2, True),
+        (4104, F16, 2, 4, False),
+        (4099, BF16, 5, 2, True),
+    ],
+    ids=str,
+)
+def test_every_row_with_every_filter(v, dtype, count, warpgroups, masked):
+    assert_drawn([*cases.FINITE, *cases.SPECIAL], v, dtype, count, warpgroups, masked)
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "count", "warpgroups"),
+    [
+        (cases.GPT2, F32, 16, 4),
+        (cases.GPT2, F16, 7, 1),
+        (cases.LARGE[0], F32, 10, 2),
+        (cases.LARGE[0], BF16, 5, 2),
+    ],
+    ids=str,
+)
+def test_long_rows(v, dtype, count, warpgroups):
+    """More keys in a zone than the lists have room for; thresholds among thousands of ties."""
+    assert_drawn(["normal", "ascending", "integers", "constant"], v, dtype, count, warpgroups)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (64, BF16), (300, F32)], ids=str)
+def test_public(rows, dtype):
+    """The kernel runs, without a key of its own for each row and with one."""
+    v = 50257
+    x = np.random.default_rng(rows).standard_normal((rows, v)).astype(dtype)
+    filters = {"temperature": np.linspace(0, 2, rows, dtype=F32), "top_k": 100, "top_p": np.float32(0.9)}
+    for key in (jax.random.key(1), jax.random.split(jax.random.key(1), rows)):
+
+        def draw(x, key=key):
+            return ps.sample(key, x, **filters)
+
+        assert kernel_names(jax.jit(draw).lower(x).as_text()) == ["sample"]
+        u = jax.random.uniform(key, (rows,)) if key.ndim == 0 else jax.vmap(jax.random.uniform)(key)
+        bounds.assert_sample(draw(x), x, np.asarray(u), range(rows), **filters)
+
+
+def test_more_elements_than_32_bits_count():
+    """Eight rows and keys again and again: all alike, bit for bit, the first ones right."""
+    rows, v, few = 70_000, 30_720, 8
+    x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
+    keys, filters = jax.random.split(jax.random.key(3), few), {"top_k": 100, "top_p": np.float32(0.9)}
+
+    @jax.jit
+    def run(keys, x):
+        repeated = jnp.arange(rows) % few
+        got = ps.sample(keys[repeated], x[repeated], **filters, implementation="mosaic_gpu")
+        return jax.tree.map(lambda a: a[:few], got), [
+            jnp.all(a == a[:few][repeated]) for a in jax.tree.leaves(got)
+        ]
+
+    assert rows * v > 2**31
+    got, alike = run(keys, x)
+    u = np.asarray(jax.vmap(jax.random.uniform)(keys))
+    bounds.assert_sample(got, x, u, range(few), **filters)
+    assert all(alike)
+
+
+@pytest.mark.parametrize(
+    ("v", "spread", "filters"),
+    [
+        (128256, 6.0, {}),
+        (128256, 6.0, {"top_k": 40}),
+        (1000, 1.0, {"top_p": 0.9}),
+        (1000, 1.0, {"min_p": 0.02}),
+    ],
+    ids=str,
+)
+def test_distribution(v, spread, filters):
+    """10^6 draws of one row."""
+    x = (np.random.default_rng(5).standard_normal(v) * spread).astype(F32)
+    batch = 2000
+
+    @jax.jit
+    def counts(key):
+        drawn = ps.sample(
+            key, jax.numpy.broadcast_to(x, (batch, v)), implementation="mosaic_gpu", **filters
+        ).indices
+        return jax.numpy.zeros(v, int).at[drawn].add(1)
+
+    total = sum(np.asarray(counts(key)) for key in jax.random.split(jax.random.key(2), 500))
+    p = np.exp(x.astype(float) - x.max())
+    order = np.argsort(-x, kind="stable")
+    kept = np.ones(v, bool)
+    if "top_k" in filters:
+        kept[order[filters["top_k"] :]] = False
+    if "top_p" in filters:
+        ends = np.cumsum(p[order]) / p.sum()
+        kept[order[np.searchsorted(ends, filters["top_p"]) + 1 :]] = False
+    if "min_p" in filters:
+        kept &= p >= filters["min_p"]
+    p = np.where(kept, p, 0)
+    assert abs(chi_square(total, p / p.sum())) < 5

@@ -1,0 +1,321 @@
+"""Top-k on a GPU: shapes, dtypes, special rows, masks, plans."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from tests.support import bounds, cases, kernels, oracle
+from tests.support.bounds import UNITS
+from tests.support.cases import ALL, BF16, F16, F32, FEW
+from tests.support.gpu import VERY_LONG, assert_topk, both, refused, side_by_side, some, topk
+from tests.support.kernels import CROWDED, TOPK_SHORT, WINDOWS, Window
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
+TOPK = [
+    (1, F32, 1),
+    (8, BF16, 2),
+    (127, F16, 16),
+    (128, BF16, 64),
+    (512, F32, 5),
+    (1000, F32, 128),
+    (1000, F32, 1000),
+    (2048, BF16, 5),
+    (2048, BF16, 2000),
+    (4096 + 8, F16, 64),
+    (10000, BF16, 5),
+    (25000, F32, 1),
+    (25000, F32, 5),
+    (25000, F32, 64),
+    (25000, F32, 128),
+    (25000, F32, 300),
+    (25000, F32, 1024),
+    (50257, F32, 5),
+    (50257, BF16, 64),
+    (50257, F16, 2048),
+    (128256, F32, 5),
+    (151936, BF16, 64),
+    (262144, F32, 2048),
+    (1000003, F32, 5),
+]
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("v", "dtype", "k"), TOPK, ids=str)
+@both
+@side_by_side
+def test_topk(implementation, v, dtype, k, many):
+    """Few rows, which are split where they are long; and so many that they are not, or less."""
+    if refused(implementation, v, k):
+        return
+    names = VERY_LONG[:2] if v > 300_000 else some(v)
+    x = cases.rows(names, v, dtype)
+    got = topk(implementation, jnp.tile(x, (1 + 128 // len(names) if many else 1, 1)), k)
+    assert (len(got.values) > 128) == many
+    assert got.values.dtype == dtype and got.indices.dtype == jnp.int32
+    assert_topk(got, x, k, names)
+
+
+TOPK_MASKED = [(100, F32, 5, pattern) for pattern in cases.BROADCASTS]
+TOPK_MASKED += [(20011, F32, 300, pattern) for pattern in ("bhqv", "1hqv", "b1q1")]
+TOPK_MASKED += [(50257, BF16, 64, pattern) for pattern in ("bhqv", "b11v", "1h11")]
+TOPK_MASKED += [(129, F16, 129, "bhqv"), (131072, F32, 2048, "bhqv")]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("v", "dtype", "k", "pattern"), TOPK_MASKED, ids=str)
+@both
+@side_by_side
+def test_topk_where(implementation, v, dtype, k, pattern, log):
+    """NaN and infinities where it masks; the first row of the mask keeps nothing; a temperature per row."""
+    if refused(implementation, v, k):
+        return
+    shape = (*cases.BATCH, v)
+    where = cases.broadcast_mask(pattern, shape)
+    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
+    x = cases.spoilt(x, where)
+    t = np.resize(np.array([0.5, 1, 3], F32), shape[:-1])
+    got = jax.tree.map(lambda a: np.asarray(a).reshape(-1, k), topk(implementation, x, k, t, where, log))
+    np.testing.assert_array_equal(got.indices[0], np.arange(k))
+    np.testing.assert_array_equal(got.values[0].astype(F32), -np.inf if log else 0)
+    rows, where = x.reshape(-1, v), np.broadcast_to(where, shape).reshape(-1, v)
+    assert_topk(got, rows, k, [f"row {at}" for at in np.ndindex(cases.BATCH)], t.ravel(), where, log)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize(("v", "k"), [(100, 5), (20011, 5), (50257, 300)], ids=str)
+@pytest.mark.parametrize("log", [False, True])
+@both
+@side_by_side
+def test_topk_values_of_another_dtype(implementation, v, k, log, dtype):
+    """And one temperature for all rows."""
+    if refused(implementation, v, k):
+        return
+    x = cases.rows(some(v), v, BF16)
+    got = topk(implementation, x, k, 0.7, log=log, dtype=dtype.name)
+    assert got.values.dtype == dtype
+    assert_topk(got, x, k, some(v), np.float32(0.7), log=log)
+
+
+COMPACT = Window(4003, 4, 8, 4, compact=True)
+WINDOW_PLANS = [
+    *WINDOWS,
+    (COMPACT, F32, 300, ALL),
+    *((plan, dtype, k, None) for plan, dtype, k in [*CROWDED, (COMPACT, F32, 300)]),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), WINDOW_PLANS, ids=str)
+def test_every_window_of_topk(plan, dtype, k, names, masked):
+    if names is None:
+        rows = {name: row for group in kernels.crowded(plan.vocab, k, dtype) for name, row in group.items()}
+        names, x = [*rows], np.stack([*rows.values()]).astype(dtype)
+    else:
+        x = cases.rows(names, plan.vocab, dtype)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
+    assert_topk(kernels.topk_rows(x, k, plan, where, interpret=None)[0], x, k, names, where=where)
+
+
+@pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK_SHORT, ids=str)
+@both
+@side_by_side
+def test_every_tile_of_topk(implementation, v, dtype, k, names):
+    """The last one of them is not full, too."""
+    x = cases.rows(names, v, dtype)
+    for repeats in (1, 37):
+        got = topk(implementation, np.tile(x, (repeats, 1)), k, dtype="float32")
+        assert_topk(got, x, k, names)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("v", "k"),
+    [
+        (2, 2),
+        (8, 3),
+        (64, 6),
+        (64, 40),
+        (128, 8),
+        (128, 128),
+        (257, 33),
+        (512, 16),
+        (512, 100),
+        (1000, 5),
+        (1000, 100),
+    ],
+)
+def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
+    """They are not in the order of their packed keys; a warp has other rows besides."""
+    rows = kernels.neighbours(v)
+    x = np.stack([*rows.values()] * 19)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
+    got = ps.fused_topk(x, k, where=where, dtype="float32", implementation="mosaic_gpu")
+    assert_topk(got, x, k, [*rows] * 19, where=where)
+
+
+def test_topk_merges_of_merges(monkeypatch):
+    """Two lists at a time: three launches after the first."""
+    kernels.merge_so_many_lists(monkeypatch, 2)
+    x = cases.rows(FEW, 2007)
+    assert_topk(kernels.topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(
+    ("v", "dtype", "k"),
+    [
+        (4096 + 8, F32, 5),
+        (4096 + 8, F32, 128),
+        (4096 + 8, BF16, 5),
+        (4096 + 8, F16, 64),
+        (25000, F32, 300),
+        (50257, BF16, 5),
+        (50257, F32, 1024),
+    ],
+    ids=str,
+)
+@both
+@side_by_side
+def test_topk_of_more_candidates_than_slots(implementation, v, dtype, k, many):
+    """Of Mosaic the exact path: bisection over the keys, and ties in order of their indices."""
+    if refused(implementation, v, k):
+        return
+    rows = {name: row for group in kernels.crowded(v, k, dtype) for name, row in group.items()}
+    x = np.stack([*rows.values()]).astype(dtype)
+    assert_topk(topk(implementation, jnp.tile(x, (10 if many else 1, 1)), k), x, k, list(rows))
+
+
+@pytest.mark.parametrize(("v", "k"), [(4104, 100), (4104, 128), (4104, 300), (25000, 2048)], ids=str)
+def test_topk_of_winners_in_one_bucket(v, k):
+    """They are counted, or sorted where there is room for more than 256 candidates."""
+    rows = kernels.bunched(v)
+    assert_topk(topk("mosaic_gpu", np.stack([*rows.values()]), k), np.stack([*rows.values()]), k, [*rows])
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("v", [100, 1000, 50257])
+@both
+@side_by_side
+def test_topk_grad(implementation, v, masked, log):
+    x = cases.rows(["normal", "peaked", "integers", "one_winner"], v)
+    where = cases.broadcast_mask("bv", x.shape) if masked else None
+    x = cases.spoilt(x, where) if masked else x
+    t, g = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, 5))
+
+    @jax.jit
+    def grad(x, t, g, where):
+        return jax.vjp(lambda x, t: topk(implementation, x, 5, t, where, log).values, x, t)[1](g)
+
+    dx, dt = grad(x, t, g, where)
+    want_dx, want_dt = oracle.fused_topk_vjp(x, g, 5, where, t, log)
+    unit_dx, unit_dt = bounds.fused_topk_vjp_unit(x, g, 5, where, t, log)
+    # p is formed again from x, m and d: the units of the forward twice
+    flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]  # a denormal p, times this
+    assert bounds.error_units(dx, want_dx, unit_dx, slack_times=flushed) <= 4 * UNITS
+    assert bounds.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
+    if masked:
+        assert not np.asarray(dx)[~where].any()
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    ("v", "dtype", "k"), [(64, F32, 6), (128, BF16, 8), (127, F16, 40), (1000, F32, 16)], ids=str
+)
+@side_by_side
+def test_topk_grad_of_routers(v, dtype, k, log):
+    """Rows of many CTAs, in which the winners' elements are written twice, and come out the same again."""
+    names = ["normal", "peaked", "integers", "one_winner"]
+    x, g = np.tile(cases.rows(names, v, dtype), (301, 1)), cases.cotangent((1204, k), dtype)
+
+    @jax.jit
+    def grad(x, g):
+        return jax.vjp(lambda x: topk("mosaic_gpu", x, k, log=log).values, x)[1](g)[0]
+
+    assert "topk_grad" in grad.lower(x, g).as_text()
+    got = np.asarray(grad(x, g))
+    want, unit = oracle.fused_topk_vjp(x, g, k, log=log)[0], bounds.fused_topk_vjp_unit(x, g, k, log=log)[0]
+    flushed = 1 + np.sum(np.abs(oracle.wide(g)), -1, keepdims=True)
+    limit = 4 * UNITS if dtype == F32 else 2
+    assert bounds.error_units(got, want, unit, slack_times=flushed) <= limit
+    np.testing.assert_array_equal(got.view("u1"), np.asarray(grad(x, g)).view("u1"))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "v", "k"), [(1031, 100, 5), (1031, 25000, 64), (1031, 50257, 5), (3, 262144, 300)], ids=str
+)
+@both
+@side_by_side
+def test_repeated_topk_gives_the_same_bits(implementation, rows, v, k, masked):
+    if refused(implementation, v, k):
+        return
+    x = np.random.default_rng(1).standard_normal((rows, v)).astype(F32)
+    x[::7] = np.round(x[::7])
+    where = x[:1] < 2 if masked else None
+    runs = [[np.asarray(a).tobytes() for a in topk(implementation, x, k, where=where)] for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+MANY_OF_TOPK = [(4_194_312, 512), (70000, 30720), (42744, 50257), (8200, 262144)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "masked"), [("mosaic_gpu", False), ("mosaic_gpu", True), ("triton", True)]
+)
+@pytest.mark.parametrize(("rows", "v"), MANY_OF_TOPK, ids=str)
+def test_more_elements_of_topk_than_32_bits_count(implementation, rows, v, masked):
+    """Eight rows again and again, all alike bit for bit: rows in registers, of one CTA, of two parts and of more."""
+    few, k = 8, 5
+    x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
+    where = np.random.default_rng(3).random((few, v)) < 0.7 if masked else None
+
+    @jax.jit
+    def run(x, where):
+        repeated = jnp.arange(rows) % few
+        got = topk(implementation, x[repeated], k, where=None if where is None else where[repeated])
+        alike = [jnp.all(a == a[:few][repeated]) for a in got]
+        return ps.TopK(*(a[:few] for a in got)), alike
+
+    assert rows * v > 2**31
+    got, alike = run(x, where)
+    assert_topk(got, x, k, [f"row {i}" for i in range(few)], where=where)
+    assert all(alike)
+
+
+def test_more_elements_of_its_gradient_than_32_bits_count():
+    (rows, v), few, k = MANY_OF_TOPK[0], 8, 5
+    x, g = np.random.default_rng(2).standard_normal((few, v)).astype(BF16), cases.cotangent((few, k), BF16)
+
+    @jax.jit
+    def grad(x, g):
+        return jax.vjp(lambda x: topk("mosaic_gpu", x, k).values, x)[1](g)[0]
+
+    @jax.jit
+    def run(x, g):
+        repeated = jnp.arange(rows) % few
+        dx = grad(x[repeated], g[repeated])
+        return dx[:few], jnp.all(dx == dx[:few][repeated])
+
+    assert rows * v > 2**31
+    assert "topk_grad" in run.lower(x, g).as_text()
+    dx, alike = run(x, g)
+    want, unit = oracle.fused_topk_vjp(x, g, k)[0], bounds.fused_topk_vjp_unit(x, g, k)[0]
+    flushed = 1 + np.sum(np.abs(oracle.wide(g)), -1, keepdims=True)
+    assert bounds.error_units(dx, want, unit, slack_times=flushed) <= 2
+    assert alike
+
+
+@both
+@pytest.mark.parametrize("masked", [False, True])
+@side_by_side
+def test_topk_needs_little_memory(implementation, masked):
+    """Beside the logits and the mask: a hundred times less than the 2 GB of a softmax."""
+    x = jax.ShapeDtypeStruct((4096, 128256), "float32")
+    where = jax.ShapeDtypeStruct((1, 128256), "bool") if masked else None
+    memory = topk.lower(implementation, x, 64, where=where).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 64 * 2**20
