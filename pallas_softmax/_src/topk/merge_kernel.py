@@ -67,7 +67,7 @@ def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[Cand
       lists: the lists of row 0, then of row 1, ...; a single list per row is final already.
       scale: 1 / temperature, (1,) or (rows,).
       count: number of lists of a row.
-      request: what the call asks for.
+      request: the settings of the call.
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))

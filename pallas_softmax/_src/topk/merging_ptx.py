@@ -76,7 +76,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
-    maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether a list may be, or is, too short
+    maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether any list may be or is
     for row in range(rows):
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
         listed = packed_ptx.best(p, words, length)

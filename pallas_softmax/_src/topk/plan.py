@@ -108,7 +108,7 @@ SEARCHED_WINNERS = 512  # most winners, 4 for each thread
 #     4000 x 25000     512     158 µs     244 µs
 #     4000 x 16000    2048     285 µs     436 µs
 MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
-MIN_POSITIONS = 1_024  # of its list of candidates, because the counters of the search for a bound use this list
+MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `bound_ptx`
 
 # jax 0.10.2 to 0.12 give a CTA of 4000 x 25000 this much shared memory: 112,696 bytes for k = 512, and 114,744 for
 # k = 1024. Two of these CTAs share a multiprocessor of an H100. Two CTAs of 117,816 bytes did not.

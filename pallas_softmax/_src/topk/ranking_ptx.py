@@ -142,8 +142,8 @@ def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
 def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
     """Sorts the first half of a thread's values in descending order, the second half in ascending order.
 
-    Together the halves are bitonic. Their number is a power of two. Runs of 2, 4, ... values are sorted, every other run
-    in the opposite order.
+    Together the halves are bitonic. The number of values is a power of two. Runs of 2, 4, ... values are sorted, every
+    other run in the opposite order.
     """
     length = 2
     while length < len(values):

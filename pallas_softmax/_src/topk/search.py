@@ -81,7 +81,7 @@ class Search:
         return lax.cond((n < k) | (n > capacity), lambda: self._find_exactly(bound, k, capacity), lambda: n)
 
     def _usual_bound(self, rank: int):
-        """Returns a key that the maxima of at least `rank` groups reach, or the lowest key if there are fewer groups."""
+        """Returns a key that the maxima of at least `rank` groups reach, or the lowest key if groups are fewer."""
         groups = self.window.groups
         if groups < rank:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
@@ -97,7 +97,7 @@ class Search:
         )  # fmt: skip
 
     def _find_exactly(self, failed, k: int, capacity: int):
-        """Collects again with an exact bound, so that candidates are neither too few nor too many. Returns their number.
+        """Collects again with an exact bound, so that the candidates are enough and fit. Returns their number.
 
         Args:
           failed: the bound of the usual way.

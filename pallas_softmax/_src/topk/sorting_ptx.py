@@ -19,8 +19,8 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import mending_ptx, packed_ptx
 from pallas_softmax._src.topk.tile_plan import sorted_tile
 
-# Each pair takes about 160 PTX instructions in a pass. Normal logits have 0.6 alike pairs among the best 128 of a row of
-# 512. Sorting such a row takes 1,400 instructions, and four times as many in 64-bit words.
+# Each pair takes about 160 PTX instructions in a pass. Normal logits have 0.6 alike pairs among the best 128 of 512
+# elements. Sorting such a row takes 1,400 instructions, and four times as many in 64-bit words.
 _MOST_ALIKE = 8  # most pairs in the rows of a warp that are compared one by one
 
 
@@ -32,7 +32,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
 
 
 def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) -> Program:
-    """Returns the program of `take`. <winner{row}_{i}> gets the column at position lane * held + i of the sorted row."""
+    """Returns the program of `take`. <winner{row}_{i}> gets the column at position lane * held + i in order."""
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits = packed_ptx.column_bits(tile, narrow)
