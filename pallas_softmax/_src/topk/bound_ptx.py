@@ -66,7 +66,7 @@ def text(groups: int, k: int) -> Program:
     with p.block() as finish, p.repeat() as again:
         width = (high - low).bits("u32")
         finish(width.equals(0))
-        # A bucket is 2^shift keys long, the shortest length for which every bucket has a counter.
+        # A bucket is 2^shift keys long, as short as the number of counters allows.
         shift = p.max((p.highest_bit(width) - (_COUNTERS_BITS - 1)).bits("s32"), 0)
         for key in keys:
             distance = (high - key).bits("u32")
@@ -92,8 +92,8 @@ def _load_group_keys(p: Program, groups: int) -> list[Value]:
 def _bracket(p: Program, keys: list[Value], k: int, low: Value, high: Value, scratch: Value) -> None:
     """Sets `low` to a key that at least k group_keys reach, and `high` to the largest group_key.
 
-    Each thread deals its keys out to so many sets that all threads together have at least k sets. `low` is the least
-    of the sets' maxima, so every set has a key that reaches it.
+    Each thread divides its keys into sets, so that all threads together have at least k sets. `low` is the least of the
+    sets' maxima, so every set has a key that reaches it.
     """
     sets = -(-k // WARPGROUP)
     largest = p.reduce("max", keys)

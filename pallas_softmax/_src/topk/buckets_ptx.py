@@ -57,8 +57,8 @@ def rank_by_buckets(
     Args:
       capacity: number of slots, and number of words in <buckets>.
       padded, dtype, vocab: as in `ranking_ptx.rank`.
-      most: the most candidates in a bucket for which buckets are used.
-      otherwise: jumps out if its condition holds, which says that a bucket has more. The slots are unchanged then.
+      most: if a bucket has more candidates than this, buckets are too slow.
+      otherwise: called with the condition that a bucket has more. Jumps out if it holds, with the slots unchanged.
     """
     thread, buckets = p.operands("u32", "thread", "buckets")
     each = capacity // WARPGROUP
@@ -82,10 +82,10 @@ def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
     thread, n = p.operands("s32", "thread", "n")
     with p.block() as leave:
         for first in range(0, each, _CHUNK):
-            left = n - WARPGROUP * first
-            leave(left <= 0)
+            remaining = n - WARPGROUP * first
+            leave(remaining <= 0)
             some = slice(first, min(first + _CHUNK, each))
-            yield [thread < left - WARPGROUP * i for i in range(some.stop - some.start)], some
+            yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
 def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:

@@ -1,7 +1,7 @@
-"""Inline PTX that orders winners with alike packed keys by their whole keys (see `packed_ptx`).
+"""Inline PTX that orders near ties among winners by their whole keys (see `packed_ptx`).
 
-Two packed keys are alike if they differ in the bits of their columns only. A warp handles alike neighbours pair by
-pair. All lanes read the two packed keys, then the two whole keys, by shuffles from the lanes that hold them.
+Two packed keys nearly tie if they differ in the bits of their columns only. A warp handles pairs of neighbours that
+nearly tie one by one. All lanes read the two packed keys, then the two whole keys, from the lanes that hold them.
 """
 
 from pallas_softmax._src.gpu.hardware import LANES
@@ -10,17 +10,17 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import packed_ptx
 
 
-def pairs_alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
-    """Returns a word with bit i set if words i and i + 1 of a lane differ in their low bits only.
+def near_ties(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
+    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits `ones` only.
 
     Only the first `count` pairs of neighbours of each row are compared.
     """
     bits = p.var(0, "u32")
     of_next_lane = p.shuffle(words[0], "down", 1)
-    left = (count - lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
+    remaining = (count - lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
     for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
         near = (word ^ other).bits("u32") <= ones
-        p.update(bits, "or", 1 << i, when=near & (left > i))
+        p.update(bits, "or", 1 << i, when=near & (remaining > i))
     return bits
 
 
@@ -31,7 +31,7 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
 
     Args:
       words: the packed keys of a lane, in order.
-      pairs: has bit i set if word i and the next one are alike.
+      pairs: has bit i set if words i and i + 1 nearly tie.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 
@@ -45,13 +45,13 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
     exchanged = p.var(False, "pred")
     with p.repeat() as again:
         p.set(exchanged, False)
-        left = p.var(pairs)
+        remaining = p.var(pairs)
         with p.loop() as leave_pass:
-            lanes = p.ballot(left.differs(0))
+            lanes = p.ballot(remaining.differs(0))
             leave_pass(lanes.equals(0))
             lane = p.lowest_bit(lanes)
-            i = p.shuffle(p.lowest_bit(left), "idx", lane)
-            p.set(left, left & (left - 1), when=own_lane.equals(lane))
+            i = p.shuffle(p.lowest_bit(remaining), "idx", lane)
+            p.set(remaining, remaining & (remaining - 1), when=own_lane.equals(lane))
             is_last = i.equals(len(words) - 1)
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
             word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)

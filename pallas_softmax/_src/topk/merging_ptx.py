@@ -28,9 +28,9 @@ two words are equal, and the winners need not be read again. Two elements share 
     two complements   ~c1 ~c0                     of the columns
     two words         k1 ~c1 | k0 ~c0
 
-The packed key of a 32-bit element lacks the lowest bits of the key. So alike winners are ordered by their whole keys
-(`mending_ptx`). Other elements that are alike the last winner are compared with it, and replace it if larger. If there
-are many of these, or a list was too short, the warp merges whole lists again, in 64-bit words.
+The packed key of a 32-bit element lacks the lowest bits of the key. So near ties among winners are ordered by whole
+keys (`mending_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
+larger. If there are many near ties, or a list was too short, the warp merges whole lists again, in 64-bit words.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ from pallas_softmax._src.topk import mending_ptx, packed_ptx, sorting_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST
 from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
 
-# The most elements of a warp's rows that are compared one by one. Each takes 190 PTX instructions.
-_MOST_ALIKE = 16
+# The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
+_MOST_NEAR_TIES = 16
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
 # Byte selectors for `permute`: 0 to 3 select from its first argument, 4 to 7 from its second.
@@ -70,8 +70,8 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    # Even with k + 1 elements listed, the last may be alike the last winner. Then unlisted ones may be alike it as well
-    # (`maybe_short`).
+    # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
+    # as well (`maybe_short`).
     length = list_length(tile, k, itemsize=4)
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
@@ -81,14 +81,14 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
         listed = packed_ptx.best(p, words, length)
         winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
-        pairs = mending_ptx.pairs_alike(p, winners, lane, ones, min(k, vocab) - 1)
+        pairs = mending_ptx.near_ties(p, winners, lane, ones, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
-        least_alike = worst & ~ones
+        least_near_tie = worst & ~ones
         if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
-            least_alike = p.max(least_alike, LOWEST + 1)
+            least_near_tie = p.max(least_near_tie, LOWEST + 1)
         others = p.var(0, "u32")
         for i, word in enumerate(listed):
-            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_alike))
+            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_near_tie))
         if length < len(words):
             too_short |= listed[-1] >= worst
             maybe_short |= listed[-1] >= worst & ~ones
@@ -104,7 +104,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
         keep(row)
     with p.block() as finish:
         packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | maybe_short, finish, too_short)
-        wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_ALIKE))
+        wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row in range(rows):
                 _mend(p, tile, row, found[row], place, ones)
@@ -123,9 +123,9 @@ class _Found(NamedTuple):
     """The result of merging the packed keys of a row, in one lane."""
 
     winners: list[Value]  # the packed keys of the lane's winners
-    pairs: Value  # has bit i set if winners i and i + 1 are alike
+    pairs: Value  # has bit i set if winners i and i + 1 nearly tie
     listed: list[Value]  # the lane's list
-    others: Value  # has bit i set if listed element i is not a winner, but alike the last winner of the row
+    others: Value  # has bit i set if listed element i did not win, but nearly ties with the last winner
 
 
 def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, int], ones: int) -> None:
@@ -175,8 +175,8 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
             of_lane, place = divmod(k - 1, len(best))
             worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - lane + of_lane)
             leave(~p.any(last >= worst))
-            again = first_column + _zero(p)
-            words = _packed_keys(p, tile, vocab, row, again, _complements(tile, again))
+            same_column = first_column + _zero(p)
+            words = _packed_keys(p, tile, vocab, row, same_column, _complements(tile, same_column))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
             listed = packed_ptx.best(p, words, length)

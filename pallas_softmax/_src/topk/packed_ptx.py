@@ -6,10 +6,10 @@ packed key. It has the upper bits of the element's key above the complement of i
     packed key  | key without its lowest b bits    | complement of the column, b bits |
 
 No two packed keys are equal: among equal elements, a lower column makes a larger packed key. The packed key of a 16-bit
-element has room for the whole key. The packed key of a 32-bit element lacks the lowest b bits of its key. Elements are
-alike if their keys differ in these bits only. Their packed keys order them by column, so alike winners are compared
-again by their whole keys. Alike winners are rare in logits without ties. Logits with ties, such as small integers, end
-in bits of 0, so their packed keys lose nothing.
+element has room for the whole key. The packed key of a 32-bit element lacks the lowest b bits of its key. Two elements
+nearly tie if their keys have the same upper bits. Their packed keys order them by column, so near ties among winners
+are compared again by whole keys. Near ties are rare in logits without ties. Logits with ties, such as small integers,
+end in bits of 0, so their packed keys lose nothing.
 """
 
 import itertools
@@ -134,19 +134,19 @@ def leave_if_exact(
     tile: Tile,
     rows: int,
     bits: int,
-    alike: Value,
+    near_tie: Value,
     leave: Callable[[Value], None],
     too_short: Value | None = None,
 ) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
-    They do if no neighbours are alike. They also do if the lowest `bits` bits of all floats are 0.
+    They do if no neighbours nearly tie. They also do if the lowest `bits` bits of all floats are 0.
     """
 
     def leave_unless(condition):
         leave(~p.any(condition if too_short is None else condition | too_short))
 
-    leave_unless(alike)
+    leave_unless(near_tie)
     union = p.var(0, "s32")
     for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
         # The key of a negative float has all bits but the sign inverted.

@@ -63,8 +63,8 @@ PART_BYTES = {4: 88_000, 2: 66_000}  # most bytes of a part of a longer row
 #     777 x 100003 bfloat16      69 µs in 2 parts     69 µs in 4
 #
 # We did not measure 65 to 127 winners.
-MANY_WINNERS = 65  # at least so many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
-MANY_WINNERS_BYTES = 108_000  # with so many bytes, two CTAs share a multiprocessor
+MANY_WINNERS = 65  # at least this many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
+MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
 
 # With many winners, a row that fills a multiprocessor is faster whole, because it is searched once:
 #
@@ -75,7 +75,7 @@ MANY_WINNERS_BYTES = 108_000  # with so many bytes, two CTAs share a multiproces
 #     4000 x 40000 float32    128    228 µs    233 µs
 #     3001 x 33333 float32    128    165 µs    158 µs
 #     777 x 100003 bfloat16   128     89 µs     69 µs
-WHOLE_ROW_BYTES = 160_000  # float32 rows of at least so many bytes are not cut if they fit
+WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit
 
 # An H100 has 132 multiprocessors. With fewer rows, some would have no work, so rows are cut. The second launch merges
 # parts * k winners, so more winners want fewer parts. For k = 5 and float32, 1 x 128256 takes 5.4 µs, 10 x 100000 takes
@@ -88,7 +88,7 @@ MIN_PARTS, MAX_PARTS = 8, 16  # most parts of a row: with many winners, and with
 
 # Merging more winners takes longer than parts save. Their search also takes 16 to 73 KB. Next to 100 KB of the row,
 # this leaves room for one CTA only, unless the window is compact.
-MAX_CUT_K = 256  # up to so many winners, rows are cut, and two CTAs share a multiprocessor
+MAX_CUT_K = 256  # up to this many winners, rows are cut, and two CTAs share a multiprocessor
 
 # Ranking winners by binary search in the other list takes fewer steps than ranking those that reach a bound. Merge
 # times of lists of winners:
@@ -128,7 +128,7 @@ class Window:
 
     Attributes:
       vocab: number of elements of a row.
-      vec: number of elements in 16 bytes, which a thread loads at once.
+      vec: number of elements that a thread loads at once, 16 bytes.
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.

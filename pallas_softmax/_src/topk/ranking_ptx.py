@@ -13,8 +13,8 @@ from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
 #            140       2,960      1,780
 #            620                  3,650      7,730
 #          2,400                 12,800     30,300
-_COUNTED = 96  # for up to so many candidates, counting is faster than buckets
-_COMPARED = 256  # for up to so many candidates, counting is faster than sorting
+_COUNTED = 96  # up to this many candidates, counting is faster than buckets
+_COMPARED = 256  # up to this many candidates, counting is faster than sorting
 _AT_ONCE = 4  # slots that a thread compares with its own at once
 _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 
@@ -32,11 +32,11 @@ def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | Non
     """
     capacity = slots.shape[0] // 2
     p = Program()
-    few = p.operand("n", "u32") <= _COUNTED
+    countable = p.operand("n", "u32") <= _COUNTED
     with p.block() as finish:
         if capacity <= _COMPARED:
             with p.block() as count:
-                count(few)
+                count(countable)
                 with p.block() as crowded:
                     rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=crowded)
                     finish()
@@ -45,7 +45,7 @@ def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | Non
         else:
             with p.block() as sort:
                 with p.block() as count:
-                    count(few)
+                    count(countable)
                     rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=sort)
                     finish()
                 _rank_by_counting(p, k, padded)
@@ -72,7 +72,7 @@ def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: 
 
 
 def _rank_by_counting(p: Program, k: int, padded: int) -> None:
-    """Counts the better slots of each slot, which is its rank:
+    """Ranks each slot by counting the slots that are better:
 
     for own = thread, thread + 128, ... below n:
         rank = number of slots greater than slot `own`, among the first n rounded up to four   (empty slots are 0)

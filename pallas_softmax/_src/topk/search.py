@@ -1,6 +1,6 @@
 """How a CTA finds the k best of its part: by a bound and candidates, with bisection as the fallback.
 
-`window_kernel.py` shows the usual way on an example. The candidate count reveals failure, which has two forms:
+`window_kernel.py` shows the usual way on an example. The candidate count reveals failure. There are two kinds:
 
   * More elements reach the bound than the list has slots. Either many elements are equal, or the best ones are
     concentrated in a few groups.

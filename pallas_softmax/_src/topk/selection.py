@@ -1,7 +1,7 @@
 """The steps of a CTA that finds the k best of its row: their contracts, and each step in plain JAX.
 
 On the GPU the steps are inline PTX, because Pallas has no scatter, sort or warp operations there. The interpreter runs
-the JAX versions in this file. The steps by file, in the order in which they run:
+the JAX versions in this file. The steps by file, in the order of execution:
 
     arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
     bound_ptx.py       bound                                        the search for the candidates in it

@@ -296,11 +296,11 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
     p.set(reach, 0)
     p.set(exceed, 0)
     address, group = p.at(x, thread, 16), p.at(keys_at, thread, 4)
-    left = p.var(window.blocks, "u32")
+    blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:
         largest = p.load(group, "s32")
-        blocks = p.min(left, window.group_blocks)
-        p.update(left, "sub", blocks)
+        blocks = p.min(blocks_left, window.group_blocks)
+        p.update(blocks_left, "sub", blocks)
         with p.block() as counted:
             reaches = largest >= limit
             with p.when(~reaches):
@@ -314,7 +314,7 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
                 p.update(blocks, "sub", 1)
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
-        next_group(left.differs(0))
+        next_group(blocks_left.differs(0))
     refs = {"x": x_smem, "group_keys": group_keys}
     return insert_ptx(p, refs, {"bound": bound}, results={"reach": "i32", "exceed": "i32"})
 

@@ -9,7 +9,7 @@ one run is the row. Position p of the sorted row is in lane p / held, register p
     runs of 4      7 6 | 5 3 | 2 1 | 1 0
 
 Elements are packed keys (see `packed_ptx`), in 32-bit words. The packed key of a 32-bit element lacks the lowest bits
-of the key, so two neighbours may be alike: they have the same upper bits. If a warp has few alike pairs, it compares
+of the key, so two neighbours may nearly tie: they have the same upper bits. If a warp has few near ties, it compares
 their whole keys, and exchanges neighbours in the wrong order. Otherwise it sorts its rows again, in 64-bit words with
 the whole key.
 """
@@ -19,9 +19,9 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import mending_ptx, packed_ptx
 from pallas_softmax._src.topk.tile_plan import sorted_tile
 
-# Each pair takes about 160 PTX instructions in a pass. Normal logits have 0.6 alike pairs among the best 128 of 512
-# elements. Sorting such a row takes 1,400 instructions, and four times as many in 64-bit words.
-_MOST_ALIKE = 8  # most pairs in the rows of a warp that are compared one by one
+# Each near tie takes about 160 PTX instructions in a pass. Normal logits have 0.6 among the best 128 of 512 elements.
+# Sorting such a row takes 1,400 instructions, and four times as many in 64-bit words.
+_MOST_NEAR_TIES = 8  # most near ties in the rows of a warp that are compared one by one
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
@@ -51,14 +51,14 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
         keep(row, words)
     if narrow:
         return p
-    pairs = [mending_ptx.pairs_alike(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
+    pairs = [mending_ptx.near_ties(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in pairs])
     with p.block() as finish:
         packed_ptx.leave_if_exact(p, tile, rows, bits, number > 0, finish)
-        # If the two elements after the k-th are alike, later elements may be alike as well.
+        # If the two elements after the k-th nearly tie, later elements may nearly tie as well.
         pair_after = p.reduce("or", pairs) >> (k % held) & 1
         goes_on = pair_after.differs(0) & lane.equals(k // held)
-        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_ALIKE))
+        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row, words in enumerate(words_of_rows):
                 mending_ptx.put_in_order(p, tile, row, words, pairs[row], ones)

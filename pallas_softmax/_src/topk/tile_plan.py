@@ -34,7 +34,7 @@ from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
 #     32768 x 512 float32    150     82.4     86.9    many winners
 #     32768 x 512 bfloat16   150     63.1     92.4    many winners
 #     16384 x 1000 bfloat16  257     96.6    132      many winners
-#     65536 x 256 float32    100     68.0     63.6    not so many winners
+#     65536 x 256 float32    100     68.0     63.6    100 winners are not many
 #
 # With 64 elements in each of 32 lanes, a window is faster for float32, but not for bfloat16. Also, merges of float32
 # number the elements of a lane's list by the 32 bits of a word. Times of 16384 x 2048 in µs:
@@ -45,7 +45,7 @@ from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
 #     bfloat16     29.8            49.4     60.2     by merges
 #                  43.8            69.7     78.3     in a window
 LANE_ELEMENTS = {4: 16, 2: 32}  # most elements of a row in a lane, with few lanes, by bytes of an element
-MANY_LANES = 8  # with at least so many lanes per row, a lane may hold more elements
+MANY_LANES = 8  # with at least this many lanes per row, a lane may hold more elements
 MAX_LANE_ELEMENTS = 32  # most elements of a row in a lane, with many lanes
 MAX_PAIRED_LANE_ELEMENTS = 64  # the same for 16-bit elements, if a lane loads 16 bytes at once
 MANY_WINNERS = 128  # with more winners in a row, lanes may hold fewer elements

@@ -60,7 +60,7 @@ def topk_rows(
       interpret: as for `pallas_call`.
 
     Returns:
-      Candidates (rows, k), with values and indices. Normalizers (rows, 1), in which d is the sum of
+      Candidates (rows, k), with values and indices. Normalizers (rows, 1): d is the sum of
       exp((x - m) / temperature).
     """
     request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
@@ -133,7 +133,7 @@ class Part(NamedTuple):
       owned: number of elements.
       x_gmem: one-dimensional device memory. The part starts at element `first`.
       first: see x_gmem.
-      body: element of x_gmem at which the body starts.
+      body: number of the element in x_gmem where the body starts.
       extent: where in the window the part lies.
       mask: None, or (reference to the mask, its row).
     """
