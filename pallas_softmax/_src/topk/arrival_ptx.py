@@ -1,4 +1,4 @@
-"""The steps of `selection` while a row arrives, in inline PTX: thread t takes vector t of every block."""
+"""Inline PTX for the steps of `selection` while a row arrives. Thread t handles vector t of every block."""
 
 import math
 
@@ -19,11 +19,11 @@ from pallas_softmax.online import Normalizer
 
 _SLT, _SGE = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
 _BYTE = 0xFF
-_MASK_BYTES = 4  # of the mask, one for each element, in a word
+_MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
 def clear(slots, counts) -> None:
-    """Every thread writes 16 bytes at a time, until all slots are 0; thread 0 sets both counts to 0."""
+    """Sets all slots to 0, 16 bytes per thread at a time. Thread 0 sets both counts to 0."""
     (items,) = slots.shape
     p = Program()
     thread, slots_at, counts_at = p.operands("u32", "thread", "slots", "counts")
@@ -43,9 +43,9 @@ def clear(slots, counts) -> None:
 
 
 def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bool) -> None:
-    """Each thread takes a position of the head, and every 128th of the tail:
+    """Each thread fills at most one position of the head, and every 128th position of the tail:
 
-    if low <= position < high:  x = the element, or the float of the lowest key where the mask has 0; -inf if `infinite`
+    if low <= position < high:  x = the element; if masked, the float of the lowest key, or -inf if `infinite`
     else:                       x = -inf
     x_smem[position] = x
     """
@@ -58,7 +58,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
         bits = ir.IntegerType.get_signless(8 * kind.itemsize)
 
         def place(position, end, in_row):
-            """Fills a position, if it is below `end`; `in_row` says whether a row may have an element there."""
+            """Fills a position below `end`. `in_row` says whether the row may have an element there."""
             within = arith.cmpi(_SLT, position, i32(end))
             inside = arith.andi(arith.cmpi(_SGE, position, low), arith.cmpi(_SLT, position, high))
             x = utils.c(kind.neg_inf, bits)
@@ -80,7 +80,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
 
 
 def _element(x_gmem, at, inside, bits) -> ir.Value:
-    """Returns the bits of element number `at` (i32) of x_gmem, or of -inf unless `inside`."""
+    """Returns the bits of element number `at` (i32) of x_gmem if `inside`, else the bits of -inf."""
     offset = arith.extui(ir.IntegerType.get_signless(64), at)
     dtype = ir.MemRefType(x_gmem.type).element_type
     x = load_vector(utils.memref_ptr(x_gmem), dtype, 1, offset, inside, -float("inf"))
@@ -89,7 +89,7 @@ def _element(x_gmem, at, inside, bits) -> ir.Value:
 
 
 def _masked(x, mask_gmem, row, column, inside, of_masked: int) -> ir.Value:
-    """Returns the bits x, or `of_masked` if the position is `inside` and the mask has 0."""
+    """Returns `of_masked` if the position is `inside` and its mask byte is 0, else the bits x."""
     columns = ir.MemRefType(mask_gmem.type).shape[1]
     keep = load_mask(utils.memref_ptr(mask_gmem), 1, scalar(row), column, columns, inside)
     (keep,) = elements(keep)
@@ -111,10 +111,10 @@ def _store_if(condition, x_smem, position, x, itemsize: int) -> None:
 
 
 def mask_step(window: Window, x_smem, step, keep, infinite: bool) -> None:
-    """For each block of the step, a thread loads its vector, and the bytes of the mask, which are 0 or 1:
+    """For each block of the step, a thread loads its vector and the vector's mask bytes, which are 0 or 1:
 
     x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
-    store x, if the vector is in the body     (`fill_edges` has masked what is beside it)
+    store x, if the vector is in the body     (`fill_edges` masks the head and the tail)
     """
     layout = plgpu.Layout.WG_STRIDED((window.block,), vec_size=window.vec)
     code = _mask_vectors(window, Elements(x_smem.dtype), len(keep), infinite)
@@ -130,15 +130,15 @@ def mask_step(window: Window, x_smem, step, keep, infinite: bool) -> None:
 
 
 def _words(of_block, count: int) -> list[ir.Value]:
-    """Returns the bytes of this thread in a block of int8, as `count` numbers of 32 bits."""
+    """Returns the bytes of this thread in a block of int8, as `count` 32-bit numbers."""
     (register,) = of_block.registers.flat
     return elements(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register))
 
 
 def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -> Program:
-    """Returns the text of `mask_step`; <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
+    """Returns the program of `mask_step`. <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
 
-    Two words of 16-bit elements, x0 in the lower half, and the word of their mask, whose byte 1 is 0:
+    Example: two words of 16-bit elements, with x0 in the lower half, and their mask word, which has byte 1 = 0:
 
         words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
     """
@@ -151,7 +151,7 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
         position = first + b * window.block
         from_head = position >= window.head
         in_body = from_head & (position < window.head + window.body)
-        # Beside the body, `fill_edges` of another warpgroup may be writing: `sample` has several, and calls this, too.
+        # Outside the body, another warpgroup may be writing in `fill_edges`: `sample` has several warpgroups.
         words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
         p.load_vector_into(words, address, offset=b * block_bytes, when=in_body)
         for j in range(window.vec):
@@ -160,7 +160,7 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
             at = j * kind.itemsize
             word, element_bits = words[at // 4], kind.all_ones << 8 * (at % 4)
             p.update(word, "or", element_bits, when=masked)
-            if infinite:  # from all ones
+            if infinite:  # turns all ones into -inf
                 p.update(word, "xor", (kind.neg_inf ^ kind.all_ones) << 8 * (at % 4), when=masked)
         p.store(address, *words, offset=b * block_bytes, when=in_body)
     return p
@@ -169,13 +169,13 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
 def absorb_step(
     window: Window, x_smem, group_keys, step, blocks: int, lane: Normalizer, scale, masked: bool
 ) -> Normalizer:
-    """A thread adds its elements of a step to its normalizer, with one rescaling of d for all:
+    """Adds a thread's elements of a step to its normalizer. All of them share one rescaling of d:
 
-    new_m = max(m, x...)                                a NaN is left out here, for it makes d NaN
-    s     = new_m, but 0 if that is -inf                so that -inf - s is -inf, and not NaN
+    new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
+    s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
     new_d = d * 2^((m - s) scale) + sum of 2^((x - s) scale)
 
-    It writes the largest key of each of its groups in the step.
+    Also writes the largest key of each of the thread's groups in the step.
     """
     kind, p = Elements(x_smem.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
@@ -218,12 +218,12 @@ def _largest_of_groups(
     floats: list[list[Value]] | None,
     keys_at: Value,
 ) -> list[Value]:
-    """Writes the largest key of each of the thread's groups in a step; returns the largest floats.
+    """Writes the largest key of each of the thread's groups in a step. Returns the groups' largest floats.
 
     Args:
       vectors: the words of each block.
-      floats: its elements as floats, where they may differ from the words since some are masked; or None.
-      keys_at: the address of the thread's first key.
+      floats: the elements of each block as floats, if some are masked and so differ from the words; else None.
+      keys_at: the address of the thread's first group key.
     """
     largest = []
     for i, start in enumerate(range(0, len(vectors), window.group_blocks)):

@@ -1,11 +1,12 @@
-"""A bound for the k best elements of a part, from the largest keys of its groups, in inline PTX: `selection.bound`.
+"""Inline PTX that finds a lower bound for the k best elements of a part: `selection.bound`.
 
-The keys are counted in buckets, pieces of their range that are all as long, a power of two. The bucket in which the
-k-th largest key lies starts at a key that k keys reach, and not many more, or the same is done for it alone:
+It looks only at the largest key of each group. The range of these keys is cut into buckets of equal length, a power of
+two, and the keys are counted by bucket. One bucket holds the k-th largest key. At least k keys reach the least key of
+that bucket, which is the bound. If many more than k keys reach it, the bucket is cut into buckets again:
 
     keys       2 9 4 8 7 4 7 1      k = 3
     bucket     3 0 2 0 1 2 1 4      (9 - key) / 2
-    counts     2 2 2 1 1            the third largest key is in bucket 1, of 6 and 7: four keys reach 6
+    counts     2 2 2 1 1            the third largest key is in bucket 1, keys 6 and 7: four keys reach 6
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,25 +18,25 @@ from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, emit_ptx, inline, th
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import sums_ptx
 
-_EACH = 4  # counters of a thread
+_EACH = 4  # counters per thread
 _COUNTERS_BITS = (_EACH * WARPGROUP).bit_length() - 1
-_SCRATCH_BYTE = 16  # of <counts>: where the search has its scratch
-_BUCKET_BYTE, _REACH_BYTE = 16, 24  # of the scratch: where a thread tells the others what it has found
+_SCRATCH_BYTE = 16  # offset of the scratch in <counts>
+_BUCKET_BYTE, _REACH_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
 
 
 def bound(group_keys, slots, counts, groups: int, k: int):
-    """Goes from all keys to those of one bucket, as long as there are many in it:
+    """Narrows the range of keys to one bucket, until few more than k keys reach its least key:
 
     low, high = a key that at least k group_keys reach, the largest group_key
     above = 0                                              number of group_keys that exceed high
     while low < high:
         count the group_keys from low to high in buckets
         b = the bucket with the k-th largest of all
-        low = max(low, its least key), n = how many group_keys reach it
-        high, above = the largest key of bucket b, how many exceed it
-        stop if n is few more than k
+        low = max(low, the least key of b), n = number of group_keys that reach low
+        high = the largest key of b, above = number of group_keys that exceed high
+        stop if n is at most few_more(k)
 
-    The counters lie in the empty slots, and leave them empty.
+    The counters use the empty slots, and every pass clears them again.
     """
     code = text(groups, k)
 
@@ -49,12 +50,12 @@ def bound(group_keys, slots, counts, groups: int, k: int):
 
 
 def few_more(k: int) -> int:
-    """Returns how many groups may reach the bound: not more than k if these are whole turns of all threads."""
+    """Returns how many groups may reach the bound: at most k rounded up to a multiple of the threads."""
     return min(k + max(2, k // 16), -(-k // WARPGROUP) * WARPGROUP)
 
 
 def text(groups: int, k: int) -> Program:
-    """Returns the text of `bound`; <bound> gets the result, and words 4 to 11 of <counts> are used meanwhile."""
+    """Returns the program of `bound`. <bound> gets the result. Words 4 to 11 of <counts> are scratch."""
     p = Program()
     slots, counts = p.operands("u32", "slots", "counts")
     low, high = p.operand("bound", "s32"), p.fresh("s32")
@@ -65,7 +66,7 @@ def text(groups: int, k: int) -> Program:
     with p.block() as finish, p.repeat() as again:
         width = (high - low).bits("u32")
         finish(width.equals(0))
-        # A bucket is 2^shift keys long: as short as it can be with a counter for each bucket.
+        # A bucket is 2^shift keys long, as short as the number of counters allows.
         shift = p.max((p.highest_bit(width) - (_COUNTERS_BITS - 1)).bits("s32"), 0)
         for key in keys:
             distance = (high - key).bits("u32")
@@ -81,7 +82,7 @@ def text(groups: int, k: int) -> Program:
 
 
 def _load_group_keys(p: Program, groups: int) -> list[Value]:
-    """Loads every 128th of the group_keys, when all are written."""
+    """Loads every 128th of the group_keys, after a barrier: all threads must have written theirs."""
     thread, group_keys = p.operands("u32", "thread", "group_keys")
     p.barrier()
     own = p.at(group_keys, thread, 4)
@@ -89,10 +90,10 @@ def _load_group_keys(p: Program, groups: int) -> list[Value]:
 
 
 def _bracket(p: Program, keys: list[Value], k: int, low: Value, high: Value, scratch: Value) -> None:
-    """Sets `low` to a key that at least k group_keys reach, and `high` to the largest of them.
+    """Sets `low` to a key that at least k group_keys reach, and `high` to the largest group_key.
 
-    Each thread's keys are dealt out to as many sets as make k sets or more of all threads; all sets have a key that
-    reaches the least of their maxima.
+    Each thread divides its keys into sets, so that all threads together have at least k sets. `low` is the least of the
+    sets' maxima, so every set has a key that reaches it.
     """
     sets = -(-k // WARPGROUP)
     largest = p.reduce("max", keys)
@@ -105,10 +106,10 @@ def _bracket(p: Program, keys: list[Value], k: int, low: Value, high: Value, scr
 
 
 def _find_bucket(p: Program, above: Value, k: int, scratch: Value) -> tuple[Value, Value, Value]:
-    """Finds the bucket with the k-th largest key, and clears the counters, when all keys are counted.
+    """Finds the bucket with the k-th largest key once all keys are counted, and clears the counters.
 
-    A thread has four neighbouring counters. Of all threads one finds, at one of its counters, that fewer than k keys
-    lie before that bucket, and that k keys reach it. It tells the others:
+    A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than k keys lie
+    before that bucket, and at least k keys reach it. That thread publishes its result in the scratch:
 
         word of scratch   0 to 3               4        5        6
                           totals of the warps  bucket   before   reach
@@ -117,7 +118,7 @@ def _find_bucket(p: Program, above: Value, k: int, scratch: Value) -> tuple[Valu
       above: number of keys above those counted.
 
     Returns:
-      The number of the bucket, how many keys are above it, and how many reach its least key.
+      The number of the bucket, how many keys lie above it, and how many keys reach its least key.
     """
     thread, slots = p.operands("u32", "thread", "slots")
     p.barrier()

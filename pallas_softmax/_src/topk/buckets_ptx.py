@@ -1,8 +1,8 @@
-"""The order of many candidates, by buckets, in inline PTX, by the 128 threads of a CTA; see `ranking_ptx`.
+"""Inline PTX that ranks many candidates by buckets, with the 128 threads of a CTA. `ranking_ptx` calls it.
 
-The range of the candidates is cut into equal pieces, the buckets, as many as there are slots. Candidates are counted
-in their buckets; a running sum of the counts says where in the order each bucket starts; and within its bucket a
-candidate is compared with the others there. With 4 buckets, of the keys 9 to 1:
+The range of the candidates is cut into buckets of equal length, one for each slot. Candidates are counted by bucket. A
+running sum of the counts is the rank at which each bucket starts. Within a bucket, each candidate is compared with all
+others. An example with keys from 9 to 1 and 4 buckets:
 
     slots      3  8  1  9  5  2  9'      in any order
     bucket     2  0  3  0  1  3  0       (9 - key) / 2.25
@@ -11,13 +11,13 @@ candidate is compared with the others there. With 4 buckets, of the keys 9 to 1:
     grouped    8  9  9' | 5 | 3 | 1  2   in any order within a bucket
     ranked     9  9' 8  | 5 | 3 | 2  1
 
-If the candidates are spread over the buckets, the time grows with their number alone. If they are not, there is a
-bucket with many, and `ranking_ptx` sorts, or compares each with all. So what is cut is the range of the distances from
-the best one:
+If the candidates are spread over the buckets, the time is linear in their number. If one bucket has too many of them,
+`ranking_ptx` sorts all candidates, or compares each with all. To spread the candidates, the buckets cut the range of
+their distances from the best one:
 
-  * A distance is a difference of keys, which lie on a scale of logarithms. Of a range around 0 most keys are those of
-    tiny numbers. So if there are both signs, what is below 2^-16 of the largest magnitude counts as 0.
-  * In 16 bits many candidates have the same key, so their indices count too: V * the difference of keys + index.
+  * A distance is a difference of keys, and keys grow like logarithms of the elements. In a range around 0, most keys
+    belong to tiny numbers. So if both signs occur, magnitudes below 2^-16 of the largest one count as 0.
+  * Many 16-bit candidates have the same key, so the index counts as well: V * difference of keys + index.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,17 +29,17 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import sums_ptx
 from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
 
-_CHUNK = 4  # candidates of a thread that are handled together
-_OCTAVES = 16  # powers of two from the largest magnitude to what counts as 0
+_CHUNK = 4  # candidates that a thread handles together
+_OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
 _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
-# A word has two numbers of 16 bits: below, a bucket or where it starts; above, a count. The place of a candidate is
-#     in `_count`   | how many its bucket had before it | number of its bucket    |
-#     from `_group` | how many its bucket has           | where its bucket starts |
+# A candidate's place is a word of two 16-bit numbers, the upper half and the lower half:
+#     in `_count`   | candidates counted before it in its bucket | number of its bucket    |
+#     from `_group` | candidates in its bucket                   | where its bucket starts |
 _HALF, _LOWER = 16, 0xFFFF
 
-_OF_ZERO = 2**31  # the key of +0 in a slot; that of -0 comes before it
-_ROUNDED_DOWN = 1 - 2.0**-20  # makes a factor less than it is exactly, by more than float32 rounds
+_OF_ZERO = 2**31  # the key of +0 in a slot; the key of -0 is one less
+_ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
 
 
 def rank_by_buckets(
@@ -52,13 +52,13 @@ def rank_by_buckets(
     most: int,
     otherwise: Callable[[Value], None],
 ) -> None:
-    """Writes the k best of the first <n> slots to <ranked>; a thread has slots thread, thread + 128, ...
+    """Writes the k best of the first <n> slots to <ranked>. A thread handles slots thread, thread + 128, ...
 
     Args:
-      capacity: number of slots, and of the words of <buckets>.
+      capacity: number of slots, and number of words in <buckets>.
       padded, dtype, vocab: as in `ranking_ptx.rank`.
-      most: number of candidates of a bucket up to which they are compared.
-      otherwise: leaves the buckets, where a condition holds: a bucket has more. The slots then are as they were.
+      most: if a bucket has more candidates than this, buckets are too slow.
+      otherwise: called with the condition that a bucket has more. Jumps out if it holds, with the slots unchanged.
     """
     thread, buckets = p.operands("u32", "thread", "buckets")
     each = capacity // WARPGROUP
@@ -74,22 +74,22 @@ def rank_by_buckets(
 
 
 def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
-    """Yields some of a thread's `each` candidates after others: conditions, whether it has them, and which they are.
+    """Yields a thread's `each` candidates in chunks: one condition each, whether the thread has it, and their slice.
 
-    What is done with those of a chunk does not wait for each other. All threads leave the chunks as soon as none of
-    them has a candidate.
+    Work on the candidates of one chunk is independent, so it overlaps. All threads leave at the first chunk that is
+    empty for all of them.
     """
     thread, n = p.operands("s32", "thread", "n")
     with p.block() as leave:
         for first in range(0, each, _CHUNK):
-            left = n - WARPGROUP * first
-            leave(left <= 0)
+            remaining = n - WARPGROUP * first
+            leave(remaining <= 0)
             some = slice(first, min(first + _CHUNK, each))
-            yield [thread < left - WARPGROUP * i for i in range(some.stop - some.start)], some
+            yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
 def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
-    """Loads the thread's slots; returns them, and the greatest and the least of all keys, as slots have them."""
+    """Loads the thread's slots. Returns them, and the greatest and the least key of all slots, in slot form."""
     thread, slots, ranked = p.operands("u32", "thread", "slots", "ranked")
     greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
     own = p.at(slots, thread, SLOT_BYTES)
@@ -109,17 +109,17 @@ def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]
 def _distances(
     p: Program, greatest: Value, least: Value, dtype, vocab: int | None
 ) -> tuple[Callable[[Value], Value], Value]:
-    """Returns a function from a slot to its distance from the best one, and how many distances there are, a float.
+    """Returns a function from a slot to its distance from the best one, and the number of distances, a float.
 
-    Distances are below 2^32. It only matters that better candidates are not farther away. Keys from `last` to `first`
-    count as one, that of 0, to which others have the distance from the nearer end:
+    Distances are below 2^32. A better candidate must not have a larger distance; otherwise distances are free. Keys
+    from `last` to `first` count as 0 and have one distance. Other keys are measured from the nearer end:
 
         key        least ... last           | last ... first | first ... greatest
         distance   best + (last - key)      | best           | greatest - key           best = greatest - first
     """
     largest = p.max(greatest - _OF_ZERO, _OF_ZERO - 1 - least).bits("s32")
     small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
-    # What counts as 0: +0 and -0, and what is small if there are both signs.
+    # +0 and -0 always count as 0. Small magnitudes count as 0 if both signs occur.
     small = p.select((least < _OF_ZERO) & (greatest >= _OF_ZERO), small, 0)
     first, last = small + _OF_ZERO, _OF_ZERO - 1 - small
 
@@ -137,7 +137,7 @@ def _distances(
         between = best - (key - at)
         if indices == 1:
             return between
-        # Of what counts as 0 a better key may have the higher index.
+        # Among candidates that count as 0, a better key may have a higher index. So their indices are not added.
         return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
 
     last_distance = best - (least - nearest(least))
@@ -145,15 +145,15 @@ def _distances(
 
 
 def _factor(p: Program, distances: Value, capacity: int) -> Value:
-    """Returns the factor by which distances become buckets: bucket = distance * factor / 2^32.
+    """Returns the factor that turns distances into buckets: bucket = distance * factor / 2^32.
 
-    It is a little less than slots * 2^32 / distances, by more than float32 rounds, and at most 2^32 - 1.
+    It is slots * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
     """
     return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
 
 
 def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], factor: Value) -> list[Value]:
-    """Counts the candidates in their buckets; returns the places: bucket, and above 16 bits how many it had before."""
+    """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
     buckets = p.operand("buckets", "u32")
     places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
     for have, chunk in _chunks(p, len(values)):
@@ -168,9 +168,9 @@ def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], 
 
 
 def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
-    """Turns each count into where its bucket starts, and above 16 bits the count.
+    """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
-    sums of the thread's counts -> of the lanes below -> of the warps below, through <ranked>
+    The starts are running sums: over the thread's counts, then the lower lanes, then the lower warps (in <ranked>).
     """
     counts = p.load_vector(mine, "u32", each)
     start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
@@ -188,9 +188,9 @@ def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[V
 
 
 def _group(p: Program, values: list[Value], places: list[Value]) -> None:
-    """Writes the candidates to the slots again, grouped by buckets.
+    """Writes the candidates back to the slots, grouped by bucket.
 
-    A place then is where its bucket starts, and above 16 bits how many it has.
+    Afterwards a place has the start of the bucket, and in the upper half the number of candidates in it.
     """
     buckets, slots = p.operands("u32", "buckets", "slots")
     for have, chunk in _chunks(p, len(values)):
@@ -206,9 +206,9 @@ def _group(p: Program, values: list[Value], places: list[Value]) -> None:
 def _compare(
     p: Program, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
 ) -> None:
-    """Compares candidates with the others of their buckets, one after another, and writes them at their ranks.
+    """Compares each candidate with all others in its bucket, and writes it at its rank.
 
-    A bucket that starts at rank k or later is left out.
+    Buckets that start at rank k or later are skipped.
     """
     slots, ranked = p.operands("u32", "slots", "ranked")
     ranks, addresses, counts = [], [], []

@@ -1,9 +1,9 @@
-"""The order of the winners of few lists, each of which is in order, in inline PTX: `selection.rank_lists`.
+"""Inline PTX that ranks the winners of a few sorted lists by binary search: `selection.rank_lists`.
 
-A winner's rank is the number of better ones in all lists, and of each list a binary search finds it. For k = 4:
+A winner's rank is the number of better winners in all lists. A binary search counts them in each list. For k = 4:
 
-    lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is the better one
-    rank      0 3 4 . | 1 2 .  .        6: one better one in its own list, two in the other
+    lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is better
+    rank      0 3 4 . | 1 2 .  .        6: one better winner in its own list, two in the other
     ranked    9 8 7 6
 """
 
@@ -14,7 +14,7 @@ from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key, slot_of
 
 
 def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, padded: int) -> None:
-    """A thread has every 128th of the winners, and counts for each the better ones in one list after another."""
+    """Each thread handles every 128th winner, and counts the better winners list by list."""
     p = Program()
     thread, row_number, slots_at, ranked_at = p.operands("u32", "thread", "row", "slots", "ranked")
     keys, indices = p.operands("u64", "keys", "indices")
@@ -47,8 +47,8 @@ def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, 
 
 
 def _better(p: Program, start: Value, k: int, values: list[Value]) -> list[Value]:
-    """Returns for each value how many slots of a list are greater: of k from the address `start` on, in order."""
-    ends = [p.var(start) for _ in values]  # of those that are known to be greater
+    """Returns for each value the number of greater slots in a sorted list of k slots at address `start`."""
+    ends = [p.var(start) for _ in values]  # end of the slots that are known to be greater
     step = 1 << k.bit_length() - 1
     while step:
         last = start + SLOT_BYTES * (k - step)

@@ -1,7 +1,7 @@
-"""Winners whose packed keys are alike are put in order by their whole keys, in inline PTX (see `packed_ptx`).
+"""Inline PTX that orders near ties among winners by their whole keys (see `packed_ptx`).
 
-A warp looks at such pairs of neighbours one after another: all lanes read the two words, and then the two whole keys,
-which are in the registers of some lane.
+Two packed keys nearly tie if they differ in the bits of their columns only. A warp handles pairs of neighbours that
+nearly tie one by one. All lanes read the two packed keys, then the two whole keys, from the lanes that hold them.
 """
 
 from pallas_softmax._src.gpu.hardware import LANES
@@ -10,26 +10,28 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import packed_ptx
 
 
-def pairs_alike(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
-    """Returns bit i where the words at position i of a lane and the next one differ in their low bits only.
+def near_ties(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
+    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits `ones` only.
 
-    Of each row it looks at the first `count` pairs of neighbours.
+    Only the first `count` pairs of neighbours of each row are compared.
     """
     bits = p.var(0, "u32")
     of_next_lane = p.shuffle(words[0], "down", 1)
-    left = (count - lane * len(words)).bits("s32")  # pairs from the first position of this lane on
+    remaining = (count - lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
     for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
         near = (word ^ other).bits("u32") <= ones
-        p.update(bits, "or", 1 << i, when=near & (left > i))
+        p.update(bits, "or", 1 << i, when=near & (remaining > i))
     return bits
 
 
 def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
-    """Exchanges neighbours that are in the wrong order, pair by pair; where pairs meet, until a pass finds none.
+    """Exchanges neighbours that are in the wrong order, pair by pair.
+
+    If two pairs share a word, passes are repeated until one pass exchanges nothing.
 
     Args:
-      words: the packed keys at the positions of a lane.
-      pairs: bit i where the word at position i and the next one are alike.
+      words: the packed keys of a lane, in order.
+      pairs: has bit i set if words i and i + 1 nearly tie.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 
@@ -43,13 +45,13 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
     exchanged = p.var(False, "pred")
     with p.repeat() as again:
         p.set(exchanged, False)
-        left = p.var(pairs)
+        remaining = p.var(pairs)
         with p.loop() as leave_pass:
-            lanes = p.ballot(left.differs(0))
+            lanes = p.ballot(remaining.differs(0))
             leave_pass(lanes.equals(0))
             lane = p.lowest_bit(lanes)
-            i = p.shuffle(p.lowest_bit(left), "idx", lane)
-            p.set(left, left & (left - 1), when=own_lane.equals(lane))
+            i = p.shuffle(p.lowest_bit(remaining), "idx", lane)
+            p.set(remaining, remaining & (remaining - 1), when=own_lane.equals(lane))
             is_last = i.equals(len(words) - 1)
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
             word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)
@@ -62,8 +64,8 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
 
 
 def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
-    """Returns value i of a lane; the number and the lane are the same for the warp."""
-    while len(values) > 1:  # a bit of the number at a time
+    """Returns value i of a lane. `i` and `lane` must be the same in all lanes of the warp."""
+    while len(values) > 1:  # selects by one bit of i at a time
         odd = (i & 1).differs(0)
         unpaired = values[len(values) // 2 * 2 :]
         values = [p.select(odd, b, a) for a, b in zip(values[::2], values[1::2])] + unpaired
@@ -72,7 +74,7 @@ def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
 
 
 def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: int) -> Value:
-    """Returns the whole key of a packed key of the row of a lane; both are the same for the warp."""
+    """Returns the whole key for packed key `word`, from the row of `lane`. Both must be the same in all lanes."""
     column = (~word & ones).bits("u32")
     of_step = column & (tile.lanes * tile.vec - 1)
     step = column >> (tile.lanes * tile.vec).bit_length() - 1

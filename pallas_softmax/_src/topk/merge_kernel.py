@@ -1,15 +1,18 @@
-"""The merge of lists of winners of a row: those of its parts, or those of its shards on several devices.
+"""The kernel that merges lists of winners of a row: lists of its parts, or of its shards on several devices.
 
-A CTA merges up to `lists_per_merge(k)` lists, which lie in device memory one behind the other, each in order:
+A CTA merges up to `lists_per_merge(k)` lists. They lie in device memory one after another, and each is in order:
 
     list 0                list 1                list 2          n = 3 lists of k keys
     | a0 a1 a2 ... |      | b0 b1 b2 ... |      | c0 c1 ... |   a0 >= a1 >= ..., b0 >= b1 >= ...
 
-Few lists are put in order by binary searches (`lists_ptx.py`). Of more, the k best are found as those of a row are
-(`window_kernel.py`): by a bound that at least k keys reach. If s is k / n, rounded up, then the first s keys of each
-list are k keys or more, so at least k keys reach the smallest of the keys number s. At least k keys also reach the
-largest of the keys number k, since one list has k of them. The greater of the two is the bound; the keys that reach it
-are put in order, and the k best are the new list.
+A few lists are ranked by binary searches (`lists_ptx.py`). More lists are merged with a bound that at least k keys
+reach, like a row in `window_kernel.py`. Two such keys are known:
+
+  * Let s be k / n, rounded up. The n lists have at least k keys at places 1 to s. All of them reach the smallest key at
+    place s.
+  * The list with the largest key at place k has k keys that reach it.
+
+The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list.
 """
 
 import functools
@@ -32,17 +35,17 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
 def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
-    """Returns the k best of the winners of several devices, and the normalizers of the whole rows, in one launch.
+    """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
     Args:
       won: (rows, lists * k) float32, logits of the winners of each device's shard of the row.
-      kept: the mask of these, or None.
-      indices: (rows, lists * k) int32, their indices in the row.
-      parts: the normalizers of the shards, (rows, lists).
+      kept: (rows, lists * k), the mask of the winners, or None.
+      indices: (rows, lists * k) int32, the winners' indices in the row.
+      parts: (rows, lists), the normalizers of the shards.
       temperature: float32, (1,) or (rows,).
       k: number of winners.
       log: whether to return logs of probabilities.
-      dtype: that of the values.
+      dtype: dtype of the values.
       interpret: as for `pallas_call`.
 
     Returns:
@@ -58,13 +61,13 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
 
 
 def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[Candidates, Normalizer]:
-    """Returns winners and normalizers of the rows, each of which has `count` lists, by as many launches as it takes.
+    """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
     Args:
-      lists: those of row 0, then those of row 1, ...; of one list a row, what is returned.
+      lists: the lists of row 0, then of row 1, ...; a single list per row is final already.
       scale: 1 / temperature, (1,) or (rows,).
       count: number of lists of a row.
-      request: what the call asks for.
+      request: the settings of the call.
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))
@@ -74,12 +77,12 @@ def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[Cand
 
 
 def results(lists: WinnerLists) -> tuple[Candidates, Normalizer]:
-    """Returns the winners (rows, k) and the normalizers (rows, 1) of one final list a row."""
+    """Returns the winners (rows, k) and the normalizers (rows, 1), if each row has one final list."""
     return Candidates(lists.values, lists.indices), Normalizer(lists.m[:, None], lists.d[:, None])
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
-    """Merges each `fan_in` of the `count` lists of a row into one; the last merge of a row may have fewer."""
+    """Merges groups of `fan_in` of the `count` lists of a row, each into one. The last group may have fewer."""
     k, interpret = request.k, request.interpret
     rows, merges = len(lists.m) // count, -(-count // fan_in)
     final = merges == 1
@@ -118,14 +121,9 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
                 interpret=interpret,
             )
         else:
-            selection.clear(slots_smem, counts_smem, interpret=interpret)
-            bound = _bound(lists_gmem.values, row, first, held, k, interpret)
-            selection.collect_winners(
-                slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
-                interpret=interpret,
-            )  # fmt: skip
-            n, dtype = counts_smem[0], request.logits_dtype
-            selection.rank(slots_smem, n, buckets_smem, best_smem, k, dtype, None, interpret=interpret)
+            _rank_by_bound(
+                lists_gmem, row, first, held, slots_smem, counts_smem, buckets_smem, best_smem, request
+            )
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
             best_smem, normalizer, row_scale, request, final,
@@ -146,10 +144,33 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
 
 
-def _bound(keys_gmem, row, first, held, k: int, interpret):
-    """Returns a key that at least k keys of `held` lists reach, from list number `first` of a row on.
+def _rank_by_bound(
+    lists_gmem: WinnerLists,
+    row,
+    first,
+    held,
+    slots_smem,
+    counts_smem,
+    buckets_smem,
+    best_smem,
+    request: Request,
+) -> None:
+    """Ranks the winners that reach a bound, in lists `first` to `first + held - 1` of a row, and writes the k best."""
+    k, interpret = request.k, request.interpret
+    selection.clear(slots_smem, counts_smem, interpret=interpret)
+    bound = _bound(lists_gmem.values, row, first, held, k, interpret)
+    selection.collect_winners(
+        slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
+        interpret=interpret,
+    )  # fmt: skip
+    n, dtype = counts_smem[0], request.logits_dtype
+    selection.rank(slots_smem, n, buckets_smem, best_smem, k, dtype, None, interpret=interpret)
 
-    Thread t looks at list first + t; there are no more lists than threads.
+
+def _bound(keys_gmem, row, first, held, k: int, interpret):
+    """Returns a key that at least k keys reach in lists `first` to `first + held - 1` of a row.
+
+    Thread t looks at list first + t. There are at most as many lists as threads.
     """
     load = functools.partial(
         blocks.load_from_row, keys_gmem, row=row, held=held, stride=k, fill=0, interpret=interpret

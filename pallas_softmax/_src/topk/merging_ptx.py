@@ -1,32 +1,36 @@
-"""The k best of rows in registers, in inline PTX, by merges of short lists: `selection.take`, `selection.take_words`.
+"""Inline PTX for the k best of rows in registers, by merging short lists: `selection.take`, `selection.take_words`.
 
-A row lies over the `lanes` lanes of a tile. Each lane finds the best few of its elements, its list, and runs of lanes
-are merged in pairs: element i of one run meets element -1 - i of the other. As long as two runs have no more than
-`size` elements, k rounded up to a power of two, the larger ones go to the first run and the smaller ones to the second;
-then only the larger ones are kept, over both runs, which halves what a lane holds, until that is one element; from
-there on both runs of a pair keep the same. With lists of 2 and a size of 4:
+A row lies over the `lanes` lanes of a tile. Each lane lists its best few elements. Then runs of lanes are merged in
+pairs: element i of one run is compared with element -1 - i of the other. `size` is k rounded up to a power of two. A
+merge keeps its elements in one of three ways:
+
+  * Two runs with at most `size` elements: the larger elements go to the first run, the smaller ones to the second.
+  * Two runs with more elements: only the larger ones are kept, over the lanes of both runs. A lane's elements halve.
+  * One element in a lane: both runs of a pair keep the same elements.
+
+An example with lists of 2 and a size of 4:
 
     lists          7 3 | 9 5 | 8 6 | 8 2       the best two of each lane
     runs of 2      9 7 | 5 3 | 6 2 | 8 8       lanes 2 and 3 in the opposite order, for the next merge
     runs of 4      9   | 8   | 8   | 7         the best of the row, after a last shuffle
 
-What comes out of a merge is bitonic, and sorted by exchanges between lanes and then within them.
+A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
 
-A lane may have had more winners than its list has, if the last of that is among the winners. Lists are so long that
-this is rare in rows in any order (`tile_plan.list_length`). Then, of 16 bits, the lanes make lists of what comes after
-those, which are merged in, and so on.
+A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
+this is rare in rows in any order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
+elements, merge them in, and so on.
 
-An element is one word, its packed key (see `packed_ptx`): of 16 bits it has the whole key, so no two words are equal,
-and the winners' keys need not be read again. Words are made from two elements at a time, which share a register:
+An element is one word, its packed key (see `packed_ptx`). The packed key of a 16-bit element has its whole key. So no
+two words are equal, and the winners need not be read again. Two elements share a register and are packed together:
 
-    two elements      x1 x0                       the upper half is that of the higher column
+    two elements      x1 x0                       the upper half has the higher column
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
     two complements   ~c1 ~c0                     of the columns
     two words         k1 ~c1 | k0 ~c0
 
-Packed keys of 32 bits lack the lowest bits of the key. So winners that are alike are put in order by their whole keys,
-as in `mending_ptx`, and others that are alike the last winner are compared with it, and take its place if they are
-larger. Where these are many, or a list was too short, the warp merges whole lists again, in words of 64 bits.
+The packed key of a 32-bit element lacks the lowest bits of the key. So near ties among winners are ordered by whole
+keys (`mending_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
+larger. If there are many near ties, or a list was too short, the warp merges whole lists again, in 64-bit words.
 """
 
 from collections.abc import Sequence
@@ -39,51 +43,52 @@ from pallas_softmax._src.topk import mending_ptx, packed_ptx, sorting_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST
 from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
 
-# Elements of a warp's rows that are looked at one by one, each of which takes 190 instructions of PTX.
-_MOST_ALIKE = 16
+# The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
+_MOST_NEAR_TIES = 16
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
-# Bytes for `permute`: 0 to 3 are those of its first argument, 4 to 7 of its second.
+# Byte selectors for `permute`: 0 to 3 select from its first argument, 4 to 7 from its second.
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
-    """Returns packed keys of the k best of each row of a tile; the arguments are those of `selection.take_words`."""
+    """Returns packed keys of the k best of each row of a tile. For the arguments see `selection.take_words`."""
     return packed_ptx.insert_in_tile(text_of_words(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row)
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row):
-    """Returns the columns of the k best of each row of a tile of 32-bit keys; arguments as in `selection.take`."""
+    """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `selection.take`."""
     return packed_ptx.insert_in_tile(text(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
 
 
 def text(tile: Tile, vocab: int, k: int) -> Program:
-    """Returns the text of `take`.
+    """Returns the program of `take`.
 
-    <x{row}_{i}> has key i of a row of the thread; <winner{row}_{i}> gets the column of winner lane * held + i.
+    <x{row}_{i}> has key i of a row of the thread. <winner{row}_{i}> gets the column of winner lane * held + i.
     """
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
-    # Of k + 1 listed the last may be alike the last winner; then so may others that are not listed: `maybe_short`.
+    # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
+    # as well (`maybe_short`).
     length = list_length(tile, k, itemsize=4)
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
-    maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether a list may be that, or is
+    maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether any list may be or is
     for row in range(rows):
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
         listed = packed_ptx.best(p, words, length)
         winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
-        pairs = mending_ptx.pairs_alike(p, winners, lane, ones, min(k, vocab) - 1)
+        pairs = mending_ptx.near_ties(p, winners, lane, ones, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
-        least_alike = worst & ~ones
-        if tile.shape[1] > vocab:  # what lies beyond the row is LOWEST, and no other element
-            least_alike = p.max(least_alike, LOWEST + 1)
+        least_near_tie = worst & ~ones
+        if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
+            least_near_tie = p.max(least_near_tie, LOWEST + 1)
         others = p.var(0, "u32")
         for i, word in enumerate(listed):
-            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_alike))
+            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_near_tie))
         if length < len(words):
             too_short |= listed[-1] >= worst
             maybe_short |= listed[-1] >= worst & ~ones
@@ -99,7 +104,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
         keep(row)
     with p.block() as finish:
         packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | maybe_short, finish, too_short)
-        wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_ALIKE))
+        wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row in range(rows):
                 _mend(p, tile, row, found[row], place, ones)
@@ -115,20 +120,20 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
 
 
 class _Found(NamedTuple):
-    """What merges of packed keys found of a row."""
+    """The result of merging the packed keys of a row, in one lane."""
 
-    winners: list[Value]  # the packed keys of a lane's winners
-    pairs: Value  # bit i where winner i of a lane and the next one are alike
-    listed: list[Value]  # the list of a lane
-    others: Value  # bit i where its element i is no winner, and alike the last one
+    winners: list[Value]  # the packed keys of the lane's winners
+    pairs: Value  # has bit i set if winners i and i + 1 nearly tie
+    listed: list[Value]  # the lane's list
+    others: Value  # has bit i set if listed element i did not win, but nearly ties with the last winner
 
 
 def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, int], ones: int) -> None:
-    """Puts winners in the order of their whole keys, and larger elements in the place of the last one.
+    """Orders winners by their whole keys. Larger elements replace the last winner.
 
     Args:
-      place: the lane of the last winner, and its number there.
-      ones: the bits of a packed key that are those of its column.
+      place: the lane of the last winner, and the winner's number there.
+      ones: mask of the column bits of a packed key.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
@@ -139,7 +144,7 @@ def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, i
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
-        last_lane = p.shuffle(place[0], "idx", lane)  # of the same row
+        last_lane = p.shuffle(place[0], "idx", lane)  # in the row of `lane`
         word = mending_ptx.of_lane(p, found.listed, i, lane)
         last = p.shuffle(winners[place[1]], "idx", last_lane)
         key, last_key = (mending_ptx.whole_key(p, tile, row, w, lane, ones) for w in (word, last))
@@ -148,30 +153,30 @@ def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, i
 
 
 def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
-    """Returns the text of `take_words`.
+    """Returns the program of `take_words`.
 
-    <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread; <winner{row}_{i}> gets the packed key of winner
-    lane * held + i, of which a lane gets `held`.
+    <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread. <winner{row}_{i}> gets the packed key of winner
+    lane * held + i, if each lane gets `held` winners.
     """
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     complements = _complements(tile, first_column)
     size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2)
-    length = k if length >= k - 1 else length  # k elements are never too short
+    length = k if length >= k - 1 else length  # a list of k is never too short
     for row in range(packed_ptx.rows_of_thread(tile)):
         words = _packed_keys(p, tile, vocab, row, first_column, complements)
         listed = packed_ptx.best(p, words, length)
         best = [packed_ptx.winner(p, row, i) for i in range(max(1, size // tile.lanes))]
         _set_all(p, best, _merged(p, listed, lane, tile.lanes, size))
         if length >= min(k, len(words)):
-            continue  # no list can be too short
+            continue  # lists cannot be too short
         last = p.var(listed[-1])
         with p.loop() as leave:
             of_lane, place = divmod(k - 1, len(best))
             worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - lane + of_lane)
             leave(~p.any(last >= worst))
-            again = first_column + _zero(p)
-            words = _packed_keys(p, tile, vocab, row, again, _complements(tile, again))
+            same_column = first_column + _zero(p)
+            words = _packed_keys(p, tile, vocab, row, same_column, _complements(tile, same_column))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
             listed = packed_ptx.best(p, words, length)
@@ -182,7 +187,7 @@ def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
 
 
 def _zero(p: Program) -> Value:
-    """Returns 0, which the compiler does not know: what depends on it is made again, and not kept in registers."""
+    """Returns 0, unknown to the compiler: it recomputes values that depend on it, to save registers."""
     return p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
 
 
@@ -196,7 +201,7 @@ def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
 
 
 def _complements(tile: Tile, first_column: Value) -> list[Value]:
-    """Returns the complements of the columns of each two elements of the thread."""
+    """Returns the complements of the columns, for each pair of the thread's elements."""
     columns = packed_ptx.columns_of_thread(tile)
     first = first_column * (1 << 16 | 1)
     pairs = zip(columns[::2], [*columns[1::2], columns[-1]])
@@ -206,7 +211,7 @@ def _complements(tile: Tile, first_column: Value) -> list[Value]:
 def _packed_keys(
     p: Program, tile: Tile, vocab: int, row: int, first_column: Value, complements: list[Value]
 ) -> list[Value]:
-    """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
+    """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
@@ -222,24 +227,25 @@ def _packed_keys(
 
 
 def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) -> list[Value]:
-    """Merges the lists of all lanes of a row; returns the best `size`, in the order of the lanes.
+    """Merges the lists of all lanes of a row. Returns the best `size`, in the order of the lanes.
 
-    make the list of each lane longer, to a power of two, by lowest words
-    for run = 1, 2, ... lanes / 2:            two runs of so many lanes, the second in the opposite order
-        exchange with lane ^ run, word for word from the other end: each lane keeps all its words,
-            the larger or the smaller ones; or, of those in its first half, the larger ones
-        for flip of the lanes that hold a half: exchange with lane ^ flip, one keeps the larger ones
+    pad the list of each lane with lowest words to a power of two
+    for run = 1, 2, ... lanes / 2:            two runs of `run` lanes, the second in the opposite order
+        exchange with lane ^ run, word i with word -1 - i. Each lane keeps
+            as many words as before, either the larger or the smaller ones; or
+            half as many, the larger ones
+        for flip of the lanes that hold a half: exchange with lane ^ flip, one lane keeps the larger words
         sort the words of each lane, which are bitonic now
 
-    `flips` are the bits of a lane's number that give the place of its words in the run, the highest first. They end in
-    another order than those of the lane's number, and so there is a last shuffle.
+    `flips` are the bits of a lane's number that give the place of its words in the run, the highest first. At the end,
+    their order may differ from the order of bits in the lane's number. A last shuffle corrects this.
     """
     missing = power_of_two(len(words), 1) - len(words)
     held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
     flips: list[int] = []
     run = 1
     while run < lanes:
-        # Whether the new run is the second of a pair, and so is to have the opposite order.
+        # Whether the new run is the second of a pair, and so needs the opposite order.
         turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None
         half = len(held) // 2
         if len(held) * run < size:
@@ -253,7 +259,7 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
             held = [p.max(held[0], p.shuffle(held[0], "bfly", run))]
             bitonic = flips
         for flip in bitonic:
-            # Where half of the words were kept, a lane of the second run has its words in the opposite order so far.
+            # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
             held = _exchanged(p, held, lane, flip, turned, mirrored=flip == run)
         held = sorting_ptx.exchanged_in_lane(p, held, sorting_ptx.bitonic(len(held)))
         run *= 2
@@ -270,11 +276,11 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
 def _exchanged(
     p: Program, words: Sequence[Value | None], lane: Value, flip: int, turned: Value | None, *, mirrored: bool
 ) -> list[Value]:
-    """Exchanges words with lane ^ flip; lanes without the bit `flip`, or if `turned` those with it, keep the larger.
+    """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `turned`, the other one.
 
     Args:
-      words: those of a lane, of which None is the lowest one; no two of these meet.
-      mirrored: whether word i meets word -1 - i of the other lane, or word i.
+      words: the words of a lane. None is the lowest word, and None is never compared with None.
+      mirrored: whether word i is compared with word -1 - i of the other lane, or with word i.
     """
     others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
     larger = (lane & flip).equals(0)
@@ -285,7 +291,7 @@ def _exchanged(
 
 
 def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int) -> list[Value]:
-    """Merges two lists that lie in order over the lanes of a row, `lanes` of them, and keeps as many as one has."""
+    """Merges two lists, each sorted over the `lanes` lanes of a row. Keeps the larger half of the words."""
     opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
     words = [p.max(word, other) for word, other in zip(a, opposite)]
     flip = lanes // 2

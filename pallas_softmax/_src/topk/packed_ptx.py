@@ -1,14 +1,15 @@
-"""What the searches for the k best of rows in registers share: packed keys, and the lists of a lane's best elements.
+"""Inline PTX shared by the top-k searches in registers: packed keys, and the lists of a lane's best elements.
 
-A row lies over the `lanes` lanes of a tile, and a thread may have several rows. An element is one word, its packed key:
-the upper bits of its key, above the complement of its column.
+A row lies over the `lanes` lanes of a tile, and a thread may have parts of several rows. An element is one word, its
+packed key. It has the upper bits of the element's key above the complement of its column:
 
     packed key  | key without its lowest b bits    | complement of the column, b bits |
 
-No two packed keys are equal: of equal elements that of the lower column is the larger. Those of 16-bit elements have
-room for the whole key. Those of 32-bit ones have not: elements that are alike, which differ in the lowest b bits only,
-come in the order of their columns. So winners that are alike are looked at again, by whole keys. That is rare in logits
-without ties. Logits with ties, such as small integers, have lowest bits of 0, and nothing is lost.
+No two packed keys are equal: among equal elements, a lower column makes a larger packed key. The packed key of a 16-bit
+element has room for the whole key. The packed key of a 32-bit element lacks the lowest b bits of its key. Two elements
+nearly tie if their keys have the same upper bits. Their packed keys order them by column, so near ties among winners
+are compared again by whole keys. Near ties are rare in logits without ties. Logits with ties, such as small integers,
+end in bits of 0, so their packed keys lose nothing.
 """
 
 import itertools
@@ -26,24 +27,24 @@ from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk.slots import LOWEST_KEY
 
-LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key, packed or not, and the column of what is beyond the row
+LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the column of positions beyond the row
 _LOWEST_WIDE = -(2**63)
-_HALF_BITS = 16  # of the keys of 16-bit floats
+_HALF_BITS = 16  # bits in the key of a 16-bit float
 
 
 def rows_of_thread(tile: Tile) -> int:
-    """Returns the number of rows that a thread has a part of."""
+    """Returns the number of rows in each thread."""
     return tile.rows // (WARPGROUP // tile.lanes)
 
 
 def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
-    """Puts PTX into the kernel, of which it returns the winners, a tile `out`, and per_row over such a tile.
+    """Inserts PTX into the kernel. Returns the winners as a tile `out`, and `per_row` spread over such tiles.
 
     Args:
-      code: the text. <x{row}_{i}> has key i of a row of the thread, or elements 2 i and 2 i + 1 of a row of 16 bits; it
-        writes register i of a row of winners, <winner{row}_{i}>.
-      held: the tile of keys, of 32 bits, or of elements of 16 bits as integers.
-      per_row: tiles, each of one number for a whole row.
+      code: the program. It reads <x{row}_{i}>: key i of a row of the thread, or 16-bit elements 2 i and 2 i + 1. It
+        writes <winner{row}_{i}>: register i of a row of winners.
+      held: a tile of 32-bit keys, or of 16-bit elements as integers.
+      per_row: tiles that hold one number for each row.
     """
     layout, out_layout = tiles.layout(tile), tiles.layout(out)
     dtypes = ["int32"] + ["float32"] * len(per_row)
@@ -67,7 +68,7 @@ def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
 
 
 def _words(registers) -> list[ir.Value]:
-    """Returns the elements of registers in numbers of 32 bits: of 16 bits two by two, the last one alone twice."""
+    """Returns the elements in 32-bit words, two 16-bit elements in one. An unpaired last one fills both halves."""
     i32 = ir.IntegerType.get_signless(32)
     held = [x for register in registers for x in elements(register)]
     if held[0].type == i32:
@@ -91,7 +92,7 @@ def winner(p: Program, row: int, i: int) -> Value:
 
 
 def columns_of_thread(tile: Tile) -> list[int]:
-    """Returns the columns of a thread's elements, but for the first column of its lane."""
+    """Returns the columns of a thread's elements, relative to the first column of its lane."""
     return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
 
 
@@ -108,7 +109,7 @@ def column_bits(tile: Tile, narrow: bool) -> int:
 def packed_keys(
     p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int, narrow: bool
 ) -> list[Value]:
-    """Returns the packed keys of the elements of a row of the thread; those beyond the row are the lowest."""
+    """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     ones = (1 << bits) - 1
     packed = []
     for key, column in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
@@ -122,9 +123,9 @@ def packed_keys(
 
 
 def lower_beyond_row(p: Program, tile: Tile, vocab: int, words: list[Value], first_column: Value) -> None:
-    """Makes the packed keys of what a thread has beyond the row the lowest."""
+    """Sets the packed keys of positions beyond the row to LOWEST."""
     for word, column in zip(words, columns_of_thread(tile)):
-        if column + tile.vec * (tile.lanes - 1) >= vocab:  # of the last lane
+        if column + tile.vec * (tile.lanes - 1) >= vocab:  # the position of the last lane is beyond the row
             p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
 
 
@@ -133,30 +134,30 @@ def leave_if_exact(
     tile: Tile,
     rows: int,
     bits: int,
-    alike: Value,
+    near_tie: Value,
     leave: Callable[[Value], None],
     too_short: Value | None = None,
 ) -> None:
-    """Leaves a block if the order of packed keys is that of the keys in all rows of the warp, and no list is too short.
+    """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
-    It is if no two neighbours are alike, and also if all floats, as bits, end in so many zeros.
+    They do if no neighbours nearly tie. They also do if the lowest `bits` bits of all floats are 0.
     """
 
     def leave_unless(condition):
         leave(~p.any(condition if too_short is None else condition | too_short))
 
-    leave_unless(alike)
+    leave_unless(near_tie)
     union = p.var(0, "s32")
     for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
-        # Of a negative float, the bits of the key are turned.
+        # The key of a negative float has all bits but the sign inverted.
         union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
     leave_unless((union & (1 << bits) - 1).differs(0))
 
 
 def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, count: int) -> list[Value]:
-    """Returns `count` numbers of 64 bits: keys of the thread's elements of a row, above complements of their columns.
+    """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
 
-    Those of elements beyond the row are lower than all others, and so are those beyond what the thread has.
+    Words for positions beyond the row, and words that pad to `count`, are lower than all others.
     """
     held = []
     for of_element, start in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
@@ -171,9 +172,9 @@ def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value,
 
 
 def best(p: Program, words: list[Value], count: int) -> list[Value]:
-    """Returns the largest words, the largest first, and the lowest word where there are not so many.
+    """Returns the `count` largest words, the largest first, padded with LOWEST.
 
-    Of a comparison, a half is left out that nothing needs.
+    A comparison computes its minimum and its maximum only if a result depends on them.
     """
     comparisons, places = network(len(words), count)
     out, needed, steps = list(words), set(places), []
@@ -191,16 +192,16 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
 
 
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns the comparisons that find the best `count` of n elements, and the places of these afterwards, in order.
+    """Returns the comparisons that find the best `count` of n elements, and their final places, the best first.
 
-    A comparison (i, j) leaves the larger element in place i. It is Batcher's odd-even merge sort (Knuth, volume 3,
-    5.3.4), of which each list keeps `count` elements: of 32 elements the best 8 take 248 minima and maxima, which a
-    whole sort that leaves out what is not needed takes 280 for.
+    A comparison (i, j) leaves the larger element in place i. This is Batcher's odd-even merge sort (Knuth, volume 3,
+    5.3.4), but each list keeps only `count` elements. The best 8 of 32 elements take 248 minima and maxima. A whole
+    sort without the unneeded ones takes 280.
     """
     comparisons: list[tuple[int, int]] = []
 
     def merged(a: list[int], b: list[int]) -> list[int]:
-        """Merges two lists of places whose elements are in order."""
+        """Merges two lists of places that hold sorted elements."""
         if not (a and b):
             return a + b
         if len(a) == len(b) == 1:

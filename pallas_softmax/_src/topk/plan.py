@@ -1,8 +1,8 @@
 """How the rows of top-k lie over the GPU: `plan_topk`, a pure function of shape, dtype and device.
 
-A short row lies in the registers of up to 32 threads (a `Tile`, see `tile_plan.py`). A longer one lies in the shared
-memory of a CTA, or is cut into `count` parts with a CTA each. The array of shared memory that holds a row or a part is
-a `Window`:
+A short row lies in the registers of up to 32 threads (a `Tile`, see `tile_plan.py`). A longer row lies in the shared
+memory of a CTA, or is cut into `count` parts with a CTA each. A `Window` describes the shared-memory array that holds a
+row or a part:
 
     position  0          low      head                      head + body      high          size
               |           |         |                             |            |              |
@@ -15,14 +15,14 @@ a `Window`:
     steps     |            step 0             |            step 1             | last  |   step_blocks = 4 blocks
     groups    |    group 0    |    group 1    |    group 2    |    group 3    | last  |   group_blocks = 2 blocks
 
-A position counts in the window; an index counts in the row. Position p holds the element of index p + origin, if
-low <= p < high; every other position holds -inf. The head exists only where some part starts beside a multiple of
-16 bytes. Then the body starts at the first multiple of 16 bytes in the part, so that fewer than `vec` elements of
-the part lie before it.
+A position counts in the window; an index counts in the row. Position p holds the element of index p + origin if
+low <= p < high. Every other position holds -inf. The head exists only if some part does not start at a multiple of
+16 bytes. Then the body starts at the first multiple of 16 bytes in the part, so fewer than `vec` elements of the part
+lie before it.
 
-Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. A step is what arrives by one bulk
-copy. A group is what one thread holds of `group_blocks` blocks: while a step arrives, the thread keeps the largest
-element of each group in it. Group number g * 128 + t is that of thread t and of blocks g * group_blocks to
+Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy brings one step. A group
+is the elements of one thread in `group_blocks` blocks. While a step arrives, the thread keeps the largest element of
+each of its groups. Group number g * 128 + t belongs to thread t and blocks g * group_blocks to
 (g + 1) * group_blocks - 1.
 """
 
@@ -41,80 +41,99 @@ from pallas_softmax._src.gpu.hardware import (
 from pallas_softmax._src.gpu.layout import Cut, Tile, power_of_two
 from pallas_softmax._src.topk.tile_plan import plan_tile
 
-# What follows rests on device times of one H100 80GB HBM3. They stand in benchmarks/results/topk_targets and
-# topk_shapes, or are named here; the limits between two plans were tuned on variants whose times were not kept.
+# These constants rest on device times of one H100 80GB HBM3. The times are in benchmarks/results/topk_targets and
+# topk_shapes, or below. The limits between two plans were tuned on variants that we kept no times for.
 
-# The lists of 2048 winners take at least 64 KB of shared memory (`selection_bytes`), and a CTA of a GPU of compute
-# capability 12 has 95 KB.
+# The lists for 2048 winners take at least 64 KB of shared memory (`selection_bytes`). On compute capability 12, a CTA
+# has 95 KB.
 MAX_K = 2_048  # winners
 
-# Two CTAs that hold a whole row of float32 share a multiprocessor, or three of 16 bits, and one searches its row
-# while those of the others arrive. 4096 x 128256, k = 5: float32 in 6 parts takes 670 us, 0.98 of the bandwidth of
-# a sum (802 us with the best cluster in place of a second launch), and bfloat16 takes 343 us, 0.96 of it.
-ROW_BYTES = {4: 108_000, 2: 66_000}  # bytes of a row that one CTA holds at most, by bytes of an element
-PART_BYTES = {4: 88_000, 2: 66_000}  # bytes of a part of a longer row at most
+# With rows this long, several CTAs share a multiprocessor: two with whole float32 rows, or three with 16-bit rows. One
+# searches its row while the others' rows arrive. 4096 x 128256, k = 5, as a fraction of the bandwidth of a sum:
+#
+#     float32 in 6 parts    670 µs    0.98    (802 µs with the best cluster in place of a second launch)
+#     bfloat16              343 µs    0.96
+ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row in one CTA, by bytes of an element
+PART_BYTES = {4: 88_000, 2: 66_000}  # most bytes of a part of a longer row
 
-# Of many winners the search takes longer than a third CTA saves. k = 128, both launches: 4000 x 50257 float32 takes
-# 293 us in 2 parts, 306 us in 3; 2048 x 49152 bfloat16 takes 78 us whole, 87 us in 2; 777 x 100003 bfloat16 takes 69 us
-# in 2 and in 4. (Between 65 and 127 winners this was not measured.)
-MANY_WINNERS = 65  # winners from which on MANY_WINNERS_BYTES takes the place of ROW_BYTES and PART_BYTES
-MANY_WINNERS_BYTES = 108_000  # bytes, as many as let two CTAs share a multiprocessor
+# With many winners, a third CTA adds more search time than it saves. Times of both launches for k = 128:
+#
+#     4000 x 50257 float32      293 µs in 2 parts    306 µs in 3
+#     2048 x 49152 bfloat16      78 µs whole          87 µs in 2 parts
+#     777 x 100003 bfloat16      69 µs in 2 parts     69 µs in 4
+#
+# We did not measure 65 to 127 winners.
+MANY_WINNERS = 65  # at least this many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
+MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
 
-# Then a row that fills a multiprocessor is faster whole, and searched once. 4000 x 50257 float32 takes 270, 277 and
-# 299 us whole and 286, 293 and 426 us in 2 parts, for k = 65, 128 and 256; 4000 x 40000, k = 128, 228 and 233 us. But
-# 3001 x 33333 takes 165 and 158 us, and 777 x 100003 bfloat16 89 and 69 us.
-WHOLE_ROW_BYTES = 160_000  # bytes of a float32 row from which on it is not cut if it fits
+# With many winners, a row that fills a multiprocessor is faster whole, because it is searched once:
+#
+#                              k     whole     in 2 parts
+#     4000 x 50257 float32     65    270 µs    286 µs
+#                             128    277 µs    293 µs
+#                             256    299 µs    426 µs
+#     4000 x 40000 float32    128    228 µs    233 µs
+#     3001 x 33333 float32    128    165 µs    158 µs
+#     777 x 100003 bfloat16   128     89 µs     69 µs
+WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit
 
-# An H100 has 132 multiprocessors, of which fewer rows than that leave some without work, unless they are cut. The
-# second launch merges parts * k winners, so the more winners there are, the fewer parts pay. For k = 5,
-# 1 x 128256 float32 takes 5.4 us, 10 x 100000 takes 6.0 us, and 64 x 128256 takes 11.4 us.
+# An H100 has 132 multiprocessors. With fewer rows, some would have no work, so rows are cut. The second launch merges
+# parts * k winners, so more winners want fewer parts. For k = 5 and float32, 1 x 128256 takes 5.4 µs, 10 x 100000 takes
+# 6.0 µs, and 64 x 128256 takes 11.4 µs.
 FEW_ROWS = 128  # rows
-FEW_ROWS_MIN_VOCAB = 24_000  # elements of a row beyond which it is cut
+FEW_ROWS_MIN_VOCAB = 24_000  # longer rows are cut
 FEW_ROWS_PART = 8_192  # elements of a part, about
-FEW_ROWS_MERGED = 512  # winners that are merged at most, as long as there are more than MIN_PARTS
-MIN_PARTS, MAX_PARTS = 8, 16  # parts: of many winners, and of few
+FEW_ROWS_MERGED = 512  # most winners to merge, unless this needs fewer than MIN_PARTS parts
+MIN_PARTS, MAX_PARTS = 8, 16  # most parts of a row: with many winners, and with few
 
-# Merging more winners takes longer than parts save. Also, what their search takes (16 to 73 KB) leaves room for one CTA
-# only beside 100 KB of the row, unless the window is compact.
-MAX_CUT_K = 256  # winners up to which rows are cut, and two CTAs share a multiprocessor
+# Merging more winners takes longer than parts save. Their search also takes 16 to 73 KB. Next to 100 KB of the row,
+# this leaves room for one CTA only, unless the window is compact.
+MAX_CUT_K = 256  # up to this many winners, rows are cut, and two CTAs share a multiprocessor
 
-# A search of each winner in the other list has fewer steps than an order of those that reach a bound. Lists of 2 parts
-# are merged in 5.9, not 9.0 us (4096 x 50257 bfloat16, k = 5) and in 10.0, not 11.0 us (3001 x 33333 float32, k = 128);
-# but those of 3 parts in 16.2, not 13.2 us (4000 x 50257 float32, k = 64).
-SEARCHED_LISTS = 2  # lists at most
-SEARCHED_WINNERS = 512  # winners at most, 4 of each thread
+# Ranking winners by binary search in the other list takes fewer steps than ranking those that reach a bound. Merge
+# times of lists of winners:
+#
+#     parts                                     by search    by a bound
+#     2        4096 x 50257 bfloat16, k = 5      5.9 µs       9.0 µs
+#     2        3001 x 33333 float32, k = 128    10.0 µs      11.0 µs
+#     3        4000 x 50257 float32, k = 64     16.2 µs      13.2 µs
+SEARCHED_LISTS = 2  # most lists
+SEARCHED_WINNERS = 512  # most winners, 4 for each thread
 
-# A compact window, of more than MAX_CUT_K winners, lets two CTAs share a multiprocessor that would have one each:
-# 4000 x 25000 float32 takes 146 us, not 210 (k = 300), and 158 us, not 244 (k = 512); 4000 x 16000, k = 2048, takes
-# 285 us, not 436. Where one CTA was left nevertheless, it was no faster: k = 1024, before it fitted twice, took 322 us,
-# not 316. A compact window numbers its positions and groups with 16 bits.
-MAX_COMPACT_SIZE = 2**16  # positions
-MIN_POSITIONS = 1_024  # of its list of candidates; in them are the counters of the search for a bound
+# A compact window is for more than MAX_CUT_K winners. It lets two CTAs share a multiprocessor that has room for one
+# otherwise. With room for only one compact window, it was no faster: k = 1024 then took 322 instead of 316 µs.
+#
+#     float32          k       compact    otherwise
+#     4000 x 25000     300     146 µs     210 µs
+#     4000 x 25000     512     158 µs     244 µs
+#     4000 x 16000    2048     285 µs     436 µs
+MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
+MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `bound_ptx`
 
-# What a CTA takes is as jax 0.10.2 to 0.12 lower it: for 4000 x 25000, k = 512, 112,696 bytes, for k = 1024 114,744.
-# Two of these share a multiprocessor of an H100; two of 117,816 did not.
-REDUCTION_BYTES = 1_024  # that Mosaic reduces with; half of what it keeps otherwise
+# jax 0.10.2 to 0.12 give a CTA of 4000 x 25000 this much shared memory: 112,696 bytes for k = 512, and 114,744 for
+# k = 1024. Two of these CTAs share a multiprocessor of an H100. Two CTAs of 117,816 bytes did not.
+REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions; half of the default of `gpu_kernel`
 
-# The CTA that merges sorts the winners in registers, up to 32 of 8 bytes in each of its 128 threads.
+# The merging CTA sorts winners in registers: up to 32 winners of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
 
-# The maxima of groups of 32 elements leave 67 candidates of 4000 x 25000 float32 for k = 64, and take 137 us. One
-# maximum a thread left 90 to 180 candidates, and took 178 us.
-STEP_ELEMENTS = 32  # elements of a thread in a step, and in a group at most
+# For 4000 x 25000 float32 and k = 64, the maxima of groups of 32 elements leave 67 candidates and take 137 µs. One
+# maximum per thread left 90 to 180 candidates and took 178 µs.
+STEP_ELEMENTS = 32  # elements of a thread in a step, and most elements of a group
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows of top-k in shared memory, whole or in parts; the drawing at the top of this file shows one.
+    """How rows of top-k lie in shared memory, whole or in parts. A drawing is at the top of this file.
 
     Attributes:
       vocab: number of elements of a row.
-      vec: number of elements in 16 bytes, which a thread loads at once.
+      vec: number of elements that a thread loads at once, 16 bytes.
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.
-      compact: whether candidates are listed by their positions, in 16 bits, until the row is no longer needed; then
-        they get their slots where it was. Of whole rows of float32.
+      compact: whether candidates are listed by 16-bit positions until the row is no longer needed. Then their slots
+        take the place of the row. Only whole float32 rows have compact windows.
     """
 
     vocab: int
@@ -167,7 +186,7 @@ class Window:
 
     @property
     def groups_per_thread(self) -> int:
-        """Number of groups, of group_blocks blocks each, whose maxima one thread keeps."""
+        """Number of groups of one thread, which keeps the maximum of each."""
         return -(-self.blocks // self.group_blocks)
 
     @property
@@ -181,7 +200,7 @@ class Window:
         return self.blocks * self.block
 
     def copies(self) -> list[tuple[int, int]]:
-        """Returns the first position and the number of elements of each bulk copy: one a step, of the body alone."""
+        """Returns the first position and the number of elements of each bulk copy: one per step, for the body only."""
         step, end = self.block * self.step_blocks, self.head + self.body if self.body else 0
         return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
 
@@ -193,7 +212,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
       rows: number of rows.
       vocab: number of elements of a row.
       k: number of winners of a row, from 1 to MAX_K.
-      dtype: that of the logits.
+      dtype: dtype of the logits.
       capability: compute capability of the GPU.
     """
     itemsize = jnp.dtype(dtype).itemsize
@@ -208,7 +227,7 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
     fills = k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES
     if rows > FEW_ROWS and fills and _fits(whole, k, itemsize, smem):
         return whole
-    room = smem // 2 if k <= MAX_CUT_K else smem  # bytes of a CTA: two share a multiprocessor, or one has it
+    room = smem // 2 if k <= MAX_CUT_K else smem  # bytes per CTA, with two CTAs on a multiprocessor or one
     count = _parts(rows, vocab, k, itemsize)
     while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
@@ -216,9 +235,9 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
 
 
 def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
-    """Returns the number of parts of a row that is the fastest, if they fit into shared memory."""
+    """Returns the fastest number of parts of a row, before checking that they fit into shared memory."""
     if k > MAX_CUT_K:
-        return 1  # merging so many winners would take longer than parts save
+        return 1  # merging so many winners takes longer than parts save
     if rows <= FEW_ROWS and vocab > FEW_ROWS_MIN_VOCAB:  # whole rows would leave multiprocessors without work
         return min(-(-vocab // FEW_ROWS_PART), max(MIN_PARTS, FEW_ROWS_MERGED // k), MAX_PARTS)
     row_bytes, part_bytes = ROW_BYTES[itemsize], PART_BYTES[itemsize]
@@ -226,13 +245,13 @@ def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
         row_bytes = part_bytes = MANY_WINNERS_BYTES
     if vocab * itemsize > row_bytes:  # a multiprocessor would hold one row, and wait for the next
         return -(-vocab * itemsize // part_bytes)
-    return 1  # nothing is to be merged
+    return 1  # nothing to merge
 
 
 def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
-    """Returns the window of a row in `count` parts that has twice as many groups as winners, if it can.
+    """Returns the window of a row in `count` parts. It has at least twice as many groups as winners, if possible.
 
-    The k-th largest of fewer maxima would be a loose bound for the k-th best element.
+    With fewer groups, the k-th largest of their maxima would be a loose bound for the k-th best element.
     """
     vec = ACCESS_BYTES // itemsize
     step_blocks = group_blocks = STEP_ELEMENTS // vec
@@ -244,9 +263,9 @@ def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
 
 
 def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
-    """Returns windows of a whole row, each of which takes less room, and longer to search, than the one before.
+    """Returns windows of a whole row. Each takes less room than the one before, but more time to search.
 
-    The last one has half as many groups: a bound that is looser costs less than a CTA.
+    The last one has half as many groups: a looser bound costs less than giving up a second CTA.
     """
     window = _window(vocab, k, itemsize, 1)
     if itemsize != 4 or not sum(ordering_words(k)) <= window.size <= MAX_COMPACT_SIZE:
@@ -258,37 +277,38 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
 
 
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
-    """Returns whether the window, and what the search takes beside it, fit into `room` bytes."""
+    """Returns whether the window and the memory of its search fit into `room` bytes."""
     return window.size * itemsize + selection_bytes(window, k) <= room
 
 
 def cta_bytes(window: Window, k: int, itemsize: int) -> int:
-    """Returns the bytes of shared memory that a CTA takes: Mosaic rounds arrays up, and keeps some to reduce with."""
+    """Returns the bytes of shared memory of a CTA, with Mosaic's padding of arrays and scratch for reductions."""
     arrays = [window.size * itemsize, *_arrays_beside_row(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 
 def candidate_slots(k: int) -> int:
-    """Returns the number of candidates that a window's list has room for, a power of two, which the sort needs.
+    """Returns the capacity of a window's list of candidates: a power of two, because the sort needs one.
 
-    A normal sample of 25,000 has 67 candidates for k = 64. Where there are more than slots, the search is repeated.
+    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than slots, the search is
+    repeated.
     """
     return power_of_two(2 * k, 256)
 
 
 def bound_rank(window: Window, k: int, room: int) -> int:
-    """Returns which of the groups' largest elements, in order, is the bound for candidates: the k-th or a higher one.
+    """Returns which of the groups' maxima, in descending order, is the bound for candidates: the k-th or a higher one.
 
-    At least k elements reach the k-th, one in each of k groups. Where k is so large beside the number of groups that in
-    a row in any order too many reach it, the bound is one that about 1.4 k reach.
+    At least k elements reach the k-th maximum, one in each of k groups. If k is large relative to the number of groups,
+    too many elements may reach it in a row in any order. Then the bound is a maximum that about 1.4 k elements reach.
 
     Args:
-      room: how many candidates the list has room for.
+      room: number of candidates that fit into the list.
     """
     elements = window.cut.longest
 
     def groups_with(number: float) -> float:
-        """Returns how many groups have one of so many elements."""
+        """Returns the expected number of groups that contain at least one of the `number` best elements."""
         return elements / window.group_size * (1 - (1 - number / elements) ** window.group_size)
 
     if elements <= room or k <= groups_with(0.9 * room):
@@ -297,38 +317,38 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
 
 def lists_per_merge(k: int) -> int:
-    """Returns the number of lists of k winners that one CTA merges into one: at most one for each thread."""
+    """Returns how many lists of k winners one CTA merges into one: at most one list per thread."""
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
 def searches_lists(lists: int, k: int) -> bool:
-    """Returns whether a merge of so many lists of k winners finds the rank of each by a search in each list."""
+    """Returns whether a merge of this many lists of k winners ranks each winner by a search in each list."""
     return lists <= SEARCHED_LISTS and lists * k <= SEARCHED_WINNERS
 
 
 def padded_winners(k: int) -> int:
-    """Returns k rounded up to whole blocks of one element a thread."""
+    """Returns k rounded up to a multiple of the 128 threads of a CTA."""
     return -(-k // WARPGROUP) * WARPGROUP
 
 
 def group_words(window: Window, k: int) -> int:
-    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the winners in order.
+    """Returns the 32-bit words of shared memory that hold the groups' maxima, and later the ranked winners.
 
-    The winners of a compact window are in order where its row was.
+    In a compact window, the ranked winners take the place of the row.
     """
     return window.groups if window.compact else max(window.groups, 2 * padded_winners(k))
 
 
 def ordering_words(k: int) -> tuple[int, int, int]:
-    """Returns the words of slots, buckets and ranked winners, which a compact window has where its row was."""
+    """Returns the words of slots, buckets and ranked winners. In a compact window, they take the place of the row."""
     return 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
 
 
 def listed_items(window: Window, k: int) -> tuple[int, int]:
-    """Returns the lengths of the list of candidates, and of that of groups that reach the bound, which is scratch.
+    """Returns the lengths of two lists: the candidates, and the groups that reach the bound, which is also scratch.
 
-    Their items are words, of which a candidate has two; or numbers of 16 bits in a compact window, of which it has one.
-    Of 25,000 numbers, 1,593 are candidates for k = 1024 and groups of 16, with a deviation of 33.
+    An item is a 32-bit word, and a candidate takes two of them. In a compact window, an item is a 16-bit number, and a
+    candidate takes one. In 25,000 numbers, k = 1024 with groups of 16 makes 1,593 candidates, standard deviation 33.
     """
     slots = candidate_slots(k)
     if not window.compact:
@@ -337,7 +357,7 @@ def listed_items(window: Window, k: int) -> tuple[int, int]:
 
 
 def selection_bytes(window: Window, k: int) -> int:
-    """Returns the bytes of shared memory that top-k takes beside the row."""
+    """Returns the bytes of shared memory that top-k takes in addition to the row."""
     return sum(_arrays_beside_row(window, k))
 
 

@@ -1,4 +1,4 @@
-"""The order of candidates in inline PTX, by the 128 threads of a CTA: `selection.rank`."""
+"""Inline PTX that ranks the candidates, with the 128 threads of a CTA: `selection.rank`."""
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
@@ -6,34 +6,37 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk.buckets_ptx import rank_by_buckets
 from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
 
-# On an H100, 4000 x 25000 float32 in two CTAs of a multiprocessor: 67 candidates take 790 cycles by counting, 1400 by
-# buckets; 140 take 2960 and 1780; 620 take 7730 by sorting, 3650 by buckets; 2400 take 30,300 and 12,800.
-_COUNTED = 96  # candidates up to which a comparison of each with all is faster than buckets
-_COMPARED = 256  # candidates up to which it is faster than a sort
+# Cycles on an H100, 4000 x 25000 float32, with two CTAs on a multiprocessor:
+#
+#     candidates    counting    buckets    sorting
+#             67         790      1,400
+#            140       2,960      1,780
+#            620                  3,650      7,730
+#          2,400                 12,800     30,300
+_COUNTED = 96  # up to this many candidates, counting is faster than buckets
+_COMPARED = 256  # up to this many candidates, counting is faster than sorting
 _AT_ONCE = 4  # slots that a thread compares with its own at once
-_IN_BUCKET = 32  # candidates of one bucket above which buckets are slower than either
+_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 
 
 def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | None) -> None:
-    """Writes the k best candidates in order: of few found by counting, of many by buckets.
+    """Writes the k best candidates in order. The number of candidates and their spread select the method:
 
-    Where many lie in one bucket, they are found by counting or, if there is room for more candidates, by sorting.
-
-        up to 96 candidates              counting
-        more, none of the buckets full   buckets
-        more, a bucket is full           buckets, and then counting (room for 256 candidates) or sorting (for more)
+        up to 96 candidates        counting
+        more, no bucket is full    buckets
+        more, a bucket is full     buckets are abandoned for counting (slots for 256 candidates) or sorting (more slots)
 
     Args:
-      dtype: that of the logits.
-      vocab: a number that the indices are below, or None.
+      dtype: dtype of the logits.
+      vocab: an exclusive upper bound of the indices, or None.
     """
     capacity = slots.shape[0] // 2
     p = Program()
-    few = p.operand("n", "u32") <= _COUNTED
+    countable = p.operand("n", "u32") <= _COUNTED
     with p.block() as finish:
         if capacity <= _COMPARED:
             with p.block() as count:
-                count(few)
+                count(countable)
                 with p.block() as crowded:
                     rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=crowded)
                     finish()
@@ -42,7 +45,7 @@ def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | Non
         else:
             with p.block() as sort:
                 with p.block() as count:
-                    count(few)
+                    count(countable)
                     rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=sort)
                     finish()
                 _rank_by_counting(p, k, padded)
@@ -53,7 +56,7 @@ def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | Non
 
 
 def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: int) -> None:
-    """Writes key and index of slots whose ranks are `rank`, rank + 1, ... to <ranked>, as far as they are below k.
+    """Writes the keys and indices of slots with ranks `rank`, rank + 1, ... to <ranked>. Ranks from k on are skipped.
 
     <ranked>  | key of rank 0, 1, ... padded - 1 | index of rank 0, 1, ... padded - 1 |
     """
@@ -69,11 +72,11 @@ def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: 
 
 
 def _rank_by_counting(p: Program, k: int, padded: int) -> None:
-    """A slot's rank is the number of better ones:
+    """Ranks each slot by counting the slots that are better:
 
     for own = thread, thread + 128, ... below n:
-        rank = how many of the first n slots, rounded up to four, are greater than slot `own`   (empty ones are 0)
-        write slot `own` at its rank, if that is below k
+        rank = number of slots greater than slot `own`, among the first n rounded up to four   (empty slots are 0)
+        write slot `own` at its rank, if the rank is below k
     """
     thread, n, slots = p.operands("u32", "thread", "n", "slots")
     own, last = p.var(thread), p.at(slots, n, SLOT_BYTES)
@@ -94,20 +97,20 @@ def _rank_by_counting(p: Program, k: int, padded: int) -> None:
 
 
 def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
-    """A bitonic sort of all slots, the largest first, in registers; a thread holds size / 128 neighbours.
+    """Sorts all slots in registers by a bitonic sort, the largest first. A thread holds size / 128 neighbours.
 
     sort the values of each thread                            a run of one thread
     for run = 2, 4, ..., 128 threads:                         its halves are sorted, in opposite directions
         for stride = run / 2, ..., 2, 1 threads:
-            exchange with thread ^ stride: the lower thread keeps the larger of each two values
+            exchange with thread ^ stride: the lower thread keeps the larger value of each pair
         sort the values of each thread, which are bitonic now
 
-    Every other run is to be sorted the other way round. Its values are complemented meanwhile, so that all threads
-    do the same.
+    Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
+    execute the same comparisons.
     """
     thread, slots = p.operands("u32", "thread", "slots")
     own = p.at(slots, thread, SLOT_BYTES)
-    # The values may come in any order: 128 slots apart they come without bank conflicts.
+    # The initial order is free. Loads of slots 128 apart have no bank conflicts.
     values = [p.load(own, "u64", offset=SLOT_BYTES * i) for i in range(0, size, WARPGROUP)]
     _sort_halves_of_thread(p, values)
     run = p.var(1, "u32")
@@ -129,7 +132,7 @@ def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
 
 
 def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
-    """Puts the larger of two values into register a, the other one into b."""
+    """Puts the larger of two values into register a, and the smaller into b."""
     swap = a < b
     larger = p.select(swap, b, a)
     p.set(b, p.select(swap, a, b))
@@ -137,9 +140,10 @@ def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
 
 
 def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
-    """Sorts each half of a thread's values, a power of two: the first from the largest, the second to the largest.
+    """Sorts the first half of a thread's values in descending order, the second half in ascending order.
 
-    Together they then are bitonic. It grows runs of 2, 4, ... values, every other one the other way round.
+    Together the halves are bitonic. The number of values is a power of two. Runs of 2, 4, ... values are sorted, every
+    other run in the opposite order.
     """
     length = 2
     while length < len(values):
@@ -156,7 +160,7 @@ def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
 
 
 def _sort_bitonic(p: Program, values: list[Value]) -> None:
-    """Sorts a thread's values, which are bitonic and a power of two, from the largest on."""
+    """Sorts a thread's values in descending order. They must be bitonic, and a power of two in number."""
     half = len(values)
     while half > 1:
         half //= 2
@@ -166,7 +170,7 @@ def _sort_bitonic(p: Program, values: list[Value]) -> None:
 
 
 def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
-    """Complements the values of the threads whose run, of `run` threads, has an odd number."""
+    """Complements the values of threads in runs with odd numbers. A run has `run` threads."""
     odd = (p.operand("thread", "u32") & run).differs(0)
     ones = p.select(odd, -1, 0, "u64")
     for value in values:
@@ -174,9 +178,9 @@ def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
 
 
 def _exchange(p: Program, values: list[Value], stride: Value, own: Value) -> None:
-    """Exchanges values with thread ^ stride; the lower of the two keeps the larger of each two values.
+    """Exchanges values with thread ^ stride. The lower thread keeps the larger value of each pair.
 
-    Lanes of a warp exchange by shuffles, others through the slots.
+    Threads of one warp exchange by shuffles. Threads of different warps exchange through the slots.
 
     Args:
       stride: a power of two.

@@ -1,22 +1,22 @@
-"""The search of a CTA for the k best of its part: a bound and candidates, and bisection where these fail.
+"""How a CTA finds the k best of its part: by a bound and candidates, with bisection as the fallback.
 
-`window_kernel.py` shows the usual way on an example. It fails, which the number of candidates shows, if
+`window_kernel.py` shows the usual way on an example. The candidate count reveals failure. There are two kinds:
 
-  * more elements reach the bound than the list has slots for: many are alike, or the best of them are together
-    in few groups; or
-  * fewer than k do: among the largest keys of groups a NaN is the highest key of all, and a masked element that of
-    -inf, though their own keys may be lower; or k is so large that the bound is one that about 1.4 k elements
-    reach (`plan.bound_rank`), and few of them are together.
+  * More elements reach the bound than the list has slots. Either many elements are equal, or the best ones are
+    concentrated in a few groups.
+  * Fewer than k elements reach the bound. One cause is that group maxima count a NaN as the highest key, and a masked
+    element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
+    chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
-Then bisection finds a bound that is exact. It counts over all elements, and ends as soon as the bound
-is reached by at least k elements and either by no more than there are slots, or exceeded by fewer than k:
+Then bisection finds an exact bound. It counts over all elements. It ends as soon as at least k elements reach the
+bound, and one more condition holds: the elements that reach the bound fit into the slots, or fewer than k exceed it.
 
     key     low                 middle                high
              |--------------------|--------------------|         at least k elements reach low,
              >= k elements        how many?            < k       fewer than k reach high + 1
 
-In the first case the elements that reach the bound are the candidates. In the second, ties are the cause: the
-elements above the bound are fewer than k, and those equal to it that have the lowest indices make up k.
+If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
+candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from pallas_softmax._src.topk.slots import capacity_of
 
 
 class _Bracket(NamedTuple):
-    """Two keys between which the bisection looks, and what is known of the lower one; all int32.
+    """The interval of keys that the bisection narrows, and counts for its lower end. All fields are int32.
 
     Attributes:
       low: a key that at least k elements reach.
-      high: a key not below it; fewer than k elements reach high + 1.
+      high: a key not below low. Fewer than k elements reach high + 1.
       reach: number of elements that reach low.
-      exceed: number of elements that exceed low; while low is the lowest key, which is not counted, of all elements.
-      turn: number of keys that were tried so far.
+      exceed: number of elements that exceed low. For the initial low, which is not counted, the number of all elements.
+      turn: number of keys tried so far.
     """
 
     low: Any
@@ -54,12 +54,12 @@ class _Bracket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A part in shared memory, and the memory that the search in it uses; `selection.py` describes both.
+    """A part in shared memory, and the scratch memory of its search. `selection.py` describes these arrays.
 
     Attributes:
       window: layout of the part.
       extent: where in the window the part lies.
-      owned: number of its elements.
+      owned: number of elements in the part.
     """
 
     window: Window
@@ -73,7 +73,7 @@ class Search:
     interpret: Any
 
     def find(self, k: int):
-        """Collects candidates, among which the k best are, and returns their number: at least k."""
+        """Collects candidates that include the k best. Returns their number, at least k."""
         capacity = capacity_of(self.slots_smem)
         bound = self._usual_bound(bound_rank(self.window, k, capacity))
         self._collect(bound)
@@ -81,7 +81,7 @@ class Search:
         return lax.cond((n < k) | (n > capacity), lambda: self._find_exactly(bound, k, capacity), lambda: n)
 
     def _usual_bound(self, rank: int):
-        """Returns a key that the largest elements of at least `rank` groups reach; if there are fewer, the lowest."""
+        """Returns a key that the maxima of at least `rank` groups reach, or the lowest key if groups are fewer."""
         groups = self.window.groups
         if groups < rank:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
@@ -90,22 +90,22 @@ class Search:
         )
 
     def _collect(self, bound, *, all_groups=False):
-        """Appends to the candidates the elements that reach the bound."""
+        """Appends the elements that reach the bound to the candidates."""
         selection.collect(
             self.window, self.x_smem, self.group_keys_smem, self.hits_smem, self.slots_smem, self.counts_smem,
             bound, self.extent, all_groups=all_groups, interpret=self.interpret,
         )  # fmt: skip
 
     def _find_exactly(self, failed, k: int, capacity: int):
-        """Collects again, neither too few candidates nor too many; returns their number.
+        """Collects again with an exact bound, so that the candidates are enough and fit. Returns their number.
 
         Args:
-          failed: the bound that the usual way took.
+          failed: the bound of the usual way.
           capacity: number of slots of the list.
         """
         found = self._bisect(failed, k, capacity)
         bound, all_fit = found.low, found.reach <= capacity
-        _, above = self._count(bound)  # `found.exceed` is no count where low is still the lowest key
+        _, above = self._count(bound)  # `found.exceed` was not counted if low is still the lowest key
         selection.clear(self.slots_smem, self.counts_smem, interpret=self.interpret)
         lax.cond(
             all_fit | (above > 0),
@@ -116,11 +116,11 @@ class Search:
         return jnp.where(all_fit, found.reach, k)
 
     def _bisect(self, failed, k: int, capacity: int) -> _Bracket:
-        """Returns a bracket whose low no more elements reach than there are slots, or fewer than k exceed."""
+        """Returns a bracket with an exact low: at most `capacity` elements reach it, or fewer than k exceed it."""
         dtype = self.x_smem.dtype
         lowest = sort_keys.lowest_key(dtype)
-        # Each of these keys, tried first, ends the bisection at once in a case that is not rare: ties at the
-        # bound, fewer than k elements that are not masked, NaNs.
+        # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound,
+        # fewer than k unmasked elements, or NaNs.
         likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
 
         def is_open(bracket: _Bracket):
@@ -129,7 +129,7 @@ class Search:
 
         def halve(bracket: _Bracket):
             low, high, reach, exceed, turn = bracket
-            gap = high - low  # unsigned: it may be more than 2^31
+            gap = high - low  # to be read as unsigned: it may exceed 2^31
             middle = low + lax.shift_right_logical(gap, jnp.int32(1)) + (gap & 1)
             for i, likely in enumerate(likely_keys):
                 middle = jnp.where((turn == i) & (likely > low) & (likely <= high), likely, middle)
@@ -163,12 +163,12 @@ class Search:
         reach, exceed = selection.count(
             self.window, self.x_smem, self.group_keys_smem, bound, interpret=self.interpret
         )
-        around = self.window.size - self.owned  # positions that hold -inf, and no element
+        around = self.window.size - self.owned  # positions without an element, which hold -inf
         neg_inf = sort_keys.key_of(-np.inf, self.x_smem.dtype)
         return reach - jnp.where(neg_inf >= bound, around, 0), exceed - jnp.where(neg_inf > bound, around, 0)
 
     def _collect_ties(self, bound, first, k: int):
-        """Fills the slots from `first` to k - 1 with elements equal to the bound, those of lowest index."""
+        """Fills slots `first` to k - 1 with the elements that equal the bound, in order of index."""
         selection.collect_ties(
             self.window, self.x_smem, self.hits_smem, self.slots_smem, bound, self.extent, first, k,
             interpret=self.interpret,

@@ -1,7 +1,7 @@
-"""The steps by which a CTA finds the k best of its row: what each computes, and each in plain JAX.
+"""The steps of a CTA that finds the k best of its row: their contracts, and each step in plain JAX.
 
-On the GPU the steps are inline PTX, for Pallas has no scatter, sort or warp operations there. The interpreter runs
-the same steps in JAX, which are here. They come in the order of their files:
+On the GPU the steps are inline PTX, because Pallas has no scatter, sort or warp operations there. The interpreter runs
+the JAX versions in this file. The steps by file, in the order of execution:
 
     arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
     bound_ptx.py       bound                                        the search for the candidates in it
@@ -9,21 +9,22 @@ the same steps in JAX, which are here. They come in the order of their files:
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
     buckets_ptx.py                                                  or buckets
-    lists_ptx.py       rank_lists                                   the order of the winners of few lists
+    lists_ptx.py       rank_lists                                   the order of the winners of a few lists
     merging_ptx.py     take, take_words                             the k best of rows in registers
-    sorting_ptx.py     take                                         the same, where most of a row are winners
+    sorting_ptx.py     take                                         the same, if most of a row are winners
 
-`plan.py` has a drawing of the window, its positions and groups, and `slots.py` one of the list of candidates. The
-shared memory is in references to
+`plan.py` has a drawing of the window, its positions and groups. `slots.py` has a drawing of the list of candidates. The
+steps take references to these arrays in shared memory:
 
-    x_smem      (window.size,), the elements of the part; -inf where the part has none; for a masked element the float
-                of the lowest key
-    group_keys  (>= window.groups,) int32, the largest key of each group; if it has a NaN, the highest key of all
-    slots       int32, two words for each of candidate_slots(k), the list of candidates
-    hits        int32, scratch: the numbers of the groups that reach the bound (`plan.listed_items` of both)
-    counts      (128,) int32: the number of candidates, and of groups in `hits`; the rest is scratch
+    x_smem      (window.size,): the elements of the part, and -inf around them. A masked element is the float of the
+                lowest key.
+    group_keys  (>= window.groups,) int32: the largest key of each group. A NaN counts as the highest key.
+    slots       int32, two words for each of candidate_slots(k): the list of candidates
+    hits        int32, scratch: the numbers of the groups that reach the bound
+    counts      (128,) int32: the number of candidates, and the number of groups in `hits`. The rest is scratch.
 
-In a compact window `slots` and `hits` are int16, and `slots` has one number for each candidate, its position.
+`plan.listed_items` has the lengths of `slots` and `hits`. In a compact window both are int16, and `slots` has one
+number for each candidate, its position.
 """
 
 from typing import Any, NamedTuple
@@ -55,9 +56,9 @@ class Extent(NamedTuple):
     """Where the elements of a part lie in its window.
 
     Attributes:
-      low: position of the first one.
-      high: position after the last one.
-      origin: index in the row of what is at position 0; it may be negative.
+      low: position of the first element.
+      high: position after the last element.
+      origin: index in the row that position 0 has; it may be negative.
     """
 
     low: Any
@@ -71,12 +72,12 @@ class Extent(NamedTuple):
 def fill_edges(
     window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, infinite: bool = False, interpret
 ):
-    """Writes head and tail of the window: the few elements beside the body, and -inf around them.
+    """Writes the head and the tail of the window: the few elements outside the body, and -inf around them.
 
     Args:
-      x_gmem: device memory, one-dimensional, in which the part starts at element `first`.
-      mask: None, or (reference to the mask, its row): a masked element becomes the float of the lowest key.
-      infinite: whether it becomes -inf instead.
+      x_gmem: one-dimensional device memory. The part starts at element `first`.
+      mask: None, or (reference to the mask, its row). A masked element becomes the float of the lowest key.
+      infinite: whether a masked element becomes -inf instead.
     """
     if not interpret:
         return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask, infinite)
@@ -103,10 +104,10 @@ def clear(slots, counts, *, interpret):
 
 
 def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret):
-    """Writes the float of the lowest key to the masked positions of a step, as far as they are in the body.
+    """Writes the float of the lowest key to the masked positions of a step that lie in the body.
 
     Args:
-      keep: the mask, a block of int8 for each block of the step; 0 masks.
+      keep: the mask, one block of int8 for each block of the step. 0 means masked.
       infinite: whether to write -inf instead.
     """
     if not interpret:
@@ -119,21 +120,21 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
 
 
 def _of_masked(dtype, infinite: bool):
-    """Returns what is written for a masked element: -inf, or the float of the lowest key."""
+    """Returns the value of a masked element: -inf, or the float of the lowest key."""
     return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
 
 
 def absorb_step(
     window: Window, x_smem, group_keys, step, blocks: int, lane: Normalizer, scale, *, masked: bool, interpret
 ):
-    """Returns the normalizer of each thread (128,) with its elements of a step; writes the step's group_keys.
+    """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
 
     Args:
       step: number of the step.
-      blocks: number of blocks of it.
-      lane: the normalizer of each thread (128,) before.
+      blocks: number of blocks in the step.
+      lane: the normalizer of each thread (128,) before the step.
       scale: d is the sum of 2^((x - m) * scale).
-      masked: whether there is a mask, so that the lowest key is of a masked element, which counts as -inf.
+      masked: whether there is a mask. Then an element with the lowest key is masked, and counts as -inf.
     """
     if not interpret:
         return arrival_ptx.absorb_step(window, x_smem, group_keys, step, blocks, lane, scale, masked)
@@ -162,8 +163,8 @@ def bound(group_keys, slots, counts, groups: int, k: int, *, interpret):
     """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
 
     Args:
-      slots: an empty list, of which 512 words are used meanwhile.
-      counts: of which all but the two counts may be used.
+      slots: an empty list. Its first 512 words are scratch, and empty again afterwards.
+      counts: all words except the two counts are scratch.
     """
     if not interpret:
         return bound_ptx.bound(group_keys, slots, counts, groups, k)
@@ -171,12 +172,12 @@ def bound(group_keys, slots, counts, groups: int, k: int, *, interpret):
 
 
 def collect(window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups, interpret):
-    """Appends to the list the elements whose key reaches the bound, in any order.
+    """Appends the elements with keys that reach the bound to the list, in any order.
 
-    The number of candidates, counts[0], ends above the number of slots where there is no room for all.
+    If they do not fit, counts[0], the number of candidates, ends up larger than the number of slots.
 
     Args:
-      all_groups: whether to look at every group, since `hits` may have no room for those that reach the bound.
+      all_groups: whether to look at every group, in case `hits` is too short for the groups that reach the bound.
     """
     if not interpret:
         return selection_ptx.collect(
@@ -189,7 +190,7 @@ def collect(window: Window, x_smem, group_keys, hits, slots, counts, bound, exte
 
 
 def count(window: Window, x_smem, group_keys, bound, *, interpret):
-    """Returns at how many positions of the window the key reaches the bound, and at how many it exceeds it."""
+    """Returns the number of positions in the window that reach the bound, and the number that exceed it."""
     if interpret:
         key = sort_keys.key(x_smem[: window.size])
         reach, exceed = (key >= bound).astype(jnp.int32), (key > bound).astype(jnp.int32)
@@ -199,7 +200,7 @@ def count(window: Window, x_smem, group_keys, bound, *, interpret):
 
 
 def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int, *, interpret):
-    """Writes elements whose key is the bound to the slots from `first` to k - 1: those of lowest index.
+    """Writes the elements that equal the bound to slots `first` to k - 1, in order of index.
 
     Args:
       scratch: shared memory of at least 8 words.
@@ -213,12 +214,12 @@ def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k
 
 
 def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound, *, interpret):
-    """Makes the list of those of n winners in device memory whose key reaches the bound; counts[0] is their number.
+    """Lists those among n winners in device memory that reach the bound. counts[0] gets their number.
 
     Args:
-      slots, counts: an empty list, of at least n slots.
+      slots, counts: an empty list, with at least n slots.
       keys_gmem, indices_gmem: (rows, winners) int32.
-      row, first: where in them the n winners start.
+      row, first: the n winners start at [row, first] of these arrays.
     """
     if not interpret:
         return selection_ptx.collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound)
@@ -240,9 +241,9 @@ def _indices(window: Window, extent: Extent):
 
 
 def fill_slots(x_smem, positions, slots, n, origin):
-    """Makes slots of a list of n positions, at the start of the row's shared memory, which must not be read after it.
+    """Turns a list of n positions into slots. They overwrite the row in shared memory.
 
-    On the GPU alone: the interpreter lists slots.
+    Only the GPU needs this: in the interpreter, the list always has slots.
     """
     selection_ptx.fill_slots(x_smem, positions, slots, n, origin)
 
@@ -251,13 +252,13 @@ def fill_slots(x_smem, positions, slots, n, origin):
 
 
 def rank(slots, n, buckets, ranked, k: int, dtype, vocab: int | None, *, interpret):
-    """Writes the k best of the first n slots, in order, to `ranked`: keys, and after padded_winners(k) indices.
+    """Writes the k best of the first n slots to `ranked`, in order: keys, then indices from padded_winners(k) on.
 
     Args:
-      buckets: scratch in shared memory, a word for each slot.
+      buckets: scratch in shared memory, one word for each slot.
       ranked: shared memory, at least 2 * padded_winners(k) words.
-      dtype: that of the logits.
-      vocab: a number that the indices are below, or None.
+      dtype: dtype of the logits.
+      vocab: an exclusive upper bound of the indices, or None.
     """
     padded = padded_winners(k)
     if not interpret:
@@ -268,11 +269,11 @@ def rank(slots, n, buckets, ranked, k: int, dtype, vocab: int | None, *, interpr
 
 
 def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, *, interpret):
-    """Writes the k best of a row's lists in device memory, each of k winners in order, to `ranked`, as `rank` does.
+    """Writes the k best winners in the lists of a row to `ranked`, in the format of `rank`.
 
     Args:
-      slots: scratch in shared memory, of at least lists * k slots.
-      keys_gmem, indices_gmem: (rows, lists * k) int32.
+      slots: scratch in shared memory, at least lists * k slots.
+      keys_gmem, indices_gmem: (rows, lists * k) int32, device memory. Each list has k winners, in order.
     """
     padded = padded_winners(k)
     if not interpret:
@@ -288,10 +289,10 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpr
     """Returns indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked (see `tiles.store`).
 
     Args:
-      vocab: number of elements of a row; the tile may have more columns.
-      key: tile of the keys of the row's elements.
-      per_row: tiles, each of one number for a whole row; they are returned over the winners' tile.
-      itemsize: bytes of an element: 4, or 2 of a row that is sorted.
+      vocab: number of elements of a row. The tile may have more columns.
+      key: tile with the keys of the row's elements.
+      per_row: tiles that hold one number for each row. They are returned spread over the winners' tile.
+      itemsize: bytes of an element: 4, or 2 if the row is sorted.
     """
     if not interpret:
         if sorts(vocab, k):
@@ -308,7 +309,7 @@ def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
     """Returns keys and indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked.
 
     Args:
-      bits: tile of the bits of the row's elements, of 16 bits each; all ones where an element is masked.
+      bits: tile with the bits of the row's 16-bit elements, all ones for masked elements.
       vocab, per_row: as in `take`.
     """
     if not interpret:

@@ -1,11 +1,11 @@
-"""The search of `selection` in inline PTX, by the 128 threads of a CTA.
+"""Inline PTX for the search of `selection`, with the 128 threads of a CTA.
 
-The groups that reach the bound are listed, and a thread takes every 128th of the list: as many at once as have 32
-elements, of which it makes a mask. Groups of 8 elements, four at once:
+The groups that reach the bound are listed, and each thread takes every 128th group of the list. It handles 32 elements
+at once, and makes a mask with one bit for each. An example with four groups of 8 elements:
 
     its groups    12         71         130        388
     mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
-    slots         | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, some at a time
+    slots         | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, two or four at a time
 """
 
 from collections.abc import Callable
@@ -29,13 +29,15 @@ from pallas_softmax._src.topk.slots import (
     store_slot,
 )
 
-_BITS = 32  # elements that a thread looks at together, one for each bit of a word
+_BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
-# Slots up to which a thread has so few candidates that it appends two, and not four, at once.
+# Up to this capacity of the list, a thread has so few candidates that it appends two at once, instead of four.
 _FEW_SLOTS = 256
-_LOADED_AT_ONCE = 8  # loads that a thread has under way
+_LOADED_AT_ONCE = 8  # loads that a thread has in flight
 
-_GROUPS_BYTE = 4  # of <counts>: how many groups reach the bound, after how many candidates there are
+_GROUPS_BYTE = (
+    4  # offset in <counts> of the number of groups that reach the bound; the number of candidates is before
+)
 
 
 # ---- the candidates
@@ -44,16 +46,16 @@ _GROUPS_BYTE = 4  # of <counts>: how many groups reach the bound, after how many
 def collect(
     window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups: bool
 ) -> None:
-    """A thread takes some groups that reach the bound, 32 elements in all, and then others, and appends their elements:
+    """Appends elements that reach the bound. A thread handles 32 elements at once, from one or several groups:
 
-    n = list the groups that reach the bound          with all_groups: n = all groups, and leave out those that do not
+    n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
     for turn = 0, 128 * groups at once, ... below n:
         mask = a bit for each of the thread's 32 elements that is in the extent and reaches the bound
         place = reserve as many places as mask has bits
-        while mask: take its lowest bit, and write that element to slot `place`, and go to the next
+        while mask: clear its lowest bit, write that element to slot `place`, place += 1
 
-    Where the list is too short for the groups, all threads leave at once. Where the slots are too few, they only count
-    from there on.
+    If `hits` is too short for the groups, all threads leave at once. If there are too few slots, further candidates are
+    only counted.
     """
     kind, capacity = Elements(x_smem.dtype), capacity_of(slots)
     p = Program()
@@ -81,10 +83,10 @@ def collect(
 
 
 def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
-    """Lists in `hits` the numbers of the groups that reach <bound>, in any order; returns how many there are.
+    """Lists the numbers of the groups that reach <bound> in `hits`, in any order. Returns how many there are.
 
-    A warp counts those of its groups that do, and reserves as many places. If they are more than there is room for, it
-    makes the number of candidates too large, and gives up.
+    A warp counts its groups that reach the bound, and reserves as many places. If all warps' groups together do not
+    fit, the number of candidates is set to more than the capacity, and all threads give up.
 
     Args:
       capacity: number of slots for candidates.
@@ -122,30 +124,32 @@ def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callabl
 
 
 def _store_hit(p: Program, hits, at: Value, group: Value, when: Value) -> None:
-    """Writes the number of a group to the list of those that reach the bound."""
+    """Writes the number of a group to entry `at` of `hits`, the list of groups that reach the bound."""
     itemsize = np.dtype(hits.dtype).itemsize
     value = group if itemsize == 4 else p.convert(group, "u16")
     p.store(p.at(p.operand("hits", "u32"), at, itemsize), value, when=when)
 
 
 def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = None) -> Value:
-    """Returns the number of a group of that list; where `when` does not hold, the default, or anything."""
+    """Returns entry `at` of `hits`. If `when` does not hold: the default, or an undefined number without a default."""
     itemsize = np.dtype(hits.dtype).itemsize
     address = p.at(p.operand("hits", "u32"), at, itemsize)
     if itemsize == 2:
         return p.convert(p.load(address, "u16", when=when, default=default), "u32")
     if default is not None:
         return p.load(address, "u32", when=when, default=default)
-    p.load_into(address, address, when=when)  # which saves a register
+    p.load_into(address, address, when=when)  # overwriting the address saves a register
     return address
 
 
 def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value, hits) -> Value:
-    """Returns a bit for each element of groups turn, turn + 128, ... in the extent that reaches <bound>.
+    """Returns a mask of the elements in groups turn, turn + 128, ... that are in the extent and reach <bound>.
 
-    Bits are compared, not keys. With a bound that is not negative they compare alike, since those of negative elements
-    are less than 0. For a negative bound all bits but the signs are inverted first, which makes keys of negative
-    elements and leaves the others above the bound. The groups are those listed in `hits`, or all where that is None.
+    The group numbers index `hits`, or count all groups if `hits` is None. Raw bits are compared instead of keys:
+
+      * If the bound is not negative, this gives the same result. As integers, the bits of negative elements are < 0.
+      * If the bound is negative, all bits except the signs are inverted first. This turns negative elements into their
+        keys, and leaves the others above the bound.
     """
     group_keys, x = p.operands("u32", "group_keys", "x")
     bound = p.operand("bound", "s32")
@@ -176,8 +180,8 @@ def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value
 
 
 def _bits_reaching(p: Program, kind: Elements, words: list[Value], bound: Value, flip: Value) -> Value:
-    """Returns a bit for each element of the words, turned by `flip`, that is not below `bound`."""
-    each = _BITS // 4  # bits of one of several registers, which do not wait for each other
+    """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
+    each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
     for word in words:
         turned = word ^ flip
@@ -204,7 +208,7 @@ def _group_words(p: Program, window: Window, kind: Elements, first: Value, addre
 
     Args:
       first: the first position of the group.
-      address: that of this position.
+      address: the address of this position.
     """
     offsets = [b * window.block * kind.itemsize for b in range(window.group_blocks)]
     words = []
@@ -212,7 +216,7 @@ def _group_words(p: Program, window: Window, kind: Elements, first: Value, addre
         for offset in offsets:
             words += kind.vector(p, address, offset)
         return words
-    # The last block stands for those that would come after it; no position of theirs is in the extent.
+    # Reads beyond the last block are redirected to it. Positions beyond it are never in the extent.
     in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
     last = p.at(p.operand("x", "u32"), in_last_block, kind.itemsize)
     for offset in offsets:
@@ -221,9 +225,9 @@ def _group_words(p: Program, window: Window, kind: Elements, first: Value, addre
 
 
 def _in_extent(p: Program, window: Window, first: Value, bits: Value) -> Value:
-    """Returns the bits of a group's elements without those outside of the extent: before <low>, and from <high> on.
+    """Clears the bits of a group's elements outside the extent: before <low>, and from <high> on.
 
-    Positions rise with the bits, and those before <low> are in the first vector of the window.
+    Positions increase with the bits. Positions before <low> are in the first vector of the window.
     """
     low, high = p.operand("low", "u32"), p.operand("high", "s32")
     starts = first.equals(0)
@@ -244,7 +248,7 @@ def _append(
     listed,
     hits,
 ) -> None:
-    """Writes the elements whose bits are in `mask` to the list from `place` on, some at once; it changes both."""
+    """Appends the elements with bits in `mask` at `place`, two or four at once. Clears `mask` and advances `place`."""
     slots, origin = p.operands("u32", "slots", "origin")
     capacity = capacity_of(listed)
     with p.loop() as leave:
@@ -267,7 +271,7 @@ def _append(
                 store_position(p, slots, place, positions[-1], when=choose)
                 p.increase(place, 1)
                 continue
-            # The element is loaded once more, since a register cannot be chosen by number.
+            # The element is loaded again, because registers cannot be indexed.
             at = p.at(p.operand("x", "u32"), positions[-1], kind.itemsize)
             keys.append(kind.load_bits(p, at, when=choose))
         for choose, key, position in zip(chosen, keys, positions):
@@ -280,9 +284,9 @@ def _append(
 
 
 def count(window: Window, x_smem, group_keys, bound) -> tuple:
-    """Returns for each thread how many of its positions reach the bound, and how many exceed it (128,).
+    """Returns for each thread how many of its positions reach the bound, and how many exceed it, each (128,).
 
-    for each group of the thread: skip its blocks if the largest key is below the bound, or compare each element
+    for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
     """
     kind, p = Elements(x_smem.dtype), Program()
     thread, x, keys_at = p.operands("u32", "thread", "x", "group_keys")
@@ -292,11 +296,11 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
     p.set(reach, 0)
     p.set(exceed, 0)
     address, group = p.at(x, thread, 16), p.at(keys_at, thread, 4)
-    left = p.var(window.blocks, "u32")
+    blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:
         largest = p.load(group, "s32")
-        blocks = p.min(left, window.group_blocks)
-        p.update(left, "sub", blocks)
+        blocks = p.min(blocks_left, window.group_blocks)
+        p.update(blocks_left, "sub", blocks)
         with p.block() as counted:
             reaches = largest >= limit
             with p.when(~reaches):
@@ -310,21 +314,21 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
                 p.update(blocks, "sub", 1)
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
-        next_group(left.differs(0))
+        next_group(blocks_left.differs(0))
     refs = {"x": x_smem, "group_keys": group_keys}
     return insert_ptx(p, refs, {"bound": bound}, results={"reach": "i32", "exceed": "i32"})
 
 
 def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int) -> None:
-    """Goes through the blocks in order, and numbers the elements that are equal to the bound:
+    """Goes through the blocks in order, and numbers the elements that equal the bound, the ties:
 
     base = first
     for each block, while base < k:
-        before = base + those in the vectors of lower threads of this warp + those of lower warps
-        for each element of the thread's vector that is tied:
+        before = base + ties of lower lanes of this warp + ties of lower warps
+        for each tie in the thread's vector:
             if before < k: write it to slot `before`
             before += 1
-        base += those in the block
+        base += ties in the block
     """
     kind, p = Elements(x_smem.dtype), Program()
     thread, x, slots_at = p.operands("u32", "thread", "x", "slots")
@@ -360,10 +364,10 @@ def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k
 def _tied_in_warp(
     p: Program, keys: list[Value], first_position: Value, lower_lanes: Value
 ) -> tuple[list[Value], Value, Value]:
-    """Finds which of a thread's keys, at positions from `first_position` on, are <bound> and in the extent.
+    """Finds a thread's keys that equal <bound> and are in the extent. The first key is at `first_position`.
 
-    Returns a condition for each, and two numbers: how many there are in lower lanes of the warp, whose mask is
-    `lower_lanes`, and in the whole warp.
+    Returns one condition for each key, the number of such keys in the lower lanes of the warp, and their number in the
+    whole warp. `lower_lanes` is the bit mask of the lower lanes.
     """
     tie, low, high = p.operands("s32", "bound", "low", "high")
     in_warp, before = p.var(0, "s32"), p.var(0, "s32")
@@ -382,10 +386,10 @@ def _tied_in_warp(
 def _add_lower_warps(
     p: Program, before: Value, in_warp: Value, base: Value, parity: Value, warp: Value, lower_lanes: Value
 ) -> None:
-    """Adds to `before` the counts `in_warp` of lower warps, and `base`; to `base` the counts of all warps.
+    """Adds `base` and the counts `in_warp` of lower warps to `before`. Then adds the counts of all warps to `base`.
 
-    The warps meet in <scratch>, in two places by turns, which `parity` (0 or 1) tells. The lane that writes for its
-    warp is the one whose mask of lower lanes is 0.
+    Warps exchange counts in <scratch>. Calls alternate between two places, selected by `parity` (0 or 1), so that one
+    barrier per call suffices. Lane 0 writes for its warp: it has no lower lanes, so its `lower_lanes` is 0.
     """
     place = p.at(p.operand("scratch", "u32"), parity, 4 * WARPS)
     p.store(p.at(place, warp, 4), in_warp, when=lower_lanes.equals(0))
@@ -401,9 +405,9 @@ def _add_lower_warps(
 
 
 def fill_slots(x_smem, positions, slots, n, origin) -> None:
-    """A thread keeps every 128th candidate in registers; when all have read the row, it writes their slots there.
+    """Loads every 128th candidate of a thread to registers. After a barrier, their slots overwrite the row.
 
-    The slots after those of candidates are made empty, as all were where the search lists slots.
+    Slots after the candidates become empty, as they are after a search that lists slots.
     """
     kind, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
     p = Program()
@@ -434,9 +438,9 @@ def fill_slots(x_smem, positions, slots, n, origin) -> None:
 
 
 def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound) -> None:
-    """A thread takes every 128th winner: it loads eight at a time, and appends those that reach the bound.
+    """Loads every 128th winner per thread, eight at a time, and appends the winners that reach the bound.
 
-    The list must be empty, and all threads past the barrier at the end of `clear`.
+    The list must be empty, and all threads must have passed the barrier at the end of `clear`.
     """
     p = Program()
     thread, row_number, first_winner, winners = p.operands("u32", "thread", "row", "first", "n")

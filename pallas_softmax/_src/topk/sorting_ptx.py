@@ -1,16 +1,17 @@
-"""The k best of rows in registers, in inline PTX, by a sort of the rows: `selection.take`, where `tile_plan.sorts`.
+"""Inline PTX for the k best of rows in registers, by sorting the rows: `selection.take` if `tile_plan.sorts`.
 
-A row lies over the `lanes` lanes of a tile. Each lane sorts the elements that it holds, then runs of lanes are merged
-in pairs until one run is the row. Position p of the sorted row is in lane p / held, register p % held:
+A row lies over the `lanes` lanes of a tile. Each lane sorts its elements. Then runs of lanes are merged in pairs, until
+one run is the row. Position p of the sorted row is in lane p / held, register p % held:
 
     4 lanes of 2   3 7 | 5 1 | 1 0 | 2 6
     lanes          7 3 | 5 1 | 1 0 | 6 2     each lane from its largest on
     runs of 2      7 5 | 3 1 | 6 2 | 1 0
     runs of 4      7 6 | 5 3 | 2 1 | 1 0
 
-Elements are packed keys (see `packed_ptx`), in words of 32 bits. Those of 32-bit keys lack their lowest bits, so two
-neighbours may be alike: they have the same upper bits. Where a warp has few such pairs it looks at their whole keys,
-and exchanges those that are in the wrong order. Else it sorts its rows again in words of 64 bits, with the whole key.
+Elements are packed keys (see `packed_ptx`), in 32-bit words. The packed key of a 32-bit element lacks the lowest bits
+of the key, so two neighbours may nearly tie: they have the same upper bits. If a warp has few near ties, it compares
+their whole keys, and exchanges neighbours in the wrong order. Otherwise it sorts its rows again, in 64-bit words with
+the whole key.
 """
 
 from pallas_softmax._src.gpu.layout import Tile
@@ -18,20 +19,20 @@ from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk import mending_ptx, packed_ptx
 from pallas_softmax._src.topk.tile_plan import sorted_tile
 
-# Each takes some 160 instructions of PTX in a pass; normal logits have 0.6 among the best 128 of a row of 512. A sort
-# of such a row takes 1,400, and in words of 64 bits four times as many.
-_MOST_ALIKE = 8  # pairs in the rows of a warp that are looked at one by one
+# Each near tie takes about 160 PTX instructions in a pass. Normal logits have 0.6 among the best 128 of 512 elements.
+# Sorting such a row takes 1,400 instructions, and four times as many in 64-bit words.
+_MOST_NEAR_TIES = 8  # most near ties in the rows of a warp that are compared one by one
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
-    """Returns the columns of the k best of each row of a tile of keys; the arguments are those of `selection.take`."""
+    """Returns the columns of the k best of each row of a tile of keys. For the arguments see `selection.take`."""
     out = sorted_tile(tile)
     code = _text(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow)
     return packed_ptx.insert_in_tile(code, tile, out, key, per_row)
 
 
 def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) -> Program:
-    """Returns the text of `take`: <winner{row}_{i}> gets the column at position lane * held + i of the sorted row."""
+    """Returns the program of `take`. <winner{row}_{i}> gets the column at position lane * held + i in order."""
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
     bits = packed_ptx.column_bits(tile, narrow)
@@ -50,14 +51,14 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
         keep(row, words)
     if narrow:
         return p
-    pairs = [mending_ptx.pairs_alike(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
+    pairs = [mending_ptx.near_ties(p, words, lane, ones, min(k + 1, vocab - 1)) for words in words_of_rows]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in pairs])
     with p.block() as finish:
         packed_ptx.leave_if_exact(p, tile, rows, bits, number > 0, finish)
-        # Where the two after the k-th are alike, what comes after them may be, too.
+        # If the two elements after the k-th nearly tie, later elements may nearly tie as well.
         pair_after = p.reduce("or", pairs) >> (k % held) & 1
         goes_on = pair_after.differs(0) & lane.equals(k // held)
-        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_ALIKE))
+        wide = p.any(goes_on | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
             for row, words in enumerate(words_of_rows):
                 mending_ptx.put_in_order(p, tile, row, words, pairs[row], ones)
@@ -71,15 +72,15 @@ def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) ->
 
 
 def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list[Value]:
-    """Sorts the words of all lanes of a row, from the largest on; a lane has a power of two of them.
+    """Sorts the words of all lanes of a row in descending order. Each lane has a power of two of words.
 
     sort the words of each lane
-    for run = 2, 4, ... lanes:                    two sorted runs of half as many
-        exchange with the lane opposite in the run, word for word from the other end:
-            the first half of the lanes keeps the larger ones, the second half the smaller ones
+    for run = 2, 4, ... lanes:                    merges two sorted runs of run / 2 lanes
+        exchange with the opposite lane of the run, word i with word -1 - i:
+            the first half of the lanes keeps the larger words, the second half the smaller ones
         for stride = run / 4, ..., 2, 1 lanes:    each half is bitonic
-            exchange with lane ^ stride: the lower lane keeps the larger ones
-        the same within the lane
+            exchange with lane ^ stride: the lower lane keeps the larger words
+        the same within each lane
     """
     words = packed_ptx.best(p, words, len(words))
     run = 2
@@ -95,13 +96,13 @@ def _sorted_row(p: Program, words: list[Value], lane: Value, lanes: int) -> list
 
 
 def bitonic(n: int) -> list[tuple[int, int]]:
-    """Returns the comparisons that sort n elements that are bitonic."""
+    """Returns the comparisons that sort n bitonic elements."""
     strides = [n >> level for level in range(1, n.bit_length())]
     return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
 
 
 def exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
-    """Returns the words after comparisons, each of which puts the larger one of two words first."""
+    """Returns the words after these comparisons (i, j). Each puts the larger of two words at i."""
     out = list(words)
     for i, j in comparisons:
         a, b = out[i], out[j]
@@ -110,10 +111,10 @@ def exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[in
 
 
 def _exchange(p: Program, words: list[Value], lane: Value, flip: int, half: int, *, mirrored: bool) -> None:
-    """Exchanges words with lane ^ flip; lanes without the bit `half` keep the larger of two, the others the smaller.
+    """Exchanges words with lane ^ flip. Lanes without the bit `half` keep the larger words, the others the smaller.
 
     Args:
-      mirrored: whether word i meets word -1 - i of the other lane, or word i.
+      mirrored: whether word i is compared with word -1 - i of the other lane, or with word i.
     """
     upper = (lane & half).differs(0)
     others = [p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]

@@ -1,17 +1,17 @@
-"""Sums over the 128 threads of a CTA, in inline PTX.
+"""Inline PTX for running sums over the 128 threads of a CTA.
 
-What the threads of a warp have goes from lane to lane, what the warps have through shared memory:
+Threads of a warp add by shuffles. Warps exchange their totals through shared memory:
 
-    thread           0  1  2  3 ...  32 33 34 ...       a value of each
-    lower lanes      0  v0 v0+v1 ...  0 v32 ...         `in_lower_lanes`
-    warps            all of warp 0 | all of warp 1 ...  `of_warps`, which the last lane of each warp writes
-    lower threads    lower lanes + lower warps          `add_lower_warps`
+    thread           0  1  2  3 ...  32 33 34 ...          one value v per thread
+    lower lanes      0  v0 v0+v1 ...  0 v32 ...            `in_lower_lanes`
+    warps            sum of warp 0 | sum of warp 1 | ...   `of_warps`; the last lane of each warp writes
+    lower threads    lower lanes + lower warps             `add_lower_warps`
 """
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPS
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 
-_LANE_BITS = LANES.bit_length() - 1  # of the number of a thread
+_LANE_BITS = LANES.bit_length() - 1  # bits of a thread's number that number the lane
 
 
 def lane_of_thread(p: Program) -> Value:
@@ -25,7 +25,7 @@ def warp_of_thread(p: Program) -> Value:
 
 
 def in_lower_lanes(p: Program, value: Value) -> tuple[Value, Value]:
-    """Returns the sum of the values of the lower lanes of the warp, and that sum with the thread's own value."""
+    """Returns the sum of `value` over the lower lanes of the warp, without and with the thread's own."""
     total = p.var(value)
     for lanes in (1, 2, 4, 8, 16):
         other, is_lane = p.shuffle_up(total, lanes)
@@ -34,9 +34,10 @@ def in_lower_lanes(p: Program, value: Value) -> tuple[Value, Value]:
 
 
 def of_warps(p: Program, values: list[Value], scratch: Value, lane: int) -> list[list[Value]]:
-    """Returns, for each of the values, what this lane of each warp has in it.
+    """Returns each of the values as it is in lane `lane` of every warp.
 
-    The warps meet in shared memory at `scratch`, four words for each value, which nothing reads or writes meanwhile.
+    The warps exchange the values in shared memory at `scratch`, four words per value. Nothing else may use this memory
+    at the same time. The exchange has one barrier.
     """
     writes = lane_of_thread(p).equals(lane)
     of_warp = p.at(scratch, warp_of_thread(p), 4)

@@ -1,15 +1,20 @@
-"""The backward of top-k for short rows, in registers: one read of the logits, one write of their cotangents.
+"""The kernel for the backward of top-k of short rows, in registers: it reads logits once, and writes cotangents once.
 
-With p = softmax(x / T), and r = g_d d - sum over the winners of g p (with log: of g), the cotangent of each logit is
-p r / T, and that of a winner g p / T (with log: g / T) more. That of T is minus the sum over all logits of their
-cotangent times (x - m) / T: `slope` has what p r / T adds to it, `slope_won` what winners have more. So a row lies in
-the registers of some lanes of a warp, a `Tile`, and its winners over the same lanes, k / lanes each:
+Let p = softmax(x / T), and let r = g_d d - sum over the winners of g p. The cotangents are:
 
-    winners   loads g and the indices, reads the logits there again, from the cache; r of the row
-    tile      writes p r / T of all elements
-    winners   writes its elements again, when the warp has written them
+    a logit that did not win    p r / T
+    a winner                    p r / T + g p / T
+    T                           - sum over all logits of cotangent * (x - m) / T
 
-Both tiles have a row in the same lanes, so `tiles.spread` takes a number of a row from one to the other.
+With log, g p becomes g in all of these. In the sum for T, `slope` has the share of p r / T, and `slope_won` has the
+share of g p / T. A row lies in the registers of some lanes of a warp, as a `Tile`. Its winners lie over the same lanes
+as another tile, k / lanes in each lane. The steps by tile:
+
+    winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
+    row       write p r / T of all elements
+    winners   overwrite the cotangents of the winners, after the warp has written the row
+
+The two tiles have a row in the same lanes, so `tiles.spread` can copy a number per row from one tile to the other.
 """
 
 import jax
@@ -31,7 +36,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
       m, d: (rows,), the normalizers.
       indices: (rows, k) int32, the winners.
       g: (rows, k), the cotangents of the winners' values.
-      g_d: (rows,), those of d.
+      g_d: (rows,), the cotangents of d.
       plan: how a row lies over the lanes.
       log: whether the values are logs of probabilities.
       interpret: as for `pallas_call`.
@@ -65,7 +70,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         direct = g if log else g * p_won
         rest = of_row(g_d_gmem) * d - over_winners(jnp.sum(direct, 1))
         won = (direct + p_won * rest) * scale
-        # Where a factor is 0, (x - m) / T may be -inf.
+        # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
         slope_won = over_winners(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
 
         weight = spread(rest / d)

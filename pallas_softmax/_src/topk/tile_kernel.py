@@ -1,11 +1,12 @@
-"""Softmax fused with top-k of short rows, in registers: several rows in a CTA, each over some lanes of a warp.
+"""The kernel of softmax fused with top-k for short rows in registers, with several rows per CTA.
 
-The k best of a row are found by merges of the lanes' lists (`merging_ptx`) or, where most of the row are winners, by a
-sort of it (`sorting_ptx`). The other steps are those of softmax: loads with -inf where a row ends, and the normalizer
-by ⊕ over the lanes of a row.
+Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`), or by sorting
+the row if most of it are winners (`sorting_ptx`). The other steps are the same as for softmax: elements are loaded with
+-inf beyond the end of the row, and the normalizers of the lanes of a row are combined by ⊕.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,70 +26,33 @@ from pallas_softmax.online import Candidates, Normalizer
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Tile, *, log, dtype, interpret=None
 ) -> tuple[Candidates, Normalizer]:
-    """Returns the k best of each row, and the normalizers; all but `plan` is as in `window_kernel.topk_rows`."""
+    """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
     rows, vocab = x.shape
     scale = 1 / temperature
     itemsize = x.dtype.itemsize
     by_words = itemsize == 2 and not sorts(vocab, k)  # keys come packed, two elements at a time
     winners = winners_tile(plan, vocab, k)
 
-    def broadcast(per_row):
-        return lax.broadcast_in_dim(per_row, plan.shape, (0,))
-
-    def key_at(x_gmem, mask_gmem, row, index):
-        """Reads the winners again, from the cache; returns their keys."""
-        gather = functools.partial(
-            tiles.gather,
-            tile=winners,
-            row=row,
-            column=index,
-            rows=rows,
-            blocked=True,
-            interpret=interpret,
-        )
-        key = sort_keys.key(gather(x_gmem))
-        if mask is None:
-            return key
-        keep = gather(mask_gmem, ref_row=mask.row)
-        return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
-
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        if by_words:
-            held = lax.bitcast_convert_type(x, jnp.int16)
-            lowest = -1
-        else:
-            held = sort_keys.key(x)
-            lowest = sort_keys.lowest_key(x_gmem.dtype)
+        held, lowest = _searched(x, by_words)
         if mask is not None:
             keep = tiles.load_mask(mask_gmem, plan, row, (rows, vocab), mask.row, interpret=interpret)
             held = jnp.where(keep, held, jnp.full_like(held, lowest))
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
-        m = jnp.max(x, 1).astype(jnp.float32)  # of 16 bits, two elements by one instruction
-        x = x.astype(jnp.float32)
-        if len(scale) > 1:
-            row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
-        else:
-            row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
-        m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
+        m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
+        per_row = m, d, row_scale
         if by_words:
-            key, index, (m, d, row_scale) = selection.take_words(
-                plan, vocab, k, held, (m, d, row_scale), interpret=interpret
-            )
+            key, index, per_row = selection.take_words(plan, vocab, k, held, per_row, interpret=interpret)
         else:
-            index, (m, d, row_scale) = selection.take(
-                plan,
-                vocab,
-                k,
-                held,
-                (m, d, row_scale),
-                itemsize=itemsize,
-                interpret=interpret,
+            index, per_row = selection.take(
+                plan, vocab, k, held, per_row, itemsize=itemsize, interpret=interpret
             )
-            key = key_at(x_gmem, mask_gmem, row, index)
+            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, rows, interpret)
+        m, d, row_scale = per_row
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         tiles.store(values_gmem, winners, row, value, blocked=True, interpret=interpret)
         tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
@@ -106,3 +70,44 @@ def topk_rows(
         interpret=interpret,
     )(x, scale, None if mask is None else mask.array)
     return Candidates(values, indices), Normalizer(m, d)
+
+
+def _searched(x, by_words: bool) -> tuple[Any, int]:
+    """Returns what the search compares, and its value for a masked element: raw bits if `by_words`, else keys."""
+    if by_words:
+        return lax.bitcast_convert_type(x, jnp.int16), -1
+    return sort_keys.key(x), sort_keys.lowest_key(x.dtype)
+
+
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[Any, Any, Any]:
+    """Returns m, d and the scale of each row of a tile, spread over the tile."""
+
+    def broadcast(per_row):
+        return lax.broadcast_in_dim(per_row, plan.shape, (0,))
+
+    m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
+    x = x.astype(jnp.float32)
+    if scale_gmem.shape[0] > 1:
+        row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
+    else:
+        row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
+    m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
+    return m, d, row_scale
+
+
+def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, rows: int, interpret):
+    """Reads the winners again, from the cache, and returns their keys."""
+    gather = functools.partial(
+        tiles.gather,
+        tile=winners,
+        row=row,
+        column=index,
+        rows=rows,
+        blocked=True,
+        interpret=interpret,
+    )
+    key = sort_keys.key(gather(x_gmem))
+    if mask is None:
+        return key
+    keep = gather(mask_gmem, ref_row=mask.row)
+    return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))

@@ -1,12 +1,13 @@
-"""How short rows of top-k lie in registers, and their winners: pure functions of V, k and dtype.
+"""How short rows of top-k and their winners lie in registers: pure functions of V, k and dtype.
 
-A row lies over some lanes of a warp, as a `Tile`: `plan_tile`, and `plan_topk_grad` for the backward. The winners are
-found by merges of lists, one of each lane, or by a sort of the row (`sorts`). They lie over the same lanes, in order,
-as another tile (`winners_tile`), of which the first k count. Ten elements a to j over 4 lanes, which load two at once:
+A row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The winners
+are found by merging one list per lane, or by sorting the row (`sorts`). They lie over the same lanes, in order, as
+another tile (`winners_tile`). Only its first k elements count. An example with ten elements a to j over 4 lanes, which
+load two elements at once:
 
     row        a b | c d | e f | g h      step 0
                i j |     |     |          step 1
-    winners    j d | a i | c . | . .      k = 5, if that is their order
+    winners    j d | a i | c . | . .      k = 5, and the order is j, d, a, i, c
 """
 
 import math
@@ -16,47 +17,74 @@ import jax.numpy as jnp
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
 
-# The times are device times of one H100 80GB HBM3 by CUPTI, driver 580.159.04, jax 0.11.2, 2026-11-22 and 23.
+# Times are device times of one H100 80GB HBM3, by CUPTI, driver 580.159.04, jax 0.11.2, 2026-11-22 and 23.
 
-# Fewer lanes with more elements sort more in a lane and exchange less. Where a row lies over many lanes that is faster:
-# 131072 x 384 float32, k = 8, takes 76.9 us with 32 elements in a lane, 84.9 us with 16; 32768 x 512, k = 64, 42.5 and
-# 53.3 us; in bfloat16, with 64 and 32, they take 53.3 and 55.9 us, both 33.1 us. Over few lanes it is slower: 131072 x
-# 64 float32, k = 6, took 16.2 and 15.7 us, 131072 x 128 bfloat16, k = 8, 20.7 and 19.6 us. With 64 of float32 in each
-# of 32 lanes a window is faster: 16384 x 2048 takes 51.6, 62.4 and 132 us by merges for k = 5, 16 and 128, 49.8, 51.7
-# and 84.9 us in a window. In bfloat16 it is not: 29.8, 49.4 and 60.2 us for k = 5, 64 and 128, 43.8, 69.7 and 78.3.
-# (Merges of float32 also number the elements of a lane's list by the bits of a word, of which there are 32.)
-# Where the winners of a lane are half as many as its elements, many winners need so many registers that fewer elements
-# are faster again: 32768 x 512, k = 150, takes 82.4 us with 16 in a lane, 86.9 us with 32, in bfloat16 63.1 with 32,
-# 92.4 us with 64; 16384 x 1000 bfloat16, k = 257, 96.6 and 132 us. Of fewer winners it is not so: 65536 x 256 float32,
-# k = 100, takes 68.0 us with 16 in a lane, 63.6 us with 32.
-LANE_ELEMENTS = {4: 16, 2: 32}  # elements of a row in a lane at most, of few lanes, by bytes of an element
-MANY_LANES = 8  # of a row at least, each of which may hold more elements
-MAX_LANE_ELEMENTS = 32  # elements of a row in a lane at most, of many lanes
-MAX_PAIRED_LANE_ELEMENTS = 64  # the same of 16 bits, if a lane loads 16 bytes at once
-MANY_WINNERS = 128  # of a row; of more than these, lanes may hold fewer elements
+# With more elements in fewer lanes, merges sort more within a lane and exchange less. This is faster for rows over many
+# lanes, and slower for rows over few lanes. If a lane has half as many winners as elements, many winners take so many
+# registers that fewer elements are faster again. Times in µs with 16 or 32 elements in a lane for float32, and with 32
+# or 64 for bfloat16:
+#
+#                              k    fewer     more
+#     131072 x 384 float32     8     84.9     76.9    many lanes
+#     32768 x 512 float32     64     53.3     42.5    many lanes
+#     131072 x 384 bfloat16    8     55.9     53.3    many lanes
+#     32768 x 512 bfloat16    64     33.1     33.1    many lanes
+#     131072 x 64 float32      6     15.7     16.2    few lanes
+#     131072 x 128 bfloat16    8     19.6     20.7    few lanes
+#     32768 x 512 float32    150     82.4     86.9    many winners
+#     32768 x 512 bfloat16   150     63.1     92.4    many winners
+#     16384 x 1000 bfloat16  257     96.6    132      many winners
+#     65536 x 256 float32    100     68.0     63.6    100 winners are not many
+#
+# With 64 elements in each of 32 lanes, a window is faster for float32, but not for bfloat16. Also, merges of float32
+# number the elements of a lane's list by the 32 bits of a word. Times of 16384 x 2048 in µs:
+#
+#     k               5      16      64     128
+#     float32      51.6    62.4            132       by merges
+#                  49.8    51.7             84.9     in a window
+#     bfloat16     29.8            49.4     60.2     by merges
+#                  43.8            69.7     78.3     in a window
+LANE_ELEMENTS = {4: 16, 2: 32}  # most elements of a row in a lane, with few lanes, by bytes of an element
+MANY_LANES = 8  # with at least this many lanes per row, a lane may hold more elements
+MAX_LANE_ELEMENTS = 32  # most elements of a row in a lane, with many lanes
+MAX_PAIRED_LANE_ELEMENTS = 64  # the same for 16-bit elements, if a lane loads 16 bytes at once
+MANY_WINNERS = 128  # with more winners in a row, lanes may hold fewer elements
 
-# The backward's lanes exchange a few sums, so more elements in a lane mean fewer instructions; with 16, neighbouring
-# lanes still load 64 bytes of a row together where it has 64 elements. 131072 x 128 bfloat16, k = 8, takes 28.5 us,
-# with 8 in a lane 31.5 us; in float32, 51.5 and 51.9 us.
+# The backward's lanes exchange only a few sums, so more elements in a lane mean fewer instructions. With 16 elements in
+# a lane, neighbouring lanes still load 64 bytes together from a row of 64 elements. 131072 x 128 bfloat16, k = 8, takes
+# 28.5 µs with 16 elements in a lane and 31.5 µs with 8. float32 takes 51.5 and 51.9 µs.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
-# A longer list takes more comparisons. Where one is too short, its warp looks further, in 16 bits by lists of the next
-# elements, in float32 by whole lists, which takes three times as long, and the other warps of the CTA wait. 16384 x
-# 1000 float32, k = 128, takes 59.9, 57.2 and 56.1 us with lists of 12, 13 and 14, 32768 x 512, k = 64, 45.8, 42.5 and
-# 42.6 us with 12, 14 and 15; 100000 x 512 bfloat16, k = 16, takes 58.2, 58.5 and 63.6 us with 8, 9 and 10.
-TOO_SHORT = {4: 0.003, 2: 0.01}  # share of warps at most, of rows in any order, by bytes of an element
+# A longer list takes more comparisons. If a list is too short, its warp searches again, and the other warps of the CTA
+# wait. With 16-bit elements the warp lists the next elements. With float32 it merges whole lists, which takes three
+# times as long. Times by list length:
+#
+#     16384 x 1000 float32, k = 128      12: 59.9 µs    13: 57.2 µs    14: 56.1 µs
+#     32768 x 512 float32, k = 64        12: 45.8 µs    14: 42.5 µs    15: 42.6 µs
+#     100000 x 512 bfloat16, k = 16       8: 58.2 µs     9: 58.5 µs    10: 63.6 µs
+TOO_SHORT = {
+    4: 0.003,
+    2: 0.01,
+}  # highest share of warps with too short a list, for rows in any order, by bytes
 
-# Where most of a row are winners, it is sorted: 32768 x 512 takes 101 us by a sort and 112 us by merges for k = 512 in
-# float32, 85.7 and 104 us in bfloat16; k = 260 takes 95.6 and 98.4 us, 83.8 and 81.8 us. A sort is faster with fewer
-# elements in a lane: 65536 x 256 float32, k = 128, took 109 us with 32 lanes of 8, 136 us with 16 of 16. So longer rows
-# are merged whatever k is: 16384 x 1000, k = 600, takes 189 us by merges, 235 us by a sort in float32, 106 and 122 us
-# in bfloat16 (k = 900: 127 and 139 us); 16384 x 2048 bfloat16, k = 2048, takes 308 and 327 us, in a window 1,810 us.
-SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # elements of a row in a lane at most, by bytes of an element
-MAX_SORTED_LANE_ELEMENTS = 16  # the same where a row lies over all 32 lanes
+# A row is sorted if most of it are winners. A sort is faster with fewer elements in a lane: 65536 x 256 float32,
+# k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. So longer rows are merged for any k:
+#
+#                               k      sort      merges
+#     32768 x 512 float32      512    101 µs      112 µs
+#     32768 x 512 bfloat16     512     85.7 µs    104 µs
+#     32768 x 512 float32      260     95.6 µs     98.4 µs
+#     32768 x 512 bfloat16     260     83.8 µs     81.8 µs
+#     16384 x 1000 float32     600    235 µs      189 µs
+#     16384 x 1000 bfloat16    600    122 µs      106 µs
+#     16384 x 1000 bfloat16    900    139 µs      127 µs
+#     16384 x 2048 bfloat16   2048    327 µs      308 µs    (1,810 µs in a window)
+SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
+MAX_SORTED_LANE_ELEMENTS = 16  # the same if a row lies over all 32 lanes
 
 
 def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
-    """Returns the tile for the k best of rows of `vocab` elements, or None where a window is faster."""
+    """Returns the tile for the k best of rows of `vocab` elements, or None if a window is faster."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
     if sorts(vocab, k):
         return _tile(vocab, vec, SORTED_LANE_ELEMENTS[itemsize], SORTED_LANE_ELEMENTS[itemsize])
@@ -69,18 +97,19 @@ def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
 
 
 def plan_topk_grad(vocab: int, dtype) -> Tile | None:
-    """Returns the tile for the backward of rows of `vocab` elements, or None where they are too long for a warp."""
+    """Returns the tile for the backward of rows of `vocab` elements, or None if rows are too long for a warp."""
     vec = math.gcd(vocab, ACCESS_BYTES // jnp.dtype(dtype).itemsize)
     tile = _tile(vocab, vec, GRAD_LANE_ELEMENTS, GRAD_LANE_ELEMENTS)
     return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
 
 
 def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
-    """Returns the tile with the fewest lanes a row, from 2 to 32, that hold it, or 32 lanes.
+    """Returns the tile with the fewest lanes per row that can hold the row, from 2 to 32. If none can: 32 lanes.
 
     Args:
       vec: number of elements that a lane loads at once.
-      of_few, of_many: how many elements each lane holds at most, of fewer lanes than MANY_LANES, and of others.
+      of_few: the most elements in a lane, if a row has fewer lanes than MANY_LANES.
+      of_many: the most elements in a lane otherwise.
     """
     lanes = 2
     while lanes < LANES and -(-vocab // (lanes * vec)) * vec > (of_few if lanes < MANY_LANES else of_many):
@@ -89,20 +118,21 @@ def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
 
 
 def sorts(vocab: int, k: int) -> bool:
-    """Returns whether the winners of a row are found by a sort of the row in a tile, and not by merges."""
+    """Returns whether the winners of a row in a tile are found by sorting the row, instead of merging lists."""
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_SORTED_LANE_ELEMENTS
 
 
 def list_length(tile: Tile, k: int, itemsize: int) -> int:
-    """Returns how many of its best elements a lane lists: as few as TOO_SHORT allows, k + 1, or all."""
+    """Returns the length of a lane's list: the shortest that TOO_SHORT allows, at most k + 1 or all elements."""
     most = min(k + 1, tile.steps * tile.vec)
     return next((n for n in range(1, most) if _too_short(tile, k, n) < TOO_SHORT[itemsize]), most)
 
 
 def _too_short(tile: Tile, k: int, length: int) -> float:
-    """Returns a bound of the share of warps of which a lane has as many of the k best of a row as a list holds.
+    """Returns an upper bound of the share of warps with a list that is too short.
 
-    Such a warp has to look further. It is the probability for one lane, of a row in any order, times 32 lanes.
+    A list of `length` is too short if its lane has at least `length` of the k best of a row. The bound is the
+    probability of this in one lane, for a row in any order, times 32 lanes.
     """
     share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
@@ -110,15 +140,15 @@ def _too_short(tile: Tile, k: int, length: int) -> float:
 
 
 def winners_tile(tile: Tile, vocab: int, k: int) -> Tile:
-    """Returns the tile that holds the winners of each row of a tile, in order: neighbours in each lane."""
+    """Returns the tile that holds the winners of each row of a tile, in order. Neighbours share a lane."""
     return sorted_tile(tile) if sorts(vocab, k) else merged_tile(tile, k)
 
 
 def sorted_tile(tile: Tile) -> Tile:
-    """Returns the tile that holds the sorted rows of a tile: a power of two of neighbours in each lane."""
+    """Returns the tile that holds the sorted rows of a tile. Each lane has a power of two of neighbours."""
     return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
 
 
 def merged_tile(tile: Tile, k: int) -> Tile:
-    """Returns the tile that holds the merged winners of each row of a tile: neighbours in each lane."""
+    """Returns the tile that holds the merged winners of each row of a tile. Neighbours share a lane."""
     return Tile(tile.rows, tile.lanes, 1, max(1, power_of_two(k, 1) // tile.lanes))

@@ -1,6 +1,7 @@
-"""Softmax fused with top-k of longer rows: each row, or each part of one, in the shared memory of a CTA.
+"""The kernel of softmax fused with top-k for longer rows, with each row or part of a row in a CTA's shared memory.
 
-The logits are read once from device memory. A CTA finds the k best of its part so (here k = 3, groups of 4):
+The logits are read once from device memory. An example of how a CTA finds the k best of its part, for k = 3 and groups
+of 4:
 
     arrive      5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
     group_keys     5         9         2         8         1        and keeps the largest key of each of its groups
@@ -8,15 +9,15 @@ The logits are read once from device memory. A CTA finds the k best of its part 
     bound       5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
                 elements of all are >= 5
 
-    collect     5 | 9 | 8 6 7     the elements >= 5, from the groups whose largest is >= 5: the candidates
+    collect     5 | 9 | 8 6 7     the candidates: the elements >= 5. Only groups with group_keys >= 5 are searched.
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Of random logits few more than k elements are candidates. If there are more than the list has slots for, or fewer
-than k (both happen), the bound is replaced by one found by bisection over the keys; see `search.py`.
+Random logits have few more than k candidates. If there are more candidates than slots, or fewer than k, bisection over
+the keys finds another bound (see `search.py`). Both cases happen.
 
-Winners and normalizers of the parts of a row are merged by a second launch; see `merge_kernel.py`. Windows, blocks,
-steps and groups are drawn in `plan.py`, the list of candidates in `slots.py`.
+A second launch merges the winners and normalizers of the parts of a row (see `merge_kernel.py`). `plan.py` has a
+drawing of windows, blocks, steps and groups. `slots.py` has a drawing of the list of candidates.
 """
 
 import dataclasses
@@ -55,11 +56,11 @@ def topk_rows(
       k: number of winners.
       plan: how a row lies over CTAs and in shared memory.
       log: whether the values are logs of probabilities.
-      dtype: that of the values.
+      dtype: dtype of the values.
       interpret: as for `pallas_call`.
 
     Returns:
-      Candidates (rows, k), their values and indices, and normalizers (rows, 1), whose d is the sum of
+      Candidates (rows, k), with values and indices. Normalizers (rows, 1): d is the sum of
       exp((x - m) / temperature).
     """
     request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
@@ -73,7 +74,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     rows, vocab = x.shape
     k, interpret, final = request.k, request.interpret, window.count == 1
     if interpret:
-        window = dataclasses.replace(window, compact=False)  # which lists slots
+        window = dataclasses.replace(window, compact=False)  # the interpreter lists slots
     view = aligned_view(rows, vocab, window.vec)
 
     def softmax_topk(
@@ -119,7 +120,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
 
 
 def _pieces(ref, *sizes: int) -> list:
-    """Returns references to pieces of a one-dimensional array, one after another, of these lengths."""
+    """Returns references to consecutive pieces of a one-dimensional array, with these lengths."""
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
 
 
@@ -130,9 +131,9 @@ class Part(NamedTuple):
       row: number of the row.
       index: number of the part in it.
       owned: number of elements.
-      x_gmem: device memory, one-dimensional, in which the part starts at element `first`.
+      x_gmem: one-dimensional device memory. The part starts at element `first`.
       first: see x_gmem.
-      body: element of x_gmem at which the body starts.
+      body: number of the element in x_gmem where the body starts.
       extent: where in the window the part lies.
       mask: None, or (reference to the mask, its row).
     """
@@ -148,7 +149,7 @@ class Part(NamedTuple):
 
 
 def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> Part:
-    """Returns the part of this CTA, of an array of rows in device memory that has the shape `view`."""
+    """Returns the part of this CTA, for rows in device memory with the shape `view`."""
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
@@ -171,7 +172,7 @@ def start_copies(window: Window, part: Part, x_smem, landed) -> None:
 
 
 def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
-    """Copies the part to shared memory; returns its normalizer, and leaves the largest key of each group."""
+    """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
     window, x_smem, interpret = search.window, search.x_smem, search.interpret
     start_copies(window, part, x_smem, landed)
     selection.fill_edges(window, part.x_gmem, part.first, x_smem, part.extent, part.mask, interpret=interpret)
@@ -179,7 +180,7 @@ def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
 
     def absorb(i, blocks, copied, carry):
         lane, keep = carry
-        next_keep = mask_of_step(window, part, i + 1, interpret)  # its loads are under way during this step
+        next_keep = mask_of_step(window, part, i + 1, interpret)  # its loads are in flight during this step
         if copied:
             plgpu.barrier_wait(landed.at[i])
         if part.mask is not None:
@@ -201,7 +202,7 @@ def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
 
 
 def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
-    """Returns the mask of the blocks of step i, each (block,) int8 and 0 beside the body; () if there is no mask."""
+    """Returns the mask of each block of step i, (block,) int8 and 0 outside the body; or () without a mask."""
     if part.mask is None:
         return ()
     mask_gmem, mask_row = part.mask

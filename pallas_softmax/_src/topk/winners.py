@@ -1,4 +1,4 @@
-"""The winners of a list of candidates: their order, their values, and the arrays that a kernel writes them to."""
+"""Winners: how a kernel turns ranked candidates into values and indices, and writes them to its output arrays."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,15 +17,15 @@ from pallas_softmax.online import Normalizer
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a call of top-k asks for.
+    """The settings of a call of top-k.
 
     Attributes:
       k: number of winners of a row.
-      logits_dtype: dtype of the logits, whose order the keys have.
-      masked: whether there is a mask; then the lowest key stands for a masked element.
+      logits_dtype: dtype of the logits, which the keys order.
+      masked: whether there is a mask. Then the lowest key means a masked element.
       log: whether the values are logs of probabilities.
-      dtype: that of the values.
-      interpret: None on a GPU; otherwise what `pallas_call` takes to interpret the kernels.
+      dtype: dtype of the values.
+      interpret: None on a GPU. Otherwise the `interpret` argument of `pallas_call`.
     """
 
     k: int
@@ -37,13 +37,13 @@ class Request:
 
 
 class WinnerLists(NamedTuple):
-    """Lists of k winners each, the best first, and the normalizer of what each list was chosen from.
+    """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
 
     Attributes:
-      values: (lists, k); the probabilities of the winners, or their logs. As long as there are several lists of a
-        row to be merged, they are the winners' keys (int32).
-      indices: (lists, k) int32; where in the row the winners are.
-      m, d: (lists,) float32.
+      values: (lists, k), the probabilities of the winners, or their logs. Until the lists of a row are merged into one,
+        the winners' keys instead (int32).
+      indices: (lists, k) int32, the winners' indices in the row.
+      m, d: (lists,) float32, the normalizers.
     """
 
     values: Any
@@ -53,7 +53,7 @@ class WinnerLists(NamedTuple):
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
-    """Returns shape and dtype of the arrays that hold so many lists, `final` or still to be merged."""
+    """Returns the shapes and dtypes of the arrays for `lists` lists. `final` lists have values instead of keys."""
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
     per_list = jax.ShapeDtypeStruct((lists,), jnp.float32)
@@ -69,16 +69,16 @@ def write_winners(
     request: Request,
     final: bool,
 ):
-    """Writes winners in order, and a normalizer, as list number `at`.
+    """Writes ranked winners and a normalizer as list number `at`.
 
     Args:
       lists_gmem: references to the arrays of `lists_type`.
       at: number of the list.
-      ranked: the winners in shared memory, as `selection.rank` leaves them, int32 or float32.
-      normalizer: of the row, or of the part of it that the candidates are from.
+      ranked: the winners in shared memory, in the format of `selection.rank`, as int32 or float32.
+      normalizer: the normalizer of the row, or of the part that the winners came from.
       scale: 1 / temperature of the row.
-      request: what the call asks for.
-      final: whether to write values, not keys.
+      request: the settings of the call.
+      final: whether to write values instead of keys.
     """
     k, interpret = request.k, request.interpret
     for first in range(0, k, WARPGROUP):
@@ -86,7 +86,7 @@ def write_winners(
             blocks.load(ranked.at[pl.ds(start, WARPGROUP)], interpret=interpret)
             for start in (first, padded_winners(k) + first)
         )
-        if ranked.dtype != jnp.int32:  # in the memory of a row of float32
+        if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = key
         if final:
@@ -103,11 +103,11 @@ def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked:
     """Returns the probability of the element with this key, or its log, in float32.
 
     Args:
-      dtype: that of the logits.
-      normalizer: m, and d, the sum of exp((x - m) * scale).
+      dtype: dtype of the logits.
+      normalizer: m and d, with d the sum of exp((x - m) * scale).
       scale: 1 / temperature.
       log: whether to return the log.
-      masked: whether the lowest key stands for a masked element, whose probability is 0.
+      masked: whether the lowest key means a masked element, with probability 0.
     """
     scaled = (sort_keys.of_key(key, dtype) - normalizer.m) * scale
     value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
