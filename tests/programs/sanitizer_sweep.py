@@ -1,4 +1,4 @@
-"""Run by tests/kernels/test_sanitizers.py under compute-sanitizer: every kernel over a few shapes, results checked coarsely.
+"""Every kernel over a few shapes, for tests/kernels/test_sanitizers.py, which runs this under compute-sanitizer.
 
 Its arguments are the implementations, by default all that can run here. Small on purpose: racecheck slows shared
 memory accesses down by two orders of magnitude.

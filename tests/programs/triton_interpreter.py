@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, against the oracle: run by tests/triton/test_compiled.py, in its own process.
+"""Tests of the Triton kernels in Triton's interpreter, which tests/triton/test_compiled.py runs in a process.
 
 Triton reads TRITON_INTERPRET when it is imported. The interpreter computes each operation of a kernel in numpy. Here
 it is made to take numpy arrays for torch tensors, to round to bfloat16 as GPUs do, and to be fast: it reduces by

@@ -1,4 +1,4 @@
-"""Calls that a type checker accepts or refuses; `tests/package/test_typing.py` runs pyright on this file, and nobody runs it.
+"""Calls that a type checker accepts or refuses; tests/package/test_typing.py runs pyright on this file.
 
 Each `pyright: ignore` marks a call that must be refused: one that is accepted makes its comment an error.
 """

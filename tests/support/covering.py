@@ -56,3 +56,10 @@ def first_values(n, values):
 def slow(*values):
     """Returns one combination of parameters that only the complete set has."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def described(value):
+    """Returns the name of a parameter in pytest's report: of a list of rows their number."""
+    if isinstance(value, tuple):
+        return "-".join(map(described, value))
+    return f"{len(value)} rows" if isinstance(value, list) else str(value)

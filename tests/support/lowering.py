@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 
 
 def array(*shape, dtype="float32", **kwargs):
@@ -25,3 +26,24 @@ def kernel_names(text):
     """Returns the names under which the kernels of a lowered computation show in a profile."""
     calls = re.findall(r"custom_call @mosaic_gpu.*", text)
     return [re.findall(r"\\00([a-z]\w*)_mosaic_gpu\\00", call)[-1] for call in calls]
+
+
+def square_sum(f):
+    return lambda x: jnp.sum(f(x).astype("float32") ** 2)
+
+
+# Masks of rows (5, V).
+MASKS = {"full": lambda v: (5, v), "along rows": lambda v: (1, v), "per row": lambda v: (5, 1)}
+
+# What is made of a function of (5, 3, V).
+CALLS = {
+    "call": lambda f: f,
+    "where": lambda f: lambda x: f(x, where=x[:1] > 0),
+    "axis": lambda f: lambda x: f(x, axis=0),
+    "axes": lambda f: lambda x: f(x, axis=(0, 2)),
+    "vmap": jax.vmap,
+    "vmap with one mask": lambda f: lambda x: jax.vmap(lambda x, w: f(x, where=w), (0, None))(x, x[0] > 0),
+    "grad": lambda f: jax.grad(square_sum(f)),
+    "grad with where": lambda f: jax.grad(square_sum(lambda x: f(x, where=x > 0))),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(square_sum(f))),
+}
