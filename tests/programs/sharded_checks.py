@@ -300,7 +300,7 @@ def partition(op, layout, how, dtype=F32):
 def where(op, mask, how):
     """What is masked is not seen, whatever it is."""
     mask = masks()[mask]
-    x = cases.spoilt(logits(), mask)
+    x = cases.spoil_masked(logits(), mask)
     f = lambda op, x, mask, **kwargs: ours(op, x, where=mask, **kwargs)  # noqa: E731
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
 
@@ -432,7 +432,7 @@ DRAW_NUMBERS = 14
 def sample_where(how):
     """One key for all; what is masked is on all devices, and on some of them everything is."""
     mask, at = masks()["full"], split("both", how)
-    x, key = cases.spoilt(logits(), mask), jax.random.key(6)
+    x, key = cases.spoil_masked(logits(), mask), jax.random.key(6)
     f = lambda x, mask, axis_name=None: ps.sample(key, x, top_p=0.8, where=mask, axis_name=axis_name)  # noqa: E731
     if how == "shard_map":
         both = P(None, "v")  # one u for all rows

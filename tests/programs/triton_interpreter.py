@@ -170,7 +170,7 @@ def check(op, x, names, where=None, plan=None):
     arrays = cases.operands(op, x, where)
     mask = None
     if where is not None:
-        arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
+        arrays = [cases.spoil_masked(a, where) if a is arrays[-1] else a for a in arrays]
         mask = jnp.asarray(where)
     axes = (x.ndim - 1,)
     out = triton_kernels.softmax_rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
@@ -349,7 +349,7 @@ def test_topk_where(plan, pattern, dtype):
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], 503), shape)
     where = cases.broadcast_mask(pattern, shape)
     names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    assert_topk(cases.spoilt(x.astype(dtype), where), 5, names, plan, where)
+    assert_topk(cases.spoil_masked(x.astype(dtype), where), 5, names, plan, where)
 
 
 @pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])

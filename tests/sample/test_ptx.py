@@ -6,7 +6,7 @@ import pytest
 from tests.support import cases, kernels, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
-from tests.support.draws import crossed, judged
+from tests.support.draws import all_combinations, assert_draws
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,14 +60,16 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, sta
     """Draws from rows with all parameters and numbers u: from each `step`-th combination."""
     rows = cases.rows(list(names), v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
+    x, where, u, parameters, labels = all_combinations(
+        rows if where is None else cases.spoil_masked(rows, where), where
+    )
     layout = kernels.sample_layout(v, dtype, count, warpgroups)
     for i in range(start, len(x), step):
         kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
         got = draw(layout, kept, u[i], *(a[i] for a in parameters), rng=rng)
         one = slice(i, i + 1)
         mask = None if where is None else where[one]
-        judged(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
+        assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
 )
 def test_ptx_of_values_near_zero(row, step):
     """Values of bfloat16 near 0 share buckets, which are the first ones where the largest is such a negative one."""
-    x, _, u, parameters, labels = crossed(np.array([row], BF16))
+    x, _, u, parameters, labels = all_combinations(np.array([row], BF16))
     layout = kernels.sample_layout(len(row), BF16, 1, 1)
     for i in range(0, len(x), step):
         one = slice(i, i + 1)
         got = draw(layout, x[i], u[i], *(a[i] for a in parameters))
-        judged(got, x[one], u[one], labels[one], [a[one] for a in parameters])
+        assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_ptx_of_zeros_is_short(row, dtype, more):
     assert meetings[0] == meetings[1] + more
     got = draw(layout, zeros, u, *parameters)
     given = [np.array([a]) for a in parameters]
-    judged(got, zeros[None], np.array([u], F32), [str(row)], given)
+    assert_draws(got, zeros[None], np.array([u], F32), [str(row)], given)
 
 
 def test_ptx_of_sorted_rows():

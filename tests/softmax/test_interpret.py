@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.covering import cover, described, first, pairs, slow
+from tests.support.covering import cover, first, pairs, parameter_id, slow
 from tests.support.kernels import PARTS, READ_AGAIN, Parts, Tile
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -29,7 +29,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rows"), first(3, pairs(oracle.OPERATIONS, TILES)), ids=described)
+@pytest.mark.parametrize(("name", "rows"), first(3, pairs(oracle.OPERATIONS, TILES)), ids=parameter_id)
 def test_short_rows(name, rows):
     v, dtype, names = rows
     plan = kernels.plan_softmax(name, len(names), v, dtype)
@@ -39,13 +39,13 @@ def test_short_rows(name, rows):
     kernels.assert_softmax(name, cases.rows(names, v, dtype), names, plan=kernels.fewer_rows(plan))
 
 
-@pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=described)
+@pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=parameter_id)
 def test_long_rows(name, rows):
     plan, dtype, names = rows
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 
-@pytest.mark.parametrize(("name", "rows"), cover([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=described)
+@pytest.mark.parametrize(("name", "rows"), cover([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=parameter_id)
 def test_steps_are_read_again(name, rows):
     plan, dtype, names = rows
     assert plan.again

@@ -1,4 +1,4 @@
-"""What every launch plan of mosaic_gpu must keep, and the GPUs that plans are made for."""
+"""The GPUs that plans are made for, and what every tile of mosaic_gpu must satisfy."""
 
 from pallas_softmax._src.gpu import hardware
 
@@ -7,7 +7,7 @@ CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
 
 
 def check_tile(tile, vocab):
-    """Vectors are whole; a thread holds no more than its registers do, and none only padding in every step."""
+    """Asserts that vectors are whole, that the registers suffice, and that no step consists of padding only."""
     columns = tile.lanes * tile.vec * tile.steps
     assert vocab % tile.vec == 0
     assert columns - tile.lanes * tile.vec < vocab <= columns

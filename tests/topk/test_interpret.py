@@ -14,7 +14,7 @@ from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import BF16, F16, F32, FEW
-from tests.support.covering import described, first, slow
+from tests.support.covering import first, parameter_id, slow
 from tests.support.kernels import CROWDED, ONE, TOPK_SHORT, WINDOWS, Tile, Window
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -27,7 +27,7 @@ def short(rows, v, k, dtype):
     return kernels.fewer_rows(plan)
 
 
-@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=described)
+@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
 def test_topk_of_short_rows(v, dtype, k, names):
     kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
 
@@ -81,7 +81,7 @@ def test_gradient_of_topk_stays_in_its_row():
     assert np.isnan(np.asarray(dx)[[0, 2, 3]]).all()
 
 
-@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=described)
+@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=parameter_id)
 def test_topk_of_long_rows(plan, dtype, k, names):
     kernels.assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)
 
@@ -140,7 +140,7 @@ def test_topk_where(kind, pattern, dtype):
     shape = (*cases.BATCH, length(kind))
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
     where = cases.broadcast_mask(pattern, shape)
-    x = cases.spoilt(x, where).astype(dtype)
+    x = cases.spoil_masked(x, where).astype(dtype)
     names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
     plan = KINDS[kind] or short(len(names), shape[-1], 5, dtype)
     got = kernels.topk_rows(x, 5, plan, where)
