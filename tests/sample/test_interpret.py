@@ -16,9 +16,8 @@ def test_interpreted(v, dtype, warpgroups, masked):
     """Where rows lie in shared memory, what is masked there, and which row has which parameters."""
     rows = cases.rows(["normal", "nan_last", "peaked"], v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, names = all_combinations(
-        rows if where is None else cases.spoil_masked(rows, where), where
-    )
+    rows = rows if where is None else cases.spoil_masked(rows, where)
+    x, where, u, parameters, names = all_combinations(rows, where)
     some = slice(None, None, 29)  # a prime: other filters for each row
     x, u, names, parameters = x[some], u[some], names[some], [a[some] for a in parameters]
     where = None if where is None else where[some]
