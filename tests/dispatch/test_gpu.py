@@ -52,7 +52,7 @@ def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k
     """The same call of triton, of mosaic_gpu, where that can run, and of xla, all on the GPU."""
     x = np.tile(cases.rows(ALL if v <= 20011 else LONG, v, dtype), (repeats, 1))
     where = cases.broadcast_mask("bv", x.shape) if masked else None
-    x = cases.spoilt(x, where) if masked else x
+    x = cases.spoil_masked(x, where) if masked else x
     values, indices = map(np.asarray, topk(implementation, x, k, where=where))
     tolerance = {"rtol": max(1e-4, 2 * bounds.eps(dtype)), "atol": 2 * bounds.slack(dtype)}
     for other in others(implementation):

@@ -96,7 +96,7 @@ def test_random_topk(implementation, capsys):
                 make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
                 x, t = make(rng, rows, v, dtype), rng.choice([0.5, 1, 2], rows).astype(F32)
                 where = None if pattern is None else cases.broadcast_mask(pattern, x.shape, seed=call)
-                x = x if where is None else cases.spoilt(x, where)
+                x = x if where is None else cases.spoil_masked(x, where)
                 values, indices = map(np.asarray, topk(implementation, x, k, t, where, log))
                 name = f"seed {SEED}, {shape}.{call}: {rows}x{v} {dtype} k={k} {pattern} log={log}"
                 full = None if where is None else np.broadcast_to(where, x.shape)

@@ -1,4 +1,4 @@
-"""Checks of the projection over 8, 4 or 2 devices; sharded_checks.py runs them with its own."""
+"""Checks of the projection over 8, 4 or 2 devices, which sharded_checks.py adds to its own."""
 
 import functools
 import itertools
@@ -15,12 +15,12 @@ from pallas_softmax._src.linear.chunks import chunk_rows
 from tests.support import linear
 
 N, D, V = 64, 24, 512
-ROWS = 5  # of a chunk, if a multiple of 8 need not be taken,
-BYTES = 8  # and of a logit: it is stored in float32, and its gradient
+ROWS = 5  # rows of a chunk before rounding to a multiple of 8
+BYTES = 8  # bytes of a logit: its value and its gradient in float32
 CHECKS = {}
 SLOW = set()
 
-# How x, w, bias and labels lie on a mesh of the axes "data" and "model".
+# Shardings of x, w, bias and labels on a mesh with the axes "data" and "model".
 LAYOUTS = {
     "tokens": (P("data"), P(), P(), P("data")),
     "columns": (P(), P(None, "model"), P("model"), P()),
@@ -30,10 +30,10 @@ LAYOUTS = {
 
 
 def sent(layout, reduction, devices):
-    """The bytes of the all-reduces, and those of the all-gathers, that a device has to take part in.
+    """Returns the bytes of the all-reduces and of the all-gathers that a device must take part in.
 
-    Of a row over several devices it sends m, d and its logit, for all tokens at
-    once where the losses are one per token, and the float32 sum for dx, chunk by chunk.
+    If several devices share a row, they reduce m, d and the label's logit, and chunk by chunk the float32 sum for dx.
+    With one loss per token, they reduce m, d and the logit of all tokens at once.
     """
     data, model = devices // 2, 2
     tokens, columns = layout in ("tokens", "both", "fsdp"), layout in ("columns", "both")
@@ -42,13 +42,15 @@ def sent(layout, reduction, devices):
     reduced = 4 * (D + 1) * width if tokens and data > 1 else 0
     chunk = chunk_rows(rows, width, BYTES, BYTES * ROWS * V)
     if columns:
-        seen = chunk * (2 if chunk < rows else 1)  # the program has the first chunk, and those of a loop
+        seen = chunk * (
+            2 if chunk < rows else 1
+        )  # the program has the first chunk, and a loop for the others
         reduced += 4 * D * seen + 12 * (rows if reduction is None else seen)
     return reduced, 4 * D * V if layout == "fsdp" and data > 1 else 0
 
 
 def check(how, layout, reduction):
-    """Loss and gradients are those of one device, and what is sent is what must be."""
+    """Loss and gradients agree with one device, and the collectives have exactly the necessary bytes."""
     devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
     kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
     mesh = jax.make_mesh(
@@ -87,7 +89,7 @@ def check(how, layout, reduction):
     losses, size, *want = linear.losses_and_gradients(x, w, labels, np.full(N, 1 / N), bias=bias)
     assert abs(float(value) - losses.mean()) <= 8 * np.spacing(np.float32(size.max() + losses.max()))
     for got, expected in zip(grads, want):
-        assert linear.rounded_errors(got, expected) <= 2e-6  # float32, each a sum of some hundred terms
+        assert linear.rounded_errors(got, expected) <= 2e-6  # float32 sums of about a hundred terms
     for got, spec in zip(grads, specs):
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), got.ndim), (got.sharding, spec)
     # A group of one device sends nothing; XLA leaves such collectives in the program.
@@ -112,7 +114,7 @@ for how, layout, reduction in itertools.product(("auto", "explicit", "shard_map"
 
 
 def features(check_vma):
-    """All that a loss can have, and the other two functions, of columns over all devices: as on one device."""
+    """All options of a loss, and the other two functions, agree with one device if all devices share the columns."""
     devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
     mesh = jax.make_mesh((devices,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     x, w, labels, bias = linear.arrays(N, D, V, "float32", bias=True)

@@ -1,4 +1,4 @@
-"""Each of the paper's algorithms once, to be run under a profiler.
+"""Runs each of the paper's algorithms once, under a profiler.
 
 python -m tests.programs.paper_traffic [ROWS V K]
 """
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_softmax import paper
 
-SHAPE = (4000, 64512)  # the rows under way together are some 300 MB, more than any cache holds
+SHAPE = (4000, 64512)  # the rows in flight take about 300 MB, more than any cache
 
 
 def main(rows=SHAPE[0], vocab=SHAPE[1], k=5):

@@ -1,7 +1,7 @@
-"""Every kernel over a few shapes, checked coarsely; tests/kernels/test_sanitizers.py runs it under compute-sanitizer.
+"""Runs every kernel over a few shapes; tests/kernels/test_sanitizers.py runs this under compute-sanitizer.
 
-Its arguments are the implementations, by default all that can run here. Small on purpose: racecheck slows shared
-memory accesses down by two orders of magnitude.
+The arguments are the implementations, by default all that can run here. The shapes are small because racecheck slows
+down accesses to shared memory by two orders of magnitude.
 """
 
 import functools
@@ -22,8 +22,8 @@ from tests.support import bounds, cases, kernels, linear, oracle
 from tests.support import triton_kernels as triton
 from tests.support.kernels import Parts, Strips, Tile, Window
 
-TWO = ("softmax", "softmax_grad")  # where the others would do no more
-# (rows, V, dtype, plan, masked, operations). In registers; then in one CTA, clusters, two launches.
+TWO = ("softmax", "softmax_grad")  # where the other operations would add nothing
+# (rows, V, dtype, plan, masked, operations). Rows in registers, in one CTA, in clusters, in two launches.
 SHAPES = [
     (3, 1000, "float32", None, False, oracle.OPERATIONS),
     (3, 127, "bfloat16", None, True, TWO),
@@ -35,8 +35,8 @@ SHAPES = [
     (3, 1003, "float32", Parts(1003, 4, 1, 2, True, teams=1, slots=2), True, TWO),
     (3, 1503, "float32", Parts(1503, 4, 1, 2, True, teams=1, slots=2), False, ("softmax", "softmax_grad")),
 ]
-# (rows, V, dtype, plan, masked, k). In registers; in one CTA, off 16 bytes; parts that are merged. Each finds its
-# winners in registers, or sorts them in shared memory.
+# (rows, V, dtype, plan, masked, k). Rows in registers; in one CTA, not aligned to 16 bytes; in parts that are merged.
+# Each selects winners in registers, or sorts them in shared memory.
 TOPK = [
     (3, 100, "float32", None, False, (1, 5)),
     (3, 127, "bfloat16", None, True, (5,)),
@@ -47,19 +47,20 @@ TOPK = [
     (2, 9203, "float32", Window(9203, 4, 8, 1, compact=True), True, (300, 1024)),
 ]
 
-# (rows, V, dtype, k), of the gradient of top-k.
+# (rows, V, dtype, k) of the gradient of top-k.
 TOPK_GRAD = [(4, 100, "float32", 5), (4, 127, "bfloat16", 40)]
 
-# (V, dtype, plan, operations), of columns. In registers; in one CTA, and its next strip; clusters, and turns of one.
+# (V, dtype, plan, operations) of columns. In registers; in one CTA that takes several strips; in clusters, with and
+# without turns.
 COLUMNS = [
     (21, "float32", Tile(32, 8, 4, 1), TWO),
     (127, "float32", Strips(127, 8, 4, 1, 64, 2, turns=2), oracle.OPERATIONS),
     (300, "bfloat16", Strips(300, 8, 4, 2, 64, 3), TWO),
     (300, "float32", Strips(300, 8, 4, 4, 64, 3, turns=2), TWO),
-    (300, "float32", Strips(300, 8, 4, 1, 64, 1), ("logsumexp",)),  # slots taken in turn
+    (300, "float32", Strips(300, 8, 4, 1, 64, 1), ("logsumexp",)),  # slots are used again
 ]
 
-# (rows, V, dtype, CTAs, warpgroups, masked), of sample. One CTA; a cluster, off 16 bytes.
+# (rows, V, dtype, CTAs, warpgroups, masked) of sample. One CTA; a cluster with rows not aligned to 16 bytes.
 SAMPLE = [
     (4, 1003, "float32", 1, 2, True),
     (4, 2048, "bfloat16", 2, 2, False),
@@ -68,7 +69,7 @@ SAMPLE = [
 
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
 
-# As above, of Triton. In registers; read twice; in parts.
+# The same for Triton. Rows in registers; read twice; in parts.
 TRITON = [
     (3, 1000, "float32", None, False, oracle.OPERATIONS),
     (3, 1003, "bfloat16", Block(2, 1024, 4), True, oracle.OPERATIONS),
@@ -77,7 +78,7 @@ TRITON = [
     (2, 2100, "float32", Long(3, 1024, 1, 512, 4), True, TWO),
     (2, 2100, "bfloat16", Long(3, 1024, 1, 512, 4), False, (*TWO, "logsumexp")),
 ]
-# One part; parts, merged by one warp and by two.
+# The same for Triton's top-k. One part; several parts, merged by one warp and by two.
 TRITON_TOPK = [
     (2, 1000, "float32", None, False, (1, 5)),
     (2, 2100, "bfloat16", None, True, (9,)),
@@ -85,7 +86,7 @@ TRITON_TOPK = [
     (2, 2100, "bfloat16", Slabs(2, 2048, 256, 256, 8, 4), False, (200,)),
 ]
 
-# (n, D, V, dtype, head, bias, peak). A cluster with a tile half beyond the last row; a tile; less than one.
+# (n, D, V, dtype, head, bias, peak). A cluster with a tile that ends half beyond the last row; one tile; less than one.
 PROJECTIONS = [
     (136, 128, 640, "bfloat16", Head(transpose_w=True, softcap=9.0), True, 1),
     (40, 64, 256, "bfloat16", Head(), False, 30),
@@ -111,7 +112,7 @@ def mosaic_gpu():
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
     for rows, v, dtype, plan, masked, ks in TOPK:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-        x[0] = 1  # all tied: the exact path
+        x[0] = 1  # all elements tie: the exact path
         where = np.arange(v)[None] % 3 > 0 if masked else None
         for k in ks:
             choice = plan or kernels.plan_topk(rows, v, k, dtype)
@@ -136,7 +137,7 @@ def mosaic_gpu():
             np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
     for rows, v, dtype, count, warpgroups, masked in SAMPLE:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-        x[0] = 1  # all tied
+        x[0] = 1  # all elements tie
         where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
         layout = kernels.sample_layout(v, dtype, count, warpgroups)
         kernel = jax.jit(functools.partial(kernels.sample_rows, plan=layout, interpret=None))
@@ -165,7 +166,7 @@ def projection_kernels(x, w, b, tokens, coefficients, **known):
 
 
 def projection():
-    """The kernels alone: loading cuBLAS, whose products follow them, takes minutes under compute-sanitizer."""
+    """Runs the kernels without the cuBLAS products: loading cuBLAS takes minutes under compute-sanitizer."""
     for n, depth, vocab, dtype, head, bias, peak in PROJECTIONS:
         x, w, labels, b = linear.arrays(
             n, depth, vocab, dtype, bias=bias, peak=peak, transpose_w=head.transpose_w
@@ -208,7 +209,7 @@ def triton_rows(rows, v, dtype, plan, masked, name):
 
 def triton_topk(rows, v, dtype, plan, masked, k):
     x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
-    x[0] = 1  # all tied
+    x[0] = 1  # all elements tie
     where = np.arange(v)[None] % 3 > 0 if masked else None
     run = functools.partial(triton.topk, k=k, log=False, dtype=np.dtype("float32"), plan=plan)
     temperature = np.ones((1, 1), "float32")
@@ -224,7 +225,7 @@ def triton_topk(rows, v, dtype, plan, masked, k):
 
 
 def triton_sweep():
-    with ThreadPoolExecutor(14) as pool:  # they compile
+    with ThreadPoolExecutor(14) as pool:  # to compile
         checks = [pool.submit(triton_rows, *case, name) for *case, names in TRITON for name in names]
         checks += [pool.submit(triton_topk, *case, k) for *case, ks in TRITON_TOPK for k in ks]
     for check in checks:

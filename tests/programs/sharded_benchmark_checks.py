@@ -1,4 +1,4 @@
-"""Run by tests/benchmarks/test_sharded.py in a process with eight CPU devices; prints {check: "ok" or the error}."""
+"""Checks on eight CPU devices, which tests/benchmarks/test_sharded.py runs; prints {check: "ok" or the error}."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ from benchmarks.support.cases import Case
 MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 ALL = ("a", "b")
 X = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
-COLLECTIVES = {  # of a part of (8, 8): what it does, and what is to be read from its program
+COLLECTIVES = {  # for a part (8, 8): the function, the bytes and the group size to read from its program
     "all-gather": (lambda x: lax.all_gather(x, ALL), 8 * 256, 8),
     "all-gather of a row": (lambda x: lax.all_gather(x, "b"), 4 * 256, 4),
     "all-reduce": (lambda x: lax.psum(x, ALL), 256, 8),
@@ -67,7 +67,7 @@ def logits_are_the_same():
         np.testing.assert_array_equal(np.asarray(x), want)
 
 
-def rows_are_fetched_from_where_they_lie():
+def rows_are_fetched_from_their_devices():
     rows = np.array([0, 7, 8, 15])
     for sharding, devices in SHARED:
         x = sharded.draw(layout_of(sharding, devices), AxisType.Explicit)
@@ -75,7 +75,7 @@ def rows_are_fetched_from_where_they_lie():
 
 
 def repeats(sharding):
-    """A program of n calls does n times the work of one, and copies nothing more."""
+    """A program of n calls does n times the work of one call, without extra copies."""
     layout = layout_of(sharding, 4)
     x = sharded.draw(layout, AxisType.Auto)
     functions = sharded.functions(layout.case)
@@ -99,7 +99,7 @@ def repeats(sharding):
         assert sharded._not_repeated(single, program, 3, x) == ""
 
 
-def calls_that_are_merged_are_seen():
+def merged_calls_are_detected():
     layout = layout_of("vocab", 8)
     x = sharded.draw(layout, AxisType.Auto)
     function = sharded.functions(layout.case)[sharded.JAX]
@@ -108,7 +108,7 @@ def calls_that_are_merged_are_seen():
     assert why.startswith("no device time: a call has"), why
 
 
-def a_result_that_lies_otherwise_is_seen():
+def a_result_with_another_sharding_is_detected():
     layout = layout_of("vocab", 8)
     x = sharded.draw(layout, AxisType.Auto)
     gathered = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(x.sharding.mesh, P()))
@@ -133,9 +133,9 @@ CHECKS = {
         for check in (
             reads_several,
             logits_are_the_same,
-            rows_are_fetched_from_where_they_lie,
-            calls_that_are_merged_are_seen,
-            a_result_that_lies_otherwise_is_seen,
+            rows_are_fetched_from_their_devices,
+            merged_calls_are_detected,
+            a_result_with_another_sharding_is_detected,
         )
     },
 }

@@ -1,6 +1,7 @@
-"""Checks of arrays that lie over 2, 4 or 8 devices; tests/dispatch/test_sharded.py has each of them as a test.
+"""Checks of arrays that are sharded over 2, 4 or 8 devices; tests/dispatch/test_sharded.py runs each as a test.
 
-Some of them, on eight CPU devices; without the first line, on the machine's GPUs. Prints each with its error or null:
+The command below runs some of them on eight CPU devices; without its first line, on the machine's GPUs. It prints the
+name of each check with its error or null:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
       PYTHONPATH=. python tests/programs/sharded_checks.py 'partition-topk-*'
@@ -33,20 +34,20 @@ from tests.support import bounds, cases, covering, oracle
 from tests.support.cases import BF16, F16, F32
 
 V = 256
-IMPLEMENTATION = None  # named where every call has kernels
+IMPLEMENTATION = None  # the implementation to name in calls, if every call has its kernels
 CHECKS = {}
-SLOW = set()  # the names of those that only the complete set has
+SLOW = set()  # names of the checks that only the complete set has
 ELEMENTWISE = ("softmax", "log_softmax")
-TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40: more than a part of V / 8 has
+TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40 is more than the V / 8 elements of a part
 OPS = (*oracle.FORWARD, *TOPK)
-SOME = ("softmax", "logsumexp", "topk")  # log_softmax is much as softmax
+SOME = ("softmax", "logsumexp", "topk")  # without log_softmax, which is much like softmax
 HOW = ("auto", "explicit", "shard_map")
 
 
 def each(fast=None, **parameters):
     """Registers a check for every combination of the parameters.
 
-    The fast set has the first `fast` of those that cover pairs of values; None: as many as have every value.
+    `covering.pairs` orders the combinations, and the first `fast` are the fast set. By default they cover every value.
     """
 
     def register(check):
@@ -67,7 +68,7 @@ def each(fast=None, **parameters):
 
 @functools.cache
 def mesh(how="auto", line=False):
-    """Of 8, 4 or 2 devices: 2 x 4, 2 x 2 or 1 x 2; or a line."""
+    """Returns a mesh of 8, 4 or 2 devices: 2 x 4, 2 x 2 or 1 x 2, or a line."""
     n = next(n for n in (8, 4, 2) if n <= jax.device_count())
     shape, names = ((n,), ("v",)) if line else ((1, 2) if n == 2 else (2, n // 2), ("b", "v"))
     kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
@@ -75,20 +76,20 @@ def mesh(how="auto", line=False):
 
 
 def names_of(entry):
-    """The mesh axes of an entry of a PartitionSpec."""
+    """Returns the mesh axes in an entry of a PartitionSpec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 class Split(NamedTuple):
-    """How an array lies on the mesh, and which of its axes a row is."""
+    """The sharding of an array on a mesh, and the array axes that make up a row."""
 
     mesh: Any
-    spec: tuple  # an entry for each axis
+    spec: tuple  # an entry for each array axis
     axes: tuple[int, ...] = (1,)
 
     @property
     def row(self):
-        """The mesh axes that a row is spread over."""
+        """The mesh axes that shard a row."""
         return tuple(name for a in self.axes for name in names_of(self.spec[a]))
 
     @property
@@ -99,14 +100,14 @@ class Split(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in names)
 
     def result(self, op):
-        """Where the result lies."""
+        """Returns the PartitionSpec of the result."""
         if op in ELEMENTWISE:
             return P(*self.spec)
         left = [None if a in self.axes else entry for a, entry in enumerate(self.spec)]
         return P(*(e for a, e in enumerate(left) if op in TOPK or a not in self.axes))
 
     def operand(self, shape):
-        """Where an operand of the array's rank lies, beside the array."""
+        """Returns the sharding of an operand with the array's rank."""
         spec = P(*(entry if size > 1 else None for entry, size in zip(self.spec, shape)))
         return NamedSharding(self.mesh, spec)
 
@@ -121,9 +122,9 @@ class Split(NamedTuple):
 
 LAYOUTS = {
     "batch": ("b v", None),
-    "line": (None, "v"),  # of all devices
+    "line": (None, "v"),  # on a mesh of one axis, with all devices
     "both": ("b", "v"),
-    "spread": (None, "v b"),  # not in the order of the devices
+    "spread": (None, "v b"),  # not in device order
 }
 
 
@@ -133,14 +134,17 @@ def split(layout, how):
 
 
 def execute(f, *args):
-    """The results under jit, and the collectives for them."""
+    """Returns the results under jit, and the collectives of the compiled program."""
     program = jax.jit(f).lower(*args).compile()
     return program(*args), links.collectives(program.as_text() or "")
 
 
 def assert_sent(sent, at: Split, shape, reduces, gathered=0):
-    """Among the devices of a row only: at most `reduces` times a number of each row, and so many candidates of it,
-    each a value and an index. Of a row over two mesh axes these may be gathered over one after the other."""
+    """Asserts that only the devices of a row communicate, and how much.
+
+    They all-reduce at most `reduces` numbers per row, and all-gather at most `gathered` numbers per row. If a row is
+    sharded over two mesh axes, JAX may gather over one axis after the other.
+    """
     rows, n = at.local_rows(shape), [at.mesh.shape[name] for name in at.row]
     groups = {math.prod(some) for i in range(len(n)) for some in itertools.combinations(n, i + 1)}
     sent = [c for c in sent if c.group > 1]
@@ -152,28 +156,29 @@ def assert_sent(sent, at: Split, shape, reduces, gathered=0):
     assert {c.group for c in sent} <= groups, sent
 
 
-# --- Rows, the functions and what is expected ---------------------------------------------------------
+# --- Rows, functions and expected results -------------------------------------------------------------
 
-# Of parts of the row, eighths: (which, value). The rest is integers, so that there are ties across all parts.
+# name: (pattern, reason). A pattern sets eighths of a row: (which, value). The other eighths are integers, so that
+# there are ties across all parts.
 PARTS = {
-    "neg_inf_parts": ([(slice(2, 4), -np.inf)], "a part without a maximum in the middle"),
-    "neg_inf_but_last": ([(slice(0, 7), -np.inf)], "all parts before have no maximum"),
-    "neg_inf_but_first": ([(slice(1, 8), -np.inf)], "all parts behind have none"),
+    "neg_inf_parts": ([(slice(2, 4), -np.inf)], "parts without a maximum in the middle"),
+    "neg_inf_but_last": ([(slice(0, 7), -np.inf)], "no part before the last has a maximum"),
+    "neg_inf_but_first": ([(slice(1, 8), -np.inf)], "no part after the first has a maximum"),
     "inf_after_neg_inf": ([(slice(0, 7), -np.inf), (7, np.inf)], "NaN from one part only"),
-    "nan_part": ([(5, np.nan)], "the maximum over the parts must not lose it"),
+    "nan_part": ([(5, np.nan)], "the maximum over the parts must keep NaN"),
     "neg_nan_but_last": (
         [(slice(0, 7), cases.NEG_NAN)],
-        "candidates of the parts before are the last",
+        "candidates of the earlier parts come last",
     ),
-    "nan_after_neg_nan": ([(slice(0, 4), cases.NEG_NAN), (slice(4, 8), np.nan)], "the order is turned"),
-    "zeros": ([(slice(0, 5), -0.0), (slice(5, 8), 0.0)], "+0 of a later part is before -0 of an earlier"),
-    "one_part_best": ([(6, 3)], "all winners are of one part"),
+    "nan_after_neg_nan": ([(slice(0, 4), cases.NEG_NAN), (slice(4, 8), np.nan)], "later parts come first"),
+    "zeros": ([(slice(0, 5), -0.0), (slice(5, 8), 0.0)], "+0 in a later part precedes -0 in an earlier one"),
+    "one_part_best": ([(6, 3)], "one part has all winners"),
 }
 NAMES = [*cases.FINITE, *cases.SPECIAL, *PARTS]
 
 
 def logits(dtype: Any = F32):
-    """A row for each of NAMES, 40 of them."""
+    """Returns a row for each of the 40 NAMES."""
     x = cases.rows(["integers"] * len(PARTS), V, dtype, seed=4).reshape(len(PARTS), 8, V // 8)
     for row, (pattern, _) in zip(x, PARTS.values()):
         for at, value in pattern:
@@ -182,7 +187,7 @@ def logits(dtype: Any = F32):
 
 
 def masks():
-    """By name; that of every element leaves, of some rows, parts of nothing or of -inf alone."""
+    """Returns masks by name. The full mask leaves some parts of rows with nothing or with -inf only."""
     full = np.random.default_rng(5).random((len(NAMES), V)) < 0.6
     full[0], full[1, : V // 2], full[2, V // 8 :] = False, False, False
     full[NAMES.index("neg_inf_but_last"), 7 * V // 8 :] = False
@@ -191,7 +196,7 @@ def masks():
 
 
 def ours(op, x, axis: Any = -1, *, implementation: Any = "", **kwargs) -> tuple:
-    """The result and, of top-k, the indices."""
+    """Returns the package's result, and for top-k the indices."""
     kwargs["implementation"] = IMPLEMENTATION if implementation == "" else implementation
     if op not in TOPK:
         return getattr(ps, op)(x, axis, **kwargs), None
@@ -199,7 +204,7 @@ def ours(op, x, axis: Any = -1, *, implementation: Any = "", **kwargs) -> tuple:
 
 
 def reference(op, x):
-    """By jax.nn, on one device."""
+    """Returns the result of jax.nn on one device."""
     if op not in TOPK:
         return getattr(jax.nn, op)(x, -1)
     y = (jax.nn.log_softmax if op == "topk_log" else jax.nn.softmax)(x, -1)
@@ -207,7 +212,7 @@ def reference(op, x):
 
 
 def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
-    """Of rows along the last axis. As for support.gpu.assert_topk an exponential costs eps |x - m|."""
+    """Asserts that results of rows along the last axis are right, with the bounds of `support.gpu.assert_topk`."""
     y, indices = got
     if op not in TOPK:
         y = np.asarray(y)[:, None] if op == "logsumexp" else y
@@ -227,7 +232,7 @@ def assert_value(op, got, x, names, where=None, temperature: Any = 1.0, **topk):
 
 
 def assert_gradient(op, dx, y, g, x, names, where=None, temperature: Any = 1.0):
-    """Judged on y where the backward begins with it."""
+    """Asserts that the gradient is right, for the given y if the backward reads y."""
     if op in ELEMENTWISE:
         return bounds.assert_operation(f"{op}_grad", dx, (np.asarray(y), g), names, where)
     if op == "logsumexp":
@@ -235,21 +240,21 @@ def assert_gradient(op, dx, y, g, x, names, where=None, temperature: Any = 1.0):
         want, unit = oracle.logsumexp_vjp(x, g, -1, where), bounds.logsumexp_vjp_unit(x, g, -1, where)
     else:
         want, unit = (part[0] for part in topk_vjp(op, x, g, where, temperature))
-        if where is not None:  # masked elements of a row that is NaN may be NaN, too
+        if where is not None:  # in a NaN row, masked elements may be NaN
             dx = np.where(np.isnan(y).any(-1, keepdims=True) & ~where, 0, dx)
     slack = 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True)
     bounds.assert_close(dx, want, unit, names, slack)
 
 
 def topk_vjp(op, x, g, where, temperature):
-    """The gradients by x and by the temperature, and their units."""
+    """Returns the gradients with respect to x and the temperature, and their units."""
     arguments = x, g, TOPK[op]["k"], where, temperature, TOPK[op].get("log", False)
     with np.errstate(all="ignore"):
         return oracle.fused_topk_vjp(*arguments), bounds.fused_topk_vjp_unit(*arguments)
 
 
 def on(at: Split, how, op, f, *operands):
-    """`f(x, *operands)`, under shard_map with the axis_name, for such arrays."""
+    """Returns `f(x, *operands)`; for how="shard_map", f is mapped and gets the axis_name."""
     if how != "shard_map":
         return f
     in_specs = tuple(at.operand(a.shape).spec for a in operands)
@@ -258,7 +263,7 @@ def on(at: Split, how, op, f, *operands):
 
 
 def run(op, how, at: Split, x, f: Any = ours, *operands):
-    """y and indices, the cotangent and dx of `f(op, x, *operands)`; where they lie and what is sent for them."""
+    """Returns (y, indices), the cotangent and dx of `f(op, x, *operands)`; asserts shardings and communication."""
     f = on(at, how, op, functools.partial(f, op), *operands)
 
     def forward(x, *operands) -> Any:
@@ -266,7 +271,7 @@ def run(op, how, at: Split, x, f: Any = ours, *operands):
 
     (y, pullback, indices), sent = execute(forward, *map(at.place, (x, *operands)))
     k, n = TOPK[op]["k"] if op in TOPK else 0, at.size(at.row)
-    # the best of each device, and its normalizer
+    # the winners and the normalizer of each device
     assert_sent(sent, at, x.shape, 2, k and n * (2 * min(k, x.shape[at.axes[0]] // n) + 2))
     g = cases.cotangent(y.shape, y.dtype)
     (dx,), sent = execute(lambda pullback, g: pullback(g), pullback, jax.device_put(g, y.sharding))
@@ -291,23 +296,23 @@ def judge(op, results, x, names, **kwargs):
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], fast=1)
 @each(op=["softmax", "topk"], layout=["both"], how=HOW, dtype=[F16], fast=1)
 def partition(op, layout, how, dtype=F32):
-    """Values, gradient, where they lie, and what is sent for them."""
+    """Values and gradient, their shardings, and the communication."""
     x = logits(dtype)
     judge(op, run(op, how, split(layout, how), x), x, NAMES)
 
 
 @each(op=SOME, mask=masks(), how=HOW, fast=1)
 def where(op, mask, how):
-    """What is masked is not seen, whatever it is."""
+    """Masked elements do not matter, whatever they are."""
     mask = masks()[mask]
-    x = cases.spoilt(logits(), mask)
+    x = cases.spoil_masked(logits(), mask)
     f = lambda op, x, mask, **kwargs: ours(op, x, where=mask, **kwargs)  # noqa: E731
     judge(op, run(op, how, split("both", how), x, f, mask), x, NAMES, where=mask)
 
 
 @each(op=TOPK, how=HOW, fast=1)
 def temperature(op, how):
-    """One per row, and its gradient; float32 values of 16-bit logits."""
+    """One temperature per row, and its gradient; float32 values of 16-bit logits."""
     names = ["normal", "peaked", "integers", "ascending"] * 2
     x, at = cases.rows(names, V, BF16), split("both", how)
     t = np.geomspace(0.5, 2, len(x), dtype=F32)
@@ -339,14 +344,14 @@ AXES = {
 
 @each(case=AXES, how=HOW, fast=1)
 def axes(case, how):
-    """Ranks 1 to 3, and every axis."""
+    """Arrays of rank 1 to 3, and every axis."""
     shape, spec, axis = AXES[case]
     reduced = tuple(range(len(shape))) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     at = Split(mesh(how), spec, tuple(a % len(shape) for a in reduced))
     x = np.random.default_rng(0).integers(-3, 4, shape).astype(F32)
     n = x.size // math.prod(shape[a] for a in at.axes)
 
-    def rows(a):  # along the last axis; a number of each is none
+    def rows(a):  # puts rows along the last axis, unless there is one number per row
         kept = a.ndim - len(shape) + len(reduced)
         return np.moveaxis(a, reduced[:kept], range(a.ndim - kept, a.ndim)).reshape(n, *[-1] * (kept > 0))
 
@@ -359,7 +364,7 @@ def axes(case, how):
 
 @each(op=SOME, dtype=["int8", "uint32"], how=HOW, fast=1)
 def integers(op, dtype, how):
-    """Their differences are taken exactly, so that neighbours near the largest are told apart."""
+    """Differences are exact, so that neighbours near the maximum of the dtype stay apart."""
     info = np.iinfo(dtype)
     x = np.random.default_rng(0).integers(info.max - 9, info.max, (8, V), dtype, endpoint=True)
     x[0], x[1, :-1] = info.min, info.min
@@ -376,7 +381,7 @@ def integers(op, dtype, how):
 
 @each(k=[0, 1, 33, V - 1, V, V + 1], how=HOW, fast=2)
 def winners(k, how):
-    """Of the whole row, however many of them a part has; V: the order of all."""
+    """The winners of the whole row, for any k, even if a part has fewer elements. k = V sorts the row."""
     at, x = split("both", how), logits()
     kwargs = {"k": k, "implementation": IMPLEMENTATION if k else None}
     f = jax.jit(on(at, how, "topk", lambda x, **axis_name: tuple(ps.fused_topk(x, **kwargs, **axis_name))))
@@ -390,14 +395,14 @@ def winners(k, how):
 
 
 def drawn(x, key, t, p, m, axis_name: Any = None, **kwargs):
-    """Of a key for each row; with a parameter that each row has, one that all share, and one that is static."""
+    """Draws with one key per row, and with parameters per row, shared by all rows, and static."""
     options = {"temperature": t[:, 0], "top_p": p[:, 0], "min_p": m[0, 0], "top_k": 100} | kwargs
     return tuple(ps.sample(key, x, axis_name=axis_name, implementation=IMPLEMENTATION, **options))
 
 
 @each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, dtype=[F32, BF16], fast=1)
 def sample(layout, how, dtype: Any):
-    """The draws of the oracle; nothing is sent for whole rows, and a fixed number of collectives for spread ones."""
+    """Draws agree with the oracle. Whole rows need no communication, and sharded rows a fixed number of collectives."""
     x, at = logits(dtype), split(layout, how)
     n = len(x)
     keys = jax.random.split(jax.random.key(5), n)
@@ -419,20 +424,20 @@ def sample(layout, how, dtype: Any):
     if not at.row:
         assert not [c for c in sent if c.group > 1], sent
         return
-    # the collective of each search stands in a loop, of a round for 4 bits of the logits
+    # each of the two searches has its collective in a loop, with a round for every 4 bits of the logits
     assert_sent(sent, at, x.shape, DRAW_NUMBERS + 2 * 15, 3 * at.size(at.row))
     assert len(sent) <= DRAW_NUMBERS + 2 + 3 * len(at.row), sent
 
 
-# What the devices of a row sum up or compare but for the two searches: a number of each row at a time.
+# All-reduces of one number per row, outside the two searches.
 DRAW_NUMBERS = 14
 
 
 @each(how=HOW, fast=0)
 def sample_where(how):
-    """One key for all; what is masked is on all devices, and on some of them everything is."""
+    """One key for all rows; masked elements on all devices, and some devices with a fully masked part."""
     mask, at = masks()["full"], split("both", how)
-    x, key = cases.spoilt(logits(), mask), jax.random.key(6)
+    x, key = cases.spoil_masked(logits(), mask), jax.random.key(6)
     f = lambda x, mask, axis_name=None: ps.sample(key, x, top_p=0.8, where=mask, axis_name=axis_name)  # noqa: E731
     if how == "shard_map":
         both = P(None, "v")  # one u for all rows
@@ -451,7 +456,7 @@ THREE = cases.rows(["normal", "integers"] * 16, V).reshape(4, 8, V)
 
 
 def pulled(f):
-    """The gradient for a cotangent made of the value; of parts it is made of parts."""
+    """Returns the gradient for a cotangent that is a function of the value, element by element."""
 
     def gradient(x):
         y, pullback = jax.vjp(f, x)
@@ -461,7 +466,7 @@ def pulled(f):
 
 
 def along(f):
-    """The derivative in a direction made of the argument: forward mode."""
+    """Returns the forward-mode derivative in a direction that is a function of the argument."""
     return lambda x: jax.jvp(f, (x,), (jnp.cos(3 * x),))[1]
 
 
@@ -469,7 +474,7 @@ def scanned(f):
     return lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x)[1]
 
 
-# Of a function of (8, V), on (4, 8, V).
+# Transformations of a function of (8, V), for an array (4, 8, V).
 TRANSFORMS = {
     "vmap": jax.vmap,
     "vmap_of_grad": lambda f: jax.vmap(pulled(f)),
@@ -488,7 +493,7 @@ def on_one_device(transform, op):
 
 @each(transform=TRANSFORMS, op=SOME, how=HOW, fast=1)
 def transformed(transform, op, how):
-    """As by jax.nn on one device. With vmap also where its axis is sharded."""
+    """The results agree with jax.nn on one device. Under vmap, the mapped axis may be sharded."""
 
     def f(x, **kwargs):
         return TRANSFORMS[transform](lambda x: ours(op, x, **kwargs)[0])(x)
@@ -501,7 +506,7 @@ def transformed(transform, op, how):
 
 
 def plain(op, x, axis_name):
-    """What a user writes for a part of a row."""
+    """Returns the result in plain JAX, as a user writes it for a part of a row."""
     winners = x
     if op in TOPK:
         found = lax.top_k(x, TOPK[op]["k"])[0]
@@ -515,7 +520,7 @@ def plain(op, x, axis_name):
 
 @each(op=OPS[:4], inside=[False, True], fast=0)
 def shard_map_without_check_vma(op, inside):
-    """The gradient is that of the same function in plain jnp, and so is the derivative in forward mode."""
+    """Both derivatives, in reverse and forward mode, agree with the same function in plain JAX."""
     at, x = split("both", "shard_map"), 3 * cases.rows(["normal"] * 8, V)
     for derivative, out in ((pulled, P(*at.spec)), (along, at.result(op))):
         found = []
@@ -530,7 +535,7 @@ def shard_map_without_check_vma(op, inside):
 
 @each(op=OPS[:4], fast=1)
 def shard_map_over_one_axis_of_two(op):
-    """The batch is left to the compiler."""
+    """shard_map maps the row's axis only; the compiler shards the batch."""
     at, x = split("both", "shard_map"), logits()
     out = P(None, *at.result(op)[1:])
     f = functools.partial(ours, op, axis_name="v")
@@ -540,7 +545,7 @@ def shard_map_over_one_axis_of_two(op):
 
 @each(op=SOME, layout=("batch", "both"), fast=2)
 def exported(op, layout):
-    """jax.export keeps no Python function that divides: XLA does."""
+    """An export keeps no Python function for the partitioning, so XLA partitions the program."""
     at, x = split(layout, "auto"), logits()
     sharding = NamedSharding(at.mesh, P(*at.spec))
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -551,7 +556,7 @@ def exported(op, layout):
 
 @each(how=("auto", "explicit"), fast=1)
 def context_mesh(how):
-    """Arrays that lie nowhere yet, in the context of a mesh; and without jit."""
+    """Arrays without a sharding, in the context of a mesh; and without jit."""
     x = logits()
     with jax.set_mesh(mesh(how)):
         assert_value("softmax", jax.jit(functools.partial(ours, "softmax"))(x), x, NAMES)
@@ -564,7 +569,7 @@ def context_mesh(how):
 
 @each(how=("auto", "explicit"), fast=1)
 def sharded_by_the_mask(how):
-    """What is not sharded itself is shared as the mask is, and so is its gradient."""
+    """An unsharded array takes the sharding of the mask, and so does its gradient."""
     at = split("both", how)
     x, where = cases.rows(["normal"] * 8, V), np.random.default_rng(0).random((8, V)) < 0.7
     x = jax.device_put(x, NamedSharding(at.mesh, P())) if how == "explicit" else x
@@ -586,7 +591,7 @@ def named_kernel_on_the_cpu(op):
 
 @each(check_vma=[False, True], fast=1)
 def gradient_of_a_temperature(check_vma):
-    """It is the same on all devices that a row is spread over, and is not counted for each of them."""
+    """The gradient is the same on all devices of a row, and no device counts it again."""
     at, x = split("spread", "shard_map"), cases.rows(["normal"] * 8, V)
     t = np.linspace(0.5, 2, 8, dtype=np.float32)
 
@@ -634,17 +639,17 @@ MESHES = {"line": lambda n: (n,), "rows": lambda n: (2, n // 2), "columns": lamb
 
 @functools.cache
 def mesh_of(shape):
-    """Auto axes "a" and "b" of 8, 4 or 2 devices."""
+    """Returns a mesh of 8, 4 or 2 devices with the Auto axes "a" and "b"."""
     devices = mesh().devices.ravel()
     sizes = MESHES[shape](devices.size)
     return jax.sharding.Mesh(devices.reshape(sizes), ("a", "b")[: len(sizes)])
 
 
 def by_heads(op, heads):
-    """A function that reshapes its first argument, its arguments, and the dimension of each to shard.
+    """Returns a function that reshapes its first argument, its arguments, and the dimension of each to shard.
 
-    It returns (a value, what has no gradient). The value has no dimension of heads: if no PartitionSpec describes the
-    sharding of a result, JAX gathers the result.
+    The function returns a value and an auxiliary output. The value has no dimension of heads: JAX gathers a result if
+    no PartitionSpec describes its sharding.
     """
 
     def projection(x, w, labels):
@@ -666,7 +671,7 @@ def by_heads(op, heads):
 
 
 def with_gradient(f):
-    """The results of f, and the gradient to its first argument for a cotangent made of the value."""
+    """Returns f with the gradient of its first argument, for a cotangent that is a function of the value."""
 
     def g(x, *others):
         y, pullback, more = jax.vjp(lambda x: f(x, *others), x, has_aux=True)
@@ -689,20 +694,20 @@ def assert_all_close(got, want):
 @each(op=("sample",), shape=MESHES, heads=HEADS, fast=1)
 @each(op=LINEAR, shape=MESHES, heads=HEADS, fast=1)
 def reshaped(op, shape, heads):
-    """Results and gradients are those of one device, and no shard is sent."""
+    """Results and gradients agree with one device, and no collective moves a whole shard."""
     f, arrays, dimensions = by_heads(op, heads)
     at = mesh_of(shape)
     specs = [P(*[None] * a, at.axis_names) if a is not None else P() for a in dimensions]
     placed = [jax.device_put(a, NamedSharding(at, spec)) for a, spec in zip(arrays, specs)]
     got, sent = execute(with_gradient(f), *placed)
     assert_all_close(got, by_heads_on_one_device(op, heads))
-    if heads % at.size == 0 or at.size % heads == 0:  # or the reshape itself gathers
+    if heads % at.size == 0 or at.size % heads == 0:  # otherwise the reshape itself gathers
         assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent
 
 
 @each(spec=(("b", "v"), (None, ("v", "b"))))
 def sharding_without_a_mesh(spec):
-    """A mesh is found if XLA names none, as for arrays without a NamedSharding."""
+    """A mesh is found even if XLA names none, which happens for arrays without a NamedSharding."""
     given, no_mesh = NamedSharding(mesh(), P(*spec)), jax.sharding.Mesh(np.empty((), object), ())
     found, (found_spec,) = decode(no_mesh, [given], [2])
     assert NamedSharding(found, found_spec).is_equivalent_to(given, 2), found_spec
@@ -710,7 +715,7 @@ def sharding_without_a_mesh(spec):
 
 @each(shape=("line", "rows"), kv_heads=(4, 2), fast=1)
 def train_step(shape, kv_heads):
-    """A step of a decoder with grouped-query attention, whose weights are sharded over all devices."""
+    """A training step of a decoder with grouped-query attention and weights sharded over all devices."""
     at = mesh_of(shape)
     width, size, vocab = 32, 8, 64
     tensor, data = at.axis_names[-1], at.axis_names[0] if shape == "rows" else None
@@ -748,7 +753,7 @@ def train_step(shape, kv_heads):
     assert_all_close(jax.jit(step)(placed, place(tokens, P(data))), jax.jit(step)(weights, tokens))
 
 
-# --- Bad input, and what is chosen --------------------------------------------------------------------
+# --- Bad input, and the choice ------------------------------------------------------------------------
 
 
 @each(op=OPS[:4], fast=1)
@@ -768,7 +773,7 @@ def axis_name_that_is_none(op):
 
 @each(how=HOW, fast=1)
 def row_that_does_not_divide(how):
-    """Refused by JAX itself."""
+    """JAX itself refuses the array."""
     at, x = split("line", how), logits()[:, :-1]
     with pytest.raises(ValueError, match="divi"):
         at.place(x) if how != "shard_map" else jax.jit(on(at, how, "softmax", ours))(x)
@@ -776,7 +781,7 @@ def row_that_does_not_divide(how):
 
 @each(op=OPS[:4], fast=1)
 def one_device(op):
-    """An array that is not sharded: nothing is sent."""
+    """An unsharded array needs no communication."""
     for f in (ours, lambda op, x: (pulled(lambda x: ours(op, x)[0])(x), None)):
         assert not execute(functools.partial(f, op), jnp.asarray(logits()))[1]
 
@@ -786,7 +791,7 @@ def explained(op, how):
     at = split("both", how)
     choices = ps.explain(on(at, how, op, functools.partial(ours, op)), at.place(logits()))
     assert [choice.call.op for choice in choices][:1] == ["topk" if op in TOPK else op]
-    if how == "shard_map":  # then it is known what a device has
+    if how == "shard_map":  # the part of a device is known
         local = (len(NAMES) // at.size("b"), V // at.size("v"))
         assert (choices[0].call.rows, choices[0].call.vocab) == local
 
@@ -800,7 +805,7 @@ def main(*patterns):
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
             error = None
             try:
-                with contextlib.redirect_stdout(sys.stderr):  # JAX prints there, too
+                with contextlib.redirect_stdout(sys.stderr):  # JAX prints to stdout
                     check()
             except (Exception, pytest.fail.Exception):
                 error = traceback.format_exc()[-3000:]

@@ -1,9 +1,9 @@
-"""The Triton kernels in Triton's interpreter, against the oracle; tests/triton/test_compiled.py runs it as a process.
+"""Tests of the Triton kernels in Triton's interpreter; tests/triton/test_compiled.py runs this file in a process.
 
-Triton reads TRITON_INTERPRET when it is imported. The interpreter computes each operation of a kernel in numpy. Here
-it is made to take numpy arrays for torch tensors, to round to bfloat16 as GPUs do, and to be fast: it reduces by
-halves, not element by element; it sorts by numpy, not by the hundreds of operations of Triton's network, which is
-Triton's to test; and it does not look for overflow in each addition of integers.
+Triton reads TRITON_INTERPRET at import. The interpreter computes each operation of a kernel in numpy. This file makes
+it take numpy arrays instead of torch tensors, and round to bfloat16 like a GPU. It also makes the interpreter fast:
+reductions work by halves instead of element by element, sorts use numpy instead of Triton's network of hundreds of
+operations, and integer additions are not checked for overflow.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1",
 
 
 class Run(interpreter.GridExecutor):
-    """Runs a kernel whose arguments are on the host already."""
+    """Runs a kernel with arguments that are already on the host."""
 
     def _init_args_hst(self, args, kwargs):
         return args, kwargs
@@ -44,7 +44,7 @@ class Run(interpreter.GridExecutor):
 
 @launch_p.def_impl
 def _interpret(*inputs, kernel, out_type, grid, warps, constants, capability):
-    """Interprets a launch. Its outputs start as what no kernel writes, and none writes beside them."""
+    """Interprets a launch. Outputs start with bytes that no kernel writes. Kernels must not write around them."""
     inputs = [np.array(a) for a in inputs]
     margin = 4096
     held = [np.full(2 * margin + out.size * out.dtype.itemsize, 0xA5, np.uint8) for out in out_type]
@@ -90,10 +90,10 @@ def _topk(x, k, dim=None, descending=True):
     return tl.tensor(interpreter.TensorHandle(best.copy(), x.dtype), tl.block_type(x.dtype, list(best.shape)))
 
 
-# The interpreter does this once for all calls, and not before every call of a device function.
+# The interpreter does this once, instead of before every call of a device function.
 interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-tl.tensor.__index__ = lambda self: self.handle.data.item()  # that of triton 3.6 fails with numpy 2.5
+tl.tensor.__index__ = lambda self: self.handle.data.item()  # triton 3.6's own fails with numpy 2.5
 interpreter.InterpreterBuilder.cast_impl = _cast
 interpreter.InterpreterBuilder.create_fp_to_fp = _cast
 interpreter.ReduceOps.generic_reduce = _reduce
@@ -115,8 +115,8 @@ def combine_kernel(m1_ptr, d1_ptr, m2_ptr, d2_ptr, m_ptr, d_ptr, N: tl.constexpr
     tl.store(d_ptr + at, d)
 
 
-def test_the_operator_is_that_of_online():
-    """⊕ in language.py is `online.combine` for pairs of normalizers, empty ones and those that are not finite too."""
+def test_combine_agrees_with_online():
+    """⊕ in language.py agrees with `online.combine`, also for empty and non-finite normalizers."""
     each = [-np.inf, -1e38, -90, -1.5, -0.0, 0, 2, 2.5, 88, 1e38, np.inf, np.nan]
     m = np.array([*each, *each[1:5]], F32)
     d = np.where(m == -np.inf, 0, np.where(np.isfinite(m), np.linspace(1, 9, len(m)), np.nan)).astype(F32)
@@ -141,7 +141,7 @@ def sort_key_kernel(x_ptr, key_ptr, back_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_the_order_is_that_of_online(dtype):
+def test_sort_keys_agree_with_online(dtype):
     x = np.resize(cases.rows(["everything", "huge", "denormals", "alternating"], 64, dtype).ravel(), 256)
     out = [jax.ShapeDtypeStruct(x.shape, jnp.int32), jax.ShapeDtypeStruct(x.shape, F32)]
     key, back = launch(sort_key_kernel, [jnp.asarray(x)], out, (1,), 4, N=x.size)
@@ -155,7 +155,7 @@ def topk_of(x_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr, TOPK: tl.constexpr
 
 
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (128, 2), (64, 32)])
-def test_tritons_sort_is_that_of_numpy(n, k):
+def test_tritons_top_k_agrees_with_numpy(n, k):
     x = np.random.default_rng(n).integers(-9, 9, n).astype(np.int32)
     out = [jax.ShapeDtypeStruct((k,), jnp.int32)]
     for sort in (TRITONS_TOPK, _topk):
@@ -170,7 +170,7 @@ def check(op, x, names, where=None, plan=None):
     arrays = cases.operands(op, x, where)
     mask = None
     if where is not None:
-        arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
+        arrays = [cases.spoil_masked(a, where) if a is arrays[-1] else a for a in arrays]
         mask = jnp.asarray(where)
     axes = (x.ndim - 1,)
     out = triton_kernels.softmax_rows(op, [jnp.asarray(a) for a in arrays], mask, axes, plan)
@@ -182,8 +182,8 @@ def check(op, x, names, where=None, plan=None):
         bounds.assert_close(out[2], d, bounds.normalizer_unit(arrays[0], where), names)
 
 
-# Programs have one row and several; rows have one element, whole vectors and not; None is the plan of plan_softmax.
-# Then long rows have one step and more, whole and not, and parts whose number is no power of two, the last one short.
+# Short rows: one or several per program; of one element, with and without whole vectors; None is the plan of
+# plan_softmax. Long rows: one step or several, with and without a short one; three or five parts, the last one short.
 PLANS = [
     (1, F32, FEW, None),
     (3, BF16, FEW, Block(4, 4, 1)),
@@ -213,7 +213,7 @@ def test_plans_are_of_every_kind():
     assert {plan.parts > 1 for plan in chosen if isinstance(plan, Long)} == {True, False}
 
 
-# The mask of a part starts where the part does, whatever the operation; a backward reads two arrays beside it.
+# The mask of a part starts with the part in every operation; a backward reads two arrays in addition to the mask.
 MASKED = [(100, Block(4, 128, 1), pattern, op) for pattern in cases.BROADCASTS for op in oracle.OPERATIONS]
 MASKED += [
     (503, Long(1, 512, 2, 64, 4), pattern, op)
@@ -228,7 +228,7 @@ MASKED += [
 
 @pytest.mark.parametrize(("v", "plan", "pattern", "op"), MASKED, ids=str)
 def test_where(op, v, plan, pattern):
-    """What is masked is NaN or infinite. The first row of the mask keeps nothing, and another one keeps only -inf."""
+    """Masked elements are NaN or infinite. The first row of the mask keeps nothing, and another row keeps only -inf."""
     shape = (*cases.BATCH, v)
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v), shape)
     names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
@@ -237,7 +237,7 @@ def test_where(op, v, plan, pattern):
 
 @pytest.mark.parametrize("axes", [(0,), (0, 2)], ids=str)
 def test_axes(axes):
-    """Other axes give what they give when they are moved to the end, with a mask that lacks one of them."""
+    """Any axes give the same as moved to the end, with a mask that lacks one of them."""
     rng = np.random.default_rng(4)
     y, dy = rng.standard_normal((2, 20, 3, 10)).astype(F32)
     where = rng.random((1, 3, 10)) < 0.7
@@ -257,7 +257,7 @@ ONE = np.ones(1, F32)
 
 
 def assert_topk(x, k, names, plan=None, where=None, temperature=ONE, log=False, dtype=F32):
-    """Compares indices exactly, values within bounds, and m and d where they are numbers."""
+    """Asserts that the indices are exact, the values within bounds, and m and d right if they are finite."""
     mask = None if where is None else jnp.asarray(where)
     t = temperature.reshape(*x.shape[:-1], 1) if temperature.size > 1 else temperature.reshape((1,) * x.ndim)
     got, (m, d) = triton_kernels.topk(
@@ -281,13 +281,13 @@ def assert_topk(x, k, names, plan=None, where=None, temperature=ONE, log=False, 
         want_m, want_d = oracle.normalizer(x, where)[0], oracle.normalizer(tempered, where)[1]
     bounds.assert_close(np.asarray(got.values).reshape(-1, k), want, unit, names)
     m, d = np.asarray(m).ravel(), np.asarray(d).ravel()
-    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN, whatever they are
+    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN for any m and d
     np.testing.assert_array_equal(m[ordinary], want_m[ordinary, 0])
     np.testing.assert_allclose(d[ordinary], want_d[ordinary, 0], rtol=2e-5)
 
 
-# One part has one slab and several, whole and not, groups of one element, and fewer elements than groups. Several parts
-# are merged, the last list missing. None is the plan of plan_topk.
+# (V, dtype, k, rows, plan). One part: one slab or several, whole or not; groups of one element; fewer elements than
+# groups. Several parts, merged with a missing last list. None is the plan of plan_topk.
 TOPK = [
     (1, F32, 1, FEW, None),
     (100, F32, 5, ALL, None),
@@ -315,7 +315,7 @@ def test_topk_plans_are_of_every_kind():
 
 @pytest.mark.parametrize("parts", [5, 9])
 def test_merges_of_merges(parts, monkeypatch):
-    """Each merge takes two lists, so there are three merges or four, and the last list of the last is missing."""
+    """Each merge takes two lists, so there are three or four merges, and the last merge lacks a list."""
     monkeypatch.setattr(triton_plan, "lists_per_merge", lambda slots: 2)
     v, names = 128 * parts - 25, ["normal", "integers", "everything"]
     assert_topk(cases.rows(names, v), 5, names, Slabs(parts, 128, 8, 16, 4, 1), log=True)
@@ -334,7 +334,7 @@ def test_topk_with_a_temperature_per_row(plan, log):
 
 @pytest.mark.parametrize(("plan", "dtype"), [(ONE_PART, F16), (PARTS, BF16)], ids=["one", "parts"])
 def test_topk_values_of_another_dtype(plan, dtype):
-    """There is one temperature for all rows, too."""
+    """One temperature for all rows."""
     assert_topk(cases.rows(FEW[:3], 503), 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
 
 
@@ -344,18 +344,18 @@ TOPK_MASKED += [(ONE_PART, "bhqv", BF16), (PARTS, "b11v", F32), (PARTS, "1hqv", 
 
 @pytest.mark.parametrize(("plan", "pattern", "dtype"), TOPK_MASKED, ids=str)
 def test_topk_where(plan, pattern, dtype):
-    """What is masked is NaN or infinite. The mask's first row keeps nothing: then 0, 1, 2, ... win with p = 0."""
+    """Masked elements are NaN or infinite. The mask's first row keeps nothing, so 0, 1, 2, ... win with p = 0."""
     shape = (*cases.BATCH, 503)
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], 503), shape)
     where = cases.broadcast_mask(pattern, shape)
     names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    assert_topk(cases.spoilt(x.astype(dtype), where), 5, names, plan, where)
+    assert_topk(cases.spoil_masked(x.astype(dtype), where), 5, names, plan, where)
 
 
 @pytest.mark.parametrize(("plan", "log"), [(ONE_PART, False), (PARTS, True)], ids=["one", "parts"])
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_topk_of_fewer_unmasked_than_winners(plan, log, dtype):
-    """A -NaN wins before what is masked, which wins in the order of its indices, with p = 0 even beside NaN."""
+    """A -NaN wins before masked elements. These win in the order of their indices, with p = 0 even in a NaN row."""
     names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
     where = np.zeros((4, 503), bool)
     where[:, 2:40:3] = where[:, -1] = True
@@ -364,7 +364,7 @@ def test_topk_of_fewer_unmasked_than_winners(plan, log, dtype):
 
 @pytest.mark.parametrize("plan", [ONE_PART, PARTS], ids=["one", "parts"])
 def test_topk_of_ties_and_order(plan):
-    """The best elements lie in one group, in every group, in one slab, in one place of each."""
+    """The best elements are in one group, in every group, in one slab, or at one place of every slab."""
     at = np.arange(503)
     rows = {
         "one group": np.where(at // 4 % 32 == 7, 500.0 - at, at / 503),

@@ -1,7 +1,7 @@
 """One of two processes, started by tests/dispatch/test_sharded.py: `two_processes.py PROCESS PORT DEVICES`.
 
-DEVICES is cpu, for four CPU devices each, or a number: so many GPUs each. Each process judges the parts of
-the results that it holds. Rows tie across the processes.
+DEVICES is "cpu", for four CPU devices per process, or the number of GPUs per process. Each process checks its own parts
+of the results. Rows have ties across the processes.
 """
 
 import functools
@@ -18,7 +18,7 @@ from tests.support import oracle
 
 
 def held(array, want):
-    """What is expected, but for what this process has of the array."""
+    """Returns the expected array with this process's parts replaced by the actual ones."""
     whole = np.asarray(want).astype(array.dtype)
     for shard in array.addressable_shards:
         whole[shard.index] = shard.data
@@ -37,7 +37,7 @@ def check(op, layout, how):
 
 
 def check_parameters_of_rows():
-    """Outside of jit, with a temperature and a top_k for each row, of which a process knows those of its rows only."""
+    """Checks parameters per row outside of jit; a process knows only the parameters of its own rows."""
     rng = np.random.default_rng(0)
     x, t, k = rng.standard_normal((8, 64)), np.linspace(0.5, 2, 8), np.arange(1, 9, dtype=np.int32)
     sharding = NamedSharding(jax.make_mesh((jax.device_count(),), ("rows",)), PartitionSpec("rows"))

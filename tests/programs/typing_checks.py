@@ -1,6 +1,6 @@
-"""Calls that a type checker accepts or refuses. `tests/package/test_typing.py` runs pyright on this file only.
+"""Calls that a type checker must accept or refuse; tests/package/test_typing.py runs pyright on this file.
 
-Each `pyright: ignore` marks a call that must be refused: one that is accepted makes its comment an error.
+Each `pyright: ignore` marks a call that pyright must refuse: pyright reports an unnecessary comment as an error.
 """
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=error
 
@@ -12,7 +12,7 @@ from pallas_softmax import Axis, AxisName, Choice, ImplementationName, Reduction
 
 
 def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name: ImplementationName) -> None:
-    """Holds calls that a checker accepts."""
+    """Has calls that a type checker accepts."""
     axis: Axis = (0, 1)
     axis_name: AxisName = "v"
     reduction: Reduction = None
@@ -32,7 +32,7 @@ def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name
 
 
 def refused(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array) -> None:
-    """Holds calls that a checker refuses."""
+    """Has calls that a type checker refuses."""
     ps.softmax(x, implementation="cuda")  # pyright: ignore[reportArgumentType]
     ps.log_softmax(x, implementation="cuda")  # pyright: ignore[reportArgumentType]
     ps.logsumexp(x, implementation="cuda")  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from pallas_softmax._src.sample import gradient, xla
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
 from tests.support.covering import first, first_values, pairs, slow
-from tests.support.draws import LARGEST, NONE, PARAMETERS, chi_square, crossed, judged
+from tests.support.draws import LARGEST, NONE, PARAMETERS, all_combinations, assert_draws, chi_square
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -49,19 +49,21 @@ SMALL = pairs(cases.SMALL, [F32, BF16, F16])
     ids=str,
 )
 def test_every_row_with_every_filter(v, dtype):
-    x, _, u, parameters, names = crossed(cases.rows(ALL, v, dtype))
-    judged(operation(x, None, u, *parameters), x, u, [(ALL[i], *rest) for i, *rest in names], parameters)
+    x, _, u, parameters, names = all_combinations(cases.rows(ALL, v, dtype))
+    assert_draws(
+        operation(x, None, u, *parameters), x, u, [(ALL[i], *rest) for i, *rest in names], parameters
+    )
 
 
 @pytest.mark.parametrize("given", [(1, 1, 1), slow((1, 0, 0)), slow((0, 1, 0)), slow((0, 0, 1))], ids=str)
 @pytest.mark.parametrize("v", [40, slow(300), slow(LONG)])
 def test_a_row_in_a_batch_and_alone(v, given):
     """A row has the same draw in a batch as alone."""
-    x, _, u, (t, *filters), names = crossed(cases.rows(["normal", "integers", "peaked", "zero"], v))
+    x, _, u, (t, *filters), names = all_combinations(cases.rows(["normal", "integers", "peaked", "zero"], v))
     where = np.random.default_rng(0).random(x.shape) < 0.8
     filters = [a if wanted else None for a, wanted in zip(filters, given)]
     got = operation(x, where, u, t, *filters)
-    judged(got, x, u, names, [t, *filters], where)
+    assert_draws(got, x, u, names, [t, *filters], where)
     for i in range(0, len(x), 17):
         alone = (None if a is None else a[i : i + 1] for a in (x, where, u, t, *filters))
         same(operation(*alone), [a[i : i + 1] for a in got])
@@ -74,8 +76,8 @@ def test_what_is_masked_is_not_there(v):
     x = cases.rows(ALL, v)
     where = np.random.default_rng(0).random(x.shape) < 0.5
     where[0], where[1], where[1, v // 2] = False, False, True
-    x, where, u, parameters, names = crossed(cases.spoilt(x, where), where)
-    judged(operation(x, where, u, *parameters), x, u, names, parameters, where)
+    x, where, u, parameters, names = all_combinations(cases.spoil_masked(x, where), where)
+    assert_draws(operation(x, where, u, *parameters), x, u, names, parameters, where)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,10 @@ def test_what_is_masked_is_not_there(v):
 )
 def test_long_rows(names, v):
     """top_p so near 1 that most of the row is kept, so small that one is, and boundaries among thousands of ties."""
-    x, _, u, parameters, labels = crossed(cases.rows(names, v))
-    judged(operation(x, None, u, *parameters), x, u, [(names[i], *rest) for i, *rest in labels], parameters)
+    x, _, u, parameters, labels = all_combinations(cases.rows(names, v))
+    assert_draws(
+        operation(x, None, u, *parameters), x, u, [(names[i], *rest) for i, *rest in labels], parameters
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_filters_that_are_not_given(given):
     t, *filters = (np.full(len(x), a, d) for a, d in zip(PARAMETERS["all"], (F32, np.int32, F32, F32)))
     filters = [f if wanted else None for f, wanted in zip(filters, given)]
     got = operation(x, None, u, t, *filters)
-    judged(got, x, u, list(cases.FINITE), [t, *filters])
+    assert_draws(got, x, u, list(cases.FINITE), [t, *filters])
     if not any(given):
         np.testing.assert_array_equal(got[2], 0)
 
@@ -124,8 +128,8 @@ def test_integers(dtype):
     info = np.iinfo(dtype)
     x = np.random.default_rng(0).integers(info.max - 9, info.max, (4, 40), dtype, endpoint=True)
     x[0], x[1, :-1] = info.min, info.min
-    x, _, u, parameters, names = crossed(x)
-    judged(operation(x, None, u, *parameters), x, u, names, parameters)
+    x, _, u, parameters, names = all_combinations(x)
+    assert_draws(operation(x, None, u, *parameters), x, u, names, parameters)
 
 
 @pytest.mark.slow
@@ -167,7 +171,7 @@ def test_axis_and_shapes_of_parameters():
     ):
         assert_equal(got, want)
     u = jax.random.uniform(KEY, (6, 4))
-    judged(
+    assert_draws(
         [a.reshape(24) for a in want],
         x.reshape(24, 5),
         np.ravel(u),

@@ -10,7 +10,7 @@ import pytest
 import pallas_softmax as ps
 from tests.support import bounds, cases, kernels
 from tests.support.cases import BF16, F16, F32
-from tests.support.draws import chi_square, crossed, judged
+from tests.support.draws import all_combinations, assert_draws, chi_square
 from tests.support.lowering import kernel_names
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
     rows = cases.rows(names, v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
+    x, where, u, parameters, labels = all_combinations(
+        rows if where is None else cases.spoil_masked(rows, where), where
+    )
     interpret: Any = None  # on the GPU
     layout = kernels.sample_layout(v, dtype, count, warpgroups)
     run = jax.jit(
@@ -35,7 +37,7 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
         for a, b in zip(got, again, strict=True):
             np.testing.assert_array_equal(a, b)
         chunk = arguments[2]
-        judged(got, arguments[0], arguments[1], labels[some], chunk, arguments[3])
+        assert_draws(got, arguments[0], arguments[1], labels[some], chunk, arguments[3])
 
 
 @pytest.mark.parametrize(

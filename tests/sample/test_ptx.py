@@ -1,27 +1,18 @@
-"""The Mosaic GPU kernel of sample: its PTX, run in numpy; interpreted, with a twin of that; lowered; and its plan."""
+"""The inline PTX of sample, run in numpy (tests/support/ptx.py): its draws, against the oracle."""
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
-import pallas_softmax as ps
-from pallas_softmax._src.gpu.hardware import SMEM_BYTES
 from tests.support import cases, kernels, ptx
 from tests.support.cases import BF16, F16, F32
-from tests.support.covering import first, first_values, slow
-from tests.support.draws import crossed, judged
-from tests.support.lowering import kernel_names
+from tests.support.covering import first, first_values
+from tests.support.draws import all_combinations, assert_draws
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 EVERY = [*cases.FINITE, *cases.SPECIAL]
 _X = 1024  # address of the part in shared memory
 _RESULTS = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}  # addresses in device memory
-
-
-# --- Its PTX
 
 
 def part_of(layout, x, i):
@@ -69,14 +60,16 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, sta
     """Draws from rows with all parameters and numbers u: from each `step`-th combination."""
     rows = cases.rows(list(names), v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, labels = crossed(rows if where is None else cases.spoilt(rows, where), where)
+    x, where, u, parameters, labels = all_combinations(
+        rows if where is None else cases.spoil_masked(rows, where), where
+    )
     layout = kernels.sample_layout(v, dtype, count, warpgroups)
     for i in range(start, len(x), step):
         kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
         got = draw(layout, kept, u[i], *(a[i] for a in parameters), rng=rng)
         one = slice(i, i + 1)
         mask = None if where is None else where[one]
-        judged(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
+        assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +127,12 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
 )
 def test_ptx_of_values_near_zero(row, step):
     """Values of bfloat16 near 0 share buckets, which are the first ones where the largest is such a negative one."""
-    x, _, u, parameters, labels = crossed(np.array([row], BF16))
+    x, _, u, parameters, labels = all_combinations(np.array([row], BF16))
     layout = kernels.sample_layout(len(row), BF16, 1, 1)
     for i in range(0, len(x), step):
         one = slice(i, i + 1)
         got = draw(layout, x[i], u[i], *(a[i] for a in parameters))
-        judged(got, x[one], u[one], labels[one], [a[one] for a in parameters])
+        assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +151,7 @@ def test_ptx_of_zeros_is_short(row, dtype, more):
     assert meetings[0] == meetings[1] + more
     got = draw(layout, zeros, u, *parameters)
     given = [np.array([a]) for a in parameters]
-    judged(got, zeros[None], np.array([u], F32), [str(row)], given)
+    assert_draws(got, zeros[None], np.array([u], F32), [str(row)], given)
 
 
 def test_ptx_of_sorted_rows():
@@ -184,74 +177,3 @@ def test_ptx_in_any_order(dtype, warpgroups, seed):
     rng = np.random.default_rng(seed)
     names = ["integers", "neg_inf_first"]
     assert_drawn(names, 1003, dtype, 2, warpgroups, masked=False, step=67, rng=rng, start=seed)
-
-
-# --- The kernel around it
-
-
-@pytest.mark.parametrize("masked", [False, slow(True)], ids=str)
-@pytest.mark.parametrize(("v", "dtype", "warpgroups"), first(1, kernels.SAMPLE_LAYOUTS), ids=str)
-def test_interpreted(v, dtype, warpgroups, masked):
-    """Where rows lie in shared memory, what is masked there, and which row has which parameters."""
-    rows = cases.rows(["normal", "nan_last", "peaked"], v, dtype)
-    where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, names = crossed(rows if where is None else cases.spoilt(rows, where), where)
-    some = slice(None, None, 29)  # a prime: other filters for each row
-    x, u, names, parameters = x[some], u[some], names[some], [a[some] for a in parameters]
-    where = None if where is None else where[some]
-    layout = kernels.sample_layout(v, dtype, 1, warpgroups)
-    judged(kernels.sample_rows(x, u, parameters, where, layout), x, u, names, parameters, where)
-
-
-def lowered(rows, v, dtype, where=None, **filters):
-    def draw(x):
-        return ps.sample(jax.random.key(0), x, where=where, implementation="mosaic_gpu", **filters)
-
-    return jax.jit(draw).trace(jax.ShapeDtypeStruct((rows, v), dtype)).lower(lowering_platforms=("cuda",))
-
-
-@pytest.mark.parametrize(
-    ("rows", "v", "dtype"),
-    first(1, [(5, 50257, BF16), (1, 1, F32), (64, 128256, F16), (1024, 151936, F32), (300, 129, F16)]),
-    ids=str,
-)
-def test_lowered(rows, v, dtype):
-    """One kernel, whatever is filtered."""
-    assert kernel_names(lowered(rows, v, dtype).as_text()) == ["sample"]
-    where = np.arange(v)[None] % 3 > 0
-    assert kernel_names(lowered(rows, v, dtype, where, top_k=5, top_p=0.9).as_text()) == ["sample"]
-
-
-def test_chosen():
-    x = jax.ShapeDtypeStruct((64, 128256), F32)
-    draw = functools.partial(ps.sample, jax.random.key(0), top_p=0.9)
-    assert ps.explain(draw, x)[0].cuda == "mosaic_gpu"
-    (choice,) = ps.explain(draw, jax.ShapeDtypeStruct((2, 2**20), F32))
-    assert choice.cuda == "xla"
-    assert "does not fit into the shared memory of a cluster" in str(choice)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_plans(dtype, capability):
-    """Every part fits, and the numbers that the program has for it; rows that no cluster holds are refused."""
-    smem = SMEM_BYTES[capability[0]]
-    for rows in (1, 64, 256, 1024):
-        for v in (1, 1003, 50257, 128256, 151936, 262144, 524288):
-            layout = kernels.plan_sample(rows, v, dtype, capability)
-            assert layout is not None or capability[0] == 12
-            if layout is not None:
-                assert layout.smem_bytes <= smem
-                assert layout.window.size <= 2**16  # sums of numbers of 16 bits have 32
-                assert layout.window.step_blocks <= 32  # a lane has the mass of one chunk of a warp
-                # each warpgroup has one step
-                assert layout.window.full + bool(layout.window.rest) <= layout.warpgroups
-    assert kernels.plan_sample(4, 2**21, dtype, capability) is None
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("v", [50257, 128256, 151936])
-def test_three_ctas_share_a_multiprocessor(v, dtype):
-    layout = kernels.plan_sample(1024, v, dtype)
-    assert layout is not None
-    assert 3 * (layout.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024

@@ -1,25 +1,17 @@
-"""Every Mosaic GPU kernel in Pallas's interpreter on the CPU, against the oracle.
+"""The Mosaic GPU kernels of softmax, log_softmax and logsumexp in Pallas's interpreter, against the oracle.
 
-What the kernels do by inline PTX has a plain twin here; the GPU runs the PTX itself (gpu/).
+What the kernels do by inline PTX has a plain twin here; test_gpu.py runs the PTX itself.
 """
 
-import dataclasses
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_softmax._src.topk import plan as topk_plan
-from pallas_softmax._src.topk import xla
-from pallas_softmax.online import Normalizer
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.covering import cover, first, pairs, slow
-from tests.support.kernels import CROWDED, ONE, PARTS, READ_AGAIN, TOPK_SHORT, WINDOWS, Parts, Tile, Window
+from tests.support.covering import cover, first, pairs, parameter_id, slow
+from tests.support.kernels import PARTS, READ_AGAIN, Parts, Tile
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-# --- softmax, log_softmax, logsumexp and their backwards ----------------------------------------------
 
 # Rows over 2 to 128 lanes, and several of them in a CTA; whole vectors and not; several vectors a lane.
 TILES = [
@@ -37,14 +29,7 @@ TILES = [
 ]
 
 
-def described(value):
-    """Returns the name of a parameter in pytest's report: of a list of rows their number."""
-    if isinstance(value, tuple):
-        return "-".join(map(described, value))
-    return f"{len(value)} rows" if isinstance(value, list) else str(value)
-
-
-@pytest.mark.parametrize(("name", "rows"), first(3, pairs(oracle.OPERATIONS, TILES)), ids=described)
+@pytest.mark.parametrize(("name", "rows"), first(3, pairs(oracle.OPERATIONS, TILES)), ids=parameter_id)
 def test_short_rows(name, rows):
     v, dtype, names = rows
     plan = kernels.plan_softmax(name, len(names), v, dtype)
@@ -54,13 +39,13 @@ def test_short_rows(name, rows):
     kernels.assert_softmax(name, cases.rows(names, v, dtype), names, plan=kernels.fewer_rows(plan))
 
 
-@pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=described)
+@pytest.mark.parametrize(("name", "rows"), first(2, pairs(oracle.OPERATIONS, PARTS)), ids=parameter_id)
 def test_long_rows(name, rows):
     plan, dtype, names = rows
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 
-@pytest.mark.parametrize(("name", "rows"), cover([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=described)
+@pytest.mark.parametrize(("name", "rows"), cover([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=parameter_id)
 def test_steps_are_read_again(name, rows):
     plan, dtype, names = rows
     assert plan.again
@@ -153,196 +138,3 @@ def test_special_cotangents(plan, name):
     y, _ = cases.operands(name, cases.rows(["normal"], v).repeat(len(names), 0))
     arrays = y, cases.rows(names, v)
     bounds.assert_operation(name, kernels.softmax_rows(name, arrays, plan=plan), arrays, names)
-
-
-# --- top-k --------------------------------------------------------------------------------------------
-
-
-def short(rows, v, k, dtype):
-    """Returns the tile that the package chooses, with fewer rows."""
-    plan = kernels.plan_topk(rows, v, k, dtype)
-    assert isinstance(plan, Tile)
-    return kernels.fewer_rows(plan)
-
-
-@pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=described)
-def test_topk_of_short_rows(v, dtype, k, names):
-    kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
-
-
-@pytest.mark.parametrize(
-    ("v", "dtype", "k", "log"),
-    first(
-        1,
-        [
-            (7, F32, 5, True),
-            (100, F32, 5, False),
-            (127, BF16, 40, False),
-            (2, F16, 2, True),
-            (512, F32, 16, False),
-        ],
-    ),
-)
-def test_gradient_of_topk_of_short_rows(v, dtype, k, log):
-    """Of the values and, for second derivatives, of d; p is formed again from x, m and d."""
-    names = ["normal", "peaked", "integers", "one_winner"]
-    x = cases.rows(names, v, dtype)
-    t, g, g_d = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, k)), np.array([0, 0, 1, -1], F32)
-    z = oracle.tempered(x, t)
-    m, d = oracle.normalizer(x)[0][:, 0], np.sum(np.exp(z - z.max(-1, keepdims=True)), -1)
-    indices = oracle.topk_indices(x, k)
-    dx, dt = kernels.topk_grad_rows(x, t, indices, m.astype(F32), d.astype(F32), g, g_d, log=log)
-    want_dx, want_dt = oracle.fused_topk_vjp(x, g, k, None, t, log)
-    unit_dx, unit_dt = bounds.fused_topk_vjp_unit(x, g, k, None, t, log)
-    of_d = g_d[:, None] * np.exp(z - z.max(-1, keepdims=True)) / t[:, None]
-    slope = -np.sum(of_d * (z - z.max(-1, keepdims=True)), -1)
-    if dtype == F32:
-        flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]
-        assert (
-            bounds.error_units(dx, want_dx + of_d, unit_dx + np.abs(of_d), slack_times=flushed)
-            <= 4 * bounds.UNITS
-        )
-    else:
-        np.testing.assert_allclose(np.asarray(dx, F32), want_dx + of_d, rtol=0.01, atol=1e-5)
-    assert bounds.error_units(dt[:, 0], want_dt + slope, unit_dt + np.abs(slope)) <= 4 * bounds.UNITS
-
-
-@pytest.mark.slow
-def test_gradient_of_topk_stays_in_its_row():
-    """Rows with NaN, inf or nothing but -inf have NaN everywhere, as in plain JAX; -inf in a row has 0."""
-    x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
-    x[1, 3] = -np.inf
-    (winners, (m, d)), g = kernels.topk_rows(x, 3, short(4, 9, 3, F32)), cases.cotangent((4, 3))
-    dx, dt = kernels.topk_grad_rows(x, ONE, winners.indices, m[:, 0], d[:, 0], g, np.zeros(4, F32), log=False)
-    np.testing.assert_allclose(dx[1], oracle.fused_topk_vjp(x[1:2], g[1:2], 3)[0][0], rtol=1e-5, atol=1e-7)
-    assert dx[1, 3] == 0 and np.isfinite(dt[1, 0])
-    assert np.isnan(np.asarray(dx)[[0, 2, 3]]).all()
-
-
-@pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=described)
-def test_topk_of_long_rows(plan, dtype, k, names):
-    kernels.assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)
-
-
-def test_topk_windows_are_of_every_kind():
-    """Full steps and none; rests of a step and more; views of one dimension and two; merges of merges."""
-    steps = [kernels.steps(plan) for plan, *_ in WINDOWS]
-    assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
-    assert {rest > 0 for _, rest, _ in steps} == {True, False}
-    assert any(rest > step for _, rest, step in steps)
-    assert kernels.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
-    assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
-
-
-KINDS = {"tile": None, "window": Window(1003, 4, 2, 1), "parts": Window(1003, 4, 1, 1, 3)}
-
-
-def length(kind):
-    return KINDS[kind].vocab if KINDS[kind] else 100
-
-
-@pytest.mark.parametrize(
-    ("kind", "log"), [("tile", False), slow("tile", True), slow("window", False), slow("parts", True)]
-)
-def test_topk_with_a_temperature_per_row(kind, log):
-    names = FEW if log else list(cases.FINITE)
-    t = np.geomspace(0.1, 10, len(names)).astype(F32)
-    x = cases.rows(names, length(kind))
-    kernels.assert_topk(x, 5, names, KINDS[kind] or short(len(names), 100, 5, F32), None, t, log)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [("tile", F16), ("window", BF16)], ids=str)
-def test_topk_values_of_another_dtype(kind, dtype):
-    """And one temperature for all rows."""
-    x = cases.rows(FEW[:3], length(kind))
-    plan = KINDS[kind] or short(3, 100, 5, F32)
-    kernels.assert_topk(x, 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
-
-
-TOPK_MASKED = [
-    ("tile", "bhqv", BF16),
-    slow("parts", "b11v", F32),
-    slow("window", "1hqv", F32),
-    slow("tile", "1h11", F32),
-    slow("tile", "111v", F32),
-    slow("tile", "bhq1", F32),
-    slow("tile", "1hqv", F32),
-    slow("window", "b1q1", F32),
-]
-
-
-@pytest.mark.parametrize(("kind", "pattern", "dtype"), TOPK_MASKED, ids=str)
-def test_topk_where(kind, pattern, dtype):
-    """NaN and infinities where it masks; the first row of the mask keeps nothing: 0, 1, 2, ... with p = 0."""
-    shape = (*cases.BATCH, length(kind))
-    x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
-    where = cases.broadcast_mask(pattern, shape)
-    x = cases.spoilt(x, where).astype(dtype)
-    names = [f"row {at}" for at in np.ndindex(cases.BATCH)]
-    plan = KINDS[kind] or short(len(names), shape[-1], 5, dtype)
-    got = kernels.topk_rows(x, 5, plan, where)
-    kernels.judge_topk(got, x, 5, names, where, ONE, False, F32)
-    np.testing.assert_array_equal(got[0].indices[0], range(5))
-    np.testing.assert_array_equal(got[0].values[0], 0)
-    assert (float(got[1].m[0, 0]), float(got[1].d[0, 0])) == (-np.inf, 0)
-
-
-@pytest.mark.parametrize(
-    ("parts", "k", "log", "masked"),
-    [slow(4, 7, True, True), (1, 5, False, True), slow(8, 64, False, True), slow(8, 64, False, False)],
-)
-def test_merge_of_parts_of_other_devices(parts, k, log, masked):
-    names, v = ["normal", "peaked", "integers", "everything", "all_neg_inf", "all_neg_nan"], 640
-    x = cases.rows(names, v)
-    where = np.random.default_rng(0).random((len(x), v)) < 0.5 if masked else None
-    if masked:
-        where[0, : v // 2] = False  # of a whole part
-    lists, t = [], np.full(1, 0.7, F32)
-    for part in range(parts):
-        own = slice(part * v // parts, (part + 1) * v // parts)
-        kept = None if where is None else where[:, own]
-        (_, best), normalizer = xla.topk(x[:, own], kept, t, k=k, log=log, dtype=F32)
-        won = np.take_along_axis(x[:, own], np.asarray(best), -1)
-        kept = np.ones_like(won, bool) if kept is None else np.take_along_axis(kept, np.asarray(best), -1)
-        lists.append((won, kept, best + own.start, *normalizer))
-    won, kept, indices, m, d = (jnp.concatenate(each, -1) for each in zip(*lists))
-    kept = kept if masked else None
-    kernel = kernels.topk_merge(won, kept, indices, Normalizer(m, d), t, k, log)
-    plain = xla.merge(won, kept, indices, Normalizer(m, d), t, k=k, log=log, dtype=F32)
-    for got in kernel, plain:
-        kernels.judge_topk(got, x, k, names, where, t, log, F32)
-
-
-@pytest.mark.parametrize(
-    ("kind", "log"), [("window", False), slow("tile", False), slow("tile", True), slow("parts", True)]
-)
-def test_topk_of_fewer_unmasked_than_winners(kind, log):
-    """Then -NaN is before what is masked, which comes in order of its indices, with p = 0 also beside NaN."""
-    names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
-    v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
-    plan = (
-        dataclasses.replace(KINDS[kind], vec=8) if kind == "window" else KINDS[kind] or short(4, v, k, dtype)
-    )
-    x = cases.rows(names, v, dtype)
-    where = np.zeros((4, v), bool)
-    where[:, 2:40:3] = where[:, -1] = True
-    kernels.assert_topk(x, k, names, plan, where, log=log)
-
-
-def test_topk_of_fewer_candidates_than_winners():
-    """The best elements are in as many groups as can be, so that fewer than k reach a bound for rows in any order."""
-    plan, k, at = Window(1204, 4, 2, 1), 320, np.arange(1204)
-    x = -(at % 4) * 1000.0 - at // 4
-    rank = topk_plan.bound_rank(plan, k, topk_plan.candidate_slots(k))
-    assert np.sum(x >= np.sort(x)[-rank]) == rank < k  # each of them is the largest of its group
-    kernels.assert_topk(x[None].astype(F32), k, ["spread"], plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "dtype", "k"), CROWDED, ids=str)
-def test_topk_of_more_candidates_than_slots(plan, dtype, k):
-    tied, distinct = kernels.crowded(plan.vocab, k, dtype)
-    x = np.stack([*tied.values(), *distinct.values()]).astype(dtype)
-    assert kernels.exceeds_slots(x[: len(tied)], k)
-    kernels.assert_topk(x, k, [*tied, *distinct], plan)

@@ -1,16 +1,17 @@
-"""How far from the oracle's answers rounding may lead: the one set of bounds.
+"""Error bounds: how far rounding may move a result from the oracle's answer.
 
-An error is counted in *units*. One unit is the effect of one relative rounding (the dtype's eps) in the argument
+Errors are counted in *units*. One unit is the effect of one relative rounding (the dtype's eps) in the argument
 of the exponential and in the result, element by element:
 
-* exp(x - m) with a relative error eps in (x - m) is off by eps * |x - m| of itself, hence the factor
-  (1 + |x - m|) below;
-* the sum is rescaled at every step of a row that ascends, and if it ascends evenly, always by the same factor, so that
-  its roundings add up: hence the V / 2^21 below, of which UNITS are an eps for every eighth step of 2^16 elements;
-* a logarithm of a sum has an absolute error of eps times what was added up to make it;
-* a gradient g * p - p * sum(g * p) cancels, so its unit is taken from the sum of absolute values.
+* A relative error eps in (x - m) changes exp(x - m) by the relative error eps * |x - m|. This gives the factor
+  (1 + |x - m|) below.
+* The sum is rescaled at every step of an ascending row. If the row ascends evenly, every step rescales by the same
+  factor, so the roundings add up. This gives the term V / 2^21 below: times UNITS, it allows one eps for every eighth
+  step of 2^16 elements.
+* The logarithm of a sum has an absolute error of eps times the terms that were added up.
+* A gradient g * p - p * sum(g * p) cancels, so its unit is taken from the sum of absolute values.
 
-What lies below the smallest normal number may be flushed to zero, hence `slack`.
+Numbers below the smallest normal number may be flushed to zero, which `slack` allows for.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ F32 = np.dtype(np.float32)
 
 
 def _distance(x, axis, where):
-    """Returns 1 + |x - m| + V / 2^21, without |x - m| where that is not finite (the element is 0, or the row NaN)."""
+    """Returns 1 + |x - m| + V / 2^21. A |x - m| that is not finite counts as 0: the result is 0, or the row is NaN."""
     x = oracle.wide(x)
     with np.errstate(all="ignore"):
         m = oracle.row_max(x, oracle.unmasked(x, where), axis)
@@ -37,7 +38,7 @@ def softmax_unit(x, axis=-1, where=None):
 
 
 def log_softmax_unit(x, axis=-1, where=None):
-    """The unit has no |m| in it: log_softmax must not cancel when the whole row is shifted far from 0."""
+    """Returns a unit without |m|: log_softmax must not cancel if the whole row is far from 0."""
     x, kept = oracle.wide(x), oracle.unmasked(x, where)
     with np.errstate(all="ignore"):
         d = np.abs(np.log(oracle.row_sum(np.exp(x - oracle.row_max(x, kept, axis)), kept, axis)))
@@ -49,7 +50,7 @@ def logsumexp_unit(x, axis=None, where=None):
 
 
 def normalizer_unit(x, where=None):
-    """The unit of d, each term of which has its own; m is exact."""
+    """Returns the unit of d, the sum of the units of its terms; m is exact."""
     x = oracle.wide(x)
     with np.errstate(all="ignore"):
         terms = np.exp(x - oracle.normalizer(x, where)[0]) * _distance(x, -1, where)
@@ -57,14 +58,14 @@ def normalizer_unit(x, where=None):
 
 
 def softmax_grad_unit(y, dy, where=None):
-    """The unit is y times both sides of the subtraction, in absolute values."""
+    """Returns y times the absolute values of both sides of the subtraction."""
     y, dy, kept = np.abs(oracle.wide(y)), np.abs(oracle.wide(dy)), oracle.unmasked(y, where)
     with np.errstate(all="ignore"):
         return y * (dy + oracle.row_sum(y * dy, kept, -1))
 
 
 def log_softmax_grad_unit(y, dy, where=None):
-    """exp(y) is off by eps |y| of itself, and its product with the sum is subtracted from dy."""
+    """Returns the unit: exp(y) has the relative error eps |y|, and its product with the sum is subtracted from dy."""
     y, dy, kept = oracle.wide(y), np.abs(oracle.wide(dy)), oracle.unmasked(y, where)
     with np.errstate(all="ignore"):
         p = np.where(y == -np.inf, 0, np.exp(y) * (1 + np.abs(y)))
@@ -77,13 +78,13 @@ def softmax_vjp_unit(x, g, axis=-1, where=None):
 
 
 def log_softmax_vjp_unit(x, g, axis=-1, where=None):
-    """p comes from log p, so that its relative error is eps * |log p|."""
+    """Returns the unit: p is the exponential of log p, so its relative error is eps * |log p|."""
     p, kept, g = oracle.softmax(x, axis, where), oracle.unmasked(x, where), np.abs(oracle.wide(g))
     return g + p * log_softmax_unit(x, axis, where) * oracle.row_sum(g, kept, axis)
 
 
 def logsumexp_vjp_unit(x, g, axis=-1, where=None):
-    """The gradient is g * exp(x - m) / d, where each term of d has its own unit."""
+    """Returns the unit of g * exp(x - m) / d; each term of d has its own unit."""
     unit, kept = softmax_unit(x, axis, where), oracle.unmasked(x, where)
     return np.abs(oracle.wide(g)) * (unit + oracle.softmax(x, axis, where) * oracle.row_sum(unit, kept, axis))
 
@@ -104,9 +105,9 @@ def fused_topk_vjp_unit(x, g, k, where=None, temperature=1.0, log=False):
 
 
 def stored_unit(want, unit, dtype):
-    """The unit of what is computed in float32 and then stored in 16 bits.
+    """Returns the unit of a float32 computation that is stored in a 16-bit dtype.
 
-    It is half a step of the stored dtype and four units of the float32 computation.
+    The unit is half a step of the stored dtype plus four units of the float32 computation.
     """
     ratio = float(np.finfo(np.float32).eps) / eps(dtype)
     with np.errstate(invalid="ignore"):
@@ -116,14 +117,14 @@ def stored_unit(want, unit, dtype):
 def eps(dtype):
     try:
         return float(np.finfo(dtype).eps)
-    except ValueError:  # bfloat16, which NumPy does not know
+    except ValueError:  # NumPy has no bfloat16
         return 2.0**-7
 
 
 def slack(dtype):
-    """The absolute error that flushing to zero may cause.
+    """Returns the absolute error that flushing to zero may cause.
 
-    It is the smallest normal number of the dtype that is computed in, or half the smallest step of a float16 result.
+    This is the smallest normal number of the dtype that computes, or half the smallest step of a float16 result.
     """
     if np.dtype(dtype) == np.float16:
         return 2.0**-25
@@ -131,14 +132,14 @@ def slack(dtype):
 
 
 def error_units(got, want, unit, *, slack_times=1.0):
-    """Returns the largest error of `got` in units of eps * unit; it is infinite where NaN or inf do not agree."""
+    """Returns the largest error of `got` in units of eps * unit; it is infinite if NaN or inf differ."""
     return float(units(got, want, unit, slack_times=slack_times).max(initial=0))
 
 
 def units(got, want, unit, *, slack_times=1.0):
-    """Returns the error of each element of `got`, as for `error_units`.
+    """Returns the error of each element of `got`, counted as in `error_units`.
 
-    `want` is rounded to the dtype of `got` before it is asked whether it is infinite.
+    `want` is rounded to the dtype of `got` before the comparison of infinities.
     """
     got = np.asarray(got)
     with np.errstate(all="ignore"):
@@ -153,15 +154,15 @@ def units(got, want, unit, *, slack_times=1.0):
     return np.where(special, np.where(agree, 0, np.inf), np.where(np.isfinite(wide), units, np.inf))
 
 
-# --- What the kernels are held to ---------------------------------------------------------------------
+# --- Bounds of the kernels --------------------------------------------------------------------------
 
-# In float32, in units of eps. Half a unit each for x - m, its product with log2(e), the sum's reciprocal and
-# the product with it, one or two for exp; the sum's chains are short (a lane adds V / 512) and its terms
-# positive, so a relative error there stays of the order of a unit.
+# The float32 bound in units of eps. x - m, its product with log2(e), the sum's reciprocal and the product with the
+# reciprocal take half a unit each, and exp takes one or two. A lane adds only V / 512 terms of the sum, all positive,
+# so the relative error of the sum stays near one unit.
 UNITS = 4.0
 
 
-# One unit of each operation along the last axis, but for logsumexp.
+# The unit of each operation along the last axis, except logsumexp.
 UNIT = {
     "softmax": softmax_unit,
     "log_softmax": log_softmax_unit,
@@ -171,9 +172,9 @@ UNIT = {
 
 
 def expected(name, arrays, where=None):
-    """Returns the result of a kernel on rows along the last axis, its unit, and how many slacks flushing may cost."""
+    """Returns the expected result for rows along the last axis, its unit, and the number of slacks for flushing."""
     x = arrays[-1]
-    if name == "logsumexp":  # the relative error of d is an absolute one of its logarithm
+    if name == "logsumexp":  # a relative error of d is an absolute error of log d
         with np.errstate(all="ignore"):
             of_d = np.nan_to_num(normalizer_unit(x, where) / oracle.normalizer(x, where)[1])
         return (
@@ -185,8 +186,8 @@ def expected(name, arrays, where=None):
     slack_times = 1.0
     if name in BACKWARD:
         y, x = arrays = arrays[0], np.where(oracle.unmasked(x, where), x, np.zeros_like(x))
-        if x.dtype != np.float16:  # whose denormals are none in float32
-            # a denormal y, or exp(y), may be flushed before it is scaled
+        if x.dtype != np.float16:  # denormals of float16 are normal in float32
+            # a denormal y or exp(y) may be flushed before it is scaled
             with np.errstate(invalid="ignore"):
                 terms = np.abs(
                     oracle.wide(x) if name == "log_softmax_grad" else oracle.wide(y) * oracle.wide(x)
@@ -196,9 +197,9 @@ def expected(name, arrays, where=None):
 
 
 def assert_close(got, want, unit, names, slack=1.0):
-    """Asserts that each row is within UNITS in float32; a 16-bit result is that, rounded once.
+    """Asserts that each row is within UNITS in float32. A 16-bit result may be rounded once more.
 
-    `slack` scales what flushing may cost; `names` are those of the rows.
+    `slack` scales the error that flushing may cause; `names` are the names of the rows.
     """
     got = np.asarray(got)
     limit = UNITS
@@ -211,7 +212,7 @@ def assert_close(got, want, unit, names, slack=1.0):
 
 
 def assert_operation(name, got, arrays, names, where=None):
-    """Asserts that a kernel's result is that of the oracle on the same rows, which are called `names`."""
+    """Asserts that a kernel's result agrees with the oracle on the same rows, which are called `names`."""
     got = np.asarray(got)
     assert got.dtype == arrays[-1].dtype
     want, unit, slack_times = expected(name, arrays, where)
@@ -220,21 +221,21 @@ def assert_operation(name, got, arrays, names, where=None):
 
 # --- Draws --------------------------------------------------------------------------------------------
 
-# A sum of masses exp(s), s = (x - m) / T, is off by at most UNITS eps sum(exp(s) (1 + |s|)), as is the normalizer: so
-# far a boundary of top_p or of the draw may lie from where it is. An answer may be that of any filter whose boundary
-# is this far off; of such kept sets the smallest and the largest differ, but for their last entry, by twice as much, so
-# that the draw from any of them is that of one of these two with a boundary three times as far off.
+# Let s = (x - m) / T. A sum of masses exp(s), such as the normalizer, has an error of at most
+# off = UNITS eps sum(exp(s) (1 + |s|)). A boundary of top_p or of the draw may therefore move by `off`, and any kept
+# set with such a boundary is right. The smallest and the largest of these sets differ by 2 off, except for their last
+# entry. So a draw from any of them is a draw from one of these two with a boundary that moves by up to 3 off.
 
 
 def assert_sample(got, x, u, names, where=None, temperature: Any = 1.0, **filters):
-    """Asserts that each row's draw is that of the oracle, or one that rounding may lead to.
+    """Asserts that each row's draw is the oracle's draw, or one that rounding can explain.
 
     Args:
       got: indices, log_probs and log_mass.
       x: (rows, V).
       u: the number in [0, 1) of each row.
-      names: those of the rows.
-      where, temperature, **filters: as for `oracle.sample`; top_p and min_p as they are in float32.
+      names: the names of the rows.
+      where, temperature, **filters: arguments of `oracle.sample`; top_p and min_p are rounded to float32.
     """
     indices, log_probs, log_mass = map(np.asarray, got)
     assert indices.dtype == np.int32
@@ -252,7 +253,7 @@ def assert_sample(got, x, u, names, where=None, temperature: Any = 1.0, **filter
             )
             for sign in (-1, 1)
         ]
-        # differences below the smallest normal number may count as 0, which shows where the temperature is as small
+        # a difference below the smallest normal number may count as 0, which matters at temperatures as small
         t = np.maximum(np.broadcast_to(np.asarray(temperature), total.shape), slack(F32))[..., None]
         flushed = np.log(np.sum(np.where(-scaled * t < 2 * slack(F32), 1, mass), -1) / total)
         right, close = np.zeros(len(x), bool), np.zeros(len(x), bool)

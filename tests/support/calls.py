@@ -1,4 +1,4 @@
-"""The calls whose choice and whose launch plans are tested, for mosaic_gpu and for triton."""
+"""Calls that test the choice and the launch plans of mosaic_gpu and of triton."""
 
 import jax
 from hypothesis import settings
@@ -28,12 +28,12 @@ def named(f, name):
 
 
 def topk(x, **kwargs):
-    """Returns the five best of the rows of x."""
+    """Returns the top 5 of each row of x."""
     return ps.fused_topk(x, 5, **kwargs)
 
 
 def device(kind):
-    """Returns a context in which JAX lowers for this kind of GPU, which need not exist."""
+    """Returns a context that makes JAX lower for this kind of GPU, without the GPU."""
     gpu = AbstractDevice(device_kind=kind, platform="gpu", num_cores=100)
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
 

@@ -1,6 +1,6 @@
-"""The rows that the tests are run on, each with its reason.
+"""The rows that tests run on, with a reason for each.
 
-Many rows make one array, so that a test costs one compilation per (V, dtype).
+One array holds many rows, so that a test compiles once per (V, dtype).
 """
 
 import ml_dtypes
@@ -15,7 +15,7 @@ F64 = np.dtype(np.float64)
 
 # 1, 2: the degenerate rows. 127, 128, 129: around a tile. 1000: not a multiple of 16 elements.
 SMALL = (1, 2, 127, 128, 129, 1000)
-# GPT-2; the vocabularies of Llama 3, Qwen 2.5 and Gemma, one cheap row each.
+# The vocabularies of GPT-2; of Llama 3, Qwen 2.5 and Gemma, for one cheap row each.
 GPT2 = 50257
 LARGE = (128256, 151936, 262144)
 
@@ -48,7 +48,7 @@ def _same(value):
     return lambda rng, v, dtype: np.full(v, value)
 
 
-# name: (row, reason). All finite; what is not finite is in SPECIAL.
+# name: (row, reason). All rows are finite; SPECIAL has the other ones.
 FINITE = {
     "normal": (
         lambda rng, v, dtype: rng.standard_normal(v),
@@ -91,7 +91,7 @@ FINITE = {
 }
 
 NEG_NAN = np.copysign(np.nan, -1.0)
-# name: (pattern, reason). The pattern is laid over a normal row from its first element to its last.
+# name: (pattern, reason). The pattern overwrites elements of a normal row, in the order given.
 SPECIAL = {
     "neg_inf_first": (
         [(0, -np.inf)],
@@ -130,7 +130,7 @@ SPECIAL = {
         "every class at once, with ties of each",
     ),
 }
-ALL = [*FINITE, *SPECIAL]  # 31 rows, a prime
+ALL = [*FINITE, *SPECIAL]  # 31 rows; 31 is prime
 FEW = ["normal", "peaked", "integers", "ascending", "everything", "neg_inf_last", "nan_last"]
 
 
@@ -145,7 +145,7 @@ def _row(rng, name, v, dtype):
 
 
 def rows(names, v, dtype=F32, seed=0):
-    """One row per name, as an array (len(names), v)."""
+    """Returns one row per name, as an array (len(names), v)."""
     rng = np.random.default_rng([seed, v])
     with np.errstate(all="ignore"):
         return np.stack([np.asarray(_row(rng, n, v, dtype), np.float64) for n in names]).astype(dtype)
@@ -156,7 +156,7 @@ def cotangent(shape, dtype=F32, seed=1):
 
 
 def operands(name, x, where=None):
-    """What the kernel of this name takes for the logits x: themselves, or y as it is stored and dy."""
+    """Returns the operands of the kernel of this name for the logits x: x itself, or the stored y and dy."""
     if name in oracle.FORWARD:
         return (x,)
     y = getattr(oracle, name.removesuffix("_grad"))(x, -1, where)
@@ -165,19 +165,19 @@ def operands(name, x, where=None):
         return y.astype(x.dtype), np.resize(dy, x.shape)
 
 
-def spoilt(x, where):
-    """x with what must not be seen at masked positions."""
+def spoil_masked(x, where):
+    """Returns x with NaN, infinities and huge numbers at masked positions, which must not matter."""
     hidden = np.resize([np.nan, np.inf, -np.inf, largest(x.dtype), NEG_NAN], x.shape).astype(x.dtype)
     return np.where(where, x, hidden)
 
 
-# How a mask may be broadcast to (2, 3, 2, V): whole, along the row, and along batch dimensions of every kind.
+# Ways to broadcast a mask to (2, 3, 2, V): no broadcast, along the row, and along every kind of batch dimension.
 BATCH = (2, 3, 2)
 BROADCASTS = ("bhqv", "111v", "bhq1", "b11v", "1h11", "b1q1", "1hqv", "1111")
 
 
 def broadcast_mask(pattern, shape, seed=3):
-    """A mask that broadcasts to the shape: of size 1 where the pattern says so; its first row masks all."""
+    """Returns a mask that broadcasts to the shape, of size 1 where the pattern has a 1. Its first row keeps nothing."""
     size = [1 if letter == "1" else n for letter, n in zip(pattern, shape)]
     mask = np.random.default_rng(seed).random(size) < 0.6
     mask.reshape(-1, size[-1])[0] = False
@@ -185,7 +185,7 @@ def broadcast_mask(pattern, shape, seed=3):
 
 
 def masks(shape, seed=2):
-    """Masks that broadcast to the two-dimensional shape, by name."""
+    """Returns masks that broadcast to the two-dimensional shape, by name."""
     rng = np.random.default_rng(seed)
     n, v = shape
     full = rng.random(shape) < 0.6

@@ -1,4 +1,4 @@
-"""Parameters of tests that are crossed: few combinations that still have every pair of values."""
+"""Few combinations of test parameters that cover every pair of values, and which of them are in the fast set."""
 
 import collections
 import itertools
@@ -7,10 +7,10 @@ import pytest
 
 
 def pairs(*parameters):
-    """Returns combinations, a value of each parameter, in which every two values of two parameters come together.
+    """Returns combinations, one value per parameter, that cover every pair of values of two parameters.
 
-    The first ones have every value of each parameter, and each next one the most pairs that are new; of those alike,
-    it has the values that are in the fewest before it.
+    The first combinations cover every value of each parameter. The others each add as many new pairs as possible. Among
+    equally good combinations, the one with the least used values comes first.
     """
     parameters = [list(values) for values in parameters]
     combinations = list(itertools.product(*map(range, map(len, parameters))))
@@ -35,24 +35,31 @@ def _pairs_of(combination):
 
 
 def cover(*parameters):
-    """Returns parameters for pytest that have every pair of values, and in the fast set every value.
+    """Returns parameters for pytest that cover every pair of values. The fast set covers every value.
 
-    The others are marked slow: they are of the complete set only.
+    The others are marked slow, so only the complete set has them.
     """
     return first(max(map(len, parameters)), pairs(*parameters))
 
 
 def first(n, combinations):
-    """Returns parameters for pytest, of which the first n are of the fast set, too."""
+    """Returns parameters for pytest; only the first n are in the fast set."""
     return [*combinations[:n], *(slow(*combination) for combination in combinations[n:])]
 
 
 def first_values(n, values):
-    """Returns the values of one parameter for pytest, of which the first n are of the fast set, too."""
+    """Returns the values of one parameter for pytest; only the first n are in the fast set."""
     values = list(values)
     return [*values[:n], *map(slow, values[n:])]
 
 
 def slow(*values):
-    """Returns one combination of parameters that only the complete set has."""
+    """Returns a combination of parameters that only the complete set has."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def parameter_id(value):
+    """Returns the name of a parameter in pytest's report. A list of rows shows as their number."""
+    if isinstance(value, tuple):
+        return "-".join(map(parameter_id, value))
+    return f"{len(value)} rows" if isinstance(value, list) else str(value)

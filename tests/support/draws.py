@@ -1,4 +1,4 @@
-"""The parameters that the draws of `sample` are tested with, and a test of how often each entry is drawn."""
+"""Parameters for tests of `sample`, and a test of how often each entry is drawn."""
 
 import itertools
 
@@ -8,7 +8,9 @@ from tests.support import bounds
 from tests.support.cases import F32
 
 NONE = 2**31 - 1  # a top_k that filters nothing
-LARGEST = np.nextafter(F32.type(1), F32.type(0)).item() - 2.0**-24  # what jax.random.uniform returns at most
+LARGEST = (
+    np.nextafter(F32.type(1), F32.type(0)).item() - 2.0**-24
+)  # the largest number that jax.random.uniform returns
 
 # (temperature, top_k, top_p, min_p)
 PARAMETERS = {
@@ -29,8 +31,8 @@ PARAMETERS = {
 U = (0.0, LARGEST, 0.37)
 
 
-def crossed(x, where=None):
-    """Returns each row with each of PARAMETERS and U: logits, mask, u, parameters, names."""
+def all_combinations(x, where=None):
+    """Returns every combination of a row, PARAMETERS and U: logits, mask, u, parameters, names."""
     n = len(x)
     combinations = list(itertools.product(range(n), PARAMETERS.items(), U))
     rows = [i for i, _, _ in combinations]
@@ -41,15 +43,15 @@ def crossed(x, where=None):
     return x[rows], None if where is None else where[rows], u, parameters, names
 
 
-def judged(got, x, u, names, parameters, where=None):
-    """Asserts that draws with (temperature, top_k, top_p, min_p) are right, as `bounds.assert_sample` does."""
+def assert_draws(got, x, u, names, parameters, where=None):
+    """Asserts that draws with (temperature, top_k, top_p, min_p) are right, by `bounds.assert_sample`."""
     temperature, *filters = parameters
     filters = dict(zip(("top_k", "top_p", "min_p"), filters))
     bounds.assert_sample(got, x, u, names, where, temperature, **filters)
 
 
 def chi_square(counts, p):
-    """Returns how many standard deviations the counts are off, by Wilson and Hilferty; rare entries are one."""
+    """Returns the error of the counts in standard deviations (Wilson and Hilferty). Rare entries count as one."""
     n = counts.sum()
     rare = n * p < 10
     assert counts[p == 0].sum() == 0

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: calls of the public functions with the kernel named, and their judges."""
+"""Calls of the public functions on a GPU with a named implementation, and checks of their results."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ from pallas_softmax._src.triton import plan as triton_plan
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, F32
 
-THREADS = 14  # that compile
+THREADS = 14  # threads that compile
 CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
 MAX_K = {"mosaic_gpu": kernels.MAX_K, "triton": triton_plan.MAX_K}
 both = pytest.mark.parametrize("implementation", [*CAPABILITY])
@@ -25,7 +25,7 @@ only_triton = pytest.mark.parametrize("implementation", ["triton"])
 
 
 def unavailable(implementation):
-    """Why its kernels cannot run on this machine; None if they can."""
+    """Returns why the implementation's kernels cannot run on this machine; None if they can."""
     gpus = [d for d in jax.devices() if d.platform == "gpu"]
     if not gpus:
         return "no GPU is visible to JAX"
@@ -39,13 +39,13 @@ SIDE_BY_SIDE = set()
 
 
 def side_by_side(test):
-    """Has the triton cases of the test run in threads: Triton takes 1 to 10 seconds to compile a kernel."""
+    """Runs the triton cases of the test in threads: Triton takes 1 to 10 seconds to compile a kernel."""
     SIDE_BY_SIDE.add(test)
     return test
 
 
 def function(implementation, op, where=None):
-    """The public function over the last axis, with the kernel named; rows keep their dimension."""
+    """Returns the public function over the last axis, with the implementation named; rows keep their dimension."""
     kept = {"keepdims": True} if op == "logsumexp" else {}
     return lambda x: getattr(ps, op)(x, -1, where=where, implementation=implementation, **kept)
 
@@ -57,12 +57,12 @@ def forward_and_grad(implementation, op, x, dy, where=None):
 
 
 def operands(op, x, where=None):
-    """x and dy, with what must not be seen where they are masked."""
+    """Returns x and dy, with NaN, infinities and huge numbers where they are masked."""
     dy = np.resize(cases.rows(["peaked", "normal", "integers"], x.shape[-1], x.dtype), x.shape)
     dy = dy[..., :1] if op == "logsumexp" else dy
     if where is None:
         return x, dy
-    return cases.spoilt(x, where), dy if op == "logsumexp" else cases.spoilt(dy, where)
+    return cases.spoil_masked(x, where), dy if op == "logsumexp" else cases.spoil_masked(dy, where)
 
 
 def assert_forward_and_grad(implementation, op, x, names, where=None, dy=None):
@@ -72,7 +72,7 @@ def assert_forward_and_grad(implementation, op, x, names, where=None, dy=None):
 
 
 def judge(op, got, x, dy, names, where):
-    """The backward is judged on the y of the forward, which is judged itself."""
+    """Asserts that y and dx are right. dx is compared with the gradient for the kernel's own y."""
     y, dx = map(np.asarray, got)
     bounds.assert_operation(op, y, (x,), names, where)
     if op == "logsumexp":
@@ -90,7 +90,7 @@ def topk(implementation, x, k, temperature=1.0, where=None, log=False, dtype=Non
 
 
 def refused(implementation, v, k):
-    """Whether the implementation has no kernel for so many winners; asserts that it then says so."""
+    """Returns whether the implementation has no kernel for k winners, and asserts that it then says so."""
     limit = MAX_K[implementation]
     if k <= limit:
         return False
@@ -100,9 +100,10 @@ def refused(implementation, v, k):
 
 
 def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
-    """Indices exactly. The exponential is approximate: x - m costs eps |x - m| in each term of d.
+    """Asserts that the indices are exact and the values within bounds.
 
-    `got` may be of the rows of x again and again.
+    The exponential is approximate: each term of d has the relative error eps |x - m|. `got` may have the rows of x
+    several times.
     """
     values, indices = map(np.asarray, got)
     want, best = oracle.fused_topk(x, k, where, temperature, log)
@@ -117,8 +118,8 @@ def assert_topk(got, x, k, names, temperature=1.0, where=None, log=False):
     bounds.assert_close(values, np.tile(want, (repeats, 1)), np.tile(unit, (repeats, 1)), [*names] * repeats)
 
 
-def some(v):
-    """The oracle in float64 takes its time: all rows where they are short, and every class where long."""
+def rows_to_test(v):
+    """Returns the names of the rows to test. The float64 oracle is slow, so long rows are fewer, but of every class."""
     return ALL if v <= 10000 else [*list(cases.FINITE)[:6], "huge", "everything", "neg_inf_last", "nan_last"]
 
 
@@ -128,7 +129,7 @@ each = pytest.mark.parametrize("op", oracle.FORWARD)
 
 
 def run_under(tool, *options, script, arguments=()):
-    """Runs a program of tests/programs under one of the CUDA toolkit's tools; skips where it is not there."""
+    """Runs a program of tests/programs under one of the CUDA toolkit's tools; skips the test if the tool is missing."""
     path = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if path is None:
         pytest.skip(f"{tool} is neither on the PATH nor in /usr/local/cuda/bin")

@@ -1,7 +1,7 @@
 """The kernels of mosaic_gpu with a given plan, in Pallas's interpreter or on a GPU.
 
-This is the one file of the tests' support that calls the package's internal functions for kernels. It has the plans
-that together hold every kind of launch, and what their results are held to.
+This is the only helper that calls the package's internal functions for kernels. It also has plans that cover every kind
+of launch, and the checks of their results.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def plan_softmax(name, rows, vocab, dtype, capability=HOPPER):
 
 
 def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
-    """Returns all that the kernel of an operation returns: of logsumexp also m and d."""
+    """Returns everything that the kernel of an operation returns: for logsumexp also m and d."""
     axes = tuple(a % arrays[0].ndim for a in axes)
     arrays = [jnp.asarray(a) for a in arrays]
     where = None if where is None else jnp.asarray(where)
@@ -74,16 +74,16 @@ def softmax_results(name, arrays, where=None, axes=(-1,), plan=None, interpret=I
 
 
 def softmax_rows(name, arrays, where=None, axes=(-1,), plan=None, interpret=INTERPRET):
-    """Returns the kernel's result in the dtype in which the public functions return it."""
+    """Returns the kernel's result in the dtype that the public functions return."""
     out = softmax_results(name, arrays, where, axes, plan, interpret)[0]
     return np.asarray(out.astype(arrays[-1].dtype))
 
 
 def assert_softmax(name, x, names, where=None, plan=None, interpret=INTERPRET):
-    """Asserts that the kernel is right for the logits x, whatever lies where they are masked."""
+    """Asserts that the kernel is right for the logits x, with garbage at masked positions."""
     arrays = cases.operands(name, x, where)
     if where is not None:
-        arrays = [cases.spoilt(a, where) if a is arrays[-1] else a for a in arrays]
+        arrays = [cases.spoil_masked(a, where) if a is arrays[-1] else a for a in arrays]
     got = softmax_rows(name, arrays, where, plan=plan, interpret=interpret)
     bounds.assert_operation(name, got, arrays, names, where)
 
@@ -94,7 +94,7 @@ def plan_columns(name, outer, vocab, inner, dtype, capability=HOPPER):
 
 
 def columns_results(name, arrays, plan, interpret=INTERPRET):
-    """Returns all that the kernel of columns returns for arrays (outer, vocab, inner)."""
+    """Returns everything that the kernel of columns returns for arrays (outer, vocab, inner)."""
     return columns_kernel.launch(
         FORMULAS[name],
         [jnp.asarray(a) for a in arrays],
@@ -106,9 +106,9 @@ def columns_results(name, arrays, plan, interpret=INTERPRET):
 
 
 def columns_rows(name, arrays, plan, interpret=INTERPRET):
-    """Returns the result of the kernel of columns for the rows of arrays (rows, vocab), laid across memory.
+    """Returns the result of the kernel of columns for the rows of arrays (rows, vocab), stored as columns.
 
-    Where their number is even, they are the columns of two arrays.
+    An even number of rows becomes the columns of two arrays.
     """
     rows, vocab = arrays[0].shape
     outer = 1 if rows % 2 else 2
@@ -124,9 +124,9 @@ def assert_columns(name, x, names, plan, interpret=INTERPRET):
     bounds.assert_operation(name, got, arrays, names)
 
 
-EVEN = [*ALL, "normal"]  # rows that are the columns of two arrays
+EVEN = [*ALL, "normal"]  # an even number of rows, for the columns of two arrays
 
-# (tile, V, dtype, rows). Vectors and single elements; tiles that end with the columns and beyond them.
+# (tile, V, dtype, rows). Vectors and single elements; tiles that end with the columns, and beyond them.
 COLUMN_TILES = [
     (Tile(24, 8, 1, 1), 21, F32, ALL),
     (Tile(128, 4, 4, 1), 127, F32, EVEN),
@@ -136,8 +136,8 @@ COLUMN_TILES = [
     (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
     (Tile(21, 128, 1, 3), 21, F32, ALL),
 ]
-# (strips, dtype, rows). Steps that end with the array and beyond it; one alone; strips that end with the columns; in
-# turns: slots for a strip, for more than one, and for all, where the last cluster takes fewer strips.
+# (strips, dtype, rows). Steps that end with the array, and beyond it; a single step; strips that end with the columns.
+# With turns: slots for one strip, for more than one, and for all, where the last cluster takes fewer strips.
 COLUMN_STRIPS = [
     (Strips(129, 8, 4, 1, 64, 3), F32, EVEN),
     (Strips(129, 8, 4, 1, 64, 4, turns=3), BF16, EVEN),
@@ -147,7 +147,7 @@ COLUMN_STRIPS = [
     (Strips(129, 8, 4, 1, 64, 3, turns=2), F32, EVEN),
     (Strips(1000, 8, 4, 1, 128, 16, turns=2), F16, EVEN),
 ]
-# The same of columns that are only read, through fewer slots.
+# Columns that are only read, through fewer slots.
 READ_STRIPS = [
     (Strips(1000, 8, 4, 1, 128, 3), F32, EVEN),
     (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN),
@@ -155,12 +155,13 @@ READ_STRIPS = [
 
 
 def fewer_rows(plan):
-    """Returns a tile with fewer rows: the interpreter is slow at many, one by one."""
+    """Returns a tile with fewer rows: the interpreter handles rows one by one and is slow."""
     return dataclasses.replace(plan, rows=min(plan.rows, 4))
 
 
-# One CTA a row: exact blocks; several steps, the last short. Rows and parts off 16 bytes; parts that overlap,
-# or are all alike; the rows alone, or as many as together are a multiple of 16 bytes.
+# (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and parts that are not
+# aligned to 16 bytes; parts that overlap, or are all the same; single rows, or rows that together fill a multiple of
+# 16 bytes.
 PARTS = [
     (Parts(1003, 4, 2, 1, True), F32, FEW),
     (Parts(1003, 8, 1, 2, False), BF16, FEW),
@@ -171,12 +172,12 @@ PARTS = [
     (Parts(5000, 8, 2, 1, True), BF16, FEW),
     (Parts(1003, 4, 2, 1, True), F32, ALL),
     (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
-    # rows in turns: slots for a row, for more than one, and for all
+    # rows in turns: slots for one row, for more than one, and for all
     (Parts(1003, 4, 1, 1, True, teams=3, slots=2), F32, FEW),
     (Parts(1024, 8, 1, 1, True, teams=4, slots=3), BF16, FEW),
     (Parts(1000, 4, 2, 1, True, teams=1, slots=9), F32, FEW),
 ]
-# The same of rows that are written, and of which shared memory does not hold all: steps that are read twice.
+# Rows that are written and that shared memory cannot hold: some steps are read twice.
 READ_AGAIN = [
     (Parts(1503, 4, 1, 1, True, teams=3, slots=2), F32, FEW),
     (Parts(4096, 8, 1, 1, True, teams=4, slots=2), BF16, FEW),
@@ -196,7 +197,7 @@ MAX_K = topk_plan.MAX_K
 
 
 def candidate_slots(k):
-    """Returns the number of candidates that a window has room for."""
+    """Returns how many candidates a window has room for."""
     return topk_plan.candidate_slots(k)
 
 
@@ -210,7 +211,7 @@ def ptx_of(monkeypatch, step, *args, **kwargs):
 
 
 def bound_ptx_of(groups, k):
-    """Returns the text of the search for a bound, in which <bound> gets it."""
+    """Returns the text of the search for a bound; <bound> receives it."""
     return bound_ptx.text(groups, k)
 
 
@@ -231,7 +232,7 @@ def merging_ptx_of(tile, vocab, k):
 
 
 def merge_so_many_lists(monkeypatch, lists):
-    """Has a launch merge so many lists of winners into one."""
+    """Makes a launch merge this many lists of winners into one."""
     monkeypatch.setattr(merge_kernel, "lists_per_merge", lambda k: lists)
 
 
@@ -244,7 +245,7 @@ def launches_that_merge(plan, k):
 
 
 def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, interpret=INTERPRET):
-    """Returns the kernel's winners and normalizers of the last axis of x, with all other axes in one."""
+    """Returns the kernel's winners and normalizers along the last axis of x, with the other axes flattened into one."""
     *batch, v = x.shape
     mask = None
     if where is not None:
@@ -256,7 +257,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
 
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
-    """Returns the cotangents of the logits and of each row's temperature, in the interpreter by a tile of few rows."""
+    """Returns the cotangents of the logits and of each row's temperature. The interpreter gets a tile of few rows."""
     plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
@@ -265,7 +266,7 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
 
 
 def topk_merge(won, kept, indices, normalizers, temperature, k, log, interpret=INTERPRET):
-    """Returns what the kernel makes of the winners and normalizers that several devices have found."""
+    """Returns the kernel's merge of the winners and normalizers of several devices."""
     return merge_kernel.merge_rows(
         won, kept, indices, normalizers, jnp.asarray(temperature), k, log=log, dtype=F32, interpret=interpret
     )
@@ -293,7 +294,7 @@ def judge_topk(got, x, k, names, where, temperature, log, dtype):
     bounds.assert_close(winners.values, want, 1.5 * bounds.fused_topk_unit(x, k, where, t, log), names)
     assert m.shape == d.shape == (len(x), 1)
     want_m = oracle.normalizer(x, where)[0]
-    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN, whatever they are
+    ordinary = np.isfinite(want_m[:, 0])  # otherwise p is NaN for any m and d
     np.testing.assert_allclose(np.asarray(m)[ordinary], want_m[ordinary], rtol=0, atol=bounds.slack(F32))
     assert np.isfinite(np.asarray(d)[ordinary]).all()
 
@@ -321,7 +322,7 @@ TOPK_SHORT = [
 
 
 def neighbours(v):
-    """Rows, by name, whose float32 numbers differ in their lowest bits: in all of these, in some, with ties."""
+    """Returns float32 rows, by name, with numbers that differ in their lowest bits only: all, some, or with ties."""
     rng = np.random.default_rng(v)
     ulps = (1 + rng.permutation(v) * float(np.finfo(F32).eps)).astype(F32)
     pairs = rng.standard_normal(v).astype(F32)
@@ -339,7 +340,7 @@ def neighbours(v):
 
 
 def bunched(v):
-    """Rows, by name, whose best float32 numbers but one differ in their lowest bits, so that they share a bucket."""
+    """Returns float32 rows, by name. All elements but one share a bucket: they differ in their lowest bits only."""
     ulps, first = neighbours(v)["all apart by ulps"], np.arange(v) == v // 3
     return {
         "one far above": np.where(first, np.float32(1e30), ulps),
@@ -349,8 +350,9 @@ def bunched(v):
     }
 
 
-# One part: several steps; a thread's groups smaller than a step; rows off 16 bytes, alone and several in a row of the
-# view; whole blocks; a short rest. Then parts, merged: by one launch, and by two (1400 winners).
+# (plan, dtype, k, rows). One part: several steps; groups smaller than a step; rows that are not aligned to 16 bytes,
+# single and several to a row of the view; whole blocks; a short rest. Several parts: merged by one launch, and by two
+# (1400 winners).
 WINDOWS = [
     (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
     (Window(2007, 8, 2, 1), BF16, 300, FEW),
@@ -366,16 +368,16 @@ WINDOWS = [
 
 
 def crowded(v, k, dtype):
-    """Returns rows, by name, where more keys reach any bound near the k-th best than the list has slots for."""
+    """Returns rows, by name, where more keys than the list has slots reach any bound near the k-th best."""
     at = np.arange(v)
     middle = (at > v // 3) & (at < v - 8)
     few = np.where(middle, 1.0, 0.0)
-    few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the very end, the last among the ties
+    few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the end, and one among the ties
     late = np.where(at >= v - topk_plan.candidate_slots(k) - 1, 3.0, 0.0)
     lane = at // 4 % 128
     return {
         "constant": np.full(v, 1.5),
-        "all_neg_nan": np.full(v, cases.NEG_NAN),  # the lowest key but that of what is masked
+        "all_neg_nan": np.full(v, cases.NEG_NAN),  # the lowest key, except for masked elements
         "k-1 winners after the ties": few,
         "one tie more than slots, at the end": late,
         "two values": np.where(at % 2, 1.0, -1.0),
@@ -385,7 +387,7 @@ def crowded(v, k, dtype):
         "-inf after one number": np.where(at == v - 1, 0.0, -np.inf),
         "k - 1 numbers, the rest -NaN": np.where(at < k - 1, 1.0, cases.NEG_NAN),
     }, {
-        # distinct, but the best of them are in few groups: bisection over keys
+        # distinct, but the best are in few groups: bisection over keys
         "sorted by lane": -lane * 64.0 - at // 512,
         "sorted by lane, rising": lane * 64.0 + at // 512,
         "ascending": at - v / 2,
@@ -401,19 +403,19 @@ CROWDED = [
 
 
 def exceeds_slots(x, k):
-    """Whether more elements of every row reach the k-th best than a list of candidates has room for."""
+    """Returns whether, in every row, more elements reach the k-th best than a list of candidates has room for."""
     keys = oracle.order_key(x)
     bound = np.take_along_axis(keys, oracle.topk_indices(x, k)[:, -1:], -1)
     return (np.sum(keys >= bound, -1) > topk_plan.candidate_slots(k)).all()
 
 
 def steps(plan):
-    """Returns the number of full steps of a window, the blocks after them, and the blocks of a step."""
+    """Returns the number of full steps of a window, of blocks after them, and of blocks in a step."""
     return plan.full, plan.rest, plan.step_blocks
 
 
 def views(plans):
-    """Returns the numbers of dimensions in which bulk copies take the rows of each (rows, plan)."""
+    """Returns the set of numbers of dimensions of the views that bulk copies read, for each (rows, plan)."""
     return {len(aligned_view(rows, plan.vocab, plan.vec)) for rows, plan in plans}
 
 
@@ -426,7 +428,7 @@ def plan_sample(rows, vocab, dtype, capability=HOPPER):
 
 
 def sample_layout(vocab, dtype, count, warpgroups):
-    """Returns the layout of rows over so many CTAs, which have so many warpgroups."""
+    """Returns the layout of a row over `count` CTAs with `warpgroups` warpgroups each."""
     return sample_plan.layout_of(vocab, dtype, count, warpgroups)
 
 
@@ -436,7 +438,7 @@ def sample_ptx_of(layout, dtype):
 
 
 def sample_scale(temperature):
-    """Returns the scale that the kernel gives to the program."""
+    """Returns the scale that the kernel passes to the program."""
     return sample_kernel.scale_of(jnp.asarray(temperature, F32))
 
 
@@ -448,7 +450,7 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
       u: (rows,).
       parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
       where: None, or (rows or 1, V or 1).
-      plan: how a row lies over CTAs, if it is not what the package chooses.
+      plan: the layout of a row over CTAs; by default the package's choice.
     """
     x, request = jnp.asarray(x), SamplingParams(*map(jnp.asarray, (u, *parameters)))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
@@ -456,7 +458,8 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
     return sample_kernel.sample_rows(x, mask, request, plan, interpret=interpret)
 
 
-# (V, dtype, warpgroups), of one CTA. Rows off 16 bytes, exact blocks; warpgroups with whole steps, short ones and none.
+# (V, dtype, warpgroups) of one CTA. Rows not aligned to 16 bytes, exact blocks; warpgroups with a whole step, a short
+# step, or none.
 SAMPLE_LAYOUTS = [
     (1003, BF16, 2),
     (1024, F32, 1),

@@ -1,13 +1,14 @@
-"""The projection and its loss in float64 NumPy, and the bounds that results are held against.
+"""The projection and its loss in float64 NumPy, and the error bounds of the results.
 
-Bounds. What is compared with is `plain`, the same computation with the logits in memory, in float32 or, for 16-bit
-inputs, in these 16 bits; both against the oracle:
+The bounds come from `plain`, which computes the same with the logits in memory. Its logits are float32, or have the
+inputs' 16-bit dtype. Both results are compared with the oracle:
 
-  losses      of each token at most that of float32 logits, whichever token has its largest, and 2 ulps of what the
-              loss is the difference of: logsumexp and the logit, so the larger of |z|; but no less than ulps of 1,
-              since d is the product of two exponentials, each right to a relative 2^-22, and log d right to that
-              (one column, whose |z| may be 0.01, is where this matters: plain logits have d = 1 exactly)
-  gradients   their distance (norm) from float64 at most that of plain logits of the inputs' dtype, by `gradient_bound`
+  losses      The error of each token is at most the largest error with float32 logits, plus 2 ulps of the largest |z|:
+              the loss is the difference of logsumexp and the logit. These are at least ulps of 1. d is the product of
+              two exponentials, each with a relative error of 2^-22, and so log d has this absolute error. This matters
+              with one column, where |z| may be 0.01: plain logits have d = 1 exactly.
+  gradients   The distance (norm) from float64 is at most the distance with plain logits of the inputs' dtype, within
+              the limits of `gradient_bound`.
 """
 
 import functools
@@ -22,7 +23,7 @@ from pallas_softmax._src.linear import losses as projection
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support.oracle import wide
 
-ROWS = 40  # of a chunk: less than the number of tokens, and no divisor of it
+ROWS = 40  # rows of a chunk: fewer than the tokens, and not a divisor of their number
 FEATURES = {
     "": {},
     "transposed": {"transpose_w": True},
@@ -35,30 +36,30 @@ FEATURES = {
 
 
 def rounded_errors(got, want):
-    """The distance of an array from what it should be, relative to that."""
+    """Returns the distance of an array from the expected one, relative to the expected one."""
     return np.linalg.norm(wide(got) - want) / max(np.linalg.norm(want), 1e-300)
 
 
 def gradient_bound(name, dtype, of_plain, largest):
-    """How far a gradient, of "x", "w" or "b", may be from float64, relative to its norm.
+    """Returns the allowed distance of a gradient from float64, relative to its norm.
 
     Args:
-      name: whose gradient.
-      dtype: the name of that of x.
-      of_plain: how far the gradient of plain logits is.
-      largest: the largest of |z|.
+      name: the operand, "x", "w" or "b".
+      dtype: the name of the dtype of x.
+      of_plain: the distance of the gradient with plain logits.
+      largest: the largest |z|.
     """
-    if dtype == "float32":  # z is rounded once in both, and the order of summing decides on which side
+    if dtype == "float32":  # both round z once, and the order of the sum decides the direction
         return 2 * of_plain + 2**-24 * largest
-    # dz and the result are rounded, in both, but not the same numbers: the roundings of some labels make most of it
+    # both round dz and the result, but not the same numbers; the roundings at a few labels cause most of the distance
     half_ulp = {"bfloat16": 2**-8, "float16": 2**-11}[dtype]
-    if name == "b":  # plain JAX adds a float32 bias to logits that it has widened, and does not round its dz
+    if name == "b":  # plain JAX adds a float32 bias to widened logits, and does not round the bias's dz
         return max(of_plain, half_ulp)
     return max(1.1 * of_plain, half_ulp)
 
 
 def logits(x, w, *, bias=None, softcap=None, temperature=1.0, transpose_w=False):
-    """z, and its derivative in what the softcap takes."""
+    """Returns z, and its derivative with respect to the softcap's argument."""
     z = wide(x) @ (wide(w).T if transpose_w else wide(w))
     z = z if bias is None else z + wide(bias)
     slope = 1 / temperature
@@ -71,9 +72,9 @@ def logits(x, w, *, bias=None, softcap=None, temperature=1.0, transpose_w=False)
 def losses_and_gradients(
     x, w, labels, weights, *, bias=None, label_smoothing=0.0, z_loss=0.0, transpose_w=False, **head
 ):
-    """The loss of each token, the largest of |z| of its row, and dx, dw, dbias of sum(weights * losses).
+    """Returns the loss of each token, the largest |z| of its row, and dx, dw, dbias of sum(weights * losses).
 
-    Tokens of weight 0 are left out, whatever is in them. x is (n, D).
+    Tokens of weight 0 are left out, whatever they contain. x is (n, D).
     """
     kept = np.asarray(weights) != 0
     x = np.array(x)
@@ -116,7 +117,7 @@ def plain(
     z_loss=0.0,
     transpose_w=False,
 ):
-    """The losses as everybody writes them, by logits of `dtype` in memory."""
+    """Returns the losses from logits of `dtype` in memory, the usual way to write them."""
     z = lax.dot_general(
         x,
         w,
@@ -133,7 +134,7 @@ def plain(
 
 
 def arrays(n, depth, vocab, dtype, *, peak=1.0, bias=False, transpose_w=False, seed=0):
-    """x, w, labels and bias (or None), with logits of some `peak` times 3; of peaked rows, the label is the peak."""
+    """Returns x, w, labels and bias (or None). Logits are about 3 * `peak`; a peaked row has its label at the peak."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((n, depth)), dtype)
     w = jnp.asarray(rng.standard_normal((depth, vocab)) * peak * depth**-0.5, dtype)
@@ -145,7 +146,7 @@ def arrays(n, depth, vocab, dtype, *, peak=1.0, bias=False, transpose_w=False, s
 
 
 def tokens_of(labels, *, temperature=None, label_smoothing=None, z_loss=None):
-    """`Tokens` with numbers that are the same for all tokens, or given as (n,) or (n, 1)."""
+    """Returns `Tokens` with numbers that all tokens share, or that are given as (n,) or (n, 1)."""
     n = len(labels)
     numbers = (temperature, label_smoothing, z_loss)
     return Tokens(
@@ -154,10 +155,10 @@ def tokens_of(labels, *, temperature=None, label_smoothing=None, z_loss=None):
 
 
 def assert_operations(operations, n, depth, vocab, dtype, *, options, bias, peak, workspace_bytes):
-    """Asserts that an implementation's three operations of a projection are right, gradients as far as 16 bits go.
+    """Asserts that the three operations of an implementation are right, with gradients to 16-bit precision.
 
     Args:
-      options: keywords of `plain`. A temperature grows to its double from the first token to the last.
+      options: keywords of `plain`. A temperature doubles from the first token to the last.
     """
     options = dict(options)
     if "temperature" in options:
@@ -183,7 +184,7 @@ def assert_operations(operations, n, depth, vocab, dtype, *, options, bias, peak
     found, known, (with_grad, *together) = run(x, w, b, tokens, weights)
     token = plain(x, w, labels, dtype=jnp.float32, bias=b, **options)
     ulp = np.spacing(np.maximum(np.maximum(size, 1), np.abs(losses)).astype("float32"))
-    # z is summed in another order than there, by tensor cores, which truncate: another draw of as large an error
+    # tensor cores sum z in another order and truncate, so another token may have as large an error
     allowed = 2 * np.abs(wide(token) - losses)[kept].max() + 3 * ulp
     for statistics in (found, with_grad):
         error = np.abs(wide(projection.losses(statistics, tokens, vocab)) - losses)
@@ -196,7 +197,7 @@ def assert_operations(operations, n, depth, vocab, dtype, *, options, bias, peak
 
 
 def workspace(vocab, rows=ROWS):
-    """A workspace that holds so many rows of float32 logits."""
+    """Returns the bytes of a workspace that holds `rows` rows of float32 logits."""
     return 4 * vocab * rows
 
 
@@ -205,7 +206,7 @@ def value_and_grads(f, *args):
 
 
 def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS):
-    """Of `linear_cross_entropy`, within the bounds of tests/support/linear.py; `rows` of float32 logits at a time."""
+    """Asserts that losses and gradients of `linear_cross_entropy` are right, in chunks of `rows` float32 rows."""
     keywords = dict(FEATURES[features])
     x, w, labels, bias = arrays(
         n,
@@ -244,7 +245,7 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         x, w, labels, bias=bias
     )
     stored = jax.jit(functools.partial(plain, **keywords))(x, w, labels, bias=bias)
-    kept = where  # the oracle has left out the others
+    kept = where  # the oracle leaves out the other tokens
     ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
     error, their_error = (np.abs(wide(a) - losses) / ulp for a in (token, stored))
     assert (error <= their_error.max() + 2)[kept].all(), (error[kept].max(), their_error[kept].max())
@@ -260,7 +261,7 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         assert rounded_errors(got, want) <= allowed, name
 
 
-# --- Memory at the size of a large language model: D = 4096, V = 128256
+# --- Memory at the size of a large language model: D = 4096, V = 128256 ---------------------------------
 
 
 def of_size(n, depth=4096, vocab=128256, dtype="bfloat16"):
@@ -269,7 +270,7 @@ def of_size(n, depth=4096, vocab=128256, dtype="bfloat16"):
 
 
 DW = 4 * 4096 * 128256
-MEMORY = {  # the products of a gradient are in the program twice: for the first chunk, and in the loop
+MEMORY = {  # (function, products in the program, bytes of dw). A gradient has its products twice: first chunk and loop.
     "mean": (jax.grad(ps.linear_cross_entropy, (0, 1)), 2 * 3, DW),
     "evaluated": (ps.linear_cross_entropy, 1, 0),
     "none": (

@@ -1,17 +1,18 @@
-"""Functions lowered for a platform, which need not be there, and the Mosaic GPU kernels that are in the text."""
+"""Functions lowered for a platform that the machine need not have, and the Mosaic GPU kernels in the lowered text."""
 
 import re
 
 import jax
+import jax.numpy as jnp
 
 
 def array(*shape, dtype="float32", **kwargs):
-    """Returns the shape and dtype of an array that does not exist."""
+    """Returns the shape and dtype of an array, without the array."""
     return jax.ShapeDtypeStruct(shape, dtype, **kwargs)
 
 
 def lowered(f, *args, platform="cuda"):
-    """Returns the text that f is lowered to."""
+    """Returns the lowered text of f."""
     return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -22,6 +23,28 @@ def kernel_results(text):
 
 
 def kernel_names(text):
-    """Returns the names under which the kernels of a lowered computation show in a profile."""
+    """Returns the names of the kernels of a lowered computation, as a profile shows them."""
     calls = re.findall(r"custom_call @mosaic_gpu.*", text)
     return [re.findall(r"\\00([a-z]\w*)_mosaic_gpu\\00", call)[-1] for call in calls]
+
+
+def square_sum(f):
+    """Returns x -> sum(f(x)^2), a function to differentiate."""
+    return lambda x: jnp.sum(f(x).astype("float32") ** 2)
+
+
+# Shapes of masks for 5 rows, from V.
+MASKS = {"full": lambda v: (5, v), "along rows": lambda v: (1, v), "per row": lambda v: (5, 1)}
+
+# Ways to call or transform a function of an array (5, 3, V).
+CALLS = {
+    "call": lambda f: f,
+    "where": lambda f: lambda x: f(x, where=x[:1] > 0),
+    "axis": lambda f: lambda x: f(x, axis=0),
+    "axes": lambda f: lambda x: f(x, axis=(0, 2)),
+    "vmap": jax.vmap,
+    "vmap with one mask": lambda f: lambda x: jax.vmap(lambda x, w: f(x, where=w), (0, None))(x, x[0] > 0),
+    "grad": lambda f: jax.grad(square_sum(f)),
+    "grad with where": lambda f: jax.grad(square_sum(lambda x: f(x, where=x > 0))),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(square_sum(f))),
+}

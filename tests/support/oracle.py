@@ -1,8 +1,8 @@
-"""The right answers, in NumPy float64: the one oracle of the tests and of the benchmarks.
+"""The right answers in NumPy float64: the only oracle of the tests and of the benchmarks.
 
-This module imports neither jax nor the package. float64 inputs are computed in long double, so that the oracle is
-always more precise than what it judges. Gradients are written as formulas; test_oracle.py holds them against
-finite differences. How far rounding may lead from these answers is said in bounds.py.
+This module imports neither jax nor the package. float64 inputs are computed in long double, so the oracle is always
+more precise than the results that it judges. Gradients are written as formulas; test_oracle.py compares them with
+finite differences. bounds.py has the error that rounding may cause.
 """
 
 from typing import Any
@@ -11,35 +11,35 @@ import numpy as np
 
 F64 = np.dtype(np.float64)
 
-# The operations on rows, named as the functions below that compute them.
+# The operations on rows. The functions below have the same names.
 FORWARD = ("softmax", "log_softmax", "logsumexp")
 BACKWARD = ("softmax_grad", "log_softmax_grad")
 OPERATIONS = FORWARD + BACKWARD
 
 
 def wide(x):
-    """Returns x in a dtype that is more precise: float64, or long double where x is float64."""
+    """Returns x in a more precise dtype: float64, or long double if x is float64."""
     x = np.asarray(x)
     return x.astype(np.longdouble if x.dtype == F64 else np.float64)
 
 
 def unmasked(x, where):
-    """Returns the mask `where`, in the shape of x; it is True everywhere if there is none."""
+    """Returns the mask `where` in the shape of x; without a mask, True everywhere."""
     return np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
 
 
 def row_max(x, kept, axis):
-    """Returns the maximum of what is kept of each row, with the reduced axes of size 1; -inf where nothing is."""
+    """Returns the maximum of the kept elements of each row, or -inf if there are none; reduced axes have size 1."""
     return np.max(x, axis=axis, where=kept, initial=-np.inf, keepdims=True)
 
 
 def row_sum(x, kept, axis):
-    """Returns the sum of what is kept of each row, with the reduced axes of size 1."""
+    """Returns the sum of the kept elements of each row; reduced axes have size 1."""
     return np.sum(x, axis=axis, where=kept, keepdims=True)
 
 
 def softmax(x, axis=-1, where=None):
-    """Returns NaN for a row that is all -inf or has +inf or NaN, and 0 for one that is fully masked."""
+    """Returns softmax: NaN for a row that is all -inf or has +inf or NaN, and 0 for a fully masked row."""
     x = wide(x)
     kept = unmasked(x, where)
     with np.errstate(all="ignore"):
@@ -48,7 +48,7 @@ def softmax(x, axis=-1, where=None):
 
 
 def log_softmax(x, axis=-1, where=None):
-    """Returns the logarithm of softmax, which is -inf where masked."""
+    """Returns the logarithm of softmax; it is -inf where masked."""
     x = wide(x)
     kept = unmasked(x, where)
     with np.errstate(all="ignore"):
@@ -58,7 +58,7 @@ def log_softmax(x, axis=-1, where=None):
 
 
 def logsumexp(x, axis=None, where=None, keepdims=False):
-    """Returns -inf for a row that is empty, fully masked or all -inf, +inf for one with +inf, and NaN for NaN."""
+    """Returns logsumexp: -inf for a row that is empty, fully masked or all -inf, +inf with +inf, and NaN with NaN."""
     x = wide(x)
     kept = unmasked(x, where)
     with np.errstate(all="ignore"):
@@ -79,14 +79,14 @@ def log_softmax_vjp(x, g, axis=-1, where=None):
 
 
 def logsumexp_vjp(x, g, axis=-1, where=None):
-    """Returns the gradient; it is NaN for a +inf, and 0 for the numbers beside it. g has the reduced axes of size 1."""
+    """Returns the gradient: NaN at a +inf, and 0 at numbers in its row. The reduced axes of g have size 1."""
     x, kept = wide(x), unmasked(x, where)
     beside = np.where(kept & (x == np.inf), np.nan, 0)
     return wide(g) * np.where(row_max(x, kept, axis) == np.inf, beside, softmax(x, axis, where))
 
 
 def normalizer(x, where=None):
-    """Returns m and d of the rows along the last axis; they are -inf and 0 for a row of -inf or of nothing."""
+    """Returns m and d of the rows along the last axis: -inf and 0 if a row is all -inf or fully masked."""
     x, kept = wide(x), unmasked(x, where)
     m = row_max(x, kept, -1)
     with np.errstate(all="ignore"):
@@ -94,25 +94,25 @@ def normalizer(x, where=None):
 
 
 def softmax_grad(y, dy, where=None):
-    """Returns the gradient along the last axis for y as it was stored, rounded; it is 0 where masked."""
+    """Returns the gradient along the last axis from the stored, rounded y; it is 0 where masked."""
     y, kept = wide(y), unmasked(y, where)
     with np.errstate(all="ignore"):
         return np.where(kept, y * (wide(dy) - row_sum(y * wide(dy), kept, -1)), 0)
 
 
 def log_softmax_grad(y, dy, where=None):
-    """Returns the gradient for y, which is -inf where masked, as softmax_grad does."""
+    """Returns the gradient along the last axis from the stored, rounded y, which is -inf where masked."""
     y, kept = wide(y), unmasked(y, where)
     with np.errstate(all="ignore"):
         return np.where(kept, wide(dy) - np.exp(y) * row_sum(wide(dy), kept, -1), 0)
 
 
 def order_key(x):
-    """Returns int64 that sort as the total order +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
+    """Returns int64 keys in the total order +NaN > +inf > ... > +0 > -0 > ... > -inf > -NaN."""
     x = np.asarray(x)
     if x.dtype.kind in "biu":
         return x.astype(np.int64)
-    # One NaN per sign: payloads do not order.
+    # One NaN per sign: payloads do not count.
     x = np.where(np.isnan(x), np.copysign(np.full_like(x, np.nan), x), x)
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
     return np.where(bits < 0, bits ^ np.int64(2 ** (8 * x.dtype.itemsize - 1) - 1), bits)
@@ -121,35 +121,35 @@ def order_key(x):
 def topk_indices(x, k, where=None):
     """Returns the int32 indices of the k best along the last axis, in descending total order.
 
-    Equal values come in the order of their indices, masked ones behind all others.
+    Equal values come in the order of their indices. Masked elements come last.
     """
     x = np.asarray(x)
     masked = ~unmasked(x, where)
     descending = ~order_key(x)  # ~ reverses without overflow
     if x.dtype.itemsize > 4 or x.shape[-1] > 2**30 or not 0 < k < x.shape[-1]:
         return np.lexsort((np.where(masked, 0, descending), masked), axis=-1)[..., :k].astype(np.int32)
-    # The position makes all keys different, so that the k best can be found before they are sorted.
+    # The position makes all keys different, so the k best can be selected before they are sorted.
     keys = np.where(masked, 2**32, descending) * 2**30 + np.arange(x.shape[-1])
     best = np.sort(np.partition(keys, k - 1, axis=-1)[..., :k], axis=-1)
     return (best & (2**30 - 1)).astype(np.int32)
 
 
 def tempered(x, temperature):
-    """Returns x / temperature, which is a scalar or one per row, in the dtype of `wide`."""
+    """Returns x / temperature in the dtype of `wide`. The temperature is a scalar, or one number per row."""
     x = np.asarray(x)
     t = np.asarray(temperature, np.longdouble if x.dtype == F64 else np.float64)
     return wide(x) / (t[..., None] if t.ndim else t)
 
 
 def fused_topk(x, k, where=None, temperature=1.0, log=False):
-    """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these."""
+    """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these indices."""
     indices = topk_indices(x, k, where)
     row = (log_softmax if log else softmax)(tempered(x, temperature), -1, where)
     return np.take_along_axis(row, indices, -1), indices
 
 
 def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
-    """Returns the gradients by x and by the temperature of each row for the cotangent g of the values."""
+    """Returns the gradients with respect to x and each row's temperature, for the cotangent g of the values."""
     z = tempered(x, temperature)
     t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
     of_row = np.zeros(z.shape, z.dtype)
@@ -161,9 +161,9 @@ def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
 
 
 def sample_terms(x, where=None, temperature: Any = 1.0):
-    """Returns (x - m) / temperature of rows along the last axis, and its exponential, the mass; of -inf where masked.
+    """Returns (x - m) / temperature of rows along the last axis, and its exponential, the mass.
 
-    A temperature of 0 counts as the smallest normal float32.
+    Masked elements count as -inf. A temperature of 0 counts as the smallest normal float32.
     """
     kept = unmasked(x, where)
     x = np.where(kept, wide(x), -np.inf)
@@ -183,13 +183,13 @@ def sample_kept(
     lean: Any = 0.0,
     min_p_lean: Any = 0.0,
 ):
-    """Returns which entries of rows along the last axis the filters keep; at temperature 0 the first one.
+    """Returns which entries of rows along the last axis the filters keep; at temperature 0 the first best one.
 
     Args:
       x: (rows, V).
       temperature, top_k, top_p, min_p: a number, or one for each row; None is no filter.
-      lean: what top_p's share of the mass is larger by, a number for each row.
-      min_p_lean: what the mass must be larger by, relative, for min_p; of the shape of x.
+      lean: an amount for each row to add to top_p's share of the mass.
+      min_p_lean: a relative amount to add to min_p's threshold, in the shape of x.
     """
     x = np.asarray(x)
     scaled, mass = sample_terms(x, where, temperature)
@@ -217,14 +217,14 @@ def sample_kept(
 
 
 def sample_drawn(mass, kept, u):
-    """Returns the index of each row's first kept entry whose cumulative kept mass exceeds u times the kept mass."""
+    """Returns the first kept entry of each row where the cumulative kept mass exceeds u times the total kept mass."""
     ends = np.cumsum(np.where(kept, mass, 0), -1)
     exceeds = kept & (ends > np.asarray(u, mass.dtype)[..., None] * ends[..., -1:])
     return np.argmax(exceeds, -1).astype(np.int32)
 
 
 def sample(x, u, where=None, temperature: Any = 1.0, **filters):
-    """Returns the index drawn by u, log softmax there, and the log of the kept share; -1 and NaN if there is none."""
+    """Returns the index that u draws, log softmax there, and the log of the kept share; -1 and NaN without a draw."""
     scaled, mass = sample_terms(x, where, temperature)
     kept = sample_kept(x, where, temperature, **filters)
     total = np.sum(mass, -1)

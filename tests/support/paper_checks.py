@@ -1,4 +1,4 @@
-"""What the paper's seven algorithms must return, in the interpreter and on a GPU."""
+"""Checks of the paper's seven algorithms, in the interpreter and on a GPU."""
 
 import numpy as np
 
@@ -8,17 +8,17 @@ from tests.support.cases import ALL, F32, F64
 
 ALGORITHMS = paper.SOFTMAX | paper.TOPK
 MILD = ["normal", "integers", "constant", "zero", "ascending", "descending"]  # exp(x) and its sum are finite
-# Its algorithms compare floats, to which -0 and +0 are equal. XLA for CPUs flushes denormals.
+# The paper's algorithms compare floats, so -0 and +0 are equal. XLA for CPUs flushes denormals.
 ORDERED = [name for name in cases.FINITE if name not in ("signed_zeros", "denormals")]
 
 
 def check(name, run, v, k=5, ordered=ORDERED):
-    """Asserts that `run`, of (x) or (x, k), is right on the rows that the algorithm is for."""
+    """Asserts that `run`, called with (x) or (x, k), is right on the rows that the algorithm supports."""
     if name in paper.SOFTMAX:
         rows = MILD if name == "naive" else ALL
         x = cases.rows(rows, v)
         want, unit = oracle.softmax(x), bounds.softmax_unit(x)
-        if name == "naive":  # x is rounded before exp, not x - m
+        if name == "naive":  # the argument of exp is x, not x - m
             size = np.abs(x.astype(F64))
             unit = unit + want * (size + np.sum(want * size, -1, keepdims=True))
         bounds.assert_close(run(x), want, unit, rows)
@@ -34,7 +34,7 @@ def check(name, run, v, k=5, ordered=ORDERED):
     if name != "safe_unfused":
         np.testing.assert_array_equal(indices, best)
         return
-    # probabilities that have rounded to the same number are ties: the indices are any with the values
+    # probabilities that round to the same number tie, so any indices with these values are right
     assert all(len(set(row)) == k for row in indices)
     bounds.assert_close(
         np.take_along_axis(oracle.softmax(x), indices, -1).astype(F32),
@@ -45,7 +45,7 @@ def check(name, run, v, k=5, ordered=ORDERED):
 
 
 def check_overflow(run):
-    """Asserts that exp(x) is inf above 88.7, and y inf / inf; `run` is given the algorithm's name and x."""
+    """Asserts that exp(x) overflows above 88.7 in the naive algorithm only; `run` takes the algorithm's name and x."""
     x = np.array([[80, 0, 0], [89, 0, 0], [-1000, -1001, -1002]], F32)
     naive = np.asarray(run("naive", x))
     np.testing.assert_allclose(naive[0], [1, 0, 0], atol=1e-6)

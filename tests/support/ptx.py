@@ -1,11 +1,11 @@
-"""Runs the text of inline PTX in numpy: the threads of a cluster of CTAs, which part, meet, and read shared memory.
+"""Runs the text of inline PTX in numpy: the threads of a cluster of CTAs, with branches, barriers and shared memory.
 
-Threads of a warp that are at the same instruction run it together, those behind the others first. Which warp runs next
-is left to chance, or all warps go together, which is faster; either way threads run until they part or wait, and so a
-missing barrier is likely to give a wrong result, by chance more than together.
+Threads of a warp at the same instruction run it together, and threads that lag behind run first. The next warp is
+chosen at random, or all warps run together, which is faster. Threads run until they diverge or wait, so a missing
+barrier is likely to give a wrong result, and more likely with random warps.
 
-It knows the instructions that the package's programs are made of, and says so of any other. It checks the alignment and
-the bounds of accesses, and knows no timing.
+The machine knows the instructions that the package's programs use, and refuses any other. It checks the alignment and
+the bounds of memory accesses. It does not model timing.
 """
 
 import functools
@@ -32,9 +32,9 @@ _PAIRS = {"u16x2": np.uint16, "s16x2": np.int16, "f16x2": np.float16, "bf16x2": 
 _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
             "ge": np.greater_equal}  # fmt: skip
 _OF_WARP = ("shfl", "redux", "vote")
-_PEER = 24  # bits of an address in shared memory; those above are the number of another CTA, plus one
-_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # that min.NaN and max.NaN return, whichever they get
-_UNSET = 0xABCDEF  # in a register that was not written yet
+_PEER = 24  # bits of an address in shared memory; the bits above hold the number of another CTA, plus one
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that min.NaN and max.NaN return for any NaN
+_UNSET = 0xABCDEF  # bits of a register that was not written yet
 
 _STATEMENT = re.compile(r"\s*(?:([A-Za-z_]\w*):(?!:)|([^;]*?);)")
 _PREDICATE = re.compile(r"^\s*(?:@(!?\S+)\s)?\s*(.*?)\s*$", re.S)
@@ -42,7 +42,7 @@ _ARGUMENT = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)")
 
 
 def run(code, memory, **operands):
-    """Runs the text in one CTA of a warpgroup, on its shared memory, an array of bytes; returns the machine."""
+    """Runs the text in one CTA with one warpgroup and returns the machine. `memory` is shared memory, as bytes."""
     machine = Machine(code, memory[None], WARPGROUP, operands, np.random.default_rng(0))
     machine.run()
     return machine
@@ -52,15 +52,15 @@ class Machine:
     """A cluster that runs one text.
 
     Args:
-      code: the text, in which <name> stands for an operand.
-      memory: (CTAs, bytes), the shared memory, which is changed.
+      code: the text; <name> stands for an operand.
+      memory: (CTAs, bytes), the shared memory, which the program changes.
       threads: number of threads of a CTA.
-      operands: a number for all, or an array with one for each CTA or for each thread, by name.
-      rng: that chooses which warp runs next; if None, all go together.
+      operands: by name, a number for all, or an array with one for each CTA or for each thread.
+      rng: chooses the warp that runs next; if None, all warps run together.
 
     Attributes:
       registers: (threads of the cluster,) uint64 by name.
-      stored: what was written to device memory, numbers of 32 bits by address.
+      stored: 32-bit words that were written to device memory, by address.
       steps: number of instructions run, each by many threads.
     """
 
@@ -85,9 +85,9 @@ class Machine:
     def run(self, most=10**7):
         """Runs until all threads are at the end."""
         end, count = len(self.program), len(self.cta)
-        self.at = np.zeros(count, np.int64)  # the instruction that a thread is to run
+        self.at = np.zeros(count, np.int64)  # the next instruction of each thread
         self.waiting = np.zeros(count, bool)
-        self.arrived = np.zeros(count, np.int64)  # at the cluster's barrier, how often
+        self.arrived = np.zeros(count, np.int64)  # how often a thread arrived at the cluster's barrier
         self.waited = np.zeros(count, np.int64)
         while True:
             ready = np.flatnonzero(~self.waiting & (self.at < end))
@@ -107,7 +107,7 @@ class Machine:
             assert self.steps < most, f"no end after {most} steps"
 
     def _go(self, group, at, stop):
-        """Runs threads that are at the same place until they part, wait, or reach others."""
+        """Runs threads that are at the same instruction until they diverge, wait, or reach other threads."""
         while at < stop:
             predicate, op, arguments = self.program[at]
             self.steps += 1
@@ -131,10 +131,10 @@ class Machine:
         self.at[group] = at
 
     def _release(self, place) -> bool:
-        """Lets those go on who wait for each other at a place and are all there; returns whether there were any."""
+        """Releases the threads that wait at an instruction, if all have arrived; returns whether any were released."""
         _, op, arguments = self.program[place]
         here = self.waiting & (self.at == place)
-        if op[0] == "barrier":  # of the cluster
+        if op[0] == "barrier":  # the cluster's barrier
             ready = here & (self.arrived.min() > self.waited)
             self.waited[ready] += 1
         else:
@@ -149,7 +149,7 @@ class Machine:
     # --- Registers
 
     def value(self, name, group, kind):
-        """Returns an operand of some threads as a kind: (threads,), or one number for all."""
+        """Returns an operand of some threads in the dtype of `kind`: (threads,), or one number for all."""
         dtype = _DTYPES[kind]
         if not re.match(r"[!%a-zA-Z_]", name):
             return _number(name, dtype)
@@ -160,7 +160,7 @@ class Machine:
         return bits.astype(f"u{np.dtype(dtype).itemsize}").view(dtype)
 
     def write(self, name, group, values):
-        """Gives a register of some threads other bits."""
+        """Writes a register of some threads."""
         values = np.asarray(values)
         if name not in self.registers:
             self.registers[name] = np.full(len(self.cta), _UNSET, np.uint64)
@@ -201,7 +201,7 @@ class Machine:
 
     def _split_or_join(self, arguments, kind, group):
         into, out_of = (_names(argument) for argument in arguments)
-        bits = 8 * np.dtype(_DTYPES[kind]).itemsize // max(len(into), len(out_of))  # of each part
+        bits = 8 * np.dtype(_DTYPES[kind]).itemsize // max(len(into), len(out_of))  # bits of each part
         whole = np.zeros(len(group), np.uint64)
         for i, name in enumerate(out_of):
             part = self.value(name, group, kind if len(out_of) == 1 else f"b{bits}")
@@ -249,7 +249,7 @@ class Machine:
                 self.write(arguments[0], group, np.array(before))
 
     def _exchange(self, op, arguments, group):
-        """Runs an instruction that the lanes of a warp run together."""
+        """Runs an instruction that exchanges values between the lanes of a warp."""
         target, _, whether = arguments[0].partition("|")
         values = self.value(arguments[1], group, {"vote": "pred", "redux": op[-1], "shfl": "b32"}[op[0]])
         values = np.broadcast_to(values, group.shape).reshape(-1, LANES)
@@ -332,26 +332,26 @@ def _halves(kind, *words):
     return [np.ascontiguousarray(word)[:, None].view(_PAIRS[kind]) for word in words]
 
 
-def _bits_of_largest(kind, a, b):
-    """Returns in which of two numbers of 16 bits the larger one is, or a NaN."""
+def _first_is_largest(kind, a, b):
+    """Returns whether the first of two 16-bit floats, given as bits, is the larger one or NaN."""
     if kind.startswith("bf16"):
         a, b = ((x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in (a, b))
     return (a >= b) | np.isnan(a)
 
 
 def _computed(op, a, b=None, c=None, d=None):
-    """Returns the result of an instruction whose operands are of one kind."""
+    """Returns the result of an instruction with operands of one kind."""
     kind = op[-1]
     is_float = kind == "f32"
     if kind in _PAIRS and op[0] in ("add", "min", "max"):
         halves = _halves(kind, a, b)
         if "NaN" in op:
-            out = np.where(_bits_of_largest(kind, *halves), *halves)
+            out = np.where(_first_is_largest(kind, *halves), *halves)
         else:
             out = {"add": np.add, "min": np.minimum, "max": np.maximum}[op[0]](*halves)
         return np.ascontiguousarray(out).view(np.uint32)[:, 0]
     if kind in ("bf16", "f16") and op[0] == "max":
-        return np.where(_bits_of_largest(kind, a, b), a, b)
+        return np.where(_first_is_largest(kind, a, b), a, b)
     match op[0]:
         case "mov":
             return a
@@ -383,7 +383,7 @@ def _computed(op, a, b=None, c=None, d=None):
             return ~a
         case "abs":
             return np.abs(a)
-        case "prmt":  # of bytes of a and b, and their signs
+        case "prmt":  # selects bytes of a and b, or their signs
             bytes_ = np.stack(np.broadcast_arrays(a, b), -1).astype(np.uint32).view(np.uint8).reshape(-1, 8)
             picks = [int(c) >> 4 * i & 15 for i in range(4)]
             picked = [bytes_[:, pick & 7] for pick in picks]
@@ -409,7 +409,7 @@ def _computed(op, a, b=None, c=None, d=None):
             return np.log2(a)
         case "popc":
             return np.bitwise_count(a).astype(np.uint32)
-        case "bfind":  # of 0 it has all bits
+        case "bfind":  # bfind of 0 has all bits set
             return _bit_length(a) - np.uint32(1)
         case "clz":
             return np.uint32(32) - _bit_length(a)

@@ -1,4 +1,4 @@
-"""Which of the hazards that compute-sanitizer's racecheck reports count."""
+"""Selects the hazards in a report of compute-sanitizer's racecheck that count."""
 
 import re
 
@@ -6,10 +6,11 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 
 
 def hazards(report, implementation):
-    """The hazards that racecheck reports, but those that docs/racecheck.md explains.
+    """Returns the hazards that racecheck reports, except the wrong reports that docs/racecheck.md explains.
 
-    These are of Triton's reductions; and of Mosaic, what a CTA reads that another one wrote before both met at an
-    mbarrier, or in `sample` what a warpgroup reads that another one wrote before both met at `bar.sync 0`.
+    Some exceptions are hazards of Triton's reductions. Two kinds are of Mosaic: a CTA reads what another CTA wrote
+    before both synchronized at an mbarrier; in `sample`, a warpgroup reads what another one wrote before both
+    synchronized at `bar.sync 0`.
     """
     triton = implementation == "triton"
     found = []

@@ -1,4 +1,4 @@
-"""The oracle itself: its gradients are its values' finite differences, its order is Python's."""
+"""The oracle: its gradients agree with finite differences of its values, and its order with Python's sort."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ WHERE[1] = False
 
 
 def finite_differences(f, x, h=1e-6):
-    """The gradient of the scalar f at x."""
+    """Returns the gradient of the scalar function f at x."""
     grad = np.zeros_like(x)
     for at in np.ndindex(x.shape):
         step = np.zeros_like(x)
@@ -60,7 +60,7 @@ def test_total_order():
         np.testing.assert_array_equal(oracle.topk_indices(x[::-1], 10), range(10)[::-1])
 
 
-def test_error_units_see_what_is_wrong():
+def test_error_units_of_wrong_results():
     want = np.array([1.0, np.nan, np.inf])
     good = want.astype(np.float32)
     assert bounds.error_units(good, want, 1.0) == 0

@@ -1,4 +1,4 @@
-"""Which of racecheck's hazards count."""
+"""The selection of the hazards in a racecheck report that count."""
 
 from tests.support.racecheck import hazards
 

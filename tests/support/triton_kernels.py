@@ -7,7 +7,7 @@ from pallas_softmax._src.triton.plan import plan_softmax, plan_topk
 
 
 def softmax_rows(op, arrays, where, axes, plan=None):
-    """Returns the kernel's result for the arrays, of one shape."""
+    """Returns the kernel's result for arrays of the same shape."""
     folded, mask, _ = fold(arrays, where, axes)
     plan = plan or plan_softmax(op, *folded[-1].shape, folded[-1].dtype, mask is not None)
     return softmax_kernels.softmax_rows(op, arrays, where, axes, plan)

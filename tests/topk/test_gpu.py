@@ -9,7 +9,7 @@ import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.gpu import VERY_LONG, assert_topk, both, refused, side_by_side, some, topk
+from tests.support.gpu import VERY_LONG, assert_topk, both, refused, rows_to_test, side_by_side, topk
 from tests.support.kernels import CROWDED, TOPK_SHORT, WINDOWS, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -49,7 +49,7 @@ def test_topk(implementation, v, dtype, k, many):
     """Few rows, which are split where they are long; and so many that they are not, or less."""
     if refused(implementation, v, k):
         return
-    names = VERY_LONG[:2] if v > 300_000 else some(v)
+    names = VERY_LONG[:2] if v > 300_000 else rows_to_test(v)
     x = cases.rows(names, v, dtype)
     got = topk(implementation, jnp.tile(x, (1 + 128 // len(names) if many else 1, 1)), k)
     assert (len(got.values) > 128) == many
@@ -74,7 +74,7 @@ def test_topk_where(implementation, v, dtype, k, pattern, log):
     shape = (*cases.BATCH, v)
     where = cases.broadcast_mask(pattern, shape)
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], v, dtype), shape)
-    x = cases.spoilt(x, where)
+    x = cases.spoil_masked(x, where)
     t = np.resize(np.array([0.5, 1, 3], F32), shape[:-1])
     got = jax.tree.map(lambda a: np.asarray(a).reshape(-1, k), topk(implementation, x, k, t, where, log))
     np.testing.assert_array_equal(got.indices[0], np.arange(k))
@@ -92,10 +92,10 @@ def test_topk_values_of_another_dtype(implementation, v, k, log, dtype):
     """And one temperature for all rows."""
     if refused(implementation, v, k):
         return
-    x = cases.rows(some(v), v, BF16)
+    x = cases.rows(rows_to_test(v), v, BF16)
     got = topk(implementation, x, k, 0.7, log=log, dtype=dtype.name)
     assert got.values.dtype == dtype
-    assert_topk(got, x, k, some(v), np.float32(0.7), log=log)
+    assert_topk(got, x, k, rows_to_test(v), np.float32(0.7), log=log)
 
 
 COMPACT = Window(4003, 4, 8, 4, compact=True)
@@ -115,7 +115,7 @@ def test_every_window_of_topk(plan, dtype, k, names, masked):
     else:
         x = cases.rows(names, plan.vocab, dtype)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
-    x = cases.spoilt(x, where) if masked else x
+    x = cases.spoil_masked(x, where) if masked else x
     assert_topk(kernels.topk_rows(x, k, plan, where, interpret=None)[0], x, k, names, where=where)
 
 
@@ -152,7 +152,7 @@ def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
     rows = kernels.neighbours(v)
     x = np.stack([*rows.values()] * 19)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
-    x = cases.spoilt(x, where) if masked else x
+    x = cases.spoil_masked(x, where) if masked else x
     got = ps.fused_topk(x, k, where=where, dtype="float32", implementation="mosaic_gpu")
     assert_topk(got, x, k, [*rows] * 19, where=where)
 
@@ -204,7 +204,7 @@ def test_topk_of_winners_in_one_bucket(v, k):
 def test_topk_grad(implementation, v, masked, log):
     x = cases.rows(["normal", "peaked", "integers", "one_winner"], v)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
-    x = cases.spoilt(x, where) if masked else x
+    x = cases.spoil_masked(x, where) if masked else x
     t, g = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, 5))
 
     @jax.jit

@@ -1,7 +1,4 @@
-"""What of the Triton kernels needs no Triton: launch plans, refusals, the choice, and versions.
-
-test_compiled.py has the rest, which is slow.
-"""
+"""Which calls run Triton kernels, where Triton is missing or has the wrong version; all without Triton."""
 
 import importlib.metadata
 import re
@@ -12,17 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import pallas_softmax as ps
 from pallas_softmax._src.dispatch.choose import choose
 from pallas_softmax._src.dispatch.operation import Call
 from pallas_softmax._src.triton import checks
-from pallas_softmax._src.triton import plan as triton_plan
-from pallas_softmax._src.triton.plan import Block, Slabs
 from tests.support import oracle
-from tests.support.calls import DTYPES, FREE, OPERATIONS, device, lengths, named, refusal, topk
+from tests.support.calls import DTYPES, OPERATIONS, device, named, refusal, topk
 
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
@@ -187,139 +180,3 @@ import pallas_softmax._src.softmax.triton, pallas_softmax._src.topk.triton
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("softmax float32[100, 16384]: ")
-
-
-# --- Launch choices -----------------------------------------------------------------------------------
-
-# (op, rows, V, dtype): rows of a program, or (parts, launches)
-PLANS = {
-    ("softmax", 4000, 1, "float32"): 1024,
-    ("softmax", 4000, 500, "float32"): 2,
-    ("softmax", 4000, 1000, "float32"): 1,
-    ("softmax_grad", 4000, 1000, "bfloat16"): 1,
-    ("softmax", 1, 32768, "float32"): 1,
-    ("log_softmax", 4000, 28673, "float32"): (1, 1),
-    ("softmax_grad", 4000, 25000, "bfloat16"): (1, 1),
-    ("softmax", 4000, 32769, "float32"): (1, 1),
-    ("softmax", 65, 128256, "bfloat16"): (1, 1),
-    ("softmax", 64, 128256, "bfloat16"): (4, 2),
-    ("logsumexp", 1, 50257, "float32"): (13, 2),
-    ("softmax_grad", 1, 1000003, "float32"): (245, 2),
-    ("softmax_grad", 10, 1000000, "float32"): (21, 2),
-}
-# (rows, V, k, dtype): launches that merge the parts of a row; 0: it has one
-TOPK_PLANS = {
-    (4000, 1, 1, "float32"): 0,
-    (4000, 25000, 5, "float32"): 0,
-    (4000, 25000, 256, "float32"): 0,
-    (4000, 50257, 64, "float32"): 0,
-    (4000, 128256, 64, "float32"): 0,
-    (4000, 128256, 256, "float32"): 1,
-    (1, 128256, 5, "float32"): 1,
-    (1, 128256, 64, "bfloat16"): 1,
-    (1, 3_000_000, 256, "float32"): 2,
-}
-
-
-def power_of_two(n):
-    return n > 0 and n & (n - 1) == 0
-
-
-def merges(plan):
-    """Returns the number of lists before each merge, each program of which takes two or more, but few elements."""
-    parts, counts = plan.parts, []
-    while parts > 1:
-        counts.append(parts)
-        fan_in = triton_plan.merge_fan_in(parts, plan.slots)
-        assert fan_in >= 2 and power_of_two(fan_in) and fan_in * plan.slots <= 4096
-        assert power_of_two(triton_plan.merge_warps(fan_in, plan.slots))
-        parts = -(-parts // fan_in)
-    return counts
-
-
-@pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_plan(shape):
-    plan = triton_plan.plan_softmax(*shape)
-    got = plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1))
-    assert got == PLANS[shape]
-
-
-@pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
-def test_topk_plan(shape):
-    assert len(merges(triton_plan.plan_topk(*shape))) == TOPK_PLANS[shape]
-
-
-def assert_parts(plan, vocab, step):
-    """Parts consist of whole steps, the last part is not empty, and every element is in one."""
-    assert plan.length % step == 0
-    assert (plan.parts - 1) * plan.length < vocab <= plan.parts * plan.length
-    assert plan.parts < 65536  # the grid's second dimension
-
-
-@settings(FREE, max_examples=120)
-@given(
-    st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES), st.booleans()
-)
-@example("softmax_grad", 64, 32769, "float32", False)
-@example("softmax", 128, 32769, "float32", True)
-@example("softmax", 1, triton_plan.MAX_INDEX, "bfloat16", False)
-def test_plans_cover_every_row_once(op, rows, vocab, dtype, masked):
-    plan = triton_plan.plan_softmax(op, rows, vocab, dtype, masked)
-    arrays = 2 if op in oracle.BACKWARD else 1
-    threads = 32 * plan.warps
-    assert power_of_two(plan.warps) and threads <= 1024
-    if isinstance(plan, Block):
-        assert plan.width // 2 < vocab <= plan.width
-        assert power_of_two(plan.width) and power_of_two(plan.rows)
-        assert plan.rows * plan.width * arrays <= 64 * threads
-    else:
-        assert_parts(plan, vocab, plan.depth * plan.width)
-        assert power_of_two(plan.depth) and power_of_two(plan.width)
-        assert plan.depth * plan.width * arrays <= 64 * threads
-        assert plan.parts == 1 or rows * plan.parts <= 256
-
-
-@settings(FREE, max_examples=120)
-@given(
-    st.one_of(st.integers(1, 200), st.integers(1, 5000)),
-    lengths,
-    st.one_of(st.integers(1, 16), st.integers(1, triton_plan.MAX_K)),
-    st.sampled_from(DTYPES),
-)
-@example(1, 3_000_000, 256, "float32")
-@example(5000, 1, 1, "bfloat16")
-def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
-    k = min(k, vocab)
-    plan = triton_plan.plan_topk(rows, vocab, k, dtype)
-    assert_parts(plan, vocab, plan.groups * plan.vec)
-    assert plan.slots // 2 < max(k, 2) <= plan.slots
-    assert all(map(power_of_two, (plan.slots, plan.groups, plan.vec, plan.warps)))
-    assert plan.slots <= plan.groups and plan.warps <= 32
-    assert plan.groups * plan.vec <= 64 * 32 * plan.warps
-    assert_levels(plan)
-    merges(plan)
-
-
-def assert_levels(plan):
-    """Levels lead from whole groups to single elements; each reads the winners of the one before again."""
-    slabs_of_part = plan.length // (plan.groups * plan.vec)
-    elements = plan.vec * triton_plan.power_of_two(slabs_of_part)
-    for slabs, chosen in plan.levels:
-        assert slabs * plan.vec == elements  # all of a winning group
-        assert plan.slots * elements <= 8192
-        assert chosen < elements and elements % chosen == 0
-        assert chosen == 1 or chosen % plan.vec == 0  # whole slabs, as _members has them
-        assert plan.slots <= plan.slots * elements // chosen
-        elements = chosen
-    assert elements == 1
-
-
-@FREE
-@given(st.integers(1, 32), st.integers(0, 8), st.integers(0, 11), st.integers(0, 3))
-def test_levels_of_any_plan(slabs, slots, groups, vec):
-    plan = Slabs(1, slabs << groups << vec, 2 << min(slots, groups), 1 << groups, 1 << vec, 1)
-    elements = triton_plan.power_of_two(slabs) << vec
-    for _, chosen in plan.levels:
-        assert chosen < elements and elements % chosen == 0 and (chosen == 1 or chosen % plan.vec == 0)
-        elements = chosen
-    assert elements == 1 and len(plan.levels) <= 4

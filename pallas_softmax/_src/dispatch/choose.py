@@ -47,15 +47,15 @@ def record(choice: Choice) -> None:
 
 def choose_again(call: Call, implementation: str | None) -> Choice:
     """Returns the choice for other shapes of a call that was chosen before. `explain` does not list it."""
-    on_shard = call
+    shard_call = call
     if call.mesh_axes:
-        if call.operation.on_shard is None:  # plain JAX, with sums over the mesh
+        if call.operation.shard_operation is None:  # plain JAX, with sums over the mesh
             return Choice(call, "xla", "xla", requested=implementation)
-        on_shard = call.of(call.operation.on_shard)
+        shard_call = call.of(call.operation.shard_operation)
     reasons = []
     cuda = plan = None
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
-        plan = _plan(name, on_shard, automatic=implementation is None)
+        plan = _plan(name, shard_call, automatic=implementation is None)
         if not isinstance(plan, Refusal):
             cuda = name
             break

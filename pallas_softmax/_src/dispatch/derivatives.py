@@ -53,7 +53,10 @@ class Static(NamedTuple):
 def choose_all(
     call: Call, implementation: str | None, *, own: dict[str, Any] | None = None, **shared: Any
 ) -> Static:
-    """Returns the choices for a call and its derivatives. Derivatives are plain JAX unless the gradient has kernels.
+    """Returns the choices for a call and its derivatives.
+
+    The gradient is chosen like the call. If a named implementation cannot run it, plain JAX does, unless the operation
+    says `gradient_needs_kernel`. The tangent is plain JAX, unless it is the gradient.
 
     Args:
       call: the call.
@@ -65,7 +68,7 @@ def choose_all(
     assert operation.gradient is not None and operation.tangent is not None
     forward, gradient, tangent = (call, call.of(operation.gradient), call.of(operation.tangent))
     chosen = choose(forward, implementation)
-    if operation.gradient_has_kernels:
+    if operation.gradient_needs_kernel:
         backward = choose(gradient, implementation)
     else:
         backward = choose_if_able(gradient, implementation)
@@ -138,9 +141,9 @@ def differentiable(operation: Operation, primal: Callable, maps: Maps) -> Callab
 
     Args:
       operation: the operation.
-      primal: (static, xs, constants) -> (ys, others), tuples of arrays. ys depend on xs as `maps` say. `others`, which
-        are floating, and the constants, which may be None, have no derivatives.
-      maps: the derivatives.
+      primal: (static, xs, constants) -> (ys, others), tuples of arrays. Only ys have derivatives, in xs. `others`
+        (floating arrays) and `constants` (arrays or None) are treated as constants.
+      maps: the derivatives of ys in xs.
     """
     save = operation.save
     assert save is not None
@@ -244,7 +247,7 @@ class _Map:
     """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches.
 
     Attributes:
-      maps: the tangent and its transpose; this map is the tangent.
+      maps: a map and its transpose; this one computes `maps.tangent`.
       static: their first argument.
       saved_tree: the structure of `saved`.
       levels: the vmaps around it, the innermost first.

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from pallas_softmax._src.dispatch import choose as choice
+from pallas_softmax._src.dispatch.choose import recording
 
 
 def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
@@ -18,7 +18,7 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
       arrays: arrays, scalars, None, or named tuples of them.
       options: the other arguments. Each combination of them has its own compilation.
     """
-    if all(map(_concrete, _leaves(arrays))) and _hashable(options) and not choice.recording():
+    if all(map(_concrete, _leaves(arrays))) and _hashable(options) and not recording():
         # 1, 1.0 and True are equal, but as k only the first is accepted
         return _compiled(function, options, tuple(map(type, jax.tree.leaves(options))), arrays)
     return function(*arrays, *options)

@@ -61,11 +61,12 @@ class Operation:
       tangent: the transpose of `gradient`: tangents of the arguments to tangents of the results; or None.
       save: (xs, constants, ys, others) -> what is kept for the derivatives; see `derivatives.differentiable`.
       is_gradient: whether this is the backward of an operation on logits.
-      gradient_has_kernels: whether a named implementation must have a kernel for the gradient. Otherwise plain JAX
-        computes a gradient that has none.
+      gradient_needs_kernel: whether it is an error if a named implementation lacks a kernel for the gradient. If not,
+        plain JAX computes that gradient.
       on_mesh: what each device computes where a row is spread over devices:
         (run_shard, *arrays, **static, mesh_axes=) -> the results. run_shard(operation, arrays, static) runs the best
-        kernel on a shard; its operation is None for this operation itself. No `on_mesh`: `plain`, with mesh_axes=.
+        kernel on a shard; pass None to run this same operation. If `on_mesh` is None, each device runs
+        `plain(..., mesh_axes=)`.
       shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
       kernels_take_mesh_axes: whether the kernels themselves take mesh_axes=, and so need no `on_mesh`.
       divided_by_xla: whether XLA divides the plain form over a mesh equally well.
@@ -83,7 +84,7 @@ class Operation:
     tangent: "Operation | None" = None
     save: Callable[..., tuple] | None = None
     is_gradient: bool = False
-    gradient_has_kernels: bool = False
+    gradient_needs_kernel: bool = False
     on_mesh: Callable[..., Any] | None = None
     shard_step: "Operation | None" = None
     kernels_take_mesh_axes: bool = False
@@ -92,7 +93,7 @@ class Operation:
     better_by_xla: Callable[["Call"], str | None] = _never
 
     @property
-    def on_shard(self) -> "Operation | None":
+    def shard_operation(self) -> "Operation | None":
         """The operation that a device runs by a kernel on its shard of a row; None if it runs plain JAX."""
         if self.on_mesh is None and not self.kernels_take_mesh_axes:
             return None
@@ -112,7 +113,7 @@ class Call:
         None if the reduced axes are not adjacent, so that no single number describes the distance.
       masked: whether there is a `where`.
       k: the number of winners of top-k; None for other operations.
-      objection: why no kernel can take the arrays, whatever it computes; None if one can.
+      objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
       mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
       depth: for a projection x @ w, the length D of the rows of x; None for other operations.
       function: the public function that the user called, for messages.
@@ -198,7 +199,7 @@ class Choice:
       elsewhere: the implementation on other platforms; None where the named one needs a GPU.
       reasons: (implementation, why it was passed over), in the order of the attempts.
       requested: the implementation that the user named, or None.
-      plan: the plan of the kernel on CUDA devices; None for plain JAX. Equal calls have equal plans.
+      plan: the plan of the kernel on CUDA devices. None for plain JAX, and for a kernel with a single plan.
     """
 
     call: Call

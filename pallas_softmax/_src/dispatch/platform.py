@@ -86,7 +86,7 @@ def run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dic
         dtype=x.dtype.name,
         k=keywords.get("k"),
     )
-    is_users = operation in (choice.call.operation, choice.call.operation.on_shard)
+    is_users = operation in (choice.call.operation, choice.call.operation.shard_operation)
     choose = choose_again if is_users else choose_if_able
     return by_platform(choose(call, choice.requested), arrays, keywords)
 

@@ -1,4 +1,4 @@
-"""The way of a call to its kernel begins here: a batch of `jax.vmap` becomes more rows.
+"""Handles `jax.vmap`, the first of four steps from a chosen call to its kernel: a batch becomes more rows.
 
     vmap.as_rows             a batch becomes more rows
       mesh.over_mesh           each device takes its shard of sharded arrays

@@ -100,7 +100,7 @@ SOFTMAX = Operation(
     gradient=SOFTMAX_GRAD,
     tangent=SOFTMAX_GRAD,  # the Jacobian is symmetric
     save=_save_result,
-    gradient_has_kernels=True,
+    gradient_needs_kernel=True,
     on_mesh=functools.partial(mesh.softmax_on_mesh, step=LOGSUMEXP),
     shard_step=LOGSUMEXP,
     better_by_xla=fused_by_xla,
@@ -114,7 +114,7 @@ LOG_SOFTMAX = Operation(
     gradient=LOG_SOFTMAX_GRAD,
     tangent=LOG_SOFTMAX_TANGENT,
     save=_save_result,
-    gradient_has_kernels=True,
+    gradient_needs_kernel=True,
     on_mesh=functools.partial(mesh.log_softmax_on_mesh, step=LOGSUMEXP),
     shard_step=LOGSUMEXP,
 )

@@ -1,0 +1,46 @@
+"""The launch plans of sample: what fits the GPU, and what is left to XLA."""
+
+import functools
+
+import jax
+import pytest
+
+import pallas_softmax as ps
+from pallas_softmax._src.gpu.hardware import SMEM_BYTES
+from tests.support import kernels
+from tests.support.cases import BF16, F16, F32
+
+
+def test_chosen():
+    x = jax.ShapeDtypeStruct((64, 128256), F32)
+    draw = functools.partial(ps.sample, jax.random.key(0), top_p=0.9)
+    assert ps.explain(draw, x)[0].cuda == "mosaic_gpu"
+    (choice,) = ps.explain(draw, jax.ShapeDtypeStruct((2, 2**20), F32))
+    assert choice.cuda == "xla"
+    assert "does not fit into the shared memory of a cluster" in str(choice)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_plans(dtype, capability):
+    """Every part fits, and the numbers that the program has for it; rows that no cluster holds are refused."""
+    smem = SMEM_BYTES[capability[0]]
+    for rows in (1, 64, 256, 1024):
+        for v in (1, 1003, 50257, 128256, 151936, 262144, 524288):
+            layout = kernels.plan_sample(rows, v, dtype, capability)
+            assert layout is not None or capability[0] == 12
+            if layout is not None:
+                assert layout.smem_bytes <= smem
+                assert layout.window.size <= 2**16  # sums of numbers of 16 bits have 32
+                assert layout.window.step_blocks <= 32  # a lane has the mass of one chunk of a warp
+                # each warpgroup has one step
+                assert layout.window.full + bool(layout.window.rest) <= layout.warpgroups
+    assert kernels.plan_sample(4, 2**21, dtype, capability) is None
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("v", [50257, 128256, 151936])
+def test_three_ctas_share_a_multiprocessor(v, dtype):
+    layout = kernels.plan_sample(1024, v, dtype)
+    assert layout is not None
+    assert 3 * (layout.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
