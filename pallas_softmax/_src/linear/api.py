@@ -219,7 +219,7 @@ class _Static(NamedTuple):
         """The mesh axes that the columns are spread over."""
         return self.forward.call.mesh_axes
 
-    def run(self, choice: Choice, *arrays, **keywords):
+    def project(self, choice: Choice, *arrays, **keywords):
         """Runs `forward` or `gradient`."""
         keywords |= {"head": self.head, "workspace_bytes": self.workspace_bytes}
         return as_tokens(choice, *arrays, **keywords)
@@ -279,12 +279,12 @@ def _per_token_of(x, w, bias, where, tokens: Tokens, options: _Options) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _per_token(static: _Static, x, w, bias, tokens: Tokens):
     """Returns the value of each token."""
-    return static.values(static.run(static.forward, x, w, bias, tokens), tokens)
+    return static.values(static.project(static.forward, x, w, bias, tokens), tokens)
 
 
 def _per_token_forward(static: _Static, *arrays):
     (x, w, bias, tokens), with_dw = static.unwrap(arrays)
-    statistics = static.run(static.forward, x, w, bias, tokens)
+    statistics = static.project(static.forward, x, w, bias, tokens)
     return static.values(statistics, tokens), (x, w, bias, tokens, statistics, with_dw)
 
 
@@ -292,7 +292,7 @@ def _per_token_backward(static: _Static, saved, dvalues):
     x, w, bias, tokens, statistics, with_dw = saved
     weights = static.weights(tokens.labels, sum_cotangents(dvalues, static.mesh_axes))
     arrays = (x, w, bias, tokens, weights, statistics)
-    dx, dw, dbias = static.run(static.gradient, *arrays, with_dw=with_dw is not None)
+    dx, dw, dbias = static.project(static.gradient, *arrays, with_dw=with_dw is not None)
     return share_cotangent(dx, static.mesh_axes), dw, dbias, None
 
 
@@ -316,13 +316,13 @@ def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: R
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(static: _Static, x, w, bias, tokens: Tokens, weights):
     """Returns the sum of weights * losses. A loss of weight 0 may be NaN. The weights have no gradient."""
-    return _weighted(static.values(static.run(static.forward, x, w, bias, tokens), tokens), weights)
+    return _weighted(static.values(static.project(static.forward, x, w, bias, tokens), tokens), weights)
 
 
 def _total_forward(static: _Static, *arrays):
     (x, w, bias, tokens, weights), with_dw = static.unwrap(arrays)
     arrays = (x, w, bias, tokens, static.weights(tokens.labels, weights))
-    statistics, *gradients = static.run(static.gradient, *arrays, with_dw=with_dw is not None)
+    statistics, *gradients = static.project(static.gradient, *arrays, with_dw=with_dw is not None)
     return _weighted(static.values(statistics, tokens), weights), gradients
 
 

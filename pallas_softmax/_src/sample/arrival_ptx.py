@@ -25,14 +25,14 @@ spread over all warps:
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import Layout
-from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, Row
+from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
 # A small top_k has a bound from the maxima of threads. For top_k = 50, about 120 keys are above the bound.
 _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-def arrive(p: Row, small_top_k: Value, top_k: Value) -> tuple[Value, Value]:
+def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
     Args:
@@ -82,7 +82,7 @@ def arrive(p: Row, small_top_k: Value, top_k: Value) -> tuple[Value, Value]:
     return d, bound
 
 
-def bound_of_best(p: Row, top_k: Value) -> Value:
+def bound_of_best(p: RowProgram, top_k: Value) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
     layout = p.layout
     together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
@@ -114,7 +114,7 @@ def _divided(number: Value, by: int) -> Value:
     return p.multiply_high(number, p.var(-(-(2**32) // by), "u32")) if by > 1 else number
 
 
-def _in_rank(p: Row, value: Value, rank: Value, count: int) -> Value:
+def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
     """Returns the value of a rank (1 is the largest) among the first `count` lanes; `count` is a power of two."""
     larger, other_lane = p.var(1, "u32"), p.var(1, "u32")
     with p.loop() as leave:
@@ -126,21 +126,21 @@ def _in_rank(p: Row, value: Value, rank: Value, count: int) -> Value:
     return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
 
 
-def of_warp(p: Row) -> tuple[Value, Value]:
+def of_warp(p: RowProgram) -> tuple[Value, Value]:
     """Returns the largest element of the warp with this lane's number, and the mass of the warp relative to it."""
     at, inside = p.word(p.layout.warps, p.lane, p.layout.warp_words), p.lane < p.warps
     m = p.load(at, "f32", when=inside, default=-INF)
     return m, p.load(at, "f32", offset=4, when=inside, default=0)
 
 
-def _over_warp(p: Row, m: Value, d: Value) -> tuple[Value, Value]:
+def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
     """Combines the (m, d) of all lanes of the warp."""
     m, d = _relative_to_largest(p, m, d)
     (d,) = p.over_warp(["add"], [d])
     return m, d
 
 
-def _relative_to_largest(p: Row, m: Value, d: Value) -> tuple[Value, Value]:
+def _relative_to_largest(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:
     """Returns the largest m of all lanes, and this lane's mass relative to it."""
     (largest,) = p.over_warp(["max.NaN"], [m])
     return largest, d * p.exp2((p.max(m, LEAST_FINITE) - p.max(largest, LEAST_FINITE)) * p.scale)

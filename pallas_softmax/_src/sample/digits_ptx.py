@@ -15,8 +15,8 @@ other adds up the upper 16 bits.
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import DIGIT, MAX_V
-from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, Row
-from pallas_softmax._src.sample.search_ptx import Search
+from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _LARGEST = 2.0**31  # the largest mass as an integer
 _DIGIT_BITS = DIGIT.bit_length() - 1
@@ -30,7 +30,7 @@ class Masses:
       unit: the mass that the integer 1 stands for.
     """
 
-    def __init__(self, p: Row, key: Value):
+    def __init__(self, p: RowProgram, key: Value):
         self._p, self._largest = p, p.of_key(key)
         self.unit = p.weight(self._largest) * (1 / _LARGEST)
 
@@ -41,13 +41,13 @@ class Masses:
         return p.convert(p.exp2(distance) * _LARGEST, "u32", "rni")
 
 
-def search_row(f: Search) -> None:
+def search_row(f: FilterSearch) -> None:
     """Keeps what the filter keeps, by a search of all elements of the row."""
     p = f.p
-    search(f, p.key(p.top), p.key(p.var(LEAST_FINITE, "f32")), p.var(0, "f32"))
+    search_digits(f, p.key(p.top), p.key(p.var(LEAST_FINITE, "f32")), p.var(0, "f32"))
 
 
-def search(f: Search, high: Value, low: Value, above: Value) -> None:
+def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:
     """Keeps what the filter keeps, by a search of a range of keys that contains the last kept key.
 
     Args:
@@ -60,7 +60,7 @@ def search(f: Search, high: Value, low: Value, above: Value) -> None:
     f.kept.down_to(last, number, *_of_row(f.p, last))
 
 
-def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
+def _last_key(f: FilterSearch, high: Value, low: Value, above: Value) -> Value:
     """Finds the last kept key in the range from `low` to `high`, and sets `high` to it.
 
     Args:
@@ -113,12 +113,12 @@ def _last_key(f: Search, high: Value, low: Value, above: Value) -> Value:
     return number_of(p, f.measure(p.divide(rest, each), rest))
 
 
-def number_of(p: Row, rest: Value) -> Value:
+def number_of(p: RowProgram, rest: Value) -> Value:
     """Returns a number of entries as an integer: rounded up, and at least 1."""
     return p.convert(p.min(p.max(rest, 1.0), float(MAX_V)), "u32", "rpi")
 
 
-def keep_down_to(f: Search, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
+def keep_down_to(f: FilterSearch, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
     """Keeps everything above a key, and as many entries with that key as reach the goal.
 
     Args:
@@ -131,7 +131,7 @@ def keep_down_to(f: Search, key: Value, above: Value, mass_above: Value, equal: 
     f.kept.down_to(key, number, mass_above, equal)
 
 
-def _bucket_that_reaches(p: Row, sums: Value, rest: Value) -> tuple[Value, Value]:
+def _bucket_that_reaches(p: RowProgram, sums: Value, rest: Value) -> tuple[Value, Value]:
     """Returns the bucket at which the sums reach `rest`, and how much of `rest` is left for that bucket.
 
     If all sums together are less than `rest`, their total takes its place.
@@ -159,7 +159,7 @@ def _bucket_that_reaches(p: Row, sums: Value, rest: Value) -> tuple[Value, Value
     return p.shuffle(found, "idx", lane), p.shuffle(left, "idx", lane)
 
 
-def _of_row(p: Row, key: Value) -> tuple[Value, Value]:
+def _of_row(p: RowProgram, key: Value) -> tuple[Value, Value]:
     """Sweeps the row; returns the mass above a key and the number of elements with that key, for each CTA."""
     above, number = p.var(0, "f32"), p.var(0, "u32")
 

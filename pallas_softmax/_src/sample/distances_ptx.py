@@ -12,8 +12,8 @@ This file builds the histogram and finds the edges of the zone. `zone_ptx` does 
 
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import BUCKETS, SECTIONS
-from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, Row
-from pallas_softmax._src.sample.search_ptx import Search
+from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _EACH = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 
@@ -35,7 +35,7 @@ class Widths:
       total: the mass of the row.
     """
 
-    def __init__(self, p: Row, total: Value):
+    def __init__(self, p: RowProgram, total: Value):
         depth = p.log2(p.divide(p.var(float(p.layout.window.vocab), "f32"), total))
         per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * SPAN, 2.0**-10))
         self.per_unit = p.min(p.scale * per_octave, 1e30)
@@ -43,14 +43,14 @@ class Widths:
         self.total = total
 
 
-def zone(f: Search, total: Value) -> tuple[Value, Value]:
+def zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
     """Returns the least and the greatest element that may be the last entry; `total` is the mass of the row."""
     widths = Widths(f.p, total)
     _count(f, widths)
     return _edges(f, widths)
 
 
-def _count(f: Search, widths: Widths) -> None:
+def _count(f: FilterSearch, widths: Widths) -> None:
     """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
     p, layout = f.p, f.p.layout
     f.clear()
@@ -75,13 +75,13 @@ def _count(f: Search, widths: Widths) -> None:
     f.sum_buckets(horner)
 
 
-def _measure_of(f: Search, widths: Widths, bucket: Value) -> Value:
+def _measure_of(f: FilterSearch, widths: Widths, bucket: Value) -> Value:
     """Returns the measure of an element in the middle of a bucket."""
     p = f.p
     return f.measure(p.exp2(p.convert(bucket, "f32") * widths.octaves * -1), 1.0)
 
 
-def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
+def _edges(f: FilterSearch, widths: Widths) -> tuple[Value, Value]:
     """Returns the least and the greatest element of the zone; warp 1 finds the least, warp 0 the greatest."""
     p, layout = f.p, f.p.layout
     with p.when(p.warp < 2):
@@ -109,7 +109,7 @@ def _edges(f: Search, widths: Widths) -> tuple[Value, Value]:
     return least, greatest
 
 
-def _lean(f: Search, widths: Widths, is_greatest: Value) -> Value:
+def _lean(f: FilterSearch, widths: Widths, is_greatest: Value) -> Value:
     """Returns a bound on the error of the goal, as a factor, if elements count as in the middle of their buckets.
 
     If all elements lay at the same edge, the error would be half a bucket. But the errors of many elements cancel. In a

@@ -23,7 +23,7 @@ import functools
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, filters_ptx, inverse_ptx
 from pallas_softmax._src.sample.plan import Layout
-from pallas_softmax._src.sample.row_ptx import ARRIVE, INF, WAIT, Row
+from pallas_softmax._src.sample.row_ptx import ARRIVE, INF, WAIT, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
 _LN2 = 0.6931471805599453
@@ -32,7 +32,7 @@ _NAN = float("nan")
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def text(layout: Layout, dtype) -> Row:
+def text(layout: Layout, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
     Its operands, in addition to <x>, are:
@@ -44,7 +44,7 @@ def text(layout: Layout, dtype) -> Row:
         <u>, <temperature>, <top_k>, <top_p>, <min_p>    the parameters of the row
         <index>, <log_prob>, <log_mass>                  device memory for the results
     """
-    p = Row(layout, dtype)
+    p = RowProgram(layout, dtype)
     p.barrier()
     # A temperature of 0 takes the first entry: it is a draw with top_k = 1.
     greedy = p.var(p.operand("temperature", "f32").equals(0.0))
@@ -62,7 +62,9 @@ def text(layout: Layout, dtype) -> Row:
     return p
 
 
-def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: Value, bound: Value) -> None:
+def _draw(
+    p: RowProgram, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: Value, bound: Value
+) -> None:
     """Draws, and writes the results.
 
     Args:
@@ -77,7 +79,7 @@ def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: 
     filters = filters_ptx.Filters(top_k, by_number, top_p, by_mass, min_p, by_weight)
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.search(p, kept, total, filters, small_top_k, bound)
+    filters_ptx.apply_filters(p, kept, total, filters, small_top_k, bound)
     least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
     known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
 
@@ -96,14 +98,14 @@ def _draw(p: Row, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: 
         p += WAIT  # no CTA exits while another one may read its shared memory
 
 
-def _log(p: Row, x: Value) -> Value:
+def _log(p: RowProgram, x: Value) -> Value:
     """Returns log(x); near 1 by the same series as `gpu.arithmetic.log_of_sum`."""
     u = x - 1.0
     series = u * (1.0 - u * (0.5 - u * (1 / 3 - u * 0.25)))
     return p.select(p.absolute(u) < _NEAR_ONE, series, p.log2(x) * _LN2)
 
 
-def _write(p: Row, index: Value, log_prob: Value, log_mass: Value) -> None:
+def _write(p: RowProgram, index: Value, log_prob: Value, log_mass: Value) -> None:
     """Writes the results of the row."""
     offset = p.multiply_wide(p.operand("row", "u32"), 4)
     for name, value in (("index", index), ("log_prob", log_prob), ("log_mass", log_mass)):

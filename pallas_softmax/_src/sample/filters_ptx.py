@@ -5,8 +5,8 @@ import dataclasses
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
 from pallas_softmax._src.sample.arrival_ptx import bound_of_best
-from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, Row
-from pallas_softmax._src.sample.search_ptx import Kept, Search
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
 
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
@@ -28,7 +28,9 @@ class Filters:
     by_weight: Value
 
 
-def search(p: Row, kept: Kept, total: Value, filters: Filters, small_top_k: Value, bound: Value) -> None:
+def apply_filters(
+    p: RowProgram, kept: Kept, total: Value, filters: Filters, small_top_k: Value, bound: Value
+) -> None:
     """Applies top_k, then top_p. Applies min_p after them if the lists hold everything that is kept.
 
     The text has one search, in a loop that runs once for each filter. The goals of its turns are:
@@ -60,16 +62,16 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, small_top_k: Valu
         of_mass = p.max(filters.top_p * all_kept, _LEAST_GOAL)
         goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
         retry, to_weight = (p.var(False, "pred") for _ in range(2))
-        f = Search(p, kept, goal, is_mass)
+        f = FilterSearch(p, kept, goal, is_mass)
         if p.layout.by_value:
-            values_ptx.search(f, counted)
+            values_ptx.search_values(f, counted)
         else:
             with p.when(is_weight):
                 p.set(goal, lists_ptx.number_from(p, zone, filters.min_p))
             with p.when(~from_bound):
                 for edge, found in zip((low, high), distances_ptx.zone(f, total)):
                     p.set(edge, found)
-            p.set(retry, zone_ptx.search(f, zone, low, high, from_bound))
+            p.set(retry, zone_ptx.search_zone(f, zone, low, high, from_bound))
             p.set(from_bound, from_bound & ~(retry & is_best))
             with p.when(retry & from_bound):
                 p.set(low, p.max(low, bound_of_best(p, filters.top_k)))
@@ -85,7 +87,7 @@ def search(p: Row, kept: Kept, total: Value, filters: Filters, small_top_k: Valu
             p.sync_cluster()  # other CTAs may still read the sums of this CTA over the zone
 
 
-def least_weight(p: Row, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
+def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
     """Returns the least mass that min_p keeps, and whether min_p is stricter than the other filters.
 
     If min_p is stricter, `kept` becomes what it keeps, and the last sum over the CTA is the kept mass. Otherwise the

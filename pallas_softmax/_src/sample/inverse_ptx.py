@@ -15,7 +15,7 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx
 from pallas_softmax._src.sample.plan import CHUNK_BYTES
-from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, Row
+from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
 _EVERYWHERE = 0x7FFFFFFF  # a position after all others
@@ -24,7 +24,7 @@ _EVERYWHERE = 0x7FFFFFFF  # a position after all others
 Weight = Callable[[Value, Value], tuple[Value, Value]]
 
 
-def choose(p: Row, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
+def choose(p: RowProgram, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
     """Returns the lane where a target lies, and the target minus the mass before that lane.
 
     Args:
@@ -49,7 +49,7 @@ class Known:
 
 
 def draw_from_part(
-    p: Row, kept: Kept, cta: Value, target: Value, least: Value, known: Known
+    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, known: Known
 ) -> tuple[Value, Value]:
     """Returns the position of the drawn entry, and the entry as a float; called in the CTA where the target lies.
 
@@ -101,7 +101,7 @@ def draw_from_part(
     return position, element
 
 
-def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> tuple[Value, Value]:
+def _find(p: RowProgram, weight: Weight, target: Value, known: Known | None = None) -> tuple[Value, Value]:
     """Returns the last element that has mass and no more than `target` before it: its position, and the element.
 
     Args:
@@ -144,7 +144,7 @@ def _find(p: Row, weight: Weight, target: Value, known: Known | None = None) -> 
     return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
 
 
-def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
+def _masses_of_warps(p: RowProgram, weight: Weight, known: Known | None) -> Value:
     """Returns the mass of each warp of the CTA, in the lane with its number."""
     mass, drawn = p.var(0, "f32"), p.layout.drawn
 
@@ -173,17 +173,17 @@ def _masses_of_warps(p: Row, weight: Weight, known: Known | None) -> Value:
     return mass
 
 
-def _weights(p: Row, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
+def _weights(p: RowProgram, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
     """Returns weight(element, position) for each element of words that were loaded at once from an address."""
     first, vec = _position_of(p, address), p.layout.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 
 
-def _masses(p: Row, weight: Weight, words: list[Value], address: Value) -> list[Value]:
+def _masses(p: RowProgram, weight: Weight, words: list[Value], address: Value) -> list[Value]:
     """Returns the mass of each element of the words; 0 for elements that do not count."""
     return [p.select(counts, its, 0.0) for its, counts in _weights(p, weight, words, address)]
 
 
-def _position_of(p: Row, address: Value) -> Value:
+def _position_of(p: RowProgram, address: Value) -> Value:
     """Returns the position of the element at an address; positions count in the part."""
     return ((address - p.x) >> (p.elements.itemsize.bit_length() - 1)).bits("s32")

@@ -15,8 +15,8 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.digits_ptx import number_of
 from pallas_softmax._src.sample.plan import BUCKETS
-from pallas_softmax._src.sample.row_ptx import Row
-from pallas_softmax._src.sample.search_ptx import Search
+from pallas_softmax._src.sample.row_ptx import RowProgram
+from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _BUCKETS = 2 * LANES  # buckets in a round, two for each lane
 # The histogram has room for these keys and for one more key of each lane, with a mass for each.
@@ -53,18 +53,18 @@ class Zone:
     known: Value
 
 
-def zone_of(p: Row) -> Zone:
+def zone_of(p: RowProgram) -> Zone:
     """Returns variables for a zone that is not known yet."""
     kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
     return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
 
 
-def have_room(p: Row, zone: Zone) -> Value:
+def have_room(p: RowProgram, zone: Zone) -> Value:
     """Returns whether the list of each CTA, and the merged list, have room for the zone."""
     return (zone.number <= MAX_KEYS) & (zone.most <= p.layout.list_size)
 
 
-def search(f: Search, zone: Zone) -> None:
+def search_lists(f: FilterSearch, zone: Zone) -> None:
     """Keeps what the filter keeps; its last key must be in the lists."""
     p, layout = f.p, f.p.layout
     mass = p.max(zone.mass, 1e-30)
@@ -112,7 +112,7 @@ def search(f: Search, zone: Zone) -> None:
     f.kept.down_to(key, number, zone.mass_above_of_cta + p.convert(mass_above, "f32") * unit, equal)
 
 
-def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
+def _merge(f: FilterSearch, zone: Zone, first_of_cta: Value, mass_of) -> None:
     """Copies the keys of all lists to one list, with a mass for each, as distances from the least key."""
     p, layout = f.p, f.p.layout
     slot = p.var(p.thread)
@@ -129,13 +129,13 @@ def _merge(f: Search, zone: Zone, first_of_cta: Value, mass_of) -> None:
         p.increase(slot, layout.threads)
 
 
-def _clear(p: Row) -> None:
+def _clear(p: RowProgram) -> None:
     """Clears the sums over buckets, and the list of the few keys that remain at the end."""
     p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
     p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
-def number_from(p: Row, zone: Zone, least: Value) -> Value:
+def number_from(p: RowProgram, zone: Zone, least: Value) -> Value:
     """Returns how many keys of the merged list have at least this mass, as a float."""
     number, slot = p.var(0, "u32"), p.var(p.lane)
     with p.loop() as leave:
@@ -147,7 +147,7 @@ def number_from(p: Row, zone: Zone, least: Value) -> Value:
     return p.convert(p.over_lanes("add", number), "f32")
 
 
-def _last(f: Search, zone: Zone, goal: Value) -> tuple[Value, Value]:
+def _last(f: FilterSearch, zone: Zone, goal: Value) -> tuple[Value, Value]:
     """Returns the distance of the last key from the least key, and the measure above the last key, in all threads.
 
     Measures are integers. A round cuts a range of distances into 64 buckets, from the greatest distance down; the first

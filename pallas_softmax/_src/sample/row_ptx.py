@@ -26,7 +26,7 @@ _LANE_BITS, _WARP_BITS = LANES.bit_length() - 1, WARPS.bit_length() - 1
 _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no element of the dtype uses
 
 
-class Row(Program):
+class RowProgram(Program):
     """A program for the part of a row that `Layout` draws. The threads of a CTA share a part; the cluster has the row.
 
     Attributes:

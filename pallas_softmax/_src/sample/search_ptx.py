@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import SECTIONS
-from pallas_softmax._src.sample.row_ptx import KEEP_ALL, Row
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
 
 _EACH = 8  # buckets that a thread sums up
 
@@ -29,7 +29,7 @@ class Kept:
       equal_kept: how many of these entries are kept.
     """
 
-    def __init__(self, p: Row, mass: Value):
+    def __init__(self, p: RowProgram, mass: Value):
         self._p = p
         self.key = p.var(KEEP_ALL, "s32")
         self.mass = p.var(mass)
@@ -60,7 +60,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class FilterSearch:
     """The search for the last entry that a filter keeps; it changes `kept`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Search:
       is_mass: a condition.
     """
 
-    p: Row
+    p: RowProgram
     kept: Kept
     goal: Value
     is_mass: Value

@@ -16,7 +16,7 @@ mass is not known well enough.
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx
 from pallas_softmax._src.sample.plan import SECTIONS, VALUE_BUCKETS
-from pallas_softmax._src.sample.search_ptx import Search
+from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _NEAR_ZERO = 14  # values up to 2^-14, and the next one, share a bucket
 _FIRST = (127 - _NEAR_ZERO) << 7  # the bits of 2^-14
@@ -24,7 +24,7 @@ _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
-def search(f: Search, counted: Value) -> None:
+def search_values(f: FilterSearch, counted: Value) -> None:
     """Keeps what the filter keeps, by the histogram or else by `digits_ptx`.
 
     Args:
@@ -69,7 +69,7 @@ def search(f: Search, counted: Value) -> None:
     p.set(counted, exact)
 
 
-def _zero_bucket(f: Search) -> Value:
+def _zero_bucket(f: FilterSearch) -> Value:
     """Returns the bucket of +0: one before a multiple of 8, so that the largest element is in the first 8 buckets.
 
     The result is a number modulo 2^16. If all elements are negative, it lies after all buckets. If the largest one is
@@ -93,7 +93,7 @@ def _near_zero(zero: Value) -> tuple[Value, Value]:
     return (zero - 1) & 0xFFFF, (zero + 2) & 0xFFFF
 
 
-def _count(f: Search, zero: Value) -> None:
+def _count(f: FilterSearch, zero: Value) -> None:
     """Counts elements by value, two elements of a word at a time."""
     p = f.p
     base = p.word(p.layout.histogram)
@@ -114,7 +114,7 @@ def _count(f: Search, zero: Value) -> None:
     p.sweep(take)
 
 
-def _value(f: Search, zero: Value, bucket: Value) -> Value:
+def _value(f: FilterSearch, zero: Value, bucket: Value) -> Value:
     """Returns the value of a bucket: near 0, its greatest positive or its least negative value."""
     p = f.p
     from_zero = (bucket - zero - 1) & 0xFFFF  # its bits are inverted if the value is not negative
@@ -124,17 +124,17 @@ def _value(f: Search, zero: Value, bucket: Value) -> Value:
     return ((p.select(size.equals(0), 0, size + _FIRST) << 16) | sign).bits("f32")
 
 
-def _weight(f: Search, x: Value) -> Value:
+def _weight(f: FilterSearch, x: Value) -> Value:
     """Returns the mass of an element; 1 for NaN, and for a value larger than all elements."""
     return f.p.min(f.p.weight(x), 1.0)
 
 
-def _measure_of(f: Search, zero: Value, bucket: Value) -> Value:
+def _measure_of(f: FilterSearch, zero: Value, bucket: Value) -> Value:
     """Returns the measure of an element of a bucket."""
     return f.measure(_weight(f, _value(f, zero, bucket)), 1.0)
 
 
-def _bucket_that_reaches(f: Search, zero: Value) -> Value:
+def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
     numbers, masses = p.layout.sections, p.layout.sections + SECTIONS
@@ -152,7 +152,7 @@ def _bucket_that_reaches(f: Search, zero: Value) -> Value:
     return section * _EACH + lane * 2 + p.select(in_first, 0, 1, "u32")
 
 
-def _of_ctas(f: Search, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
+def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
     """Returns the sums above a bucket, and the number of elements in it.
 
     Returns:

@@ -17,13 +17,13 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx, lists_ptx
 from pallas_softmax._src.sample.lists_ptx import Zone
 from pallas_softmax._src.sample.plan import CHUNK_BYTES
-from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, Row
-from pallas_softmax._src.sample.search_ptx import Search
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _HIGHEST = 2**31 - 1  # a key above all others
 
 
-def search(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value) -> Value:
+def search_zone(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Value) -> Value:
     """Keeps what the filter keeps; or returns True if `from_bound`, and the lists have no room for the zone.
 
     Args:
@@ -48,7 +48,7 @@ def search(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value) ->
     return failed
 
 
-def _sweep(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value, may_fail: Value) -> None:
+def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Value, may_fail: Value) -> None:
     """Sums up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
 
     If the search `may_fail`, a CTA stops when its list overflows. Its number of keys is then too large for the list.
@@ -141,14 +141,14 @@ def _sweep(f: Search, zone: Zone, low: Value, high: Value, from_bound: Value, ma
     p.set(zone.found, (reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
 
-def _address_of(p: Row, address: Value, number: Value) -> Value:
-    """Returns the address of one of the elements that `Row.sweep` takes at once, by its number among them."""
+def _address_of(p: RowProgram, address: Value, number: Value) -> Value:
+    """Returns the address of one of the elements that `RowProgram.sweep` takes at once, by its number among them."""
     vec, itemsize = p.layout.window.vec, p.elements.itemsize
     chunk, element = number >> (vec.bit_length() - 1), number & (vec - 1)
     return address + chunk * CHUNK_BYTES + element * itemsize
 
 
-def _threshold(f: Search, zone: Zone, fits: Value) -> None:
+def _threshold(f: FilterSearch, zone: Zone, fits: Value) -> None:
     """Finds the last key, in the zone or else in the row, and keeps everything down to it."""
     p = f.p
     one_key = p.var(zone.found & zone.least.equals(zone.greatest))
@@ -157,17 +157,17 @@ def _threshold(f: Search, zone: Zone, fits: Value) -> None:
         p.set(zone.known, one_key)
     listed = p.var(fits & zone.found & ~one_key)
     with p.when(listed):
-        lists_ptx.search(f, zone)
+        lists_ptx.search_lists(f, zone)
     two_keys = p.var(zone.found & ~fits & (zone.greatest - zone.least).equals(1))
     with p.when(two_keys):
         _of_two_keys(f, zone)
     with p.when(~(listed | one_key | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LEAST_FINITE, "f32")))
-        digits_ptx.search(f, high, low, p.select(zone.found, zone.above, 0.0))
+        digits_ptx.search_digits(f, high, low, p.select(zone.found, zone.above, 0.0))
 
 
-def _of_two_keys(f: Search, zone: Zone) -> None:
+def _of_two_keys(f: FilterSearch, zone: Zone) -> None:
     """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; a sweep counts the greater one."""
     p = f.p
     with p.when(~zone.known):

@@ -53,7 +53,7 @@ class _Bracket(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class WindowSearch:
     """A part in shared memory, and the scratch memory of its search. `selection.py` describes these arrays.
 
     Attributes:

@@ -39,7 +39,7 @@ from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import part_place
 from pallas_softmax._src.topk import merge_kernel, selection
 from pallas_softmax._src.topk.plan import REDUCTION_BYTES, Window, group_words, listed_items, ordering_words
-from pallas_softmax._src.topk.search import Search
+from pallas_softmax._src.topk.search import WindowSearch
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -84,7 +84,7 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         group_keys_smem, counts_smem = _pieces(groups_smem, words, WARPGROUP)
         slots_smem, hits_smem = _pieces(lists_smem, *listed_items(window, k))
-        search = Search(
+        search = WindowSearch(
             window, part.extent, part.owned, counts_smem, group_keys_smem, hits_smem, slots_smem, x_smem, interpret
         )  # fmt: skip
         row_scale = scale_gmem[part.row if scale.size > 1 else 0]
@@ -171,7 +171,7 @@ def start_copies(window: Window, part: Part, x_smem, landed) -> None:
         )
 
 
-def _arrive(part: Part, search: Search, landed, scale) -> Normalizer:
+def _arrive(part: Part, search: WindowSearch, landed, scale) -> Normalizer:
     """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
     window, x_smem, interpret = search.window, search.x_smem, search.interpret
     start_copies(window, part, x_smem, landed)
