@@ -1,4 +1,4 @@
-"""softmax, log_softmax and logsumexp: the values and gradients of the contract, and of jax.nn."""
+"""softmax, log_softmax and logsumexp: values and gradients, against the oracle and jax.nn."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ def ours(name):
     return getattr(ps, name)
 
 
-def theirs(name):
+def jax_nn(name):
     return getattr(jax.nn, name)
 
 
 def value_and_vjp(f):
-    """The values of f and, for a cotangent, its gradient, in one compilation."""
+    """Returns a function for the values of f and its gradient for a cotangent, in one compilation."""
 
     def both(x, g):
         y, vjp = jax.vjp(f, x)
@@ -39,7 +39,7 @@ def value_and_vjp(f):
 
 
 def assert_same(got, want, units=4.0):
-    """As accurate as one float32 implementation against another: NaN and inf agree, the rest nearly."""
+    """Asserts that NaN and inf agree, and that other numbers differ by a few float32 units."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     got, want = np.asarray(got, F64), np.asarray(want, F64)
@@ -47,9 +47,9 @@ def assert_same(got, want, units=4.0):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-def assert_as_accurate(got, theirs, value, unit, factor=2.0):
-    """Not further from the oracle than four units, or than `factor` times what jax.nn is."""
-    limit = max(4.0, factor * bounds.error_units(theirs, value, unit))
+def assert_as_accurate(got, reference, value, unit, factor=2.0):
+    """Asserts an error of at most four units, or of `factor` times the error of jax.nn."""
+    limit = max(4.0, factor * bounds.error_units(reference, value, unit))
     assert bounds.error_units(got, value, unit) <= limit
 
 
@@ -68,9 +68,9 @@ GRADIENT = {
 
 
 def accurate(name, dtype, v, names):
-    """No row needs more than two units, or twice what jax.nn needs for the same row.
+    """Asserts that the error of each row is at most two units, or twice the error of jax.nn.
 
-    16-bit results are computed in float32 and rounded once, so they are half a step from the truth,
+    16-bit results are computed in float32 and rounded once, so they are within half a step of the exact result,
     whatever jax.nn does.
     """
     x = cases.rows(names, v, dtype)
@@ -82,7 +82,7 @@ def accurate(name, dtype, v, names):
     flushed = (v + 1) * max(1.0, float(np.abs(g).max(initial=0)))
     reference = None
     if dtype in (F32, F64):
-        reference = value_and_vjp(lambda x: theirs(name)(x, -1))(x, g)
+        reference = value_and_vjp(lambda x: jax_nn(name)(x, -1))(x, g)
     else:
         unit = bounds.stored_unit(value, unit, dtype)
     bad = []
@@ -125,15 +125,15 @@ def test_float64(name, x64):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_shift_of_the_row_changes_nothing(name):
+def test_shifting_a_row_changes_nothing(name):
     x = cases.rows(["integers", "peaked"], 128).round()
     f = jax.jit(ours(name))
     np.testing.assert_array_equal(f(x), f(x + 1024))
 
 
 @pytest.mark.parametrize(("v", "n"), cover([1, 2, 129], [1, 7]))
-def test_rows_do_not_disturb_each_other(n, v):
-    """A batch of 1 and of a prime: row i alone is row i of the batch, next to NaN and inf rows."""
+def test_rows_are_independent(n, v):
+    """Row i alone gives the same as in a batch with NaN and inf rows; batches of 1 row and of a prime number."""
     x = cases.rows([*cases.FINITE, *cases.SPECIAL][-n:], v)
     alone = np.concatenate([ps.softmax(row[None]) for row in x])
     assert bounds.error_units(ps.softmax(x), alone, np.abs(alone)) <= 2
@@ -146,9 +146,9 @@ def test_rows_do_not_disturb_each_other(n, v):
     ("name", "v", "dtype"), first(2, pairs(NAMES, [1, 9, 129, 5000], [F32, BF16, F16])), ids=str
 )
 def test_special_values(name, v, dtype):
-    """All -inf: NaN. Any +inf or NaN: the whole row NaN. logsumexp: -inf, +inf and NaN.
+    """A row of -inf, or with any +inf or NaN, is NaN. logsumexp gives -inf, +inf and NaN.
 
-    5000, because XLA's max over a long row on the CPU drops NaN (seen in jax 0.10.2 to 0.12.0.1).
+    V = 5000 is tested because XLA's max over a long row on the CPU drops NaN (seen in jax 0.10.2 to 0.12.0.1).
     """
     names = list(cases.SPECIAL)
     x = cases.rows(names, v, dtype)
@@ -163,11 +163,11 @@ def test_special_values(name, v, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_of_special_values_is_that_of_jax(name):
+def test_gradient_of_special_values_agrees_with_jax(name):
     x = cases.rows(list(cases.SPECIAL), 9)
     g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
     got = value_and_vjp(lambda x: ours(name)(x, -1))(x, g)[1]
-    want = value_and_vjp(lambda x: theirs(name)(x, -1))(x, g)[1]
+    want = value_and_vjp(lambda x: jax_nn(name)(x, -1))(x, g)[1]
     for i, row in enumerate(cases.SPECIAL):
         np.testing.assert_allclose(got[i], want[i], rtol=1e-5, atol=1e-6, err_msg=row)
 
@@ -180,8 +180,8 @@ AXES = [0, (2, 0), None, -2, (1, 2), (), -1, 1, 2, -3, (0,), (-1, 0), (0, 1, 2)]
 
 @pytest.mark.parametrize(("name", "axis"), first(3, pairs(NAMES, AXES)), ids=str)
 def test_axis(name, axis):
-    """int, negative, tuple, None; () gives 1 (softmax), 0 (log_softmax), x (logsumexp)."""
-    got, want = ours(name)(X3, axis), theirs(name)(X3, axis)
+    """An axis may be an int, negative, a tuple or None. () gives 1 (softmax), 0 (log_softmax) or x (logsumexp)."""
+    got, want = ours(name)(X3, axis), jax_nn(name)(X3, axis)
     assert_same(got, want)
     assert_as_accurate(got, want, *(f(X3, axis) for f in EXPECTED[name]))
 
@@ -192,16 +192,16 @@ def test_empty_axis_tuple_gives_one():
 
 @pytest.mark.parametrize(("name", "axis"), first(3, pairs(NAMES, [0, (0, 2), None, -2, ()])), ids=str)
 def test_gradient_along_axis(name, axis):
-    g = cases.cotangent(np.shape(theirs(name)(X3, axis)))
+    g = cases.cotangent(np.shape(jax_nn(name)(X3, axis)))
     got = value_and_vjp(lambda x: ours(name)(x, axis))(X3, g)[1]
-    want = value_and_vjp(lambda x: theirs(name)(x, axis))(X3, g)[1]
+    want = value_and_vjp(lambda x: jax_nn(name)(x, axis))(X3, g)[1]
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_default_axis(name):
-    """-1 for softmax and log_softmax, all axes for logsumexp."""
-    assert_same(ours(name)(X3), theirs(name)(X3))
+    """The default is -1 for softmax and log_softmax, and all axes for logsumexp."""
+    assert_same(ours(name)(X3), jax_nn(name)(X3))
 
 
 @pytest.mark.parametrize("axis", first_values(2, [(0, 2), None, -1, ()]), ids=str)
@@ -214,18 +214,18 @@ def test_logsumexp_keepdims(axis):
 )
 def test_scalar_needs_no_axis(name, value, axis):
     x = jnp.float32(value)
-    assert_same(ours(name)(x, axis), theirs(name)(x, axis))
+    assert_same(ours(name)(x, axis), jax_nn(name)(x, axis))
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "axis"), first(2, pairs(NAMES, [(0,), (3, 0), (0, 5)], [-1, 0, None, ()])), ids=str
 )
 def test_empty_arrays(name, shape, axis):
-    """Also their gradient, also masked; logsumexp of nothing is -inf."""
+    """Empty arrays work, also masked, and with gradients. logsumexp of no elements is -inf."""
     x = jnp.zeros(shape)
-    assert_same(ours(name)(x, axis), theirs(name)(x, axis))
+    assert_same(ours(name)(x, axis), jax_nn(name)(x, axis))
     where = np.ones(shape, bool)
-    assert_same(ours(name)(x, axis, where=where), theirs(name)(x, axis, where=where))
+    assert_same(ours(name)(x, axis, where=where), jax_nn(name)(x, axis, where=where))
     assert jax.grad(lambda x: ours(name)(x, axis).sum())(x).shape == shape
 
 
@@ -237,10 +237,10 @@ MASKS = cases.masks(WHERE_X.shape)
 
 @pytest.mark.parametrize(("name", "axis", "mask"), first(2, pairs(NAMES, [-1, 0, None], MASKS)), ids=str)
 def test_where(name, axis, mask):
-    """Masked is 0 (log_softmax: -inf); a fully masked row is 0 (-inf); masked NaN, inf are ignored."""
+    """Masked elements are 0 (log_softmax: -inf), also in a fully masked row. Masked NaN and inf do not matter."""
     where = MASKS[mask]
     got = ours(name)(WHERE_X, axis, where=where)
-    want = theirs(name)(WHERE_X, axis, where=where)
+    want = jax_nn(name)(WHERE_X, axis, where=where)
     assert_same(got, want)
     assert_as_accurate(got, want, *(f(WHERE_X, axis, where=where) for f in EXPECTED[name]))
     for poison in (np.nan, np.inf, -np.inf, cases.NEG_NAN):
@@ -252,7 +252,7 @@ def test_where(name, axis, mask):
     ("name", "poison", "mask"), first(2, pairs(NAMES, [np.nan, 0.0, np.inf], MASKS)), ids=str
 )
 def test_gradient_with_where(name, mask, poison):
-    """Fully masked row 0; masked entries 0, the others finite, even where masked logits and cotangents are NaN."""
+    """Gradients of masked elements are 0 and the others finite, even if masked logits and cotangents are NaN."""
     where = MASKS[mask]
     x, full = np.where(where, WHERE_X, np.float32(poison)), np.broadcast_to(where, WHERE_X.shape)
     g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
@@ -275,25 +275,25 @@ def test_where_as_a_positional_argument():
 
 
 @pytest.mark.parametrize("name", first_values(1, NAMES))
-def test_where_a_python_bool(name):
+def test_where_is_a_python_bool(name):
     for where in (True, False):
-        assert_same(ours(name)(X3, -1, where=where), theirs(name)(X3, -1, where=where))
+        assert_same(ours(name)(X3, -1, where=where), jax_nn(name)(X3, -1, where=where))
 
 
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), None])
 @pytest.mark.parametrize("name", first_values(1, NAMES))
 def test_where_of_higher_rank_broadcasts_x(name, axis):
-    """One row, many masks. (With a negative axis, or None, jax.nn.softmax then sums along another axis.)"""
+    """One row with many masks. With a negative axis or None, jax.nn.softmax sums along another axis."""
     where = np.random.default_rng(0).random((4, *X3.shape)) < 0.5
     got = ours(name)(X3, axis, where=where)
     x = np.broadcast_to(X3, where.shape)
-    assert_same(got, theirs(name)(x, axis, where=where))
+    assert_same(got, jax_nn(name)(x, axis, where=where))
     assert_same(ours(name)(x, axis, where=where), got)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_special_values_with_where(name):
-    """A row whose kept entries are all -inf: NaN where kept, 0 where masked. So for inf and NaN."""
+    """If all kept entries are -inf, or any is inf or NaN, the row is NaN where kept and 0 where masked."""
     rows = ["all_neg_inf", "inf_first", "nan_first", "neg_nan_last"]
     x = cases.rows([row for row in rows for _ in range(2)], 9)
     x[:, 4] = 1.0
@@ -301,11 +301,11 @@ def test_kept_special_values_with_where(name):
     where[:, 4] = False
     g = cases.cotangent(x.shape if name != "logsumexp" else x.shape[:1])
     got, dx = value_and_vjp(lambda x: ours(name)(x, -1, where=where))(x, g)
-    want, their_dx = value_and_vjp(lambda x: theirs(name)(x, -1, where=where))(x, g)
+    want, want_dx = value_and_vjp(lambda x: jax_nn(name)(x, -1, where=where))(x, g)
     assert_same(got, want)
     value = EXPECTED[name][0](x, -1, where=where)
     assert bounds.error_units(got, value, np.abs(value)) <= 4
-    np.testing.assert_allclose(dx, their_dx, atol=1e-6)
+    np.testing.assert_allclose(dx, want_dx, atol=1e-6)
 
 
 # --- Gradients ----------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_gradient_of_gradient(name, implementation):
         return jax.jit(jax.grad(lambda x: (jax.grad(scalar)(x) * w).sum()))(x)
 
     got = second(lambda x, axis: ours(name)(x, axis, implementation=implementation))
-    np.testing.assert_allclose(got, second(theirs(name)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, second(jax_nn(name)), rtol=1e-4, atol=1e-5)
 
 
 def test_gradient_of_gradient_with_where():
@@ -359,28 +359,28 @@ def test_float16_and_bfloat16_are_preserved():
 def test_integers_promote_to_float32(name, dtype):
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
     assert ours(name)(x, -1).dtype == np.float32
-    assert_same(ours(name)(x, -1), theirs(name)(x, -1))
+    assert_same(ours(name)(x, -1), jax_nn(name)(x, -1))
 
 
 @pytest.mark.parametrize(("name", "dtype"), first(2, pairs(NAMES, ["int32", "int64", "float32", "float64"])))
 def test_integers_promote_under_x64(name, dtype, x64):
-    """int64 to float64, int32 to float32."""
+    """int64 becomes float64, and int32 becomes float32."""
     x = jnp.asarray([[1, 2, 0], [-3, 120, 119]], dtype)
     got = ours(name)(x, -1)
     assert got.dtype == {"int32": F32, "int64": F64}.get(dtype, np.dtype(dtype))
-    assert_same(got, theirs(name)(x, -1))
+    assert_same(got, jax_nn(name)(x, -1))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_large_integers_keep_their_differences(name):
-    """2**30 and 2**30 + 1 are one float32, but not one logit; jax.nn subtracts before it converts."""
+    """2**30 and 2**30 + 1 are the same float32 but different logits; jax.nn subtracts before it converts."""
     x = jnp.asarray([2**30, 2**30 + 1, 2**30 - 5], jnp.int32)
-    assert_same(ours(name)(x), theirs(name)(x))
+    assert_same(ours(name)(x), jax_nn(name)(x))
 
 
 @pytest.mark.parametrize(("name", "dtype"), pairs(NAMES, ["int4", "int8", "uint8"]))
 def test_many_short_integers(name, dtype):
-    """As many as XLA for CPUs fuses: it has made 0 of negative int8 in uint8."""
+    """A long row, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
     low, high = (0, 256) if dtype == "uint8" else (-8, 8) if dtype == "int4" else (-128, 128)
     x = np.random.default_rng(0).integers(low, high, (400, 16))
     value, unit = (f(x, -1) for f in EXPECTED[name])
@@ -389,7 +389,7 @@ def test_many_short_integers(name, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_unsigned_integers_are_not_wrapped(name):
-    """jax.nn.softmax lets x - m wrap around in uint8; never a wrong number."""
+    """In jax.nn.softmax, x - m wraps around in uint8; ours must be right."""
     x = jnp.asarray([1, 2, 0], jnp.uint8)
     value, unit = (f(np.asarray(x), -1) for f in EXPECTED[name])
     assert bounds.error_units(ours(name)(x, -1), value, unit) <= 4
@@ -397,7 +397,7 @@ def test_unsigned_integers_are_not_wrapped(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bool(name):
-    """softmax and log_softmax raise TypeError, logsumexp counts."""
+    """softmax and log_softmax raise TypeError; logsumexp converts to numbers."""
     x = jnp.asarray([True, False])
     if name == "logsumexp":
         assert_same(ps.logsumexp(x), jax.nn.logsumexp(x))
@@ -411,34 +411,34 @@ def test_bool(name):
 )
 def test_complex(name, where):
     x = jnp.asarray([[1 + 2j, 0.5, -1j], [3, 3j, 0]], jnp.complex64)
-    got, want = ours(name)(x, -1, where=where), theirs(name)(x, -1, where=where)
+    got, want = ours(name)(x, -1, where=where), jax_nn(name)(x, -1, where=where)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, ["float8_e5m2", "float8_e4m3fn"])))
 def test_8_bit_floats(name, dtype):
-    """The dtype is kept, the values are float32's, rounded: jax.nn gives NaN in e4m3fn, which has no inf."""
+    """The dtype stays, and values are rounded from float32. jax.nn gives NaN in e4m3fn, which has no inf."""
     x = jnp.asarray([[1, 2, 0], [-3, 0.5, 1]], dtype)
-    got, want = ours(name)(x, -1), theirs(name)(x.astype(F32), -1)
-    assert got.dtype == theirs(name)(x, -1).dtype
+    got, want = ours(name)(x, -1), jax_nn(name)(x.astype(F32), -1)
+    assert got.dtype == jax_nn(name)(x, -1).dtype
     np.testing.assert_allclose(got.astype(F32), want, rtol=float(jnp.finfo(dtype).eps) / 2, atol=2.0**-8)
 
 
 @pytest.mark.parametrize("name", first_values(1, NAMES))
-def test_weak_types_are_those_of_jax(name):
+def test_weak_types_agree_with_jax(name):
     for x in (jnp.asarray(1.0), jnp.broadcast_to(2.0, (3,)), jnp.broadcast_to(2, (3,)), 2.0, 3):
-        got, want = ours(name)(x, None), theirs(name)(x, None)
+        got, want = ours(name)(x, None), jax_nn(name)(x, None)
         assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type), x
 
 
 @pytest.mark.parametrize(("name", "dtype"), first(1, pairs(NAMES, [F32, BF16, np.dtype("int32")])), ids=str)
 def test_strict_promotion(name, dtype):
-    """Where jax.nn runs under strict dtype promotion, so do we."""
+    """If jax.nn runs under strict dtype promotion, ours does as well."""
     x = jnp.asarray([1, 2, 0], dtype)
     with jax.numpy_dtype_promotion("strict"):
         try:
-            want = theirs(name)(x, -1)
+            want = jax_nn(name)(x, -1)
         except jax.errors.JaxRuntimeError:
             raise
         except Exception:
@@ -451,7 +451,7 @@ def test_numpy_arrays_are_accepted():
         assert isinstance(ours(name)(np.ones((2, 3), F32), -1), jax.Array)
 
 
-# --- Anything at all ----------------------------------------------------------------------------------
+# --- Random calls -------------------------------------------------------------------------------------
 
 SHAPES = [(7, 5), (2, 3, 4), (3, 1)]
 ELEMENTS = st.one_of(
@@ -484,14 +484,14 @@ _cache = {}
 
 
 def _compiled(name, axis, unmasked):
-    """One jitted function per (name, axis), so that an example compiles nothing new."""
+    """Returns one jitted function per (name, axis), so that examples share compilations."""
     key = name, axis, unmasked
     if key not in _cache:
         _cache[key] = jax.jit(lambda x, where: ours(name)(x, axis, where=None if unmasked else where))
     return _cache[key]
 
 
-# --- what JAX's logsumexp has besides -----------------------------------------------------------------
+# --- Options of JAX's logsumexp -----------------------------------------------------------------------
 
 FACTORS = np.linspace(-1, 2, X3.size).reshape(X3.shape).astype(F32)
 BY_JAX = {
@@ -519,14 +519,14 @@ def test_logsumexp_with_factors_and_sign(arguments):
 
 
 def test_logsumexp_of_complex_numbers():
-    """The imaginary part lies from -pi to pi, as in numpy."""
+    """The imaginary part is from -pi to pi, as in numpy."""
     x = jnp.array([2 + 4j, 1 - 1j])
     np.testing.assert_allclose(ps.logsumexp(x), np.log(np.sum(np.exp(np.asarray(x)))), rtol=1e-5)
     np.testing.assert_allclose(ps.logsumexp(x[:1]), 2 + (4 - 2 * np.pi) * 1j, rtol=1e-5)
 
 
-def test_logsumexp_with_factors_in_16_bits():
-    """Computed in float32: the exact sum, rounded once."""
+def test_logsumexp_with_16_bit_factors():
+    """The float32 sum is exact and rounded once."""
     x, b = (jnp.linspace(0, 1, 512, dtype=BF16) for _ in range(2))
     got = ps.logsumexp(x, b=b)
     assert got.dtype == BF16
@@ -535,14 +535,14 @@ def test_logsumexp_with_factors_in_16_bits():
 
 
 def test_factors_of_logsumexp_promote_with_the_logits():
-    """As in JAX, also where no dtype may be promoted silently."""
+    """Promotion agrees with JAX, also under strict promotion."""
     a, b = np.array([1, 2], np.int32), np.array([1, 0], np.int32)
     with jax.numpy_dtype_promotion("strict"):
         got = ps.logsumexp(a, b=b)
     assert_same(got, jax.nn.logsumexp(a, b=b))
 
 
-def test_ours_in_the_place_of_jax_does_not_call_itself(monkeypatch):
+def test_monkey_patched_jax_nn_does_not_recurse(monkeypatch):
     monkeypatch.setattr(jax.nn, "logsumexp", ps.logsumexp)
     assert_same(jax.nn.logsumexp(np.zeros(3, F32), b=2.0), np.log(np.float32(6)))
 

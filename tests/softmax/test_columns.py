@@ -1,6 +1,6 @@
-"""Rows that lie across memory: the kernel of columns, how it is planned, and which calls take it.
+"""Softmax along other axes than the last: the kernel of columns, its plans, and the calls that it runs.
 
-What the kernel does by clusters and by inline PTX, the GPU runs (test_columns_gpu.py).
+test_columns_gpu.py tests clusters and inline PTX on a GPU.
 """
 
 import jax
@@ -20,13 +20,15 @@ from tests.support.lowering import array, kernel_names, kernel_results, lowered
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-# --- Numbers, in the interpreter ----------------------------------------------------------------------
+# --- Numbers in the interpreter -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "case"), first(2, pairs(oracle.OPERATIONS, COLUMN_TILES)), ids=str)
 def test_columns_in_registers(name, case):
     plan, v, dtype, names = case
-    kernels.assert_columns(name, cases.rows(_known(name, names), v, dtype), _known(name, names), plan)
+    kernels.assert_columns(
+        name, cases.rows(_without_lost_nan(name, names), v, dtype), _without_lost_nan(name, names), plan
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,15 @@ def test_columns_in_shared_memory(name, case):
     if jax.__version_info__ < (0, 11) and beyond:
         pytest.skip("the interpreter of jax 0.10 has no copies that reach beyond an array")
     kernels.assert_columns(
-        name, cases.rows(_known(name, names), plan.vocab, dtype), _known(name, names), plan
+        name,
+        cases.rows(_without_lost_nan(name, names), plan.vocab, dtype),
+        _without_lost_nan(name, names),
+        plan,
     )
 
 
-def _known(name, names):
-    """Returns the rows without those whose NaN XLA's maximum on the CPU loses, for which logsumexp is +inf there."""
+def _without_lost_nan(name, names):
+    """Replaces the rows that break logsumexp on the CPU: XLA's maximum loses their NaN and gives +inf."""
     return [n if name != "logsumexp" or n not in ("nan_and_inf", "everything") else "normal" for n in names]
 
 
@@ -59,8 +64,8 @@ def _known(name, names):
     ],
     ids=str,
 )
-def test_axes_side_by_side(name, axes):
-    """One or several, with the shape of the result of the public function."""
+def test_adjacent_axes(name, axes):
+    """One or several axes; the result has the shape of the public function's result."""
     rng = np.random.default_rng(4)
     arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 2, 20, 2, 16)).astype(F32)
 
@@ -107,10 +112,10 @@ def test_plans_fit_the_gpu(op, dtype):
             assert rows * width * arrays <= 12_288  # registers
         elif plan is not None:
             assert plan.vocab == vocab and inner * itemsize % 16 == 0
-            # Of a bulk copy, and barriers.
+            # limits of a bulk copy and of barriers
             assert plan.step_rows <= 256 and plan.width <= 256 and plan.slots <= 32
             assert plan.step_rows % plan.block.rows == 0 and plan.width * itemsize % 16 == 0
-            assert plan.width < inner  # or copies would not end where lines end
+            assert plan.width < inner  # otherwise copies would not end with lines
             assert plan.slots * plan.step_rows * plan.width * itemsize * arrays <= 217 * 1024
             assert plan.count * plan.steps * plan.step_rows >= vocab
             assert plan.slots == plan.steps or plan.turns > 1 or op == "logsumexp"
@@ -132,8 +137,8 @@ def test_plans_fit_the_gpu(op, dtype):
     ],
     ids=str,
 )
-def test_backwards_over_clusters(shape, dtype, want):
-    """Two arrays, as far as shared memory holds the columns of both."""
+def test_gradients_over_clusters(shape, dtype, want):
+    """A gradient reads two arrays; shared memory must hold the columns of both."""
     outer, vocab, inner = shape
     assert kernels.plan_columns("softmax_grad", outer, vocab, inner, dtype) == want
 
@@ -154,7 +159,7 @@ def test_backwards_over_clusters(shape, dtype, want):
     ids=str,
 )
 def test_strips_in_turns(op, shape, dtype, want):
-    """Tall columns of which a cluster has ten strips or more, and whose parts fit into its shared memory."""
+    """Tall columns, if a cluster has ten strips or more and its shared memory holds their parts."""
     assert kernels.plan_columns(op, *shape, dtype) == want
 
 
@@ -170,12 +175,12 @@ def test_strips_in_turns(op, shape, dtype, want):
     ],
     ids=str,
 )
-def test_lines_of_an_odd_number_of_elements(op, shape, want):
-    """More of them for a thread, as far as registers and multiprocessors have work for them."""
+def test_several_lines_per_thread(op, shape, want):
+    """With lines of odd length, a thread takes several lines if registers suffice and all multiprocessors work."""
     assert kernels.plan_columns(op, *shape, F32) == want
 
 
-# --- Which calls take it ------------------------------------------------------------------------------
+# --- Calls of the kernel ------------------------------------------------------------------------------
 
 LOWERED = {
     "registers": ((8, 21, 4096), 1),
@@ -189,7 +194,7 @@ LOWERED = {
     ("op", "case", "dtype"), first(2, pairs(oracle.FORWARD, LOWERED, ["float32", "bfloat16"])), ids=str
 )
 def test_columns_lower_without_a_transpose(op, case, dtype):
-    """Forward, and with gradients, as kernels alone."""
+    """Forward and gradient are kernels only."""
     shape, axis = LOWERED[case]
     x = array(*shape, dtype=dtype)
     assert [choice.cuda for choice in ps.explain(lambda x: getattr(ps, op)(x, axis), x)][0] == "mosaic_gpu"
@@ -213,8 +218,8 @@ def test_columns_lower_without_a_transpose(op, case, dtype):
     ],
     ids=str,
 )
-def test_what_is_left_to_xla(shape, axes, masked):
-    """Axes that are not side by side; masks; lines that are not of 16 bytes; too few columns; too long ones."""
+def test_calls_that_xla_runs(shape, axes, masked):
+    """Axes that are not adjacent; masks; lines not of a multiple of 16 bytes; few columns, long columns."""
     where = np.ones((1,) * len(shape), bool) if masked else None
     (forward, backward) = ps.explain(lambda x: ps.softmax(x, axes, where), array(*shape))
     for choice in (forward, backward):
@@ -224,13 +229,13 @@ def test_what_is_left_to_xla(shape, axes, masked):
 
 @pytest.mark.slow
 def test_tall_columns_lower():
-    """In turns, and their backward."""
+    """Strips in turns, and the gradient."""
     text = lowered(jax.grad(lambda x: jnp.sum(ps.softmax(x, 0) ** 2)), array(25000, 4000))
     assert kernel_names(text) == ["softmax_forward", "softmax_grad"]
 
 
-def test_vmap_and_shards_have_columns_of_their_own():
-    """A batch is one more outer axis; a device chooses for its shard."""
+def test_columns_under_vmap_and_in_shards():
+    """A batch becomes an outer axis; each device chooses for its own shard."""
     batch = lowered(jax.vmap(lambda x: ps.softmax(x, 0)), array(4, 21, 4096))
     assert kernel_results(batch) == [["4x21x4096xf32"]]
     mesh = AbstractMesh((2,), ("i",), axis_types=(AxisType.Explicit,))

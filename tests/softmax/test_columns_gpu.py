@@ -1,4 +1,4 @@
-"""Rows that lie across memory, on a GPU: every kind of plan, and what the public functions choose."""
+"""Softmax along other axes than the last on a GPU: every kind of plan, and the public functions."""
 
 import functools
 import math
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 EVEN = [*ALL, "normal"]
 
 
-# (plan, V, dtype, rows). Tiles of every number of lanes; clusters of every size, of strips that end with the array and
-# beyond it, and whose last CTA has few lines, or none.
+# (plan, V, dtype, rows). Tiles with every number of lanes; clusters of every size. Strips end with the array, and
+# beyond it; the last CTA of a cluster has few lines, or none.
 PLANS = [
     (Tile(24, 32, 1, 1), 21, F32, ALL),
     (Tile(128, 8, 4, 1), 127, BF16, EVEN),
@@ -32,7 +32,7 @@ PLANS = [
     (Strips(25000, 8, 4, 16, 256, 7), 25000, F32, EVEN),
     (Strips(3000, 8, 4, 16, 256, 1), 3000, BF16, EVEN),
     (Strips(1000, 64, 4, 16, 64, 1), 1000, BF16, EVEN * 5),
-    # strips in turns: slots for a strip, for more than one, and for all; the last cluster takes fewer strips
+    # strips in turns: slots for one strip, for more than one, and for all; the last cluster takes fewer strips
     (Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN),
     (Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN),
     (Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN),
@@ -61,20 +61,20 @@ SHAPES = [
 @pytest.mark.parametrize(("dtype", "width"), [(F32, 32), (BF16, 64)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("op", oracle.OPERATIONS)
 def test_strips_in_turns(op, dtype, width):
-    """The slots of one array, or of both, fill a multiprocessor."""
+    """The slots of the one or two arrays fill a multiprocessor."""
     vocab, slots = (12000, 7) if op in oracle.BACKWARD else (25000, 15)
     names, plan = EVEN * 5, Strips(vocab, width, 4, 16, 112, slots, turns=2)
     kernels.assert_columns(op, cases.rows(names, vocab, dtype), names, plan, interpret=None)
 
 
 @pytest.mark.parametrize("plan", [Strips(5000, 8, 4, 8, 64, 3), Strips(3000, 8, 4, 1, 64, 1)], ids=str)
-def test_slots_taken_in_turn(plan):
-    """Of columns that are only read."""
+def test_reused_slots(plan):
+    """Columns that are only read use the same slots again."""
     kernels.assert_columns("logsumexp", cases.rows(EVEN, plan.vocab), EVEN, plan, interpret=None)
 
 
-def test_clusters_that_come_and_go():
-    """More of them than there is room for: none leaves while a CTA of it is read."""
+def test_more_clusters_than_fit():
+    """With more clusters than the GPU has room for, no CTA exits while its cluster reads its shared memory."""
     rng = np.random.default_rng(3)
     arrays = [jnp.asarray(rng.standard_normal((1, 4096, 4096)), F32) for _ in range(2)]
     chosen = kernels.plan_columns("softmax_grad", 1, 4096, 4096, F32)
@@ -89,8 +89,8 @@ def test_clusters_that_come_and_go():
 
 
 @pytest.mark.parametrize("shape", [(1, 1000, 2_200_000), (30_000, 21, 4096), (2, 25_000, 48_000)], ids=str)
-def test_more_elements_than_32_bits_count(shape):
-    """Eight columns again and again: all alike, bit for bit, the first ones right."""
+def test_more_than_2_to_the_31_elements(shape):
+    """Eight columns are repeated: all copies have the same bits, and the first ones are right."""
     few, (_, v, inner) = 8, shape
     x, dy = (np.random.default_rng(seed).standard_normal((few, v)).astype(BF16) for seed in (2, 3))
 
@@ -105,16 +105,16 @@ def test_more_elements_than_32_bits_count(shape):
 
     assert math.prod(shape) > 2**31
     assert all(kernels.plan_columns(op, *shape, BF16) for op in ("softmax", "softmax_grad"))
-    (y, dx), alike = run(x, dy)
+    (y, dx), same = run(x, dy)
     names = [f"column {i}" for i in range(few)]
     bounds.assert_operation("softmax", y, (x,), names)
     bounds.assert_operation("softmax_grad", dx, (np.asarray(y), dy), names)
-    assert all(alike)
+    assert all(same)
 
 
 @pytest.mark.parametrize(("op", "case", "dtype"), pairs(oracle.FORWARD, SHAPES, [F32, BF16]), ids=str)
 def test_forward_and_gradient(op, case, dtype):
-    """Of the public function, twice: the same bits."""
+    """The public function is right, and a second run gives the same bits."""
     shape, axis = case
     x = np.random.default_rng(1).standard_normal(shape).astype(dtype) * dtype.type(4)
     f = functools.partial(getattr(ps, op), axis=axis)

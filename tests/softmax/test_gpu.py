@@ -25,7 +25,8 @@ from tests.support.kernels import PARTS, READ_AGAIN, Parts
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
-# Rows in registers, in one CTA, a cluster, a cluster of unequal parts, two launches; one row, or a prime of them.
+# Rows in registers, in one CTA, in a cluster, in a cluster with unequal parts, in two launches; one row, or a prime
+# number of rows.
 SHAPES = [
     (1, F32, ALL),
     (2, BF16, ALL),
@@ -103,7 +104,7 @@ LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW)]
 
 @pytest.mark.parametrize(("plan", "dtype", "names"), READ_AGAIN + LONGEST, ids=str)
 @pytest.mark.parametrize("name", [*oracle.BACKWARD, "softmax"])
-def test_steps_are_read_again(name, plan, dtype, names):
+def test_steps_that_are_read_twice(name, plan, dtype, names):
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan, interpret=None)
 
 
@@ -128,9 +129,9 @@ def test_rows_longer_than_a_cluster(name, v, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("v", [1000, 25000, 50257])
 def test_both_modes(implementation, v, dtype):
-    """softmax's tangent is the kernel of its gradient, bit for bit; the others agree with those of plain JAX.
+    """softmax's tangent has the same bits as its gradient's kernel; the other tangents agree with plain JAX.
 
-    A tangent is a sum in which terms as large as those of dx may cancel, so the error is relative to these.
+    Terms as large as dx's terms may cancel in a tangent, so the error is relative to these terms.
     """
     x, dx = (cases.rows(names, v, dtype) for names in (["normal", "peaked"], ["integers", "normal"]))
 
@@ -167,13 +168,13 @@ MANY_ROWS = [("mosaic_gpu", op, *shape) for op in oracle.FORWARD for shape in MA
 MANY_ROWS += [("triton", "softmax", *shape) for shape in MANY] + [("triton", "logsumexp", *MANY[-1])]
 
 
-# So many rows, again and again, are each at one place in lines of 128 bytes, where parts of rows begin.
+# Repeating this many rows keeps the place of each row within lines of 128 bytes, where parts of rows begin.
 DIFFERENT = 64
 
 
 @pytest.mark.parametrize(("implementation", "op", "rows", "v"), MANY_ROWS, ids=str)
-def test_more_elements_than_32_bits_count(implementation, op, rows, v):
-    """A few rows again and again: all alike, bit for bit, the first ones right."""
+def test_more_than_2_to_the_31_elements(implementation, op, rows, v):
+    """A few rows are repeated: all copies have the same bits, and the first ones are right."""
     x = np.random.default_rng(2).standard_normal((DIFFERENT, v)).astype(BF16)
 
     @jax.jit
@@ -193,7 +194,7 @@ MANY_GRADIENTS += [("mosaic_gpu", "log_softmax", *MANY[0]), ("triton", "softmax"
 
 
 @pytest.mark.parametrize(("implementation", "op", "rows", "v"), MANY_GRADIENTS, ids=str)
-def test_more_elements_of_a_gradient_than_32_bits_count(implementation, op, rows, v):
+def test_more_than_2_to_the_31_elements_of_a_gradient(implementation, op, rows, v):
     x, dy = (np.random.default_rng(seed).standard_normal((DIFFERENT, v)).astype(BF16) for seed in (2, 3))
 
     @jax.jit

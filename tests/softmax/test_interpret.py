@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels of softmax, log_softmax and logsumexp in Pallas's interpreter, against the oracle.
 
-What the kernels do by inline PTX has a plain twin here; test_gpu.py runs the PTX itself.
+The interpreter replaces inline PTX by a twin in plain JAX; test_gpu.py runs the PTX itself.
 """
 
 import numpy as np
@@ -13,7 +13,8 @@ from tests.support.kernels import PARTS, READ_AGAIN, Parts, Tile
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# Rows over 2 to 128 lanes, and several of them in a CTA; whole vectors and not; several vectors a lane.
+# (V, dtype, rows). Rows over 2 to 128 lanes, several to a CTA; whole vectors and single elements; several vectors per
+# lane.
 TILES = [
     (1000, F32, ALL),
     (2, BF16, FEW),
@@ -46,20 +47,20 @@ def test_long_rows(name, rows):
 
 
 @pytest.mark.parametrize(("name", "rows"), cover([*oracle.BACKWARD, "softmax"], READ_AGAIN), ids=parameter_id)
-def test_steps_are_read_again(name, rows):
+def test_steps_that_are_read_twice(name, rows):
     plan, dtype, names = rows
     assert plan.again
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 
-def test_parts_are_of_every_kind():
-    """Aligned to 16 bytes or not; views of one dimension and of two; parts that overlap."""
+def test_parts_cover_every_kind():
+    """Parts that are aligned to 16 bytes or not; views with one dimension and with two; parts that overlap."""
     found = {(*kernels.views([(len(names), plan)]), plan.edges) for plan, _, names in PARTS}
     assert found == {(2, False), (2, True), (1, True)}
     assert any(plan.length * plan.count > plan.vocab for plan, *_ in PARTS)
 
 
-# Every broadcast for short rows; for long ones those that differ along the row.
+# (plan, pattern). Every broadcast for short rows; for long rows mostly broadcasts that differ along the row.
 MASKED = [
     (None, "bhqv"),
     (Parts(1003, 4, 2, 2, False), "b11v"),
@@ -80,7 +81,7 @@ MASKED = [
     ids=str,
 )
 def test_where(masked, name):
-    """NaN and infinities where it masks; the first row of the mask keeps nothing; of one row it keeps -inf."""
+    """Masked elements are NaN or infinite. The first row of the mask keeps nothing, and another row keeps only -inf."""
     plan, pattern = masked
     shape = (*cases.BATCH, plan.vocab if plan else 100)
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
@@ -91,7 +92,7 @@ def test_where(masked, name):
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("softmax_grad", (0, 1)),  # back in place by another permutation than there
+        ("softmax_grad", (0, 1)),  # the inverse permutation differs from the permutation
         slow("softmax_grad", (0, 2)),
         slow("logsumexp", (0, 1)),
         slow("logsumexp", (0,)),
@@ -102,7 +103,7 @@ def test_where(masked, name):
     ids=str,
 )
 def test_axes(name, axes):
-    """Any: bit for bit as where they are moved to the end, with a mask that one of the axes may lack."""
+    """Any axes give the same bits as moved to the end, with a mask that may lack one of the axes."""
     rng = np.random.default_rng(4)
     arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 40, 3, 50)).astype(F32)
     where = rng.random((1, 3, 50)) < 0.7
@@ -121,7 +122,7 @@ def test_axes(name, axes):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [Parts(1003, 4, 2, 2, False), Parts(1003, 4, 2, 1, True), None], ids=str)
 def test_normalizer_of_logsumexp(plan):
-    """Its backward needs it; m is exact."""
+    """logsumexp returns the normalizer for its gradient; m is exact."""
     x = cases.rows(ALL, 1003)
     _, m, d = kernels.softmax_results("logsumexp", (x,), plan=plan)
     want_m, want_d = oracle.normalizer(x)

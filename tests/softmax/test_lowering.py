@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels of softmax, log_softmax and logsumexp lowered for CUDA, without a GPU.
 
-Registers, shared memory, alignment and deadlocks do not show here, but in test_gpu.py.
+These tests do not see registers, shared memory, alignment and deadlocks; test_gpu.py does.
 """
 
 import jax
@@ -43,7 +43,7 @@ def names_of(op, plan=None):
 SHORT = (1, 2, 3, 7, 8, 15, 31, 127, 512, 1000, 1003, 5000)
 
 
-def test_short_rows_are_over_every_number_of_lanes():
+def test_short_rows_cover_every_number_of_lanes():
     lanes = {kernels.plan_softmax("softmax", 5, v, "float32").lanes for v in SHORT}
     assert lanes == {2, 4, 8, 16, 32, 128}
 
@@ -53,7 +53,7 @@ def test_short_rows(op, v, dtype):
     assert kernel_names(lowered_rows(op, 5, v, dtype)) == names_of(op)
 
 
-# A vector of one element, of eight, and of one in rows that have the CTA.
+# (V, dtype). Vectors of one element, of eight, and of one in rows over a whole CTA.
 MASKED = [(15, "float16"), (512, "bfloat16"), (1003, "float32")]
 
 
@@ -63,7 +63,7 @@ def test_short_rows_with_masks(op, shape, mask):
     assert kernel_names(lowered_rows(op, 5, v, dtype, mask=MASKS[mask](v))) == names_of(op)
 
 
-# (V, the CTAs of a row, whether they are a cluster)
+# name: (V, CTAs of a row, whether they are a cluster)
 LONG = {
     "one CTA": (8192, 1, True),
     "one CTA, unaligned": (10003, 1, True),
@@ -99,7 +99,7 @@ def test_long_rows(op, kind, shape):
     ],
 )
 def test_rows_in_turns(op, slots, mask):
-    """With slots for more than a row, and for less."""
+    """Slots for more than one row, and for less than one."""
     plan = Parts(50257, 4, 4, 4, True, teams=3, slots=slots)
     text = lowered_rows(op, 5, 50257, "float32", plan, mask and MASKS[mask](50257))
     assert kernel_names(text) == names_of(op, plan)
@@ -123,12 +123,12 @@ def test_long_rows_with_masks(op, kind, mask):
     assert kernel_names(text) == names_of(op, plan)
 
 
-# --- Which path ran -----------------------------------------------------------------------------------
+# --- Public functions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("op", "call", "v"), first(2, pairs(oracle.FORWARD, CALLS, [100, 20011])))
 def test_public_functions(op, call, v):
-    """Each runs its kernel, and the backward its own; that of logsumexp is plain."""
+    """Each function runs its kernel, and its gradient runs a kernel; logsumexp's gradient is plain JAX."""
 
     def f(x, axis=-1, where=None):
         return getattr(ps, op)(x, axis, where=where, implementation="mosaic_gpu")
@@ -151,13 +151,13 @@ def test_integers_and_leading_axes_are_folded():
 
 
 def test_grad_of_softmax():
-    """One kernel forward, one backward."""
+    """One kernel for the forward and one for the gradient."""
     assert kernel_results(lowered(jax.grad(square_sum(ps.softmax)), X)) == [[f"{ROWS}x{V}xf32"]] * 2
 
 
 @pytest.mark.slow
 def test_grad_of_grad_of_softmax():
-    """The second derivative is plain; what it differentiates still runs as kernels."""
+    """The second derivative is plain JAX, but the function and its gradient still run as kernels."""
     second = jax.grad(square_sum(jax.grad(square_sum(ps.softmax))))
     assert len(kernel_results(lowered(second, X))) >= 2
 

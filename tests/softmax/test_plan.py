@@ -12,13 +12,13 @@ from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
-# The documented shapes on Hopper: CTAs of a row ("tile": its rows in registers), one launch or two.
+# The documented shapes on Hopper: "tile" for rows in registers, or (CTAs of a row, launches).
 PLANS = {
     ("softmax", 1, 1, "float32"): "tile",
     ("softmax", 4000, 1000, "float32"): "tile",
     ("softmax_grad", 4000, 5000, "bfloat16"): "tile",
     ("softmax", 4096, 10000, "bfloat16"): "tile",
-    # On both sides of each threshold up to which rows are held in registers
+    # On both sides of each threshold for rows in registers
     ("softmax", 4000, 12288, "float32"): "tile",
     ("softmax", 4000, 12292, "float32"): (1, 1),
     ("softmax_grad", 4000, 6144, "float32"): "tile",
@@ -63,7 +63,7 @@ def test_plan(shape):
     assert got == PLANS[shape]
 
 
-def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest():
+def test_steps_are_longer_for_reductions_and_the_longest_parts():
     shapes = (
         ("logsumexp", 4000, 25000),
         ("softmax", 512, 500009),
@@ -73,7 +73,7 @@ def test_steps_are_longer_where_rows_are_only_read_and_where_parts_are_longest()
     assert [softmax_plan.plan_softmax(*s, "float32", HOPPER).step_blocks for s in shapes] == [8, 8, 4, 4]
 
 
-def test_rows_are_taken_in_turns_where_one_part_fills_a_multiprocessor():
+def test_rows_in_turns_if_one_part_fills_a_multiprocessor():
     shapes = {
         ("softmax", 512, 500009, "float32"): (70, 13),
         ("log_softmax", 40, 1000000, "bfloat16"): (7, 13),
@@ -95,7 +95,7 @@ def test_rows_are_taken_in_turns_where_one_part_fills_a_multiprocessor():
     assert {shape: (plan.teams, plan.slots) for shape, plan in plans.items()} == shapes
 
 
-def test_the_mask_of_a_whole_part_is_loaded_ahead_in_few_registers():
+def test_the_mask_of_a_part_is_loaded_ahead_into_few_registers():
     for vocab in (50257, 128256):
         for dtype in ("float32", "bfloat16"):
             plan = softmax_plan.plan_softmax("softmax", 1024, vocab, dtype, HOPPER, masked=True)
@@ -126,12 +126,12 @@ def test_plans_cover_every_row_once(op, rows, vocab, dtype, capability, masked):
         check_parts(plan, rows, vocab, jnp.dtype(dtype).itemsize)
         arrays = 2 if op in oracle.BACKWARD else 1
         smem = {9: 227, 10: 227, 12: 99}[capability[0]] * 1024
-        # Barriers, and what is sent.
+        # 2048 bytes for barriers and messages between CTAs
         assert arrays * plan.smem_elements * jnp.dtype(dtype).itemsize + 2048 <= smem
 
 
 def check_parts(plan, rows, vocab, itemsize):
-    """What the parts own is the row; what they hold lies in it; what is copied in bulk, on 16 bytes."""
+    """Asserts that parts own each element once, hold elements of the row only, and copy aligned to 16 bytes."""
     starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == vocab
@@ -151,7 +151,9 @@ def check_parts(plan, rows, vocab, itemsize):
         assert (owned == plan.length).all() and plan.body == plan.length
         assert (firsts % plan.vec == 0).all()
         return
-    inner = plan.body_start(numbers, starts[:-1])  # in reach of the part's first elements
+    inner = plan.body_start(
+        numbers, starts[:-1]
+    )  # the start of the bulk copy, near the first elements of the part
     assert ((firsts + inner) % line == 0).all()
     assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
     assert (inner + plan.body >= plan.length - softmax_plan.EDGE).all() and plan.length >= softmax_plan.EDGE

@@ -1,4 +1,4 @@
-"""fused_topk: the indices of lax.top_k, the values of the softmax over the whole row, both gradients."""
+"""fused_topk: indices as in lax.top_k, values of the softmax over the whole row, and both gradients."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ def topk(logits, k, **kwargs):
 
 
 def composed(logits, k, where=None, temperature=1.0, log=False):
-    """What a user would write with jax.numpy."""
+    """Returns the values as a user would write them with jax.numpy."""
     t = jnp.asarray(temperature)
     x = logits if where is None else jnp.where(where, logits, -jnp.inf)
     p = (jax.nn.log_softmax if log else jax.nn.softmax)(x / (t[..., None] if t.ndim else t))
@@ -36,7 +36,7 @@ def composed(logits, k, where=None, temperature=1.0, log=False):
 
 
 def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
-    """Indices exactly the oracle's, values within `limit` units of it."""
+    """Asserts that the indices are the oracle's, and the values within `limit` units."""
     values, indices = oracle.fused_topk(x, k, **kwargs)
     unit = bounds.fused_topk_unit(x, k, **kwargs)
     if got.values.dtype in (BF16, F16):
@@ -53,13 +53,13 @@ def assert_right(got, x, k, names=None, limit=2.0, **kwargs):
 
 @pytest.mark.parametrize(("v", "dtype"), cover([1, 2, 9, 129], [F32, BF16, F16]), ids=str)
 def test_indices_are_in_the_total_order(v, dtype):
-    """For every finite and special row; k = V orders all of it. softmax rounds, the order does not."""
+    """Indices are right for every finite and special row. k = V sorts the row, although softmax rounds."""
     x = cases.rows(ALL, v, dtype)
     assert_right(topk(x, v), x, v, ALL, limit=4.0)
 
 
-def test_indices_are_those_of_lax_top_k():
-    """On ordinary rows: XLA's own kernels may take denormals for zeros, and some misplace -NaN."""
+def test_indices_agree_with_lax_top_k():
+    """Only ordinary rows: XLA's kernels may treat denormals as zeros, and some misplace -NaN."""
     x = cases.rows([name for name in cases.FINITE if name != "denormals"], 129)
     np.testing.assert_array_equal(topk(x, 129).indices, lax.top_k(x, 129)[1])
 
@@ -92,7 +92,7 @@ def test_log(v):
 
 
 def test_ties_that_rounding_creates_do_not_reorder():
-    """These logits differ, their float32 probabilities do not: sorting p would give other indices."""
+    """These logits differ but their float32 probabilities are equal: sorting p would give other indices."""
     x = np.full((1, 40), -100.0, F32)
     x[0, 30], x[0, 7], x[0, 20] = 2.0, np.nextafter(F32.type(2.0), F32.type(0)), 2.0
     got = topk(x, 3)
@@ -100,7 +100,7 @@ def test_ties_that_rounding_creates_do_not_reorder():
     assert got.values[0, 0] == got.values[0, 1]
 
 
-def test_negative_nan_is_never_preferred():
+def test_negative_nan_comes_last():
     """XLA's CUDA kernel for k <= 16 returns -NaN among the largest (openxla/xla issue 48119)."""
     x = cases.rows(["every_third_neg_nan", "everything", "all_neg_nan"], 129)
     for k in (1, 5, 16, 17):
@@ -115,7 +115,7 @@ def test_rows_with_nan_have_nan_values():
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
 def test_integers(dtype):
-    """float32 values; the order is that of the integers, also where float32 would merge them."""
+    """Values are float32. The order is the integers' order, also for integers with the same float32."""
     top = np.iinfo(dtype).max
     x = np.array([[top - 1, top, 0, top - 1, 3], [1, 2, 3, 2, 1]], dtype)
     got = topk(x, 5)
@@ -125,13 +125,13 @@ def test_integers(dtype):
 
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 def test_many_short_integers(dtype):
-    """As many as XLA for CPUs fuses: it has made 0 of negative int8 in uint8."""
+    """A long row, which XLA for CPUs fuses: it once turned negative int8 into 0 of uint8."""
     x = np.random.default_rng(0).integers(-8, 8, (400, 16))
     assert_right(topk(jnp.asarray(x, dtype), 3), x.astype(F32), 3)
 
 
 def test_float64(x64):
-    """float64 arithmetic; indices stay int32."""
+    """The arithmetic is float64; indices stay int32."""
     names = list(cases.FINITE)
     x = cases.rows(names, 129, F64)
     got = topk(x, 5)
@@ -186,7 +186,7 @@ def test_k_of_a_numpy_integer_type(k):
 
 @pytest.mark.parametrize("axis", first_values(3, [0, 1, -1, 2, -2, -3]))
 def test_axis(axis):
-    """The k winners lie along the axis that was reduced."""
+    """The k winners are along the reduced axis."""
     x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
     got = topk(x, 3, axis=axis)
     last = np.moveaxis(x, axis, -1)
@@ -228,7 +228,7 @@ def test_values_have_the_dtype_of_the_logits():
 
 
 def test_dtype_widens_without_rounding_first():
-    """bfloat16 logits, float32 values: as accurate as float32, not a widened bfloat16."""
+    """float32 values of bfloat16 logits are as accurate as float32, not widened from bfloat16."""
     names = list(cases.FINITE)
     x = cases.rows(names, 129, BF16)
     assert_right(topk(x, 5, dtype=F32), x, 5, names)
@@ -254,8 +254,10 @@ MASKS = cases.masks(X.shape)
 
 @pytest.mark.parametrize(("mask", "log"), first(2, pairs(MASKS, [False, True])))
 def test_where(mask, log):
-    """A masked position is chosen only when fewer than k are unmasked, lowest index first, with value 0
-    (log: -inf); so a fully masked row has indices 0 to k-1. Masked NaN and inf are ignored."""
+    """Masked positions win only if fewer than k are unmasked: lowest index first, with value 0 (log: -inf).
+
+    A fully masked row has indices 0 to k-1. Masked NaN and inf do not matter.
+    """
     where = MASKS[mask]
     got = topk(X, 15, where=where, log=log)
     assert_right(got, X, 15, NAMES, where=where, log=log, limit=4.0)
@@ -281,7 +283,7 @@ def test_masked_positions_come_after_neg_inf_and_neg_nan(log):
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])
 def test_where_with_integers(dtype):
-    """Also the smallest integer comes before a masked one."""
+    """Even the smallest integer comes before a masked element."""
     low = np.iinfo(dtype).min
     x = np.array([[7, low, 9, low, 8]], dtype)
     where = np.array([False, True, True, True, False])
@@ -293,7 +295,7 @@ def test_where_with_integers(dtype):
 
 @pytest.mark.parametrize(("temperature", "log"), first(2, pairs([0.01, 0.7, 2, 100.0], [False, True])))
 def test_scalar_temperature(temperature, log):
-    """p = softmax(logits / temperature); huge logits do not overflow on the way."""
+    """p = softmax(logits / temperature), without overflow for huge logits."""
     names = list(cases.FINITE)
     x = cases.rows(names, 129)
     got = topk(x, 5, temperature=temperature, log=log)
@@ -302,7 +304,7 @@ def test_scalar_temperature(temperature, log):
 
 
 def test_infinite_temperature():
-    """All alike, but for what is -inf."""
+    """All probabilities are equal, except at -inf."""
     x = cases.rows(["normal", "neg_inf_last"], 100)
     values = np.asarray(topk(x, 100, temperature=np.inf).values)
     np.testing.assert_allclose(values[0], 1 / 100, rtol=1e-6)
@@ -347,7 +349,7 @@ def _ours(x, t, where, log):
 def test_gradient_against_the_formula(mask, log):
     """dx_j = g_j p_j [j wins] - p_j sum_i g_i p_i (log: g_j [j wins] - p_j sum_i g_i), over T.
 
-    Masked positions and fully masked rows are 0, the others finite, even where a masked logit is NaN.
+    Gradients of masked positions are 0 and the others finite, even if a masked logit is NaN.
     """
     where = None if mask is None else MASKS[mask]
     t = np.geomspace(0.5, 4, len(X)).astype(F32)
@@ -364,13 +366,13 @@ def test_gradient_against_the_formula(mask, log):
 
 @pytest.mark.parametrize("log", first_values(1, [True, False]))
 def test_gradient_against_jax(log):
-    """jax.grad of softmax and take_along_axis, the ties among the winners included."""
+    """The gradient agrees with jax.grad of softmax and take_along_axis, including ties among the winners."""
     x = cases.rows(["normal", "integers", "constant", "ascending"], 20)
     t, g = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, 5))
     got = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)
     want = pullback(lambda x, t: composed(x, 5, None, t, log), x, t, g)
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6)
+    for ours, reference in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("v", first_values(1, [129, cases.GPT2]))
@@ -385,7 +387,7 @@ def test_gradient_of_peaked_rows(v):
 
 
 @pytest.mark.parametrize("log", first_values(1, [True, False]))
-def test_gradient_by_a_scalar_temperature(log):
+def test_gradient_of_a_scalar_temperature(log):
     x, g = cases.rows(["normal", "peaked"], 20), cases.cotangent((2, 5))
     t = jnp.float32(1.7)
     dt = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)[1]
@@ -395,7 +397,7 @@ def test_gradient_by_a_scalar_temperature(log):
 
 @pytest.mark.parametrize("log", first_values(1, [False, True]))
 def test_gradient_with_neg_inf_logits(log):
-    """-inf logits (a mask written into the logits) have gradient 0 and leave the others finite."""
+    """-inf logits, a mask written into the logits, have gradient 0; other gradients stay finite."""
     x = np.where(np.arange(20) % 4 == 3, -np.inf, cases.rows(["normal", "ascending"], 20)).astype(F32)
     t, g = np.array([0.5, 2], F32), cases.cotangent((2, 5))
     dx, dt = pullback(lambda x, t: _ours(x, t, None, log), x, t, g)
@@ -407,7 +409,7 @@ def test_gradient_with_neg_inf_logits(log):
 
 @pytest.mark.parametrize("dtype", first_values(1, [BF16, F16]), ids=str)
 def test_gradient_of_16_bits(dtype):
-    """p is recomputed in float32 from the logits, so a step or so of the stored dtype remains."""
+    """p is recomputed in float32 from the logits, so the error is about one step of the stored dtype."""
     names = ["normal", "peaked", "integers", "ascending"]
     x, g = cases.rows(names, 129, dtype), cases.cotangent((4, 5), dtype)
     dx = jax.vjp(lambda x: fused_topk(x, 5).values, x)[1](g)[0]
@@ -416,7 +418,7 @@ def test_gradient_of_16_bits(dtype):
     assert bounds.error_units(dx, oracle.fused_topk_vjp(x, g, 5)[0], units, slack_times=10) <= 2
 
 
-def test_gradient_of_nan_rows_stays_in_its_row():
+def test_nan_gradients_stay_in_their_rows():
     x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
     g = cases.cotangent((4, 3))
     dx = np.asarray(jax.vjp(lambda x: fused_topk(x, 3).values, x)[1](g)[0])
@@ -425,7 +427,7 @@ def test_gradient_of_nan_rows_stays_in_its_row():
 
 
 def test_indices_have_no_gradient():
-    """Their cotangent is float0, and nothing flows through them."""
+    """The cotangent of the indices is float0 and contributes nothing."""
     x = cases.rows(["normal"], 9)
     out, vjp = jax.vjp(lambda x: fused_topk(x, 3), x)
     zeros = np.zeros(out.indices.shape, jax.dtypes.float0)
@@ -435,7 +437,7 @@ def test_indices_have_no_gradient():
     np.testing.assert_array_equal(dx, np.zeros_like(x))
 
 
-# --- Anything at all ----------------------------------------------------------------------------------
+# --- Random calls -------------------------------------------------------------------------------------
 
 SPECIALS = [0.0, -0.0, np.inf, -np.inf, np.nan, cases.NEG_NAN, 1e-40, -1e-40, 1.0, 2.0]
 ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50, width=32)
@@ -454,7 +456,7 @@ def test_any_row_and_mask(x, where, k):
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1), (1, 3), (2, 3, 1), (1, 1, 1)], ids=str)
 def test_temperature_that_broadcasts(shape):
-    """To the batch, also with the axis of the row in it, of size 1."""
+    """A temperature broadcasts to the batch; it may also have the row's axis with size 1."""
     x = cases.rows(["normal", "peaked"] * 3, 17).reshape(2, 3, 17)
     t = np.linspace(0.5, 2, math.prod(shape)).astype(F32).reshape(shape)
     full = np.broadcast_to(t[..., 0] if t.ndim == 3 else t, (2, 3))
@@ -464,25 +466,25 @@ def test_temperature_that_broadcasts(shape):
 
 
 @pytest.mark.parametrize("temperature", [1e-38, np.float64(1e-50)])
-def test_the_least_temperatures_give_probabilities(temperature):
-    """The nearest one with a normal reciprocal takes their place; XLA on a CPU counts numbers below 1.2e-38 as 0."""
+def test_the_smallest_temperatures_give_probabilities(temperature):
+    """The nearest one with a normal reciprocal replaces them. XLA for CPUs treats numbers below 1.2e-38 as 0."""
     values = fused_topk(jnp.array([3.0, 2.0, 2.5]), 3, temperature=temperature).values
     np.testing.assert_array_equal(values, [1, 0, 0])
 
 
-def test_no_rows_with_a_temperature_each():
+def test_no_rows_with_temperatures_per_row():
     assert fused_topk(jnp.zeros((0, 5)), 2, temperature=jnp.ones(0)).values.shape == (0, 2)
 
 
 class Two:
-    """What JAX makes an array of."""
+    """An object that JAX converts to an array."""
 
     def __jax_array__(self):
         return jnp.float32(2)
 
 
 @pytest.mark.parametrize(("temperature", "same"), [(2**40, 2.0**40), (Two(), 2.0)], ids=["int", "object"])
-def test_temperatures_that_jax_makes_an_array_of(temperature, same):
+def test_temperatures_that_jax_converts_to_an_array(temperature, same):
     x = jnp.arange(4.0)
     got, want = (fused_topk(x, 2, temperature=t).values for t in (temperature, same))
     np.testing.assert_array_equal(got, want)

@@ -46,7 +46,7 @@ TOPK = [
 @both
 @side_by_side
 def test_topk(implementation, v, dtype, k, many):
-    """Few rows, which are split where they are long; and so many that they are not, or less."""
+    """Few rows, split into parts if they are long, and many rows, with fewer parts or none."""
     if refused(implementation, v, k):
         return
     names = VERY_LONG[:2] if v > 300_000 else rows_to_test(v)
@@ -67,8 +67,8 @@ TOPK_MASKED += [(129, F16, 129, "bhqv"), (131072, F32, 2048, "bhqv")]
 @pytest.mark.parametrize(("v", "dtype", "k", "pattern"), TOPK_MASKED, ids=str)
 @both
 @side_by_side
-def test_topk_where(implementation, v, dtype, k, pattern, log):
-    """NaN and infinities where it masks; the first row of the mask keeps nothing; a temperature per row."""
+def test_where(implementation, v, dtype, k, pattern, log):
+    """Masked elements are NaN or infinite; the first row of the mask keeps nothing; one temperature per row."""
     if refused(implementation, v, k):
         return
     shape = (*cases.BATCH, v)
@@ -88,8 +88,8 @@ def test_topk_where(implementation, v, dtype, k, pattern, log):
 @pytest.mark.parametrize("log", [False, True])
 @both
 @side_by_side
-def test_topk_values_of_another_dtype(implementation, v, k, log, dtype):
-    """And one temperature for all rows."""
+def test_values_of_another_dtype(implementation, v, k, log, dtype):
+    """One temperature for all rows."""
     if refused(implementation, v, k):
         return
     x = cases.rows(rows_to_test(v), v, BF16)
@@ -108,7 +108,7 @@ WINDOW_PLANS = [
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("plan", "dtype", "k", "names"), WINDOW_PLANS, ids=str)
-def test_every_window_of_topk(plan, dtype, k, names, masked):
+def test_every_window(plan, dtype, k, names, masked):
     if names is None:
         rows = {name: row for group in kernels.crowded(plan.vocab, k, dtype) for name, row in group.items()}
         names, x = [*rows], np.stack([*rows.values()]).astype(dtype)
@@ -122,8 +122,8 @@ def test_every_window_of_topk(plan, dtype, k, names, masked):
 @pytest.mark.parametrize(("v", "dtype", "k", "names"), TOPK_SHORT, ids=str)
 @both
 @side_by_side
-def test_every_tile_of_topk(implementation, v, dtype, k, names):
-    """The last one of them is not full, too."""
+def test_every_tile(implementation, v, dtype, k, names):
+    """The last tile is not full."""
     x = cases.rows(names, v, dtype)
     for repeats in (1, 37):
         got = topk(implementation, np.tile(x, (repeats, 1)), k, dtype="float32")
@@ -147,8 +147,8 @@ def test_every_tile_of_topk(implementation, v, dtype, k, names):
         (1000, 100),
     ],
 )
-def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
-    """They are not in the order of their packed keys; a warp has other rows besides."""
+def test_keys_that_differ_in_their_lowest_bits(v, k, masked):
+    """Packed keys do not have the order of such keys. A warp has other rows as well."""
     rows = kernels.neighbours(v)
     x = np.stack([*rows.values()] * 19)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
@@ -157,8 +157,8 @@ def test_tiles_of_keys_that_differ_in_their_lowest_bits(v, k, masked):
     assert_topk(got, x, k, [*rows] * 19, where=where)
 
 
-def test_topk_merges_of_merges(monkeypatch):
-    """Two lists at a time: three launches after the first."""
+def test_merges_of_merges(monkeypatch):
+    """A launch merges two lists at a time, so three launches follow the first."""
     kernels.merge_so_many_lists(monkeypatch, 2)
     x = cases.rows(FEW, 2007)
     assert_topk(kernels.topk_rows(x, 5, Window(2007, 4, 1, 1, 5), interpret=None)[0], x, 5, FEW)
@@ -180,8 +180,8 @@ def test_topk_merges_of_merges(monkeypatch):
 )
 @both
 @side_by_side
-def test_topk_of_more_candidates_than_slots(implementation, v, dtype, k, many):
-    """Of Mosaic the exact path: bisection over the keys, and ties in order of their indices."""
+def test_more_candidates_than_slots(implementation, v, dtype, k, many):
+    """Mosaic takes its exact path: bisection over the keys, and ties in the order of their indices."""
     if refused(implementation, v, k):
         return
     rows = {name: row for group in kernels.crowded(v, k, dtype) for name, row in group.items()}
@@ -190,8 +190,8 @@ def test_topk_of_more_candidates_than_slots(implementation, v, dtype, k, many):
 
 
 @pytest.mark.parametrize(("v", "k"), [(4104, 100), (4104, 128), (4104, 300), (25000, 2048)], ids=str)
-def test_topk_of_winners_in_one_bucket(v, k):
-    """They are counted, or sorted where there is room for more than 256 candidates."""
+def test_winners_in_one_bucket(v, k):
+    """One bucket's winners are ranked by counting, or by a sort if there is room for more than 256 candidates."""
     rows = kernels.bunched(v)
     assert_topk(topk("mosaic_gpu", np.stack([*rows.values()]), k), np.stack([*rows.values()]), k, [*rows])
 
@@ -201,7 +201,7 @@ def test_topk_of_winners_in_one_bucket(v, k):
 @pytest.mark.parametrize("v", [100, 1000, 50257])
 @both
 @side_by_side
-def test_topk_grad(implementation, v, masked, log):
+def test_gradient(implementation, v, masked, log):
     x = cases.rows(["normal", "peaked", "integers", "one_winner"], v)
     where = cases.broadcast_mask("bv", x.shape) if masked else None
     x = cases.spoil_masked(x, where) if masked else x
@@ -214,8 +214,8 @@ def test_topk_grad(implementation, v, masked, log):
     dx, dt = grad(x, t, g, where)
     want_dx, want_dt = oracle.fused_topk_vjp(x, g, 5, where, t, log)
     unit_dx, unit_dt = bounds.fused_topk_vjp_unit(x, g, 5, where, t, log)
-    # p is formed again from x, m and d: the units of the forward twice
-    flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]  # a denormal p, times this
+    # p is recomputed from x, m and d, so the units of the forward count twice
+    flushed = 1 + np.sum(np.abs(g), -1, keepdims=True) / t[:, None]  # the factor of a flushed denormal p
     assert bounds.error_units(dx, want_dx, unit_dx, slack_times=flushed) <= 4 * UNITS
     assert bounds.error_units(dt, want_dt, unit_dt) <= 4 * UNITS
     if masked:
@@ -227,8 +227,8 @@ def test_topk_grad(implementation, v, masked, log):
     ("v", "dtype", "k"), [(64, F32, 6), (128, BF16, 8), (127, F16, 40), (1000, F32, 16)], ids=str
 )
 @side_by_side
-def test_topk_grad_of_routers(v, dtype, k, log):
-    """Rows of many CTAs, in which the winners' elements are written twice, and come out the same again."""
+def test_gradient_of_routers(v, dtype, k, log):
+    """Short rows in many CTAs: the winners' elements are written twice, and a second run gives the same bits."""
     names = ["normal", "peaked", "integers", "one_winner"]
     x, g = np.tile(cases.rows(names, v, dtype), (301, 1)), cases.cotangent((1204, k), dtype)
 
@@ -251,7 +251,7 @@ def test_topk_grad_of_routers(v, dtype, k, log):
 )
 @both
 @side_by_side
-def test_repeated_topk_gives_the_same_bits(implementation, rows, v, k, masked):
+def test_repeated_runs_give_the_same_bits(implementation, rows, v, k, masked):
     if refused(implementation, v, k):
         return
     x = np.random.default_rng(1).standard_normal((rows, v)).astype(F32)
@@ -268,8 +268,8 @@ MANY_OF_TOPK = [(4_194_312, 512), (70000, 30720), (42744, 50257), (8200, 262144)
     ("implementation", "masked"), [("mosaic_gpu", False), ("mosaic_gpu", True), ("triton", True)]
 )
 @pytest.mark.parametrize(("rows", "v"), MANY_OF_TOPK, ids=str)
-def test_more_elements_of_topk_than_32_bits_count(implementation, rows, v, masked):
-    """Eight rows again and again, all alike bit for bit: rows in registers, of one CTA, of two parts and of more."""
+def test_more_than_2_to_the_31_elements(implementation, rows, v, masked):
+    """Eight rows are repeated, and all copies have the same bits: in registers, in one CTA, in two and more parts."""
     few, k = 8, 5
     x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
     where = np.random.default_rng(3).random((few, v)) < 0.7 if masked else None
@@ -287,7 +287,7 @@ def test_more_elements_of_topk_than_32_bits_count(implementation, rows, v, maske
     assert all(alike)
 
 
-def test_more_elements_of_its_gradient_than_32_bits_count():
+def test_more_than_2_to_the_31_elements_of_a_gradient():
     (rows, v), few, k = MANY_OF_TOPK[0], 8, 5
     x, g = np.random.default_rng(2).standard_normal((few, v)).astype(BF16), cases.cotangent((few, k), BF16)
 
@@ -313,8 +313,8 @@ def test_more_elements_of_its_gradient_than_32_bits_count():
 @both
 @pytest.mark.parametrize("masked", [False, True])
 @side_by_side
-def test_topk_needs_little_memory(implementation, masked):
-    """Beside the logits and the mask: a hundred times less than the 2 GB of a softmax."""
+def test_little_memory(implementation, masked):
+    """In addition to the logits and the mask, top-k needs a hundredth of the 2 GB of a softmax."""
     x = jax.ShapeDtypeStruct((4096, 128256), "float32")
     where = jax.ShapeDtypeStruct((1, 128256), "bool") if masked else None
     memory = topk.lower(implementation, x, 64, where=where).compile().memory_analysis()

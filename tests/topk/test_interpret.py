@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels of top-k in Pallas's interpreter, against the oracle.
 
-What the kernels do by inline PTX has a plain twin here; test_ptx.py and test_gpu.py run the PTX itself.
+The interpreter replaces inline PTX by a twin in plain JAX; test_ptx.py and test_gpu.py run the PTX itself.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def short(rows, v, k, dtype):
 
 
 @pytest.mark.parametrize(("v", "dtype", "k", "names"), first(1, TOPK_SHORT), ids=parameter_id)
-def test_topk_of_short_rows(v, dtype, k, names):
+def test_short_rows(v, dtype, k, names):
     kernels.assert_topk(cases.rows(names, v, dtype), k, names, short(len(names), v, k, dtype))
 
 
@@ -45,8 +45,8 @@ def test_topk_of_short_rows(v, dtype, k, names):
         ],
     ),
 )
-def test_gradient_of_topk_of_short_rows(v, dtype, k, log):
-    """Of the values and, for second derivatives, of d; p is formed again from x, m and d."""
+def test_gradient_of_short_rows(v, dtype, k, log):
+    """The cotangents are of the values and, for second derivatives, of d. p is recomputed from x, m and d."""
     names = ["normal", "peaked", "integers", "one_winner"]
     x = cases.rows(names, v, dtype)
     t, g, g_d = np.array([0.5, 1, 2, 3], F32), cases.cotangent((4, k)), np.array([0, 0, 1, -1], F32)
@@ -70,8 +70,8 @@ def test_gradient_of_topk_of_short_rows(v, dtype, k, log):
 
 
 @pytest.mark.slow
-def test_gradient_of_topk_stays_in_its_row():
-    """Rows with NaN, inf or nothing but -inf have NaN everywhere, as in plain JAX; -inf in a row has 0."""
+def test_nan_gradients_stay_in_their_rows():
+    """Rows with NaN, with inf or of -inf only have NaN gradients, as in plain JAX. A -inf in a row has gradient 0."""
     x = cases.rows(["nan_first", "normal", "inf_last", "all_neg_inf"], 9)
     x[1, 3] = -np.inf
     (winners, (m, d)), g = kernels.topk_rows(x, 3, short(4, 9, 3, F32)), cases.cotangent((4, 3))
@@ -82,12 +82,12 @@ def test_gradient_of_topk_stays_in_its_row():
 
 
 @pytest.mark.parametrize(("plan", "dtype", "k", "names"), first(1, WINDOWS), ids=parameter_id)
-def test_topk_of_long_rows(plan, dtype, k, names):
+def test_long_rows(plan, dtype, k, names):
     kernels.assert_topk(cases.rows(names, plan.vocab, dtype), k, names, plan)
 
 
-def test_topk_windows_are_of_every_kind():
-    """Full steps and none; rests of a step and more; views of one dimension and two; merges of merges."""
+def test_windows_cover_every_kind():
+    """With and without full steps; rests of a step and more; views with one or two dimensions; merges of merges."""
     steps = [kernels.steps(plan) for plan, *_ in WINDOWS]
     assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
     assert {rest > 0 for _, rest, _ in steps} == {True, False}
@@ -106,7 +106,7 @@ def length(kind):
 @pytest.mark.parametrize(
     ("kind", "log"), [("tile", False), slow("tile", True), slow("window", False), slow("parts", True)]
 )
-def test_topk_with_a_temperature_per_row(kind, log):
+def test_temperature_per_row(kind, log):
     names = FEW if log else list(cases.FINITE)
     t = np.geomspace(0.1, 10, len(names)).astype(F32)
     x = cases.rows(names, length(kind))
@@ -115,8 +115,8 @@ def test_topk_with_a_temperature_per_row(kind, log):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("tile", F16), ("window", BF16)], ids=str)
-def test_topk_values_of_another_dtype(kind, dtype):
-    """And one temperature for all rows."""
+def test_values_of_another_dtype(kind, dtype):
+    """One temperature for all rows."""
     x = cases.rows(FEW[:3], length(kind))
     plan = KINDS[kind] or short(3, 100, 5, F32)
     kernels.assert_topk(x, 5, FEW[:3], plan, None, np.full(1, 0.7, F32), dtype=dtype)
@@ -135,8 +135,8 @@ TOPK_MASKED = [
 
 
 @pytest.mark.parametrize(("kind", "pattern", "dtype"), TOPK_MASKED, ids=str)
-def test_topk_where(kind, pattern, dtype):
-    """NaN and infinities where it masks; the first row of the mask keeps nothing: 0, 1, 2, ... with p = 0."""
+def test_where(kind, pattern, dtype):
+    """Masked elements are NaN or infinite. The first row of the mask keeps nothing, so 0, 1, 2, ... win with p = 0."""
     shape = (*cases.BATCH, length(kind))
     x = np.resize(cases.rows(["normal", "peaked", "integers", "negative", "all_neg_inf"], shape[-1]), shape)
     where = cases.broadcast_mask(pattern, shape)
@@ -159,7 +159,7 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     x = cases.rows(names, v)
     where = np.random.default_rng(0).random((len(x), v)) < 0.5 if masked else None
     if masked:
-        where[0, : v // 2] = False  # of a whole part
+        where[0, : v // 2] = False  # masks a whole part
     lists, t = [], np.full(1, 0.7, F32)
     for part in range(parts):
         own = slice(part * v // parts, (part + 1) * v // parts)
@@ -179,8 +179,8 @@ def test_merge_of_parts_of_other_devices(parts, k, log, masked):
 @pytest.mark.parametrize(
     ("kind", "log"), [("window", False), slow("tile", False), slow("tile", True), slow("parts", True)]
 )
-def test_topk_of_fewer_unmasked_than_winners(kind, log):
-    """Then -NaN is before what is masked, which comes in order of its indices, with p = 0 also beside NaN."""
+def test_fewer_unmasked_elements_than_winners(kind, log):
+    """A -NaN comes before masked elements. These come in the order of their indices, with p = 0 even in a NaN row."""
     names = ["normal", "everything", "every_third_neg_nan", "all_neg_nan"]
     v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
     plan = (
@@ -192,8 +192,8 @@ def test_topk_of_fewer_unmasked_than_winners(kind, log):
     kernels.assert_topk(x, k, names, plan, where, log=log)
 
 
-def test_topk_of_fewer_candidates_than_winners():
-    """The best elements are in as many groups as can be, so that fewer than k reach a bound for rows in any order."""
+def test_fewer_candidates_than_winners():
+    """The best elements are in different groups, so fewer than k reach a bound meant for rows in random order."""
     plan, k, at = Window(1204, 4, 2, 1), 320, np.arange(1204)
     x = -(at % 4) * 1000.0 - at // 4
     rank = topk_plan.bound_rank(plan, k, topk_plan.candidate_slots(k))
@@ -203,7 +203,7 @@ def test_topk_of_fewer_candidates_than_winners():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "dtype", "k"), CROWDED, ids=str)
-def test_topk_of_more_candidates_than_slots(plan, dtype, k):
+def test_more_candidates_than_slots(plan, dtype, k):
     tied, distinct = kernels.crowded(plan.vocab, k, dtype)
     x = np.stack([*tied.values(), *distinct.values()]).astype(dtype)
     assert kernels.exceeds_slots(x[: len(tied)], k)

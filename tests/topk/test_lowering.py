@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels of top-k lowered for CUDA, without a GPU.
 
-Registers, shared memory, alignment and deadlocks do not show here, but in test_gpu.py.
+These tests do not see registers, shared memory, alignment and deadlocks; test_gpu.py does.
 """
 
 import functools
@@ -71,8 +71,8 @@ def test_short_rows_with_masks(shape, mask, log):
     assert kernel_names(lowered_rows(5, v, 5, dtype, plan, MASKS[mask](v), 5, log)) == ["softmax_topk"]
 
 
-# (rows, V, k). As planned: one CTA a row; parts of it, merged at once or in several launches; winners that are compared
-# with all where buckets fail, and more of them, which are sorted then.
+# (rows, V, k), with the package's plans: one CTA per row; parts, merged by one launch or several. If buckets fail, few
+# winners are ranked by comparisons, and more winners by a sort.
 WINDOWS = {
     "one CTA, unaligned": (251, 20011, 128),
     "parts": (5, 50257, 64),
@@ -118,14 +118,14 @@ def test_long_rows_with_masks(kind, mask):
     ("shape", "masked"), first(1, pairs([(5, 128), (256, 10003), (5, 30000)], [True, False])), ids=str
 )
 def test_under_x64(shape, masked, x64):
-    """No number becomes one of 64 bits."""
+    """No number becomes a 64-bit number."""
     rows, v = shape
     plan = kernels.plan_topk(rows, v, 5, "float32")
     text = lowered_rows(rows, v, 5, "float32", plan, (rows, v) if masked else None)
     assert kernel_names(text) == names_of(plan, 5)
 
 
-# --- Which path ran -----------------------------------------------------------------------------------
+# --- Public functions ---------------------------------------------------------------------------------
 
 
 def test_no_kernel_for_integers():
@@ -138,7 +138,7 @@ def test_no_kernel_for_integers():
     ("call", "v"), first(3, pairs([name for name in CALLS if not name.startswith("ax")], [100, 20011, 30000]))
 )
 def test_public_topk(call, v):
-    """One kernel, and one that merges the parts of a long row; the backward of short rows without a mask has one."""
+    """One kernel, and a second one to merge parts of a long row. The gradient of short unmasked rows has a kernel."""
 
     def f(x, where=None):
         return topk(x, where=where, implementation="mosaic_gpu").values
@@ -150,7 +150,7 @@ def test_public_topk(call, v):
 
 @pytest.mark.parametrize("dtype", first_values(1, ["float8_e4m3fn", "float8_e5m2"]))
 def test_values_of_8_bits(dtype):
-    """The kernel's are of float32, rounded afterwards."""
+    """The kernel's values are float32, and rounded afterwards."""
     text = lowered(lambda x: ps.fused_topk(x, 5, dtype=dtype, implementation="mosaic_gpu"), X)
     assert len(kernel_results(text)) == 1
 
@@ -175,8 +175,8 @@ def test_grad():
         ],
     ),
 )
-def test_kernel_of_the_gradient(v, dtype, masked, own):
-    """Rows in the registers of a warp have a kernel; longer and masked ones are plain JAX."""
+def test_which_gradients_have_a_kernel(v, dtype, masked, own):
+    """Rows in the registers of a warp have a kernel; the gradient of longer and masked rows is plain JAX."""
     where = jnp.ones((ROWS, v), bool) if masked else None
     names = kernel_names(
         lowered(jax.grad(square_sum(lambda x: topk(x, where=where).values)), array(ROWS, v, dtype=dtype))
@@ -184,13 +184,13 @@ def test_kernel_of_the_gradient(v, dtype, masked, own):
     assert ("topk_grad" in names) == own and len(names) == 1 + own
 
 
-def test_grad_by_temperature():
+def test_grad_of_temperature():
     f = jax.grad(lambda t, x: jnp.sum(topk(x, temperature=t).values))
     assert len(kernel_results(lowered(f, array(ROWS), X))) == 1
 
 
-def test_the_choice_under_vmap_is_that_of_all_rows():
-    """So many winners of a single row as long as this are XLA's, those of three are a kernel's."""
+def test_the_choice_under_vmap_is_for_all_rows():
+    """XLA runs a single row of this length with this k, but a kernel runs three such rows."""
     f, row = functools.partial(ps.fused_topk, k=1025), array(65_600)
     assert not kernel_results(lowered(f, row))
     assert kernel_results(lowered(jax.vmap(f), array(3, *row.shape)))

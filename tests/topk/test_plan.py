@@ -13,7 +13,7 @@ from pallas_softmax._src.topk import tile_plan
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
-# (rows, V, k, dtype): parts of a row; "tile": its rows in registers.
+# (rows, V, k, dtype): the number of parts of a row, or "tile" for rows in registers.
 PLANS = {
     (1, 1, 1, "float32"): "tile",
     (4096, 100, 5, "float32"): "tile",
@@ -27,7 +27,7 @@ PLANS = {
     (4096, 2048, 2048, "bfloat16"): "tile",
     (10, 1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
     (10, 2056, 1, "bfloat16"): 1,
-    (10, 1025, 1, "bfloat16"): 1,  # whose lanes load one element at a time
+    (10, 1025, 1, "bfloat16"): 1,  # its lanes load one element at a time
     (10, 2052, 1, "float32"): 1,
     (4096, 8000, 1, "float32"): 1,
     (4000, 25000, 5, "float32"): 1,
@@ -40,24 +40,24 @@ PLANS = {
     (4096, 50257, 64, "bfloat16"): 2,
     (4096, 50257, 64, "float32"): 3,
     (4096, 128256, 64, "float32"): 6,
-    (3001, 33333, 128, "float32"): 2,  # of many winners longer parts, since each part is searched
-    (4096, 50257, 65, "float32"): 1,  # or the whole row, if it fills a multiprocessor
+    (3001, 33333, 128, "float32"): 2,  # many winners need longer parts, because each part is searched
+    (4096, 50257, 65, "float32"): 1,  # or the whole row if it fills a multiprocessor
     (4096, 50257, 256, "float32"): 1,
     (129, 40000, 128, "float32"): 1,
     (4096, 39999, 128, "float32"): 2,
-    (4096, 60000, 128, "float32"): 3,  # more than one holds
+    (4096, 60000, 128, "float32"): 3,  # a row that one CTA cannot hold
     (777, 100003, 128, "bfloat16"): 2,
     (2048, 49152, 128, "bfloat16"): 1,
 }
 
 
-# (rows, V, k, dtype): whether candidates are listed by position. Where else one CTA would have a multiprocessor.
+# (rows, V, k, dtype): whether candidates are listed by position, which lets two CTAs share a multiprocessor.
 COMPACT = {
     (4000, 25000, 256, "float32"): False,
     (4000, 25000, 512, "float32"): True,
     (4000, 24576, 1024, "float32"): True,
     (4000, 25000, 1024, "float32"): True,
-    (4000, 25000, 2048, "float32"): False,  # for which there is no room
+    (4000, 25000, 2048, "float32"): False,  # there is no room
     (4000, 18000, 2048, "float32"): True,
     (4000, 12289, 512, "float32"): False,
     (4000, 50000, 512, "bfloat16"): False,
@@ -66,7 +66,7 @@ COMPACT = {
 
 
 @pytest.mark.parametrize("shape", COMPACT, ids=str)
-def test_candidates_are_listed_by_position_where_two_ctas_fit_then(shape):
+def test_candidates_listed_by_position_let_two_ctas_fit(shape):
     assert topk_plan.plan_topk(*shape, HOPPER).compact == COMPACT[shape]
 
 
@@ -82,7 +82,7 @@ def test_candidates_are_listed_by_position_where_two_ctas_fit_then(shape):
     ],
 )
 def test_bound_of_rows_in_any_order(vocab, k, dtype):
-    """The list has room for the elements that reach the bound, and they are k at least, in rows of random numbers."""
+    """In random rows, at least k elements reach the bound, and the list has room for all that do."""
     plan = topk_plan.plan_topk(4000, vocab, k, dtype, HOPPER)
     items, _ = topk_plan.listed_items(plan, k)
     room = items if plan.compact else items // 2
@@ -97,36 +97,36 @@ def test_bound_of_rows_in_any_order(vocab, k, dtype):
 
 @pytest.mark.parametrize("shape", PLANS, ids=str)
 def test_plan(shape):
-    """Few rows are split, and rows of which two would not lie in a multiprocessor."""
+    """Rows are split if they are few, or if two rows do not fit into a multiprocessor."""
     plan = topk_plan.plan_topk(*shape, HOPPER)
     assert ("tile" if isinstance(plan, Tile) else plan.count) == PLANS[shape]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 2, 7, 64, 127, 128, 512, 1000, 1024])
-def test_plans_of_the_backward_of_topk(vocab, dtype):
-    """A row lies over lanes of one warp; rows that do not fit there have no plan."""
+def test_plans_of_the_gradient(vocab, dtype):
+    """A row is held by lanes of one warp; longer rows have no plan."""
     plan = tile_plan.plan_topk_grad(vocab, dtype)
     assert plan is not None and plan.lanes <= 32 and plan.shape[1] >= vocab
     check_tile(plan, vocab)
     assert tile_plan.plan_topk_grad(1028, dtype) is None
 
 
-# (vocab, k, dtype) to the lanes of a row, the elements in each, and the length of its list
+# (vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
 MERGES = {
     (64, 6, "float32"): (4, 16, 7),
     (384, 8, "float32"): (16, 24, 5),
     (512, 64, "float32"): (16, 32, 14),
     (1024, 64, "float32"): (32, 32, 10),
     (256, 100, "float32"): (8, 32, 27),
-    (512, 200, "float32"): (32, 16, 16),  # whose lanes would hold half as many winners as elements
+    (512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
     (1000, 256, "bfloat16"): (16, 64, 32),
     (1000, 257, "bfloat16"): (32, 32, 20),
-    (128, 64, "float32"): (8, 16, 16),  # all, since a lane often has more than 15
-    (64, 2, "float32"): (4, 16, 3),  # one more than winners
+    (128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
+    (64, 2, "float32"): (4, 16, 3),  # one more than the winners
     (384, 8, "bfloat16"): (8, 48, 6),
     (2048, 5, "bfloat16"): (32, 64, 3),
-    (500, 8, "bfloat16"): (16, 32, 5),  # whose lanes load 8 bytes at once
+    (500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
 }
 
 
@@ -145,12 +145,12 @@ SORTED = {
     (32, 32): True,
     (512, 256): False,  # not most of the row
     (512, 257): True,
-    (513, 513): False,  # longer than a warp's lanes sort
+    (513, 513): False,  # longer than a warp's lanes can sort
 }
 
 
 @pytest.mark.parametrize("case", SORTED, ids=str)
-def test_rows_of_which_most_are_winners_are_sorted(case):
+def test_rows_with_mostly_winners_are_sorted(case):
     assert tile_plan.sorts(*case) == SORTED[case]
 
 
@@ -172,7 +172,7 @@ def test_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
     k = min(k, vocab)
     plan = topk_plan.plan_topk(rows, vocab, k, dtype, capability)
     if isinstance(plan, Tile):
-        assert plan.shape[1] >= vocab and plan.lanes <= 32  # a row is a warp's
+        assert plan.shape[1] >= vocab and plan.lanes <= 32  # one warp holds a row
         check_tile(plan, vocab)
         itemsize = jnp.dtype(dtype).itemsize
         winners = tile_plan.winners_tile(plan, vocab, k)
@@ -188,14 +188,14 @@ def test_plans_cover_every_row_once(rows, vocab, k, dtype, capability):
 
 
 def check_window(plan, rows, k, itemsize):
-    """The parts are the row, each with k elements at least; copies are of whole 16 bytes, inside each part."""
+    """Asserts that parts cover the row with at least k elements each, and that bulk copies are aligned and inside."""
     starts = np.asarray(plan.cut.start(np.arange(plan.count + 1)))
     owned = np.diff(starts)
     assert starts[0] == 0 and starts[-1] == plan.vocab
     assert owned.min() >= k and owned.max() == plan.cut.longest
     together = layout.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
-    before = -firsts % plan.vec  # elements of a part before its body, which are filled in one by one
+    before = -firsts % plan.vec  # elements of a part before its body, copied one by one
     assert (before <= plan.head).all()
     assert (before + plan.body <= owned).all()
     assert (owned - plan.body <= 2 * plan.vec + plan.cut.unit).all()
@@ -205,18 +205,20 @@ def check_window(plan, rows, k, itemsize):
     assert all(at % plan.vec == size % plan.vec == 0 < size for at, size in copies)
     ends = [at + size for at, size in copies]
     assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
-    # steps: those before the last that its copy fills; groups: whole in a step, which is whole in the window
+    # all steps before the last fill their copies; a step has whole groups
     assert plan.full in (len(copies), len(copies) - 1)
     assert all(end == (i + 1) * plan.step_blocks * plan.block for i, end in enumerate(ends[: plan.full]))
     assert 0 <= plan.rest <= plan.step_blocks + 1
     assert plan.step_blocks % plan.group_blocks == 0
     if plan.compact:
         assert itemsize == 4 and plan.count == 1
-        assert 2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024  # with what CUDA keeps of each
+        assert (
+            2 * (topk_plan.cta_bytes(plan, k, 4) + 1024) <= 228 * 1024
+        )  # including the 1 KiB that CUDA keeps per CTA
         assert sum(topk_plan.ordering_words(k)) <= plan.size <= 2**16
         positions, groups = topk_plan.listed_items(plan, k)
-        assert k + max(2, k // 16) <= groups  # as many as may reach the bound
-        assert 2 * positions >= 4 * 512  # the counters of the search for a bound
+        assert k + max(2, k // 16) <= groups  # the number that may reach the bound
+        assert 2 * positions >= 4 * 512  # room for the counters of the bound's search
     assert (
         plan.groups_per_thread * plan.group_blocks >= plan.blocks == plan.full * plan.step_blocks + plan.rest
     )
@@ -224,8 +226,8 @@ def check_window(plan, rows, k, itemsize):
 
 @FREE
 @given(st.integers(1, topk_plan.MAX_K), st.integers(1, 1000))
-def test_merges_come_to_an_end(k, count):
-    """In a few launches, each of which has room for the lists that it merges."""
+def test_merges_end(k, count):
+    """Merges end after a few launches, and each launch has room for its lists."""
     group, launches = topk_plan.lists_per_merge(k), 0
     assert 2 <= group <= hardware.WARPGROUP
     slots = layout.power_of_two(group * k, hardware.WARPGROUP)

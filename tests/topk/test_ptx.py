@@ -1,6 +1,6 @@
-"""The inline PTX of the search of top-k, run in numpy (tests/support/ptx.py), against what it is to compute.
+"""The inline PTX of top-k's search, run in numpy (tests/support/ptx.py), against numpy.
 
-On the CPU the kernels run twins of it in JAX, and on a GPU the PTX: this is the PTX without a GPU.
+In the interpreter the kernels run twins of this PTX in plain JAX. These tests run the PTX itself without a GPU.
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ SMEM = 200 * 1024
 
 
 class Ref:
-    """A reference to shared memory, as far as the text of the PTX depends on it."""
+    """A reference to shared memory, with the attributes that the PTX text depends on."""
 
     def __init__(self, size, dtype="int32"):
         self.shape, self.dtype = (size,), jnp.dtype(dtype)
@@ -26,7 +26,7 @@ def words(memory, at, count, dtype="uint32"):
 
 
 def slots_of(keys, indices):
-    """The slots of candidates, as one number each."""
+    """Returns the slots of candidates, as one uint64 each."""
     high = (np.asarray(keys, "int64") + 2**31).astype("uint64") << np.uint64(32)
     return high | (np.uint64(0xFFFFFFFF) - np.asarray(indices).astype("uint64"))
 
@@ -43,9 +43,9 @@ def keys_of(rng, n, kind):
             return oracle.order_key((1.4 + rng.exponential(0.4, n)).astype(BF16))
         case "uniform":
             return oracle.order_key((0.9 + 0.1 * rng.random(n)).astype(BF16))
-        case "spread":  # as the best of a normal sample are
+        case "spread":  # like the best of a normal sample
             return oracle.order_key((2.5 + rng.exponential(0.4, n)).astype(F32))
-        case "alike":
+        case "equal":
             return np.full(n, 5)
         case "one far above":
             return np.where(np.arange(n) == n // 2, 2**31 - 1, 100 * rng.permutation(n))
@@ -58,7 +58,7 @@ def keys_of(rng, n, kind):
         (5, 6, "spread"),
         (128, 140, "spread"),
         pytest.param(128, 256, "anything", marks=pytest.mark.slow),
-        pytest.param(70, 110, "alike", marks=pytest.mark.slow),
+        pytest.param(70, 110, "equal", marks=pytest.mark.slow),
         (70, 110, "one far above"),
         pytest.param(300, 340, "spread", marks=pytest.mark.slow),
         pytest.param(300, 340, "one far above", marks=pytest.mark.slow),
@@ -70,7 +70,7 @@ def keys_of(rng, n, kind):
     ],
 )
 def test_rank(monkeypatch, k, n, kind):
-    """The k best, in order: by counting, by buckets, and where one bucket has too many by counting and by sorting."""
+    """The k best are ranked by counting, by buckets, and if one bucket has too many, by counting or sorting."""
     rng = np.random.default_rng(k)
     capacity, padded = kernels.candidate_slots(k), -(-k // 128) * 128
     slots, buckets, ranked = 0, 8 * capacity, 12 * capacity
@@ -92,7 +92,7 @@ def test_rank(monkeypatch, k, n, kind):
 
 @pytest.mark.parametrize(("lists", "k"), [(2, 128), (3, 100), (4, 5), (2, 1)])
 def test_rank_lists(monkeypatch, lists, k):
-    """The k best of lists in order, with ties between and in them, the lower index first."""
+    """The k best of sorted lists, with ties in and between lists; the lower index comes first."""
     rng, padded = np.random.default_rng(k), -(-k // 128) * 128
     keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
     order = np.lexsort((indices, -keys))
@@ -104,7 +104,9 @@ def test_rank_lists(monkeypatch, lists, k):
     words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
     words(memory, indices_at, lists * k, "int32")[:] = indices.ravel()
     code = kernels.ptx_of(monkeypatch, "rank_lists", *[None] * 4, 0, lists, k, padded)
-    code.lines = [line.replace("ld.global", "ld.shared") for line in code.lines]  # it has no other memory
+    code.lines = [
+        line.replace("ld.global", "ld.shared") for line in code.lines
+    ]  # the machine can only load shared memory
     ptx.run(code, memory, slots=slots, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
     best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
@@ -117,12 +119,12 @@ def test_rank_lists(monkeypatch, lists, k):
         (896, 128, "spread"),
         pytest.param(128, 5, "one far above", marks=pytest.mark.slow),
         pytest.param(256, 200, "anything", marks=pytest.mark.slow),
-        pytest.param(256, 200, "alike", marks=pytest.mark.slow),
+        pytest.param(256, 200, "equal", marks=pytest.mark.slow),
         pytest.param(6272, 2048, "spread", marks=pytest.mark.slow),
     ],
 )
 def test_bound(groups, k, kind):
-    """At least k keys reach it, and few more, but for ties; the slots are empty again."""
+    """At least k keys reach the bound, and few more, apart from ties. The slots are empty afterwards."""
     keys = keys_of(np.random.default_rng(k), groups, kind)
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
@@ -141,7 +143,7 @@ def test_bound(groups, k, kind):
     [
         (Window(2007, 4, 8, 8), F32, 130),
         pytest.param(Window(1024, 4, 8, 8), F32, 40, marks=pytest.mark.slow),  # fewer blocks than a group has
-        pytest.param(Window(2048, 4, 2, 2), F32, 40, marks=pytest.mark.slow),  # nothing is outside
+        pytest.param(Window(2048, 4, 2, 2), F32, 40, marks=pytest.mark.slow),  # no element is outside the row
         pytest.param(Window(1024, 4, 2, 1), F32, 200, marks=pytest.mark.slow),
         pytest.param(Window(1024, 4, 2, 2), F32, 1000, marks=pytest.mark.slow),  # more than there are slots
         pytest.param(Window(9003, 8, 4, 4), BF16, 140, marks=pytest.mark.slow),
@@ -153,9 +155,9 @@ def test_bound(groups, k, kind):
     ids=str,
 )
 def test_collect(monkeypatch, window, dtype, best, everywhere):
-    """The elements that reach a bound, from the groups that do; around them, and in the window's tail, -inf.
+    """The elements that reach a bound are listed, from the groups that reach it. Outside the row the window has -inf.
 
-    Of a compact window their positions, which then become slots where the row was.
+    A compact window lists positions, and slots then replace the row in shared memory.
     """
     capacity, low = kernels.candidate_slots(128), window.head // 2
     x = np.full(window.size, -np.inf).astype(dtype)
@@ -195,13 +197,13 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
             ptx.run(code, memory, x=0, positions=starts["slots"], n=int(n), origin=extent.origin)
         slots = words(memory, 0 if window.compact else starts["slots"], capacity, "uint64")
         np.testing.assert_array_equal(np.sort(slots[:n]), np.sort(slots_of(keys[reach], reach + 7)))
-        assert not slots[n:].any()  # which a sort of all slots relies on
+        assert not slots[n:].any()  # a sort of all slots relies on empty slots
 
 
 @pytest.mark.parametrize(
     ("tile", "vocab", "k"),
     [
-        (Tile(32, 4, 8, 2), 57, 8),  # what a lane holds halves with each merge
+        (Tile(32, 4, 8, 2), 57, 8),  # the list of a lane halves with each merge
         pytest.param(Tile(32, 4, 8, 4), 128, 5, marks=pytest.mark.slow),
         pytest.param(
             Tile(8, 16, 1, 3), 47, 2, marks=pytest.mark.slow
@@ -213,14 +215,14 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
         pytest.param(Tile(4, 32, 8, 8), 2041, 2000, marks=pytest.mark.slow),
         pytest.param(Tile(16, 8, 8, 8), 512, 200, marks=pytest.mark.slow),
         pytest.param(Tile(16, 8, 8, 6), 384, 8, marks=pytest.mark.slow),
-        (Tile(256, 2, 2, 1), 3, 1),  # several rows of a thread
+        (Tile(256, 2, 2, 1), 3, 1),  # several rows per thread
     ],
     ids=str,
 )
 def test_merges(tile, vocab, k):
-    """The k best of 16-bit rows, lower columns first among ties, and none that a thread has beyond the row.
+    """The k best of 16-bit rows, with lower columns first among ties, and without padding beyond the row.
 
-    Also where a lane has more of them than its list has places for.
+    Some lanes have more winners than their lists have room for.
     """
     rng = np.random.default_rng(k)
     of_row = tile.shape[1] // tile.lanes
@@ -228,7 +230,7 @@ def test_merges(tile, vocab, k):
     bits[1::3] = np.sort(bits[1::3] & 0x7FFF)  # the winners are in few lanes
     bits[::3] = rng.choice(np.array([0, 0x8000, 0x7FC0, 0xFFFF], "u2"), tile.shape)[::3]
     code, winners = kernels.merging_words_ptx_of(tile, vocab, k)
-    # as a thread has them: its rows, each of steps of vectors
+    # the elements of each thread: its rows, as steps of vectors
     held = bits.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
     held = held.reshape(128, -1, of_row)
     if of_row % 2:
@@ -253,10 +255,10 @@ def test_merges(tile, vocab, k):
 
 
 def near_keys(rng, shape, kind):
-    """Keys of rows that a sort of packed keys leaves in the wrong order in few places, in many, or in none."""
+    """Returns keys that a sort of packed keys leaves in the wrong order in few places, in many, or nowhere."""
     x = rng.standard_normal(shape).astype(F32)
     match kind:
-        case "few":  # two or three that differ in the lowest bits, and some that are the same
+        case "few":  # two or three keys differ in their lowest bits or are equal
             bits = x.view("i4")
             for row in bits:
                 places = rng.choice(len(row), 6, replace=False)
@@ -269,7 +271,7 @@ def near_keys(rng, shape, kind):
 
 
 def columns_found(code, out, tile, keys):
-    """The columns that a text finds in rows of 32-bit keys, in registers as a thread has them."""
+    """Returns the columns that a text finds in rows of 32-bit keys, by thread."""
     held = keys.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
     held = held.reshape(128, -1, tile.steps * tile.vec)
     rows, count = held.shape[1:]
@@ -288,8 +290,8 @@ def assert_best(columns, keys, k):
 @pytest.mark.parametrize(
     ("vocab", "k", "lowest"), [(1, 1, 1), (3, 3, 1), (5, 2, 5), (6, 5, 2), (100, 100, 1)]
 )
-def test_the_lowest_key_before_what_lies_beyond_the_row(vocab, k, lowest):
-    """It is that of a -NaN whose bits are all ones; beyond the row a tile has -inf, as `tiles.load` fills it."""
+def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
+    """A -NaN with all bits set has the lowest key. `tiles.load` pads a tile with -inf beyond the row."""
     tile = kernels.plan_topk(4096, vocab, k, "float32")
     x = np.full(tile.shape, -np.inf, F32)
     x[:, :vocab] = np.random.default_rng(0).standard_normal((tile.rows, vocab))
@@ -307,12 +309,12 @@ def test_the_lowest_key_before_what_lies_beyond_the_row(vocab, k, lowest):
         (Tile(4, 32, 4, 4), 512, 64),
         (Tile(4, 32, 4, 4), 512, 512),
         (Tile(8, 16, 4, 2), 128, 33),
-        (Tile(16, 16, 1, 5), 77, 76),  # two rows of a thread
+        (Tile(16, 16, 1, 5), 77, 76),  # two rows per thread
     ],
     ids=str,
 )
 def test_sorts(tile, vocab, k, kind):
-    """The k best of 32-bit rows, lower columns first among ties, also where packed keys do not tell their order."""
+    """The k best of 32-bit rows, with lower columns first among ties, also if packed keys have the wrong order."""
     keys = near_keys(np.random.default_rng(k), tile.shape, kind)
     code, out = kernels.sorting_ptx_of(tile, vocab, k)
     columns = columns_found(code, out, tile, keys).reshape(out.shape)
@@ -333,8 +335,8 @@ def test_sorts(tile, vocab, k, kind):
     ],
     ids=str,
 )
-def test_merges_of_32_bits(tile, vocab, k, kind):
-    """The same by merges, also where one lane has more winners than its list has room for."""
+def test_merges_of_32_bit_keys(tile, vocab, k, kind):
+    """The same with merges, also if one lane has more winners than its list has room for."""
     keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
