@@ -9,7 +9,7 @@ from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tange
 
 
 def sample_grad(residuals, where, g, *, mesh_axes=()):
-    """Returns the gradients of log_probs of a draw: those of `topk` with log=True and the drawn index as its winner.
+    """Returns the gradients of log_probs of a draw, like `topk_grad` with log=True and the drawn index as the winner.
 
     Args:
       residuals: logits, temperature, the drawn index in the whole row, and its log-probability.

@@ -84,9 +84,9 @@ def _launch_merge(lists: int, inputs, found, dtype, constants):
 
 
 def _topk_results(parts: int, dtype, constants) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of what the kernels of top-k write, for rows whose winners are then in so many lists.
+    """Returns the shapes and dtypes of the kernels' results. The winners of each row are in `parts` lists.
 
-    One list is the result: values and indices (rows, k). Of several, each is written as candidates of 64 bits, two
+    A single list is the result: values and indices (rows, k). Several lists hold candidates of 64 bits, two
     int32 for each slot, in the place of the indices, and there are no values yet. The normalizers are (2, rows,
     parts), m and d.
     """

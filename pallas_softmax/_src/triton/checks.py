@@ -13,7 +13,7 @@ from pallas_softmax._src.triton.plan import MAX_INDEX
 # The first GPUs with the instructions that Triton emits for bfloat16: A100.
 MIN_CAPABILITY = (8, 0)
 
-# Elements of the longest row whose masked backward in float32 the kernels run as fast as XLA does (measured on an
+# Elements of the longest row for a masked backward in float32 that the kernels run as fast as XLA (measured on an
 # H100). Longer ones are read twice, in steps that the mask keeps small.
 FAST_MASKED_BACKWARD = 16_384
 
@@ -66,7 +66,7 @@ def incompatible(
       jax_triton: the version of jax-triton, or None if it is not installed.
       triton: the version of triton, or None if it is not installed.
       python: the version of Python (major, minor).
-      cuda: whether JAX has its CUDA plugin, with which jax-triton makes custom calls.
+      cuda: whether JAX has its CUDA plugin. jax-triton makes custom calls with it.
     """
     install = f"pip install 'jax-triton>={_dotted(MIN_JAX_TRITON)}'"
     required = (("jax-triton", jax_triton, MIN_JAX_TRITON), ("triton", triton, MIN_TRITON))
@@ -94,7 +94,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _parse(version: str) -> tuple[int, ...]:
-    """Returns the first three numbers of a version, which compare as versions do."""
+    """Returns the first three numbers of a version; the tuples compare like versions."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
