@@ -110,7 +110,7 @@ HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
 
 @pytest.mark.parametrize(("name", "mode"), first(4, pairs([*FUNCTIONS], HIGHEST_FIRST)))
 def test_derivatives_agree_with_jax(name, mode):
-    """Errors are relative to the largest entry, because orders differ in size. float32 loses up to a digit per order."""
+    """Errors are relative to the largest entry: orders differ in size. float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
     derivative = MODES[mode]
     got = np.asarray(derivative(ours) if mode in EAGER else jax.jit(lambda: derivative(ours))())

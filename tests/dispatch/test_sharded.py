@@ -178,7 +178,7 @@ PRIMES = {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 24: [2, 2, 2, 3]}
 
 
 def run_two_processes(devices):
-    """Runs two processes that check their parts of arrays over the devices of both. `devices` is the number per process."""
+    """Runs two processes with `devices` devices each, which check their parts of arrays over all devices."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])

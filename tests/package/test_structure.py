@@ -38,8 +38,8 @@ FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 def imports(module):
     """Returns the modules of the package that a file imports, including imports in functions.
 
-    `from a.b import c` imports a.b.c if that is a file, and otherwise a.b. The `__init__` of a package, which runs before
-    its modules, does not count.
+    `from a.b import c` imports a.b.c if that is a file, and otherwise a.b. The `__init__` of a package, which runs
+    before its modules, does not count.
     """
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
