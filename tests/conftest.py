@@ -1,4 +1,4 @@
-"""Fixtures of all tests. Every test that is not marked `gpu` computes on the CPU, also where a GPU is visible."""
+"""Fixtures of all tests. Tests without the mark `gpu` compute on the CPU, even if a GPU is visible."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +25,7 @@ def x64():
 
 @pytest.fixture
 def quick_compilation():
-    """XLA leaves out most of its optimizations, which take longer than the small programs of a test run."""
+    """Disables most of XLA's optimizations, which take longer than a test's small programs run."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -33,14 +33,14 @@ def quick_compilation():
 
 @pytest.fixture
 def needs_a_gpu(request, monkeypatch):
-    """One for the parameter `implementation` of the test; without one, the test is of mosaic_gpu."""
+    """Skips a test without a GPU for its parameter `implementation`, which defaults to mosaic_gpu."""
     implementation = "mosaic_gpu"
     if "implementation" in request.fixturenames:
         implementation = request.getfixturevalue("implementation")
     reason = unavailable(implementation)
     if reason is not None:
         pytest.skip(reason)
-    alone = not hasattr(request.config, "workerinput")  # with -n there are other processes that compile
+    alone = not hasattr(request.config, "workerinput")  # with -n, other processes compile
     if alone and implementation == "triton" and request.function in SIDE_BY_SIDE:
         result = request.getfixturevalue("triton_results")[request.node.nodeid]
         monkeypatch.setattr(request.node, "obj", lambda **_: result.result())
@@ -48,7 +48,7 @@ def needs_a_gpu(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def triton_results(request):
-    """By node id, the results of all selected cases that run side by side."""
+    """Returns, by node id, the futures of all selected cases that run side by side."""
     with ThreadPoolExecutor(THREADS) as pool:
         return {
             item.nodeid: pool.submit(item.function, **item.callspec.params)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of benchmarks: command lines, small settings, and quick runs in this process."""
+"""Fixtures for tests of the benchmarks: command lines, small settings, and quick runs in this process."""
 
 import csv
 import dataclasses
@@ -13,7 +13,7 @@ from benchmarks.support.flags import Settings
 
 @pytest.fixture
 def parse():
-    """Parses the command line of a benchmark, given as its module, which leaves no flags behind."""
+    """Parses the command line of a benchmark, given as its module, and removes its flags again."""
 
     def settings(benchmark, *args):
         others = set(FLAGS)
@@ -30,7 +30,7 @@ def parse():
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Settings of a quick run in this process: no peers, no picture, and no measuring of the bandwidths."""
+    """Makes settings of a quick run in this process: without peers, pictures and bandwidth measurements."""
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
     for module in (softmax, topk):
@@ -47,7 +47,7 @@ def small(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_benchmark(parse, monkeypatch, tmp_path):
-    """Runs a benchmark, given as its module, with flags; returns its exit code and the lines of its CSV."""
+    """Runs a benchmark, given as its module, with flags; returns the exit code and the lines of the CSV."""
 
     def run(benchmark, *args):
         chosen = parse(benchmark, f"--output_dir={tmp_path}", *args)

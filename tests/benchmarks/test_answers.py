@@ -1,4 +1,4 @@
-"""What the benchmarks hold results against: their logits and masks, the oracle's answers, and the bytes they count."""
+"""The inputs and expected results of the benchmarks: logits, masks, the oracle's answers, and byte counts."""
 
 import itertools
 
@@ -51,8 +51,8 @@ def test_masks_have_their_shapes_and_share():
 
 
 @jax.jit
-def _of_jax(x, g):
-    """Softmax, the indices of the 7 largest, and the gradient of the probabilities there."""
+def _jax_answers(x, g):
+    """Returns softmax, the indices of the 7 largest, and the gradient of their probabilities."""
     _, indices = lax.top_k(x, 7)
     _, pull = jax.vjp(lambda x: jnp.take_along_axis(jax.nn.softmax(x), indices, -1), x)
     return jax.nn.softmax(x), indices, pull(g)[0]
@@ -64,7 +64,7 @@ def test_the_oracle_agrees_with_jax(logits):
     case = case_of(batch=5, vocab=300, k=7, direction="both", logits=logits, seed=1)
     x, g = cases.logits(case), cases.cotangent(case)
     answer = answers.Answer(np.asarray(x), np.asarray(g), k=case.k)
-    y, indices, dx = map(np.asarray, _of_jax(x, g))
+    y, indices, dx = map(np.asarray, _jax_answers(x, g))
     np.testing.assert_allclose(answer.output.want, y, rtol=1e-4, atol=1e-37)
     np.testing.assert_array_equal(answer.indices, indices)
     assert answer.check_gradient(dx).ok
@@ -74,24 +74,24 @@ def test_the_oracle_agrees_with_jax(logits):
 @pytest.mark.parametrize(
     ("function", "where"), first(1, list(itertools.product(flags.FUNCTIONS, ["full", "none"])))
 )
-def test_the_oracle_knows_every_function(function, where):
+def test_the_oracle_has_every_function(function, where):
     case = case_of(batch=5, vocab=300, function=function, where=where, direction="both", logits="peaked")
     x, g, mask = cases.logits(case), cases.cotangent(case), cases.mask(case)
     kept = None if mask is None else np.asarray(mask)
     answer = answers.Answer(np.asarray(x), np.asarray(g), function, mask=kept)
 
-    @jax.jit  # one compilation in place of one for each of its steps
-    def theirs(x, g):
+    @jax.jit  # one compilation instead of one per operation
+    def reference(x, g):
         y, pull = jax.vjp(lambda x: getattr(jax.nn, function)(x, axis=-1, where=mask), x)
         return y, pull(g)[0], getattr(jax.nn, function)(x, axis=-1)
 
-    y, dx, unmasked = map(np.asarray, theirs(x, g))
+    y, dx, unmasked = map(np.asarray, reference(x, g))
     np.testing.assert_allclose(
         y, answer.output.want, rtol=1e-4, atol=1e-6 if function == "log_softmax" else 1e-37
     )
     assert answer.check_output(y).ok and answer.check_gradient(dx).ok
     assert not answer.check_output(1.001 * y).ok and not answer.check_gradient(1.001 * dx).ok
-    if mask is not None:  # what is masked must not leak
+    if mask is not None:  # masked elements must not matter
         assert not answer.check_output(unmasked).ok
 
 
@@ -120,21 +120,21 @@ def test_ulps():
         np.testing.assert_array_equal(answers.ulp(size, jnp.dtype(dtype)), spacing)
 
 
-def test_the_oracle_orders_special_values_as_top_k():
+def test_the_oracle_orders_special_values_like_top_k():
     x = np.array([[0.0, -0.0, np.nan, -np.inf, np.inf, 1.0, 1.0, -np.nan]], np.float32)
     order = [2, 4, 5, 6, 0, 1, 3, 7]
     for k in range(1, 9):
         np.testing.assert_array_equal(answers.Answer(x, None, k=k).indices, [order[:k]])
 
 
-def test_the_oracle_of_winners_that_may_tie():
+def test_the_oracle_allows_ties():
     x = np.array([[1.0, 2.0, 1.0, 0.0, 2.0 + 2.0**-22]], np.float32)
     answer = answers.Answer(x, None, k=3)
     np.testing.assert_array_equal(answer.indices, [[4, 1, 0]])
     for got, stable, unstable in [
         ([4, 1, 0], True, True),
         ([4, 1, 2], False, True),
-        ([1, 4, 0], False, True),  # of probabilities that rounding may make equal
+        ([1, 4, 0], False, True),  # probabilities that rounding may make equal
         ([4, 4, 0], False, False),
         ([4, 1, 3], False, False),
     ]:
@@ -144,13 +144,13 @@ def test_the_oracle_of_winners_that_may_tie():
 
 
 def drawn(logits, dtype="float32"):
-    """Four rows of a kind of logits, as float32."""
+    """Returns four rows of a kind of logits, as float32."""
     return np.asarray(cases.logits(case_of(batch=4, vocab=50_000, dtype=dtype, logits=logits)), np.float32)
 
 
 def test_logits_are_the_same_numbers_in_every_dtype():
     normal = drawn("normal")
-    np.testing.assert_allclose(drawn("normal", "bfloat16"), normal, rtol=2**-8)  # not another, coarser draw
+    np.testing.assert_allclose(drawn("normal", "bfloat16"), normal, rtol=2**-8)  # not another draw
     assert len(np.unique(normal)) > 100_000
 
 

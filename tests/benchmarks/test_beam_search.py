@@ -1,4 +1,4 @@
-"""The beam search benchmark on the CPU: that the searches agree, and that its check can fail."""
+"""The beam search benchmark on the CPU: the searches agree, and its check can fail."""
 
 import csv
 import dataclasses
@@ -37,7 +37,7 @@ def small(tmp_path):
 
 
 def weights_of(vocab: int, width: int = 16) -> dict[str, jax.Array]:
-    """An untrained model."""
+    """Returns the weights of an untrained model."""
     normal = np.random.default_rng(0).standard_normal
     weights = {"embed": normal((vocab, width)), "bias": np.zeros(3 * width)}
     weights |= {name: normal((width, 3 * width)) for name in ("input", "hidden")}
@@ -87,7 +87,7 @@ def test_end_to_end(small, monkeypatch, capsys):
 
 def worse_scores(logits, k, **kwargs):
     found = FUSED_TOPK(logits, k, **kwargs)
-    return found._replace(values=found.values - 1e-3)  # as if the row had not been summed to its end
+    return found._replace(values=found.values - 1e-3)  # like a sum that misses the end of the row
 
 
 def other_tokens(logits, k, **kwargs):
@@ -110,7 +110,7 @@ def nan_scores(logits, k, **kwargs):
     return found._replace(values=found.values * jnp.nan)
 
 
-@slow  # the check alone refuses the same in test_a_near_tie_may_turn_but_no_more
+@slow  # test_near_ties_may_swap_but_no_others has the check alone
 @pytest.mark.parametrize(
     "planted, reason",
     [
@@ -146,7 +146,7 @@ def test_a_wrong_selection_fails_the_run(small, monkeypatch, capsys):
     assert "1 of 3 rows failed" in capsys.readouterr().err
 
 
-def test_a_near_tie_may_turn_but_no_more():
+def test_near_ties_may_swap_but_no_others():
     search = search_of()
     weights = weights_of(90)
     found = decoded(search, "auto", weights)
@@ -169,7 +169,7 @@ def test_a_near_tie_may_turn_but_no_more():
 
 @pytest.mark.parametrize("contender", ["jax", "auto"])
 def test_hypotheses_are_the_best_of_all(contender):
-    # as many beams as tokens: nothing is lost in the first two steps, the search is exhaustive
+    # with as many beams as tokens, the first two steps lose nothing, and the search is exhaustive
     search = search_of(beams=7, vocab=7, sequence=2, batch=2)
     weights = weights_of(7)
     found = decoded(search, contender, weights)
@@ -186,7 +186,7 @@ def test_hypotheses_are_the_best_of_all(contender):
 
 
 def log_p(weights: dict[str, jax.Array], text: list[int], token: int) -> float:
-    """Of a token after a text, in numpy."""
+    """Returns the log probability of a token after a text, in numpy."""
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     h = np.zeros(16)
     for each in text:
@@ -198,7 +198,7 @@ def log_p(weights: dict[str, jax.Array], text: list[int], token: int) -> float:
 
 
 @slow
-def test_training_teaches_which_tokens_there_are(small):
+def test_training_learns_the_tokens_of_the_text(small):
     vocab, words = 5000, beam_search.text_tokens()[1]
     chosen = dataclasses.replace(small, width=32, tokens=256, training_steps=60)
     weights, loss = beam_search.train(vocab, chosen)
@@ -211,7 +211,7 @@ def test_training_teaches_which_tokens_there_are(small):
     assert (np.sum(jax.nn.softmax(logits)[:, padding], axis=-1) < 0.1).all()
 
 
-def test_the_text_is_read_whole():
+def test_the_whole_text_is_read():
     text, words = beam_search.text_tokens()
     assert len(words) == len(set(words))
     ids = beam_search.token_ids(len(words))

@@ -1,4 +1,4 @@
-"""The benchmarks of softmax and top-k end to end on the CPU: what they check, what they write, when they fail."""
+"""The benchmarks of softmax and top-k end to end on the CPU: checks, output and failures."""
 
 import csv
 import dataclasses
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def assert_smoke(directory: Path, printed: str):
-    """The files and the text of `python -m benchmarks` on 64 rows, in which all of ours is right."""
+    """Asserts the files and the text of `python -m benchmarks` on 64 rows, with ours right everywhere."""
     for name in ("softmax", "topk"):
         assert f"{name} on " in printed
         with open(directory / f"{name}.csv", newline="") as file:
@@ -92,7 +92,7 @@ def test_smoke_flags_in_this_process(tmp_path, parse, monkeypatch, capsys):
     assert_smoke(tmp_path, capsys.readouterr().out)
 
 
-# These reach the code of every direction and dtype; the smoke test above has float32 and forward.
+# These cases cover every direction and dtype; the smoke test above has float32 and forward.
 @pytest.mark.slow
 @pytest.mark.parametrize(("direction", "dtype"), list(itertools.product(flags.DIRECTIONS, flags.DTYPES)))
 def test_every_direction_and_dtype_passes(small, direction, dtype):
@@ -102,7 +102,7 @@ def test_every_direction_and_dtype_passes(small, direction, dtype):
 
 
 def assert_masks_and_axes(chosen: Settings, benchmark: driver.Benchmark, count: int):
-    """All but torch's are right in so many cases; torch's says where it has no mask."""
+    """Asserts that all contenders are right in `count` cases, except torch, which says that it has no mask."""
     assert driver.run(benchmark, chosen) == 0
     rows = json.loads((Path(chosen.output_dir) / "softmax.json").read_text())["rows"]
     assert len(rows) == count * (1 + len(chosen.peers))
@@ -147,9 +147,9 @@ def test_some_functions_masks_and_axes_pass(small):
         )
         for pair in itertools.product(flags.FUNCTIONS, flags.DIRECTIONS)
     ],
-)  # test_the_oracle_knows_every_function refuses the same results
+)  # test_the_oracle_has_every_function has the check alone
 def test_wrong_results_fail_the_run(small, monkeypatch, capsys, function, direction):
-    # one part in a thousand off, in the output and so in the gradient
+    # the output, and therefore the gradient, is off by one part in a thousand
     def off(x, axis, where, implementation):
         return 1.001 * getattr(jax.nn, function)(x, axis=axis, where=where)
 
@@ -192,7 +192,7 @@ def test_an_exception_of_ours_fails_the_run(small, monkeypatch):
     assert row["status"] == "error" and "KeyError: 'no such kernel'" in row["reason"]
 
 
-def test_what_cannot_run_is_a_row_that_says_so(small, monkeypatch):
+def test_unavailable_contenders_are_rows_with_a_reason(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # as if not installed
     chosen = small(implementations=("auto", "mosaic_gpu"), peers=("torch",))
     for benchmark in (softmax.BENCHMARK, topk.BENCHMARK):
@@ -203,7 +203,7 @@ def test_what_cannot_run_is_a_row_that_says_so(small, monkeypatch):
         assert rows["torch"]["status"] == "not run" and "torch" in rows["torch"]["reason"]
 
 
-def test_quack_runs_where_it_is_and_can(small, monkeypatch):
+def test_quack_runs_if_it_can(small, monkeypatch):
     chosen = small(vocab=(32,), k=(4, 5), peers=("quack",), implementations=())
 
     def reasons(status):
@@ -230,7 +230,7 @@ def test_quack_runs_where_it_is_and_can(small, monkeypatch):
     assert all("AssertionError: Unsupported" in reason for reason in reasons("error")[:2])
 
 
-def test_an_option_that_xla_does_not_know_is_a_row_that_says_so(small):
+def test_an_unknown_xla_option_is_a_row_with_a_reason(small):
     chosen = small(peers=("jax_raft",), implementations=())
     assert driver.run(topk.BENCHMARK, chosen) == 0
     row = rows_of(chosen, "topk")["jax_raft"]
@@ -247,7 +247,7 @@ def test_memory_beyond_the_arguments():
     assert call.extra_mb is not None and 1.0 <= call.extra_mb < 1.1
 
 
-def test_bad_logits_are_checked_and_held_against_normal_ones(small, capsys):
+def test_bad_logits_are_checked_and_compared_with_normal_ones(small, capsys):
     chosen = small(logits=("normal", "nan", "neg_inf"), k=(30,))
     assert driver.run(topk.BENCHMARK, chosen) == 0
     normal, *bad = json.loads((Path(chosen.output_dir) / "topk.json").read_text())["rows"]
@@ -257,12 +257,12 @@ def test_bad_logits_are_checked_and_held_against_normal_ones(small, capsys):
 
 
 @pytest.mark.slow
-def test_other_logits_alone_are_held_against_nothing(small, capsys):
+def test_other_logits_alone_are_compared_with_nothing(small, capsys):
     assert driver.run(topk.BENCHMARK, small(logits=("nan",))) == 0
     assert "slowdown" not in capsys.readouterr().out
 
 
-def test_a_call_that_raises_keeps_nothing_alive():
+def test_a_call_that_raises_keeps_no_arrays_alive():
     class Logits:
         pass
 
@@ -293,7 +293,7 @@ def test_the_picture_has_every_row(tmp_path):
     assert (tmp_path / "topk.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_too_little_memory_is_a_row_that_says_so(small, monkeypatch):
+def test_too_little_memory_is_a_row_with_a_reason(small, monkeypatch):
     monkeypatch.setattr(driver, "_memory", lambda: 100)
     chosen = small()
     assert driver.run(softmax.BENCHMARK, chosen) == 0
@@ -342,7 +342,7 @@ def test_unusable_files_are_refused(small, tmp_path, array):
         driver.run(softmax.BENCHMARK, small(logits=(str(path),)))
 
 
-def test_topk_runs_as_if_function_where_and_axis_were_not_given(small):
+def test_topk_ignores_function_where_and_axis(small):
     chosen = small(function=("logsumexp", "softmax"), where=("full", "rows"), axis=(0, -1))
     assert driver.run(topk.BENCHMARK, chosen) == 0
     (row,) = json.loads((Path(chosen.output_dir) / "topk.json").read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The flags of the benchmarks: who has which, what they accept, and the files of configs/."""
+"""The flags of the benchmarks: flags per benchmark, accepted values, and the files of configs/."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_figure_flags_are_the_figures_of_the_paper(parse):
+def test_figure_flags_agree_with_the_paper(parse):
     for number, (batch, longest) in enumerate([(4000, 1032192), (10, 8257536)] * 2, start=1):
         chosen = parse(paper, f"--flagfile={ROOT}/configs/figure{number}.flags")
         found = paper.benchmark(chosen).cases(chosen)
@@ -105,11 +105,11 @@ def test_every_benchmark_is_a_binary():
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_a_binary_has_its_own_flags_alone(parse, monkeypatch, name):
+def test_a_binary_has_its_own_flags_only(parse, monkeypatch, name):
     binary = BINARIES[name]
     monkeypatch.setattr(flags, "read", lambda argv: flags.defined())
     assert set(parse(binary)) == FLAGS[name]
-    # absl lists under --help what the binary itself defines
+    # --help of absl lists the flags that the binary itself defines
     monkeypatch.setattr(
         flags, "read", lambda argv: absl.flags.FLAGS.get_key_flags_for_module(binary.__name__)
     )
@@ -130,12 +130,12 @@ def test_help_lists_the_flags_of_the_binary(name):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and not done.stderr  # as absl ends it
+    assert done.returncode == 1 and not done.stderr  # absl exits with 1
     assert set(re.findall(r"^  --(?:\[no\])?(\w+):", done.stdout, re.MULTILINE)) == FLAGS[name]
 
 
 @pytest.mark.parametrize("file", FLAG_FILES, ids=lambda file: file.stem)
-def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch, file):
+def test_binaries_accept_their_flag_files(parse, monkeypatch, file):
     text = file.read_text()
     comment = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     (name,) = re.findall(rf"python -m (\S+) --flagfile=configs/{file.name}(?!\S)", comment)
@@ -156,7 +156,7 @@ def test_flag_files_are_accepted_by_the_binary_that_they_name(parse, monkeypatch
         assert topk.BENCHMARK.cases(chosen)
 
 
-def test_targets_flags_are_the_table_of_targets(parse):
+def test_targets_flags_agree_with_the_table_of_targets(parse):
     chosen = parse(softmax, f"--flagfile={ROOT}/configs/targets.flags")
     found = {(case.batch, case.vocab, case.dtype, case.direction) for case in cases.make_cases(chosen)}
     assert len(found) == 7 * 2 * 2
@@ -173,7 +173,7 @@ def test_a_shape_may_have_its_own_k(parse):
     assert [case.batch for case in cases.make_cases(chosen)] == [4, 4, 2, 2]
 
 
-def test_topk_flags_are_the_table_of_targets(parse):
+def test_topk_flags_agree_with_the_table_of_targets(parse):
     def found(name):
         chosen = parse(topk, f"--flagfile={ROOT}/configs/{name}.flags")
         return {(case.batch, case.vocab, case.dtype, case.k) for case in cases.make_cases(chosen, chosen.k)}
@@ -235,6 +235,6 @@ def test_bad_values_are_refused_by_name(parse, binary, flag, accepted):
     assert name.removeprefix("--") in message and value.split(",")[-1] in message and accepted in message
 
 
-def test_words_that_are_no_flags_are_refused(parse):
+def test_words_that_are_not_flags_are_refused(parse):
     with pytest.raises(SystemExit, match="not a flag: 128"):
         parse(softmax, "--batch=64", "128")

@@ -1,4 +1,4 @@
-"""The benchmark of the paper's figures, run on the CPU."""
+"""The benchmark of the paper's figures on the CPU."""
 
 import csv
 import dataclasses

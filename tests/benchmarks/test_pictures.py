@@ -1,4 +1,4 @@
-"""What the pictures and the tables of benchmarks say, drawn and printed again from the results that are committed."""
+"""The pictures and tables of the benchmarks, drawn and printed again from the committed results."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support.benchmark_cases import case_of
 from tests.support.covering import first_values
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-LOCAL = RESULTS / "local"  # what this machine's runs have left, not committed
+LOCAL = RESULTS / "local"  # results of this machine's runs, which are not committed
 FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent != LOCAL)
 PICTURES = sorted(file.parent.name for file in RESULTS.glob("*/*.png") if file.parent != LOCAL)
 MODULES = {
@@ -36,7 +36,7 @@ def rows_of(file: Path) -> tuple[list, dict, dict]:
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Draws without a file: figures(name) is the picture of the results of that name, figures(rows) that of rows."""
+    """Returns a function that draws the picture of a result's name or of rows, without a file."""
     plt = plot.pyplot()
     close = plt.close
     monkeypatch.setattr(plt, "close", lambda figure: None)
@@ -54,13 +54,13 @@ def figures(monkeypatch):
 
 
 def texts(figure) -> list[str]:
-    """All that is written in a figure."""
+    """Returns all texts of a figure."""
     found = (text.get_text() for text in figure.findobj(matplotlib.text.Text))
     return [text for text in found if text]
 
 
 def legend_colors(figure) -> dict[str, str]:
-    """The colours in a figure's legend, by label."""
+    """Returns the colours of a figure's legend, by label."""
     (legend,) = figure.legends
     found = {}
     for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
@@ -70,14 +70,14 @@ def legend_colors(figure) -> dict[str, str]:
 
 
 def bars(figure) -> list:
-    """The bars of the contenders, which are no part of the legend."""
+    """Returns the bars of the contenders, without the legend."""
     return [bar for axis in figure.axes for bars in axis.containers for bar in bars]
 
 
 # --- Pictures -------------------------------------------------------------------------------------------
 
 
-def test_ours_says_whose_it_is(figures):
+def test_ours_names_the_package(figures):
     assert "pallas_softmax (auto)" in legend_colors(figures("topk_targets"))
     assert {"pallas_softmax (mosaic_gpu)", "pallas_softmax (xla)"} < set(legend_colors(figures("targets")))
     assert "pallas_softmax.softmax (auto)" in legend_colors(figures("figure1"))
@@ -94,11 +94,11 @@ def test_a_contender_has_one_colour_in_all_pictures(figures):
     assert devices["jax.nn.softmax, batch"] == legend_colors(figures("targets"))["jax"]
 
 
-def test_a_colour_depends_on_the_name_alone(figures):
+def test_a_colour_depends_on_the_name_only(figures):
     names = ["torch", "somebody", "jax", "auto"]
     rows = [Row("softmax", case_of(), name, ours=name == "auto", share_of_copy=0.5) for name in names]
     every, some = legend_colors(figures(rows)), legend_colors(figures(rows[:0:-1]))
-    assert some.items() < every.items() and every["somebody"] == "#b8a62e"  # in this process as in any other
+    assert some.items() < every.items() and every["somebody"] == "#b8a62e"  # the same in every process
     assert plot.color("somebody") != plot.color("somebody else")
     names = [*flags.IMPLEMENTATIONS, *(flags.SOFTMAX_PEERS | flags.TOPK_PEERS)]
     assert len({plot.COLORS[name] for name in names}) == len(names)
@@ -164,7 +164,7 @@ def test_several_kinds_of_logits_are_one_chart(figures):
 
 
 def kind(row: Row) -> int:
-    """The place of a row's logits among the kinds."""
+    """Returns the index of a row's logits among the kinds."""
     return list(flags.LOGITS).index(row.case.logits)
 
 
@@ -174,7 +174,7 @@ def test_the_model_says_where_it_is_off(figures):
     assert "-50% on 1, +0% on 8" in sharded.misses({1: 20.0, 8: 10.0}, lambda n: 10.0)
 
 
-def test_what_is_read_is_what_was_written():
+def test_rows_survive_writing_and_reading():
     for file in FILES:
         rows, bandwidths, where = rows_of(file)
         document = json.loads(file.read_text())
@@ -209,7 +209,7 @@ def test_tables_fit_and_explain_their_columns(file):
 
 
 def assert_fits(text: str):
-    """No line is longer than a table may be."""
+    """Asserts that no line is longer than the limit of a table."""
     assert max(map(len, text.splitlines())) <= report.WIDTH == 120
 
 
@@ -257,7 +257,7 @@ def test_help_lists_every_benchmark():
     assert {f"benchmarks.{name}" for name in files} | {redraw.__name__} == {
         module.__name__ for module in modules
     }
-    lines = (both.__doc__ or "").splitlines()  # which absl prints
+    lines = (both.__doc__ or "").splitlines()  # absl prints the docstring
     for module in modules:
         what = (module.__doc__ or "").split(" python -m")[0].rstrip(":")
         assert [line.split(maxsplit=1)[1] for line in lines if line.startswith(f"{module.__name__} ")] == [

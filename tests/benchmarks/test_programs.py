@@ -1,4 +1,4 @@
-"""The benchmarks of accuracy, of whole programs, and of projections, run on the CPU."""
+"""The benchmarks of accuracy, whole programs and projections on the CPU."""
 
 import csv
 import dataclasses
@@ -53,7 +53,7 @@ def test_accuracy_says_how_ours_compares(small, parse, monkeypatch, capsys, func
         (np.inf, 2.0, "bfloat16", True),
     ],
 )
-def test_what_is_worse_than_xla(ulps, xla, dtype, expected):
+def test_worse_than_xla(ulps, xla, dtype, expected):
     assert accuracy.worse(ulps, xla, dtype) == expected
 
 

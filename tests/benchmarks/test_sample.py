@@ -1,4 +1,4 @@
-"""benchmarks.sample: every contender is checked before it is timed, and a wrong one is not."""
+"""benchmarks.sample: every contender is checked, and a wrong one is not timed."""
 
 import functools
 
@@ -31,7 +31,7 @@ def test_every_filter_and_contender(run, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_draw_fails(run, monkeypatch):
-    """Ours fails; a peer that draws what no filter keeps differs. Neither is timed."""
+    """A wrong draw of ours fails, and a peer's draw outside the kept set differs. Neither is timed."""
     draw = sample.pallas_softmax.sample
     wrong = lambda *args, **kwargs: draw(*args, **kwargs)._replace(indices=np.zeros(3, np.int32))  # noqa: E731
     monkeypatch.setattr(sample.pallas_softmax, "sample", wrong)

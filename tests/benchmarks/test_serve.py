@@ -1,4 +1,4 @@
-"""benchmarks.serve: its draws are held against the oracle, and a wrong one fails."""
+"""benchmarks.serve: draws are compared with the oracle, and a wrong draw fails."""
 
 import functools
 
@@ -33,7 +33,7 @@ def test_every_contender(run, capsys):
 
 @pytest.mark.slow
 def test_a_wrong_token_fails(run, monkeypatch):
-    """It is not timed."""
+    """A contender with a wrong token is not timed."""
     draw = serve.pallas_softmax.sample
     wrong = lambda *args, **kwargs: draw(*args, **kwargs)._replace(indices=jnp.zeros(9, np.int32))  # noqa: E731
     monkeypatch.setattr(serve.pallas_softmax, "sample", wrong)
@@ -42,7 +42,7 @@ def test_a_wrong_token_fails(run, monkeypatch):
     assert (sort["status"], ours["status"]) == ("ok", "FAILED") and not ours["tokens_per_s"]
 
 
-def test_sorted_draws_are_among_what_the_filters_keep():
+def test_sorted_draws_are_in_the_kept_set():
     x = np.random.default_rng(0).standard_normal((70, 200)).astype("float32") * 2
     asked = serve.requests(70)
     temperature, *filters = map(np.asarray, asked.values())

@@ -1,4 +1,4 @@
-"""The benchmark of several devices: what it reads from compiled programs, measures, writes and predicts."""
+"""The benchmark of several devices: its reading of compiled programs, measurements, output and predictions."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def on_eight_devices(*command):
-    """Runs Python in a process with eight CPU devices, which must be asked for before JAX starts."""
+    """Runs Python in a process with eight CPU devices, because their number must be set before JAX starts."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -44,7 +44,7 @@ def test_on_eight_devices():
     assert len(report) == 15 and not failures, "\n".join(failures)
 
 
-# --- What is read from a program ------------------------------------------------------------------------
+# --- Reading compiled programs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_collectives_are_read(line, expected):
     assert links.collectives(text) == [Collective(*expected)]
 
 
-def test_what_is_no_collective_is_passed_over():
+def test_other_operations_are_skipped():
     text = """HloModule jit_f, replica_count=1, num_partitions=4
   %done = f32[8]{0} all-gather-done(%all-gather-start)
   %all-reduce.2 = f32[4]{0} fusion(%p), metadata={op_name="a = f32[4] all-reduce(x)"}
@@ -125,7 +125,7 @@ def test_what_a_device_receives(kind, received):
         assert Collective(kind, 100, 1).received == 0
 
 
-# --- What is measured -----------------------------------------------------------------------------------
+# --- Measurements ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -158,13 +158,13 @@ def test_end_to_end(tmp_path):
     document = json.loads((tmp_path / "sharded.json").read_text())
     assert document["flags"]["devices"] == [1, 2, 16] and document["flags"]["axis_type"] == "Auto"
     assert document["environment"]["device"].startswith("8 x ")
-    assert not (tmp_path / "sharded.png").exists()  # it shows device times, which GPUs alone have
+    assert not (tmp_path / "sharded.png").exists()  # the picture shows device times, which only GPUs have
     assert "of linear" in done.stdout
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Runs the benchmark in this process, on one device; returns its exit code and its rows by contender."""
+    """Runs the benchmark in this process on one device; returns the exit code and the rows by contender."""
     monkeypatch.setattr(sharded, "picture", lambda *args: None)
 
     def run(*shape):
@@ -208,7 +208,7 @@ def test_one_device_is_measured_and_written(small, tmp_path, capsys):
     assert "of linear" in capsys.readouterr().out
 
 
-def test_an_exception_is_a_row_that_says_so(small, monkeypatch):
+def test_an_exception_is_a_row_with_a_reason(small, monkeypatch):
     def broken(x):
         raise KeyError("no such kernel")
 
@@ -230,8 +230,8 @@ def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
     assert code == 0 and rows["jax"]["status"] == "differs" and rows["jax"]["wall_p50_us"] > 0
 
 
-def test_the_device_time_is_from_a_kernel_to_that_of_the_next_call():
-    """Of two kernels a call; one device clears memory before them, and the other waits 50 us once."""
+def test_the_device_time_is_the_period_of_a_kernel():
+    """A call has two kernels. One device clears memory before them, and the other device waits 50 µs once."""
     first = [0, 1000, 4000, 11000, 14000, 21000, 24000, 31000, 34000]
     late = [2000, 5000, 12000, 15000, 72000, 75000, 82000, 85000]
     assert traces.period([first, late], 4) == pytest.approx(10e-6)
@@ -283,7 +283,7 @@ def test_bad_values_are_refused(parse, flag):
         parse(sharded, flag)
 
 
-def test_flag_files_are_the_issue(parse, monkeypatch):
+def test_flag_files_have_the_documented_shapes(parse, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     found = sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded.flags"))
     assert {(each.sharding, each.devices) for each in found} == {
@@ -299,7 +299,7 @@ def test_flag_files_are_the_issue(parse, monkeypatch):
     assert bf16.dtype == "bfloat16" and (bf16.batch, bf16.vocab, bf16.k) == sharded.PICTURED
 
 
-# --- What is predicted ----------------------------------------------------------------------------------
+# --- Predictions ----------------------------------------------------------------------------------------
 
 
 def predict(mesh, machine=MACHINE, k=64):

@@ -1,4 +1,4 @@
-"""Which implementation runs a call, on which device, and what explain says of it."""
+"""The choice of an implementation for a call and a device, and the output of explain."""
 
 import dataclasses
 import itertools
@@ -30,9 +30,9 @@ def call(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
     )
 
 
-# --- What the kernels take ----------------------------------------------------------------------------
+# --- Calls with a kernel ------------------------------------------------------------------------------
 
-# (what is changed in a supported call, compute capability, the reason)
+# (changes of a supported call, compute capability, the reason for the refusal)
 UNSUPPORTED = {
     "A100": (dict(), (8, 0), "compute capability 9 or 10 or 12, not 8.0"),
     "L4": (dict(), (8, 9), "not 8.9"),
@@ -58,7 +58,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_the_reason_names_what_is_unsupported(case):
+def test_reasons_of_refusals(case):
     changes, capability, reason = UNSUPPORTED[case]
     given = call(**changes)
     assert refusal("mosaic_gpu", call(op=given.op), HOPPER) is None
@@ -87,7 +87,7 @@ def test_every_length_and_alignment_is_supported(op):
 
 
 def test_slower():
-    """Supported, but left to XLA unless the kernel is named."""
+    """The kernel supports these calls, but XLA runs them unless the kernel is named."""
     assert "transposed" in slower("mosaic_gpu", call(inner=None))
     assert "float32 rows" in SOFTMAX.better_by_xla(call(vocab=4096))
     assert "single float32 row" in slower("mosaic_gpu", call("topk", rows=1, vocab=128256, k=1025))
@@ -109,14 +109,14 @@ def test_slower():
 # --- choose -------------------------------------------------------------------------------------------
 
 
-def test_the_first_that_supports_the_call_is_chosen():
+def test_the_first_implementation_with_a_kernel_is_chosen():
     choice = choose(call(), None)
     assert choice == Choice(call(), "mosaic_gpu", "xla")
     assert str(choice) == "softmax float32[128, 16384]: mosaic_gpu on cuda, xla elsewhere"
 
 
 @pytest.mark.parametrize("changes", [dict(inner=None), dict(vocab=4096)], ids=str)
-def test_what_is_slower_must_be_named(changes):
+def test_slower_kernels_run_only_if_named(changes):
     slow = call(**changes)
     choice = choose(slow, None)
     assert (choice.cuda, choice.elsewhere) == ("xla", "xla")
@@ -152,7 +152,7 @@ def test_an_unknown_name_lists_the_valid_ones(name):
 
 
 def test_calls_and_choices_are_values():
-    """They are static arguments of jax.jit: equal ones must hash alike, or every call would compile."""
+    """Calls and choices are static arguments of jax.jit: equal ones need equal hashes, or every call would compile."""
     assert hash(choose(call(), None)) == hash(choose(call(), None))
     with pytest.raises(dataclasses.FrozenInstanceError):
         call().rows = 1
@@ -168,7 +168,7 @@ REFUSED = {  # (the call, the reason)
 
 
 def traced(function):
-    """Only traced, with the kernel named."""
+    """Traces the function with the kernel named."""
     f = named(function, "mosaic_gpu")
     return lambda x, **kwargs: jax.eval_shape(lambda x: f(x, **kwargs), x)
 
@@ -181,7 +181,7 @@ def test_unsupported_raises_at_trace(function, case):
         run(traced(function))
 
 
-def test_what_only_topk_refuses():
+def test_refusals_of_topk():
     traced(ps.softmax)(jnp.ones((8, 2)), axis=0)
     with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' cannot run.*not contiguous"):
         traced(topk)(jnp.ones((8, 2)), axis=0)
@@ -198,7 +198,7 @@ def test_unsupported_k_raises_at_trace(k):
     first(3, [(300, 7, 7), (2, 50257, 2048), (2, 1000003, 1), (300, 50257, 2048), (300, 128256, 128)]),
 )
 def test_topk_takes_any_row_and_mask(rows, v, k):
-    """Traced, with the kernel named."""
+    """A call with the kernel named traces."""
     x, where = jax.ShapeDtypeStruct((rows, v), "float32"), jax.ShapeDtypeStruct((rows, v), "bool")
 
     def f(x, where=None):
@@ -210,7 +210,7 @@ def test_topk_takes_any_row_and_mask(rows, v, k):
 
 @both
 def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
-    """The same trace may be lowered for CUDA."""
+    """A kernel can be traced on a CPU, because the trace may be lowered for CUDA."""
     traced = jax.jit(named(function, "mosaic_gpu")).trace(X)
     with pytest.raises(NotImplementedError, match="mosaic_gpu.*lowered for cpu"):
         traced.lower(lowering_platforms=("cpu",))
@@ -225,7 +225,7 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [
-        slow("NVIDIA H100 80GB HBM3", "mosaic_gpu"),  # what the other tests lower for
+        slow("NVIDIA H100 80GB HBM3", "mosaic_gpu"),  # the GPU that other tests lower for
         slow("NVIDIA H200", "mosaic_gpu"),
         ("NVIDIA B200", "mosaic_gpu"),
         ("NVIDIA A100-SXM4-80GB", "xla"),
@@ -234,7 +234,7 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
     ],
 )
 def test_the_abstract_device_decides(kind, chosen):
-    def lowered(x):  # a new function: jit caches traces by function
+    def lowered(x):  # jit caches traces by function, so this is a new function
         return ps.softmax(x + 0)
 
     with device(kind):
@@ -251,7 +251,7 @@ def test_a_named_kernel_refuses_the_abstract_device():
         jax.eval_shape(named(ps.softmax, "mosaic_gpu"), X)
 
 
-def test_hopper_where_no_gpu_is_visible():
+def test_hopper_if_no_gpu_is_visible():
     if any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("a GPU is visible")
     assert target.capability() == HOPPER
@@ -286,11 +286,11 @@ def test_explain_of_a_gradient():
 
 
 def test_explain_of_logsumexp_is_one_line():
-    """Its backward is always plain, elementwise."""
+    """The gradient of logsumexp is always plain elementwise JAX."""
     assert ops(ps.explain(jax.grad(lambda x: ps.logsumexp(x, -1).sum()), X)) == [("logsumexp", "mosaic_gpu")]
 
 
-def test_explain_of_a_function_of_ones_own():
+def test_explain_of_a_users_function():
     def f(x, weights):
         p = ps.softmax(x[:, :-1] @ weights["w"])
         return ps.fused_topk(p, 3), ps.logsumexp(x)
@@ -301,13 +301,13 @@ def test_explain_of_a_function_of_ones_own():
     assert got[0].call.vocab == 16000
 
 
-def test_explain_of_what_cannot_run_gives_the_reason():
+def test_explain_gives_the_reason_of_a_refusal():
     choice = ps.explain(named(ps.softmax, "mosaic_gpu"), jax.ShapeDtypeStruct((2, 0), "float32"))[-1]
     assert choice.cuda is None
     assert "empty" in str(choice)
 
 
-def test_explain_passes_other_errors_on():
+def test_explain_raises_other_errors():
     def fails(x):
         raise NotImplementedError("of the user")
 
@@ -319,7 +319,7 @@ def test_explain_passes_other_errors_on():
 
 
 def test_explain_computes_nothing():
-    """Too large for any memory; and a function with an effect at run time has none."""
+    """explain works for arrays beyond any memory, and effects at run time do not happen."""
     ran = []
 
     def f(x):

@@ -1,4 +1,4 @@
-"""Derivatives in every mix of modes, to third order, against those of jax.nn; and what they cost in reverse mode."""
+"""Derivatives in every mix of modes, to third order, against jax.nn, and the kernels that they run."""
 
 import functools
 import re
@@ -20,11 +20,11 @@ K = 4
 X = cases.rows(["normal", "peaked", "normal"], 23)
 DX = np.random.default_rng(1).standard_normal(X.shape).astype("float32")
 MASK = np.random.default_rng(0).random(X.shape) < 0.7
-MASK[:, :K] = True  # no row with fewer than k unmasked positions
+MASK[:, :K] = True  # every row has at least k unmasked positions
 
 
 def plain_topk(x, *, log=False, temperature=1.0, where=None):
-    """The values of fused_topk, from JAX's own functions."""
+    """Returns the values of fused_topk, computed by JAX's own functions."""
     p = (jax.nn.log_softmax if log else jax.nn.softmax)(x / temperature, where=where)
     _, indices = lax.top_k(x if where is None else jnp.where(where, x, -jnp.inf), K)
     return jnp.take_along_axis(p, indices, -1)
@@ -34,7 +34,7 @@ def topk(x, **kwargs):
     return ps.fused_topk(x, K, **kwargs).values
 
 
-# Our function, and JAX's.
+# name: (our function, JAX's function)
 FUNCTIONS = {
     "softmax": (ps.softmax, jax.nn.softmax),
     "softmax of columns, masked": (
@@ -68,7 +68,7 @@ def scalar(f):
 
 
 def along(f):
-    """The derivative of f along DX, as a function."""
+    """Returns the derivative of f along DX, as a function."""
     return lambda x: jax.jvp(f, (x,), (DX,))[1]
 
 
@@ -101,16 +101,16 @@ MODES = {
     "jvp of scan": lambda f: along(scanned(f))(X),
     "grad of scan": lambda f: jax.grad(scanned(f))(X),
 }
-EAGER = ("linearize", "vmap of grad")  # the others in one compilation
+EAGER = ("linearize", "vmap of grad")  # the other modes run in one compilation
 
 
-# The fast set has the highest orders, which pass through the lower ones.
+# The fast set has the highest orders, which include the lower ones.
 HIGHEST_FIRST = sorted(MODES, key=lambda mode: -mode.count(" of "))
 
 
 @pytest.mark.parametrize(("name", "mode"), first(4, pairs([*FUNCTIONS], HIGHEST_FIRST)))
-def test_derivatives_are_those_of_jax(name, mode):
-    """Relative to the largest entry, for the orders differ in size; float32 loses up to a digit per order."""
+def test_derivatives_agree_with_jax(name, mode):
+    """Errors are relative to the largest entry: orders differ in size. float32 loses up to a digit per order."""
     ours, like = FUNCTIONS[name]
     derivative = MODES[mode]
     got = np.asarray(derivative(ours) if mode in EAGER else jax.jit(lambda: derivative(ours))())
@@ -120,7 +120,7 @@ def test_derivatives_are_those_of_jax(name, mode):
 
 
 def test_indices_have_no_tangent():
-    """A jvp passes integer results by; their tangents have the dtype float0."""
+    """A jvp ignores integer results; their tangents have the dtype float0."""
     got, tangent = jax.jvp(lambda x: ps.fused_topk(x, K), (X,), (DX,))
     assert tangent.indices.dtype == jax.dtypes.float0
     np.testing.assert_array_equal(got.indices, ps.fused_topk(X, K).indices)
@@ -128,7 +128,7 @@ def test_indices_have_no_tangent():
 
 
 @pytest.mark.slow
-def test_integer_logits_have_the_derivative_in_the_temperature():
+def test_integer_logits_have_a_derivative_of_the_temperature():
     logits = np.arange(12, dtype="int32").reshape(2, 6) % 5
 
     def f(logits, temperature):
@@ -143,8 +143,8 @@ def test_integer_logits_have_the_derivative_in_the_temperature():
     assert np.abs(got).max() > 1e-3
 
 
-# The kernels of a large call lowered for CUDA, forward and backward, and what is kept between them: the shapes of the
-# arrays that are as large as the logits.
+# name: (kernels of a large call lowered for CUDA, forward and backward; shapes of the saved arrays that are as large as
+# the logits)
 REVERSE = {
     "softmax": (ps.softmax, ["softmax_forward", "softmax_grad"], 1),
     "log_softmax": (ps.log_softmax, ["log_softmax_forward", "log_softmax_grad"], 1),
@@ -156,7 +156,7 @@ LARGE = array(64, 25000, dtype="bfloat16")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REVERSE)
-def test_reverse_mode_costs_what_it_did_with_custom_vjp_alone(name):
+def test_reverse_mode_costs_the_same_as_a_custom_vjp(name):
     f, kernels, kept = REVERSE[name]
 
     def gradient(x):
@@ -170,21 +170,21 @@ def test_reverse_mode_costs_what_it_did_with_custom_vjp_alone(name):
 
 @pytest.mark.parametrize("name", first_values(1, ["softmax", "log_softmax"]))
 def test_forward_mode_runs_kernels(name):
-    """softmax's tangent is the kernel of its gradient; that of log_softmax is plain JAX."""
+    """softmax's tangent runs the gradient's kernel; log_softmax's tangent is plain JAX."""
     f, (forward, gradient), _ = REVERSE[name]
     text = lowered(lambda x, dx: jax.jvp(f, (x,), (dx,)), LARGE, LARGE)
     assert kernel_names(text) == [forward] + [gradient] * (name == "softmax")
 
 
 def test_one_operation_for_every_derivative():
-    """The jaxpr of a gradient has our linear operation, so that JAX may transpose and batch it as any other."""
+    """The jaxpr of a gradient has our linear operation, so JAX may transpose and batch it like any other."""
     text = str(jax.make_jaxpr(lambda x: jax.jvp(ps.softmax, (x,), (DX,))[1])(X))
     assert len(re.findall(r"pallas_softmax_linear\[", text)) == 1
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_an_infinitely_small_logit_has_no_part_in_derivatives(log):
-    """-inf, winner or not: in both modes, once and twice, they are what they are without it."""
+def test_a_neg_inf_logit_does_not_change_derivatives(log):
+    """A -inf, winner or not, changes no first or second derivative in either mode."""
 
     def of(x, k):
         def first(t):
@@ -199,8 +199,8 @@ def test_an_infinitely_small_logit_has_no_part_in_derivatives(log):
             np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_ranks_that_are_not_promoted():
-    """With jax_numpy_rank_promotion="raise": all that broadcasts here does so by our hand."""
+def test_no_rank_promotion():
+    """With jax_numpy_rank_promotion="raise", every broadcast of the package is explicit."""
     mask, row = jnp.arange(X.shape[1]) > 0, jnp.full(len(X), 0.7)
     x, w, bias = jnp.asarray(X), jnp.ones((X.shape[1], 5)), jnp.ones(5)
     with jax.numpy_rank_promotion("raise"):
@@ -214,8 +214,8 @@ def test_ranks_that_are_not_promoted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "log"), pairs(["bfloat16", "float16"], [False, True]))
-def test_16_bits_in_strict_promotion(dtype, log):
-    """Both modes agree in 16 bits, where no dtype may be promoted silently."""
+def test_16_bit_dtypes_under_strict_promotion(dtype, log):
+    """Both modes agree in 16-bit dtypes under strict promotion."""
     x, dx = jnp.asarray(X, dtype), jnp.asarray(DX, dtype)
     with jax.numpy_dtype_promotion("strict"):
         y, pullback = jax.vjp(lambda x: ps.fused_topk(x, K, log=log).values, x)
@@ -231,7 +231,7 @@ def test_16_bits_in_strict_promotion(dtype, log):
 @pytest.mark.slow
 @pytest.mark.parametrize("log", [False, True])
 def test_a_fully_masked_row_has_derivatives_of_0(log):
-    """To the second order, backward through both modes, and in the temperature."""
+    """First and second derivatives are 0, in reverse over both modes, and for the temperature."""
     where = MASK.copy()
     where[0] = False
 
@@ -247,7 +247,7 @@ def test_a_fully_masked_row_has_derivatives_of_0(log):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["logsumexp", "topk, masked", "softmax", "log_softmax"])
 def test_without_jit(name):
-    """Each operation is evaluated by itself, under jax.disable_jit."""
+    """Under jax.disable_jit, each operation runs by itself."""
     ours, theirs = FUNCTIONS[name]
     with jax.disable_jit():
         got = jax.jvp(ours, (X,), (DX,)), jax.vjp(ours, X)[1](ours(X))

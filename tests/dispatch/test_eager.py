@@ -1,4 +1,4 @@
-"""Calls outside of jit: they are one program, and check their arguments as calls inside of it do."""
+"""Calls outside of jit: each is one program, and checks its arguments like a call in jit."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ MASK = np.arange(20) % 3 > 0
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The options of each call that went the way of a single program."""
+    """Returns the options of each call that ran as a single program."""
     calls = []
     whole = eager._compiled
 
@@ -37,7 +37,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_one_program_with_the_result_of_one_inside_of_jit(name, compiled):
+def test_a_call_is_one_program_with_the_result_of_jit(name, compiled):
     got = CALLS[name](X)
     assert len(compiled) == 1
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(CALLS[name])(X))
@@ -57,7 +57,7 @@ def test_an_equal_option_of_another_type_is_refused_after_a_good_one():
             ps.fused_topk(X, k)
 
 
-def test_options_that_have_no_hash_go_their_way(compiled):
+def test_options_without_a_hash(compiled):
     np.testing.assert_array_equal(ps.softmax(X, [0, 1]), ps.softmax(X, (0, 1)))
     assert compiled == [((0, 1), None, None)]
 
@@ -86,7 +86,7 @@ FOLDED = {
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_compile_time_evaluation(name):
-    """Inside `jax.ensure_compile_time_eval` plain JAX runs; it cannot trace a kernel, and so a named one is refused."""
+    """In `jax.ensure_compile_time_eval`, plain JAX runs. A named kernel raises, because it cannot be traced there."""
     x = jax.random.normal(jax.random.key(1), (3, 50))
     want = FOLDED[name](x)
     with jax.ensure_compile_time_eval():

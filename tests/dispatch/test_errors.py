@@ -1,4 +1,4 @@
-"""Bad input: a clear exception of JAX's own type, raised while tracing, naming the argument and its value."""
+"""Bad input raises while tracing, with JAX's exception type and the argument's name and value."""
 
 import functools
 import warnings
@@ -20,7 +20,7 @@ topk = ps.fused_topk
 
 
 def traced(f):
-    """f raises while tracing: also under jit, before anything is lowered or run."""
+    """Traces f, which must raise before anything is lowered or run."""
     return lambda *args, **kwargs: jax.eval_shape(functools.partial(f, **kwargs), *args)
 
 
@@ -35,10 +35,10 @@ def traced(f):
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_axis_raises_what_jax_raises(name, axis):
     accepted = (TypeError, ValueError, NameError)
-    with pytest.raises(accepted) as theirs:
+    with pytest.raises(accepted) as reference:
         getattr(jax.nn, name)(X, axis)
-    # jax.nn takes a string for a mapped axis' name; here it is only a wrong type.
-    expected = TypeError if isinstance(axis, str) else theirs.type
+    # jax.nn takes a string as the name of a mapped axis; here a string has a wrong type.
+    expected = TypeError if isinstance(axis, str) else reference.type
     with pytest.raises(expected):
         getattr(ps, name)(X, axis)
     with pytest.raises(expected):
@@ -53,7 +53,7 @@ def test_axis_out_of_range_is_named(name, axis):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_axis_that_is_repeated_is_named(name):
+def test_a_repeated_axis_is_named(name):
     with pytest.raises(ValueError, match=rf"^{name}: axis must name each axis once, got \(0, -2\)"):
         getattr(ps, name)(X, (0, -2))
 
@@ -66,8 +66,8 @@ def test_a_scalar_has_no_last_axis(name):
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], (1.0, 2.0), [[1.0], [2.0]], None, "a", {}], ids=str)
 @pytest.mark.parametrize("name", [*NAMES, "fused_topk"])
-def test_what_is_no_array_raises_type_error(name, x):
-    """Lists too, as in jax.nn."""
+def test_non_arrays_raise_type_error(name, x):
+    """Lists raise as well, like in jax.nn."""
     args = (x, 1) if name == "fused_topk" else (x,)
     argument = {"logsumexp": "a", "fused_topk": "logits"}.get(name, "x")
     with pytest.raises(TypeError, match=rf"{name}.*\b{argument}\b"):
@@ -105,7 +105,7 @@ def test_bool_is_refused(name):
 
 
 def test_initial_is_not_an_argument():
-    """jax.nn.softmax had it once; it must not be swallowed."""
+    """jax.nn.softmax once had `initial`. It must not be ignored."""
     with pytest.raises(TypeError, match="initial"):
         ps.softmax(X, initial=0.0)
 
@@ -116,7 +116,7 @@ def test_implementation_is_keyword_only():
 
 
 @pytest.mark.parametrize("function", [ps.online.scan, ps.online.reduce])
-def test_online_refuses_what_is_no_axis_and_no_float(function):
+def test_online_refuses_bad_axes_and_dtypes(function):
     name = f"online.{function.__name__}"
     for axis in (2, -3):
         with pytest.raises(
@@ -132,7 +132,7 @@ def test_online_refuses_what_is_no_axis_and_no_float(function):
 
 
 @pytest.mark.parametrize("where", [jnp.ones((2, 2, 3), bool), jnp.array([1, 0, 2])], ids=["rank", "integers"])
-def test_online_reduce_refuses_what_is_no_mask_and_no_chunk(where):
+def test_online_reduce_refuses_bad_masks_and_chunks(where):
     with pytest.raises(ValueError, match="online.reduce: where must be boolean and broadcast to the shape"):
         ps.online.reduce(X, where=where)
     with pytest.raises(ValueError, match="online.reduce: chunk must be at least 1, got 0"):
@@ -168,7 +168,7 @@ def test_unknown_implementation_lists_the_valid_ones(name, implementation):
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_named_implementation_never_falls_back(name, implementation, jitted):
-    """On a CPU there is no kernel to run; the reason names what it needs."""
+    """On a CPU no kernel can run, and the error says what it needs."""
     call = functools.partial(CALLS[name], implementation=implementation)
     match = f"^{name}: implementation='{implementation}' cannot run"
     with pytest.raises(NotImplementedError, match=match) as error:
@@ -198,7 +198,7 @@ def test_k_of_an_empty_row():
         topk(jnp.zeros((3, 0)), 1)
 
 
-def test_k_is_compared_with_the_row_that_axis_names():
+def test_k_is_compared_with_the_length_of_the_axis():
     assert topk(X, 2, axis=0).values.shape == (2, 3)
     with pytest.raises(ValueError, match=r"\bk\b.*3"):
         topk(X, 3, axis=0)
@@ -220,7 +220,7 @@ def test_a_mapped_k_says_that_it_must_be_the_same_for_all(wrap):
     with pytest.raises(TypeError, match="fused_topk: k must .* the same for all slices of jax.vmap") as error:
         wrap(jax.vmap(lambda x, k: topk(x, k)))(X, jnp.array([1, 2]))
     assert "static_argnames" not in str(error.value)
-    assert jax.vmap(topk, in_axes=(0, None))(X, 2).values.shape == (2, 2)  # the advice
+    assert jax.vmap(topk, in_axes=(0, None))(X, 2).values.shape == (2, 2)  # the advice of the error
 
 
 @pytest.mark.parametrize("axis", [2, -3])
@@ -259,7 +259,7 @@ def test_temperature_broadcasts_to_the_batch(shape):
         topk(X, 1, temperature=jnp.ones(shape))
 
 
-def test_static_arguments_are_asked_for_by_name():
+def test_errors_name_arguments_that_must_be_static():
     with pytest.raises(TypeError, match="softmax: axis must be .*static_argnames='axis'"):
         jax.jit(ps.softmax)(X, axis=0)
     with pytest.raises(TypeError, match="fused_topk: log must be .*static_argnames='log'"):
@@ -270,7 +270,7 @@ def test_static_arguments_are_asked_for_by_name():
         ps.softmax(X, where=jnp.ones((5, 5, 5), bool))
 
 
-def test_what_of_logsumexp_no_kernel_has():
+def test_options_of_logsumexp_without_a_kernel():
     with pytest.raises(ValueError, match="implementation must be None or one of"):
         ps.logsumexp(X, b=X, implementation="cuda")
     for arguments in ({"b": X}, {"return_sign": True}):
@@ -293,7 +293,7 @@ def test_temperature_must_be_a_real_array(temperature):
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64], ids=["int32", "bool", "complex64"])
 def test_topk_dtype_must_be_floating(dtype):
-    """Probabilities as integers would all be 0."""
+    """Integer probabilities would all be 0."""
     with pytest.raises((TypeError, ValueError), match="dtype"):
         topk(X, 1, dtype=dtype)
 
@@ -306,8 +306,8 @@ def test_topk_options_are_keyword_only():
 # --- Sizes --------------------------------------------------------------------------------------------
 
 
-def test_more_than_two_to_the_31_elements_are_traced():
-    """Shapes beyond 32-bit offsets are not refused; nothing is allocated here."""
+def test_more_than_2_to_the_31_elements_can_be_traced():
+    """Shapes beyond 32-bit offsets are accepted; this test allocates nothing."""
     x = jax.ShapeDtypeStruct((2**15, 2**17), BF16)
     assert jax.eval_shape(ps.softmax, x).shape == x.shape
     assert jax.eval_shape(ps.logsumexp, x).shape == ()
@@ -323,7 +323,7 @@ def test_jet_names_the_way_out(f):
         jet.jet(f, (x,), ((jnp.ones(4), jnp.zeros(4)),))
 
 
-# --- What numpy, Python and jit can pass ----------------------------------------------------------------
+# --- Arguments of numpy, Python and jit -----------------------------------------------------------------
 
 KEYS = jax.random.split(jax.random.key(0))
 UNNAMED = {
@@ -432,28 +432,28 @@ def test_errors_name_the_argument(case):
         call()
 
 
-def test_what_is_refused_is_refused_after_a_call_with_an_equal_value():
-    """0 and False are equal, and so would be the calls that are compiled."""
+def test_refusals_after_a_call_with_an_equal_value():
+    """0 and False are equal, so a cache of compiled calls might confuse them."""
     x, labels = jnp.ones((3, 4)), jnp.zeros(3, int)
     ps.linear_cross_entropy(x, x.T, labels, z_loss=0)
     with pytest.raises(TypeError, match="z_loss must be a real number, or one per row, got bool"):
         ps.linear_cross_entropy(x, x.T, labels, z_loss=False)
 
 
-def test_a_dtype_of_64_bits_is_warned_of_as_in_jax():
+def test_64_bit_dtypes_warn_like_jax():
     with pytest.warns(UserWarning, match="^fused_topk: dtype float64 is not available") as warned:
         assert topk(X, 1, dtype="float64").values.dtype == jnp.float32
-    assert len(warned) == 1  # none names jnp.zeros
+    assert len(warned) == 1  # no warning names jnp.zeros
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert topk(X, 2, dtype=float).values.dtype == jnp.float32
 
 
-def test_a_bool_of_numpy_is_a_bool():
+def test_a_numpy_bool_is_a_bool():
     assert topk(X, 1, log=np.bool_(True)).values[0, 0] < 0
 
 
-# --- Forward mode, which linear_* have not -------------------------------------------------------------
+# --- Forward mode, which linear_* do not support -------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["linear_logsumexp", "linear_cross_entropy", "linear_log_probs"])
@@ -475,5 +475,5 @@ def test_forward_mode_names_the_function_and_the_way_out(name):
                 forward(X)
             with pytest.raises(TypeError, match=advice):
                 jax.jit(forward).lower(X)
-    constant = jax.jvp(lambda s: s * f(X), (2.0,), (1.0,))[1]  # its arguments have no tangents
+    constant = jax.jvp(lambda s: s * f(X), (2.0,), (1.0,))[1]  # the arguments of f have no tangents
     np.testing.assert_array_equal(constant, f(X))

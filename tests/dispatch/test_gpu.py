@@ -1,4 +1,4 @@
-"""Which implementation runs on a GPU, and that all of them agree."""
+"""The choice of an implementation on a GPU, and the agreement of all implementations."""
 
 import functools
 
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
 def others(implementation):
-    """The implementations to compare with: mosaic_gpu may not run here."""
+    """Returns the implementations to compare with; mosaic_gpu may not run here."""
     return ["xla", *(name for name in CAPABILITY if name != implementation and not unavailable(name))]
 
 
-SAME = [  # (V, dtype, k, how often the rows are repeated, whether there is a mask)
+SAME = [  # (V, dtype, k, repetitions of the rows, whether there is a mask)
     (7, F32, 7, 1, False),
     (129, F16, 33, 5, True),
     (1000, BF16, 64, 1, False),
@@ -49,7 +49,7 @@ SAME = [  # (V, dtype, k, how often the rows are repeated, whether there is a ma
 @pytest.mark.parametrize(("v", "dtype", "k", "repeats", "masked"), SAME, ids=str)
 @side_by_side
 def test_every_implementation_gives_the_same_indices(implementation, v, dtype, k, repeats, masked):
-    """The same call of triton, of mosaic_gpu, where that can run, and of xla, all on the GPU."""
+    """triton, xla, and mosaic_gpu if available, agree on the GPU."""
     x = np.tile(cases.rows(ALL if v <= 20011 else LONG, v, dtype), (repeats, 1))
     where = cases.broadcast_mask("bv", x.shape) if masked else None
     x = cases.spoil_masked(x, where) if masked else x
@@ -87,7 +87,7 @@ def test_every_implementation_gives_the_same_gradient(implementation, op, masked
 @pytest.mark.parametrize("name", [*oracle.FORWARD, "topk"])
 @side_by_side
 def test_the_named_implementation_runs(implementation, name, v):
-    """And no other, forward and backward."""
+    """No other implementation runs, forward or backward."""
     x, sums = jax.ShapeDtypeStruct((64, v), BF16), jax.ShapeDtypeStruct((64, 1), BF16)
     if name == "topk":
         lowered = topk.lower(implementation, x, 5)

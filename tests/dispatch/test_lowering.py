@@ -1,4 +1,4 @@
-"""Which kernel a call of softmax or top-k lowers to for CUDA, without a GPU: by transformation and by export."""
+"""The kernels of softmax and top-k in text lowered for CUDA, under every transformation and in exports."""
 
 import functools
 
@@ -23,7 +23,7 @@ def values(x):
     return topk(x).values
 
 
-# A public call, and the results of its kernel: X's shape, or the winners, m and d.
+# name: (public function, results of its kernel: X's shape, or the winners, m and d)
 FUNCTIONS = {
     "softmax": (ps.softmax, lambda rows: [f"{rows}x{V}xf32"]),
     "topk": (topk, lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32", f"{rows}xf32", f"{rows}xf32"]),
@@ -31,12 +31,12 @@ FUNCTIONS = {
 each = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-# --- Which path ran -----------------------------------------------------------------------------------
+# --- Public functions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "dtype"), cover(FUNCTIONS, DTYPES))
-def test_what_explain_says_is_what_is_lowered(name, dtype):
-    """The kernel for CUDA and only there."""
+def test_explain_agrees_with_the_lowered_text(name, dtype):
+    """The kernel is lowered for CUDA and for no other platform."""
     f, x = FUNCTIONS[name][0], array(ROWS, V, dtype=dtype)
     choice = ps.explain(f, x)[0]
     assert (choice.cuda, choice.elsewhere) == ("mosaic_gpu", "xla")
@@ -44,7 +44,7 @@ def test_what_explain_says_is_what_is_lowered(name, dtype):
     assert kernel_results(lowered(f, x, platform="cpu")) == []
 
 
-# (what calls the function, and the functions that then have no kernel)
+# name: (a call of the function, the functions without a kernel for it)
 NOT_TAKEN = {
     "implementation": (lambda x, f: f(x, implementation="xla"), list(FUNCTIONS)),
     "axis": (lambda x, f: f(x, axis=0), ["topk"]),
@@ -56,7 +56,7 @@ NOT_TAKEN = {
 
 
 @pytest.mark.parametrize(("name", "case"), first(3, pairs(FUNCTIONS, NOT_TAKEN)))
-def test_no_kernel_where_explain_says_xla(name, case, x64):
+def test_no_kernel_if_explain_says_xla(name, case, x64):
     call, without = NOT_TAKEN[case]
     f = functools.partial(call, f=FUNCTIONS[name][0])
     assert ps.explain(f, X)[0].cuda == ("xla" if name in without else "mosaic_gpu")
@@ -64,7 +64,7 @@ def test_no_kernel_where_explain_says_xla(name, case, x64):
 
 
 @pytest.mark.parametrize("f", [ps.softmax, lambda x, **kwargs: ps.softmax(x, 0, where=x > 0, **kwargs)])
-def test_a_named_kernel_is_lowered_where_the_automatic_choice_is_xla(f):
+def test_a_named_kernel_is_lowered_if_the_automatic_choice_is_xla(f):
     x = array(ROWS, 4096)
     assert ps.explain(f, x)[0].cuda == "xla"
     assert kernel_results(lowered(f, x)) == []
@@ -76,7 +76,7 @@ def test_a_named_kernel_is_lowered_where_the_automatic_choice_is_xla(f):
 
 @pytest.mark.parametrize(("name", "in_axis"), cover(FUNCTIONS, [0, 1]))
 def test_vmap_is_one_call_over_all_rows(name, in_axis):
-    """Not a grid of batches, and not a loop."""
+    """vmap makes neither a grid of batches nor a loop."""
     f, results = FUNCTIONS[name]
     shape = (3, ROWS, V) if in_axis == 0 else (ROWS, 3, V)
     assert kernel_results(lowered(jax.vmap(f, in_axis), array(*shape))) == [results(3 * ROWS)]
@@ -98,7 +98,7 @@ def test_scan(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
 def test_checkpoint(f):
-    """The forward kernel runs again in the backward."""
+    """The forward kernel runs again for the gradient."""
     count = len(kernel_results(lowered(jax.grad(square_sum(f)), X)))
     f = jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
     assert len(kernel_results(lowered(jax.grad(square_sum(f)), X))) == count + 1
@@ -107,7 +107,7 @@ def test_checkpoint(f):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad", *FUNCTIONS])
 def test_shard_map(name):
-    """Each device runs the kernel over its own rows. The four devices need not exist."""
+    """Each device runs the kernel on its own rows. The test needs no devices."""
     mesh = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
     x = array(4 * ROWS, V, sharding=NamedSharding(mesh, P("rows")))
     f = ps.softmax if name == "grad" else FUNCTIONS[name][0]
@@ -137,13 +137,13 @@ def test_export_and_its_gradient_can_be_serialised():
     again = export.deserialize(exported(ps.softmax, X).serialize(vjp_order=1))
     assert again.platforms == ("cuda",)
     assert kernel_results(again.mlir_module()) == [[f"{ROWS}x{V}xf32"]]
-    assert kernel_results(again.vjp().mlir_module()) == [[f"{ROWS}x{V}xf32"]] * 2  # y once more, and dx
+    assert kernel_results(again.vjp().mlir_module()) == [[f"{ROWS}x{V}xf32"]] * 2  # y again, and dx
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu",)], ids=str)
 @each
 def test_export_with_a_symbolic_batch(name, platforms):
-    """A grid has a static size: no kernel, and explain says so."""
+    """A grid needs a static size, so there is no kernel, and explain says so."""
     f, x = FUNCTIONS[name][0], array(*export.symbolic_shape("rows"), V)
     assert kernel_results(exported(f, x, platforms).mlir_module()) == []
     choice = ps.explain(f, x)[0]
@@ -157,7 +157,7 @@ def test_export_with_a_symbolic_batch(name, platforms):
     ids=str,
 )
 def test_export_for_several_platforms(name, platforms):
-    """The kernel for CUDA and plain JAX for all others, in one module."""
+    """One module has the kernel for CUDA and plain JAX for the other platforms."""
     f, results = FUNCTIONS[name]
     both = exported(f, X, platforms)
     assert kernel_results(both.mlir_module()) == [results(ROWS)]

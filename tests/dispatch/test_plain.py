@@ -1,4 +1,4 @@
-"""Plain JAX as XLA fuses it, and as the tools see it that look inside a program."""
+"""Plain JAX: XLA's fusion, and tools that look inside a program."""
 
 import functools
 import logging
@@ -54,7 +54,7 @@ def logsumexps(of, x):
 
 
 @pytest.mark.parametrize("step", [sinkhorn, gradients, softmaxes, logsumexps], ids=lambda f: f.__name__)
-def test_xla_fuses_a_chain_as_that_of_jax_nn(step):
+def test_xla_fuses_a_chain_like_jax_nn(step):
     def lines(of):
         def chain(x):
             for _ in range(15):
@@ -98,19 +98,19 @@ def test_roofline_knows_every_operation(name, caplog):
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("f", [ps.softmax, *OURS.values(), topk])
 def test_checkify_finds_a_nan(f, value, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)  # else fused_topk is ready for sharded logits
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # otherwise fused_topk prepares for sharded logits
     x = jnp.zeros((2, 8)).at[1, 3].set(value)
     error, y = checkify.checkify(f, errors=checkify.float_checks)(x)
     assert (error.get() is not None) == bool(jnp.isnan(y).any())
 
 
 def test_jet_of_a_jitted_function_has_no_silent_zeros():
-    """jet ignores every custom_jvp, and so the derivatives."""
+    """jet ignores every custom_jvp, and therefore our derivatives."""
     with pytest.raises((AttributeError, NotImplementedError, jax.errors.UnexpectedTracerError)):
         jet.jet(jax.jit(OURS["softmax"]), (jnp.arange(4.0),), ((jnp.ones(4), jnp.zeros(4)),))
 
 
-# --- Costs of a call without a wrapper ----------------------------------------------------------------
+# --- Costs of calls -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("f", [*OURS.values(), topk])
@@ -121,6 +121,6 @@ def test_the_backward_keeps_one_array_of_the_size_of_the_logits(f):
 
 
 def test_a_vmap_of_topk_sorts_in_one_way(monkeypatch):
-    """On CUDA a condition selects the sort; under a vmap of the condition both sorts would run."""
+    """On CUDA a condition selects the sort. If the condition were mapped, both sorts would run."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert lowered(topk, X).count("stablehlo.case") == lowered(jax.vmap(topk), X).count("stablehlo.case") > 0

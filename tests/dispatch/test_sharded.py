@@ -1,7 +1,7 @@
-"""Arrays over several devices: the checks of sharded_checks.py, each as a test.
+"""Arrays that are sharded over several devices: each check of tests/programs/sharded_checks.py is a test.
 
-The devices must exist before JAX starts, so two child processes, of eight CPU devices each, run half of the
-checks each. On a machine with several GPUs `pytest -m gpu -n 0 tests/dispatch/test_sharded.py` runs them there.
+The number of devices must be set before JAX starts. So two child processes with eight CPU devices each run half of the
+checks. On a machine with several GPUs, run `pytest -m gpu -n 0 tests/dispatch/test_sharded.py`.
 """
 
 import fcntl
@@ -32,11 +32,11 @@ HALVES = [list(CHECKS)[half::2] for half in (0, 1)]
 
 
 def child(script, *arguments, cpu_devices=None):
-    """Starts a program of tests/programs, on so many CPU devices or on the machine's GPUs."""
+    """Starts a program of tests/programs on `cpu_devices` CPU devices, or on the machine's GPUs."""
     path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path}
     if cpu_devices is not None:
-        # Compiling is what takes the time.
+        # Most of the time is compilation.
         flags = f"--xla_force_host_platform_device_count={cpu_devices} --xla_backend_optimization_level=0"
         env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, PROGRAMS / script, *arguments]
@@ -45,7 +45,7 @@ def child(script, *arguments, cpu_devices=None):
 
 @pytest.fixture(scope="session")
 def report(request, tmp_path_factory):
-    """The error of a check, or None. The first pytest worker that asks has the selected ones of its half run."""
+    """Returns a function for the error of a check, or None. The first pytest worker that asks runs the check's half."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -99,7 +99,7 @@ def test_on_gpus(name, implementation, monkeypatch):
 
 
 def test_float16_is_widened_in_order():
-    """Of every bit pattern, the NaNs too: on a GPU their sign would be lost."""
+    """Every bit pattern keeps its order, including NaNs, which would lose their sign on a GPU."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     wide = topk_mesh._widen(jax.numpy.asarray(x))
     order = np.argsort(np.asarray(online.sort_key(jax.numpy.asarray(x))), kind="stable")
@@ -108,7 +108,7 @@ def test_float16_is_widened_in_order():
 
 
 def tiles_of(dims, iota=None, order=None, replicas=1):
-    """The tile of each device, in XLA's notation: {devices=[dims, replicas]<=[iota]T(order)}."""
+    """Returns the tile of each device for XLA's notation {devices=[dims, replicas]<=[iota]T(order)}."""
     n = math.prod(dims) * replicas
     devices = np.arange(n).reshape(iota or n).transpose(order).ravel()
     tiles = np.indices((*dims, replicas)).reshape(len(dims) + 1, n)[:-1]
@@ -126,7 +126,7 @@ WHOLE = tiles_of((1, 1), replicas=8)
         ((8,), [tiles_of((1, 4, 2))], (4, 2), [[(), (0,), (1,)]]),
         ((8,), [tiles_of((2, 2, 2))], (2, 2, 2), [[(0,), (1,), (2,)]]),
         ((8,), [tiles_of((2,), replicas=4), WHOLE], (2, 4), [[(0,)], [(), ()]]),
-        # the first device's neighbours hold the same tile
+        # the first device's neighbours have the same tile
         ((8,), [tiles_of((2,), (4, 2), (1, 0), 4)], (4, 2), [[(1,)]]),
         ((8,), [tiles_of((2, 4)), tiles_of((4, 2))], (2, 2, 2), [[(0,), (1, 2)], [(0, 1), (2,)]]),
         ((2, 4), [tiles_of((2, 4))], (2, 4), [[(0,), (1,)]]),
@@ -151,13 +151,13 @@ WHOLE = tiles_of((1, 1), replicas=8)
         ((8,), [tiles_of((), replicas=8)], (8,), [[]]),
     ],
 )
-def test_mesh_that_expresses_tiles(sizes, tiles, finer, axes):
+def test_mesh_of_tiles(sizes, tiles, finer, axes):
     assert decode.common_axes(sizes, tiles) == (finer, axes)
 
 
 @pytest.mark.parametrize("sizes", [(24,), (4, 6), (2, 3, 4)])
 def test_every_division_of_mesh_axes_is_found(sizes):
-    """Each device has the tile that the mesh axes found give it, for all divisions of a finer mesh."""
+    """The mesh axes found give each device its tile, for random divisions of a finer mesh."""
     n = math.prod(sizes)
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -178,7 +178,7 @@ PRIMES = {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 24: [2, 2, 2, 3]}
 
 
 def run_two_processes(devices):
-    """Has two processes with so many devices each check their parts of arrays that lie over all of them."""
+    """Runs two processes with `devices` devices each, which check their parts of arrays over all devices."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
@@ -194,20 +194,20 @@ def run_two_processes(devices):
 
 @pytest.mark.slow
 def test_two_processes():
-    """A mesh over two processes."""
+    """Arrays on a mesh over two processes."""
     run_two_processes("cpu")
 
 
 @pytest.mark.gpu
 def test_two_processes_on_gpus():
-    """The same over NCCL."""
+    """The same with NCCL."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     run_two_processes(str(jax.device_count() // 2))
 
 
 def assert_kernels_of_parts(op, text):
-    """That of 16384 elements a row and, of top-k, that which merges the winners of eight devices."""
+    """Asserts a kernel for 16384 elements per row and, for top-k, one that merges the winners of eight devices."""
     calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     assert any("tensor<128x16384xf32>" in line for line in calls), calls
     if op in TOPK:
@@ -216,8 +216,8 @@ def assert_kernels_of_parts(op, text):
 
 
 @pytest.mark.parametrize(("op", "how"), cover(OPS, ["shard_map", "auto"]))
-def test_the_kernels_for_cuda_are_those_of_a_part(op, how):
-    """The eight devices need not exist. Under jit it is what `partition` has each of them run."""
+def test_each_device_runs_kernels_on_its_part(op, how):
+    """The test needs no devices. Under jit it lowers the function that `partition` returns for each device."""
     mesh = AbstractMesh((8,), ("v",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P(None, "v"))
     x = jax.ShapeDtypeStruct((128, 8 * 16384), "float32", sharding=sharding)
@@ -236,13 +236,13 @@ def test_the_kernels_for_cuda_are_those_of_a_part(op, how):
 
 
 def stand_in(columns):
-    """For XLA's sharding of a matrix of eight columns over eight devices that do not exist."""
+    """Returns a stand-in for XLA's sharding of a matrix with eight columns over eight devices."""
     indices = {i: (slice(None), columns(i)) for i in range(8)}
     return SimpleNamespace(device_set={*indices}, devices_indices_map=lambda shape: indices)
 
 
 def partitions(jaxpr):
-    """What custom_partitioning is to call, in every equation with it."""
+    """Returns the partition function of every custom_partitioning equation."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "custom_partitioning":
             yield equation.params["partition"]

@@ -1,4 +1,4 @@
-"""Pure functions of arrays: jit, grad, vmap, scan, checkpoint, export, donation. Sharding is in test_sharded.py."""
+"""Transformations: jit, grad, vmap, scan, checkpoint, export, donation. test_sharded.py has sharding."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ X3 = np.stack([X, X[::-1], X * 2, X - 3])
 WHERE = np.random.default_rng(0).random(X3.shape) < 0.6
 TEMPERATURE = np.linspace(0.5, 2, X3.shape[0] * X3.shape[1]).reshape(X3.shape[:2]).astype(F32)
 
-# Functions of one array whose rows are its last axis, to one array.
+# Functions from one array to one array. Rows are along the last axis.
 FUNCTIONS = {
     "softmax": ps.softmax,
     "log_softmax": ps.log_softmax,
@@ -29,11 +29,11 @@ FUNCTIONS = {
     "indices": lambda x, **kwargs: ps.fused_topk(x, 3, **kwargs).indices,
 }
 DIFFERENTIABLE = [name for name in FUNCTIONS if name != "indices"]
-FAST = "topk_log"  # the others run through the same code
+FAST = "topk_log"  # the other functions run the same code
 
 
 def of_each(names):
-    """Parametrizes a test by the names of functions; the fast set has one."""
+    """Parametrizes a test by function names; the fast set has one function."""
     return pytest.mark.parametrize("name", [name if name == FAST else slow(name) for name in names])
 
 
@@ -41,14 +41,14 @@ each, each_differentiable = of_each(FUNCTIONS), of_each(DIFFERENTIABLE)
 
 
 def close(got, want):
-    """The same computation compiled differently: a few roundings apart, indices not at all."""
+    """Asserts that two compilations of a computation agree: indices exactly, numbers up to a few roundings."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=5e-6, atol=1e-6)
 
 
 def loss(f):
-    """A scalar whose gradient is different in every entry."""
+    """Returns a scalar function with a different gradient in every entry."""
 
     def scalar(x, **kwargs):
         y = f(x, **kwargs)
@@ -76,7 +76,7 @@ def test_grad_inside_and_outside_of_jit(name):
 
 @pytest.mark.slow
 @each_differentiable
-def test_jacrev_has_the_pullback_in_its_rows(name):
+def test_jacrev_agrees_with_vjp(name):
     f, x = FUNCTIONS[name], X[1]
     jacobian = jax.jacrev(f)(x)
     g = cases.cotangent(jacobian.shape[:-1])
@@ -86,7 +86,7 @@ def test_jacrev_has_the_pullback_in_its_rows(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 def test_hessian(name):
-    """Forward over reverse: the backward is differentiable in both modes where JAX needs it."""
+    """The gradient is differentiable in both modes."""
     f, like = (loss(lambda x, m=m: getattr(m, name)(x, -1)) for m in (ps, jax.nn))
     got = jax.jit(jax.jacrev(jax.grad(f)))(X[3])
     np.testing.assert_allclose(got, jax.jit(jax.hessian(like))(X[3]), rtol=1e-4, atol=1e-5)
@@ -141,7 +141,7 @@ def test_vmap_of_grad(name):
 @pytest.mark.slow
 @each_differentiable
 def test_grad_of_vmap_with_a_shared_argument(name):
-    """One row for a batch of masks: its gradient is the sum over the batch."""
+    """A row that a batch of masks shares has the sum over the batch as its gradient."""
     f = FUNCTIONS[name]
 
     def total(x, where):
@@ -159,7 +159,7 @@ def test_grad_of_vmap_with_a_shared_argument(name):
 
 @pytest.mark.parametrize("axes", first_values(1, [(0, 0), (0, None), (None, 0)]), ids=str)
 def test_vmap_of_temperature(axes):
-    """Batched alone, with the logits, or shared; a scalar in each lane, or one per row."""
+    """A temperature may be mapped alone, with the logits, or shared; it is a scalar or one number per row."""
     f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values  # noqa: E731
     x = X3 if axes[0] == 0 else X
     t = TEMPERATURE if axes[1] == 0 else TEMPERATURE[0]
@@ -174,7 +174,7 @@ def test_vmap_of_temperature(axes):
 
 
 @pytest.mark.slow
-def test_vmap_of_the_gradient_by_temperature():
+def test_vmap_of_the_gradient_of_temperature():
     f = lambda x, t: ps.fused_topk(x, 3, temperature=t).values.sum()  # noqa: E731
     got = jax.jit(jax.vmap(jax.vmap(jax.grad(f, 1))))(X3, TEMPERATURE)
     close(got, jax.jit(jax.grad(lambda t: f(X3, t)))(TEMPERATURE))
@@ -232,7 +232,7 @@ def exported(f, shape):
 @pytest.mark.slow
 @each
 def test_export(name):
-    """Lowered for the CPU, called and differentiated without the function."""
+    """An export for the CPU can be called and differentiated without the function."""
     f = FUNCTIONS[name]
     again = exported(f, X.shape)
     close(again.call(X), f(X))
@@ -243,7 +243,7 @@ def test_export(name):
 
 @each
 def test_export_round_trip(name):
-    """The same, written to bytes and read back."""
+    """An export can be written to bytes and read back."""
     pytest.importorskip("flatbuffers", reason="jax.export needs it to serialise")
     f = FUNCTIONS[name]
     order = int(name in DIFFERENTIABLE)
@@ -255,7 +255,7 @@ def test_export_round_trip(name):
 
 
 def test_export_of_a_normalizer():
-    """Its type is one that a serialized program may have."""
+    """A serialized program may have the type Normalizer."""
     program = export.export(jax.jit(ps.online.reduce))(jax.ShapeDtypeStruct(X.shape, F32))
     jax.tree.map(close, export.deserialize(program.serialize()).call(X), ps.online.reduce(X))
 
@@ -268,7 +268,7 @@ def test_export_with_a_symbolic_vocab(name):
 
 
 def test_export_of_a_topk():
-    """The result keeps its type through a file."""
+    """The result keeps its type through serialization."""
     again = export.deserialize(exported(lambda x: ps.fused_topk(x, 3), X.shape).serialize())
     got = again.call(X)
     assert isinstance(got, ps.TopK)
@@ -278,7 +278,7 @@ def test_export_of_a_topk():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"where": WHERE[0]}, {}, {"log": True, "dtype": "bfloat16"}], ids=list)
 def test_export_with_a_symbolic_number_of_winners(options):
-    """It is the size of another argument, which is known to fit."""
+    """k is the size of another argument, with a constraint that it fits."""
 
     def largest(x, like):
         return ps.fused_topk(x, like.shape[0], **options)
@@ -329,7 +329,7 @@ def test_the_input_is_not_changed():
 
 @pytest.mark.parametrize("name", ["softmax", "topk"])
 def test_one_compilation_serves_all_values(name):
-    """Nothing that depends on the values is decided while tracing."""
+    """Tracing does not depend on values."""
     traces = []
 
     def f(x):
@@ -343,7 +343,7 @@ def test_one_compilation_serves_all_values(name):
 
 
 def test_a_call_compiles_once():
-    """Two equal calls outside of jit: the second one compiles nothing."""
+    """The second of two equal calls outside of jit compiles nothing."""
     x = jnp.asarray(cases.rows(["normal"] * 3, 13))
     for f in FUNCTIONS.values():
         f(x)
@@ -353,7 +353,7 @@ def test_a_call_compiles_once():
 
 
 class _no_compilation:
-    """Fails where XLA is asked to compile."""
+    """Fails if XLA compiles."""
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 

@@ -1,4 +1,4 @@
-"""The documents hold: their code gives what they say, their commands and links name what exists, imports are light."""
+"""The documents are right: code blocks give the stated results, commands and links exist, and imports are light."""
 
 import contextlib
 import inspect
@@ -25,7 +25,7 @@ HEAVY = ("triton", "jax_triton", "matplotlib", "tqdm", "absl", "torch", "jax.exp
 
 
 def blocks(text: str, language: str = "") -> list[str]:
-    """The fenced blocks of a language."""
+    """Returns the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +34,7 @@ def section(title: str, text: str = README) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Those that a Markdown reader gives to the headings."""
+    """Returns the anchors of the headings."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
     )
@@ -42,7 +42,7 @@ def anchors(text: str) -> set[str]:
 
 
 def run(text: str) -> dict:
-    """Executes the Python blocks one after another; each must print what its comments `# -> ` say."""
+    """Executes the Python blocks in order; each must print the text of its comments `# -> `."""
     names: dict = {}
     for block in blocks(text, "python"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -53,7 +53,7 @@ def run(text: str) -> dict:
 
 @pytest.fixture
 def lowered_for_hopper(monkeypatch):
-    """What `explain` says must not depend on the GPU of this machine: without one it is asked for Hopper."""
+    """Hides the machine's GPUs: without a GPU, `explain` answers for Hopper on every machine."""
     devices = jax.devices
 
     def without_gpus(backend=None):
@@ -62,18 +62,18 @@ def lowered_for_hopper(monkeypatch):
         return devices(backend)
 
     monkeypatch.setattr(jax, "devices", without_gpus)
-    jax.clear_caches()  # explain lists nothing of what jit has traced before
+    jax.clear_caches()  # explain does not list calls that jit traced before
 
 
 def heavy_modules(statement: str) -> set[str]:
-    """Which of HEAVY a new process has loaded after `statement`."""
+    """Returns the HEAVY modules that a new process loads in `statement`."""
     code = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(HEAVY) & set(done.stdout.split())
 
 
 def seconds_of_import() -> float:
-    """What `import pallas_softmax` takes beyond importing jax, in a new process, without its waiting."""
+    """Returns the CPU time of `import pallas_softmax` in addition to jax, in a new process."""
     code = """if True:
         import time, jax
         start = time.process_time()
@@ -86,11 +86,11 @@ def seconds_of_import() -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", RUNNABLE)
-def test_python_blocks_give_what_they_claim(document, lowered_for_hopper):
+def test_python_blocks_give_the_stated_results(document, lowered_for_hopper):
     run((ROOT / document).read_text())
 
 
-def test_the_readme_gives_what_it_claims_and_what_plain_jax_does(lowered_for_hopper):
+def test_the_readme_gives_the_stated_results_and_agrees_with_plain_jax(lowered_for_hopper):
     names = run(README)
 
     def plain(w):
@@ -122,7 +122,7 @@ def test_quick_start_is_two_command_lines():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_and_links_name_what_exists(document):
+def test_commands_and_links_exist(document):
     path = ROOT / document
     text = path.read_text()
     missing = [
@@ -150,9 +150,9 @@ def test_docstrings_describe_the_parameters(name):
     text = inspect.getdoc(function)
     parameters = set(inspect.signature(function).parameters)
     arguments = re.split("^Returns:", text.split("Args:\n")[1], flags=re.MULTILINE)[0]
-    described = re.findall(r"^  \**([\w, ]+): ", arguments, re.MULTILINE)
-    assert set(described) <= parameters  # one a line: the site takes no list of names
-    assert parameters <= {*described, *re.findall(r"`(\w+)`", text)}
+    documented = re.findall(r"^  \**([\w, ]+): ", arguments, re.MULTILINE)
+    assert set(documented) <= parameters  # one name per line, which the site requires
+    assert parameters <= {*documented, *re.findall(r"`(\w+)`", text)}
 
 
 def test_install_names_every_extra():

@@ -1,4 +1,4 @@
-"""How rows, masks and steps lie in memory: pure functions of shapes that the kernels of mosaic_gpu share."""
+"""The layout of rows, masks and steps in memory: pure functions that the kernels of mosaic_gpu share."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.support.calls import FREE
 @FREE
 @given(st.integers(1, 100), st.integers(1, 10**6), st.sampled_from([4, 8]))
 def test_aligned_view(rows, vocab, vec):
-    """All elements; every row of the view starts on 16 bytes and holds whole rows, as few as can be."""
+    """A view has all elements. Its rows are aligned to 16 bytes and hold as few whole rows as possible."""
     view = layout.aligned_view(rows, vocab, vec)
     assert math.prod(view) == rows * vocab
     assert view[-1] % vocab == 0
@@ -28,7 +28,7 @@ def test_aligned_view(rows, vocab, vec):
 
 @FREE
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=5))
-def test_mask_rows_are_those_of_broadcasting(dimensions):
+def test_mask_rows_agree_with_broadcasting(dimensions):
     batch = tuple(n for n, _ in dimensions)
     mask = tuple(1 if broadcast else n for n, broadcast in dimensions)
     of_mask = np.arange(math.prod(mask)).reshape(mask)
@@ -42,7 +42,7 @@ def test_mask_rows_are_those_of_broadcasting(dimensions):
 @example(1, 4, 8)
 @example(216 * 64, 8, 4)
 def test_walk(accesses, vec, group):
-    """The steps hold each element once."""
+    """The steps contain each element once."""
     walk = layout.Walk(accesses * vec, vec, group)
     sizes = [walk.step_size] * walk.full_steps + [walk.rest] * (walk.rest > 0)
     assert len(sizes) == walk.steps >= 1

@@ -1,4 +1,4 @@
-"""The language in which inline PTX is written (gpu/ptx/values.py): its text, run by tests/support/ptx.py."""
+"""The language for inline PTX (gpu/ptx/values.py), run in numpy (tests/support/ptx.py)."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ THREADS = np.arange(128)
 
 
 def run(write):
-    """Runs a program on 128 threads: `write(p, x)`, where x is a thread's number, returns what the thread writes."""
+    """Runs a program on 128 threads. `write(p, x)` returns what each thread writes; x is the thread's number."""
     p = kernels.Program()
     address = p.at(p.operand("numbers", "u32"), p.operand("thread", "u32"), 4)
     p.store(address, write(p, p.load(address, "u32")))
@@ -19,7 +19,7 @@ def run(write):
 
 
 def test_control():
-    """A block is left, a loop is left, and a repetition runs again, by each thread for itself."""
+    """Each thread leaves blocks and loops, and repeats loops, independently of the others."""
 
     def collatz_steps(p, x):
         number, steps = p.var(x), p.var(0, "u32")
@@ -56,7 +56,7 @@ def test_control():
 
 @pytest.mark.parametrize("change_between", [False, True])
 def test_combined_comparison(change_between):
-    """A comparison that is combined with a condition is that of its operands when it was written."""
+    """A comparison combined with a condition uses its operands at the time it was written."""
 
     def write(p, x):
         limit = p.var(50, "u32")
@@ -69,7 +69,7 @@ def test_combined_comparison(change_between):
 
 
 def test_warp():
-    """Lanes exchange numbers of 64 bits, and reduce."""
+    """Lanes exchange 64-bit numbers, and reduce."""
 
     def write(p, x):
         lane = p.operand("thread", "u32") & 31
@@ -84,7 +84,7 @@ def test_warp():
 
 
 def test_floats():
-    """Floats are divided, and become integers in three ways; the logarithm of a power of two is exact."""
+    """Floats divide and convert to integers in three ways. The logarithm of a power of two is exact."""
 
     def write(p, x):
         quarters = p.divide(p.absolute(p.convert(x, "f32") - 64.0), 4.0)
@@ -99,7 +99,7 @@ def test_floats():
 
 
 def test_pairs():
-    """The halves of a word are added, compared and have signs by themselves."""
+    """The halves of a word add, compare and have signs independently."""
 
     def write(p, x):
         word = ((x - 100) & 0xFFFF) | ((50 - x) << 16)
@@ -113,7 +113,7 @@ def test_pairs():
 
 
 def test_cluster():
-    """A CTA reads what the next one has written, and counts in words beside each other."""
+    """A CTA reads what the next CTA wrote, and counts in adjacent words."""
     ctas, p = 3, kernels.Program()
     thread, cta = p.operands("u32", "thread", "cta")
     own = p.at(p.operand("numbers", "u32"), thread, 4)

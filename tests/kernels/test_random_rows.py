@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
 def random_logits(rng, rows, v, dtype):
-    """Of every scale, with ties, infinities and NaNs of both signs."""
+    """Returns rows of every scale, with ties, infinities and NaNs of both signs."""
     x = rng.standard_normal((rows, v)) * rng.choice([0.01, 1, 10, 1000], (rows, 1))
     x = np.where(rng.random((rows, 1)) < 0.3, np.round(x * rng.choice([0.2, 1])), x)  # ties
     for special in (-np.inf, np.inf, np.nan, cases.NEG_NAN, -0.0):
@@ -29,7 +29,7 @@ SEED = 20261121
 
 
 def adversarial_logits(rng, rows, v, dtype):
-    """What is hard for top-k: ties, order, the best in few places, and what is not a number."""
+    """Returns rows that are hard for top-k: ties, sorted rows, the best in few places, and NaN."""
     at = np.arange(v)
     start, size = rng.integers(v), rng.integers(1, 2 + v // 4)
     vec = 16 // dtype.itemsize
@@ -39,8 +39,8 @@ def adversarial_logits(rng, rows, v, dtype):
         np.linspace(-20, 20, v),
         np.linspace(20, -20, v),
         rng.choice([1.0, -1.0], v),
-        np.where((at >= start) & (at < start + size), normal + 30, normal),  # the best side by side
-        np.where(at // vec % 128 == rng.integers(128), normal + 30, normal),  # and of one thread
+        np.where((at >= start) & (at < start + size), normal + 30, normal),  # the best are adjacent
+        np.where(at // vec % 128 == rng.integers(128), normal + 30, normal),  # the best belong to one thread
         np.where(at % 3 == 0, np.nan, normal),
         np.where(at % 3 == rng.integers(3), cases.NEG_NAN, normal),
         rng.choice([np.nan, cases.NEG_NAN, np.inf, -np.inf], v),
@@ -54,7 +54,7 @@ def adversarial_logits(rng, rows, v, dtype):
 
 
 def random_shapes(count, max_k):
-    """Of top-k: V and k (up to max_k) log-uniform; the rows of a call, and the calls; the mask's pattern, and log."""
+    """Yields cases of top-k: log-uniform V and k (up to max_k), rows per call, calls, the mask's pattern, and log."""
     for shape in range(count):
         rng = np.random.default_rng([SEED, shape])
         v = int(np.exp(rng.uniform(0, np.log(300_000))))
@@ -72,7 +72,7 @@ def random_shapes(count, max_k):
 
 @both
 def test_random_topk(implementation, capsys):
-    """More than 5,000 rows, random and adversarial, of 60 shapes; of triton 2,500, of 30."""
+    """More than 5,000 random and adversarial rows of 60 shapes; for triton 2,500 rows of 30 shapes."""
     count, least = (30, 2500) if implementation == "triton" else (60, 5000)
     total = 0
 
@@ -90,7 +90,7 @@ def test_random_topk(implementation, capsys):
     if implementation == "triton":
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(compile_it, shapes))
-    with ThreadPoolExecutor() as pool:  # the oracle's time is NumPy's
+    with ThreadPoolExecutor() as pool:  # the oracle spends its time in NumPy
         for shape, (rng, v, k, dtype, pattern, log, rows, calls) in enumerate(shapes):
             for call in range(calls):
                 make = adversarial_logits if call % 2 or rng.random() < 0.5 else random_logits
@@ -112,7 +112,7 @@ def test_random_topk(implementation, capsys):
 
 
 def random_softmax(shape, rows_each):
-    """A shape's calls: op, x, dy, where and the rows' names."""
+    """Yields the calls of a shape: op, x, dy, where and the names of the rows."""
     rng = np.random.default_rng([SEED, shape])
     op = oracle.FORWARD[shape % 3]
     v = int(np.exp(rng.uniform(0, np.log(300_000))))
@@ -131,7 +131,7 @@ def random_softmax(shape, rows_each):
 
 @both
 def test_random_rows(implementation, capsys):
-    """5,000 of them, forward and backward: 40 shapes of log-uniform V, each with 125 rows of random values."""
+    """5,000 random rows, forward and backward: 40 shapes of log-uniform V, with 125 rows each."""
     shapes, rows_each = 40, 125
     with capsys.disabled():
         print(f"\n{shapes * rows_each} random rows by {implementation}, seed {SEED}")

@@ -1,4 +1,4 @@
-"""The kernels under compute-sanitizer."""
+"""All kernels under compute-sanitizer on a GPU."""
 
 import pytest
 
@@ -12,12 +12,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 @both
 def test_compute_sanitizer(implementation, tool):
     options = ["--tool", tool, "--error-exitcode", "9"]
-    # The driver's errors that JAX handles itself, as when it asks for what the device lacks, are not ours.
+    # JAX handles some errors of the driver itself, for example when it asks for features that the device lacks.
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
     done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=[implementation])
     report = f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-    if tool == "initcheck":  # blind to what bulk copies write, it minds the copy of results to the host
+    if (
+        tool == "initcheck"
+    ):  # it does not see writes of bulk copies, so it complains about the copy of results to the host
         assert "Uninitialized __global__ memory read" not in done.stdout, report
     elif tool == "racecheck":
         assert not hazards(done.stdout, implementation), report

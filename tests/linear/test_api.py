@@ -1,4 +1,4 @@
-"""linear_logsumexp, linear_cross_entropy and linear_log_probs: numbers, gradients, labels and masks, memory."""
+"""linear_logsumexp, linear_cross_entropy and linear_log_probs: losses, gradients, labels, masks and memory."""
 
 import functools
 
@@ -27,7 +27,7 @@ from tests.support.linear import (
 )
 from tests.support.oracle import wide
 
-# --- Numbers: V is no multiple of what is taken at a time, and n neither ------------------------------
+# --- Numbers: neither V nor n is a multiple of a chunk ------------------------------------------------
 
 NUMBERS = [
     ("bfloat16", "all", "mean", 4),
@@ -61,7 +61,7 @@ def test_logsumexp_and_log_probs():
         log_p = ps.linear_log_probs(x, w, labels, bias=b, softcap=4.0, temperature=0.7, workspace_bytes=small)
         return jnp.sum(g * lse) + jnp.sum(g**2 * log_p), (lse, log_p)
 
-    def theirs(x, w, b):
+    def reference(x, w, b):
         z = 4 * jnp.tanh((jnp.matmul(x, w, precision="highest") + b) / 4)
         log_p = jax.nn.log_softmax(z / 0.7)
         log_p = jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
@@ -69,7 +69,7 @@ def test_logsumexp_and_log_probs():
         return jnp.sum(g * lse) + jnp.sum(g**2 * log_p), (lse, log_p)
 
     (_, values), grads = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(x, w, bias)
-    (_, want), want_grads = jax.jit(jax.value_and_grad(theirs, (0, 1, 2), has_aux=True))(x, w, bias)
+    (_, want), want_grads = jax.jit(jax.value_and_grad(reference, (0, 1, 2), has_aux=True))(x, w, bias)
     for a, b in zip((*values, *grads), (*want, *want_grads)):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
@@ -84,7 +84,7 @@ def test_shapes(n, vocab):
     total, grads = value_and_grads(lambda x, w: f(x, w, labels), x, w)
     assert abs(float(total) - losses.mean()) <= 4 * np.spacing(np.float32(size.max() + losses.max()))
     for got, want in zip(grads, (dx, dw)):
-        # one rounding of dz and one of the result, of 8 bits each; at V = 1 the gradient is 0
+        # dz and the result are rounded to 8 bits once each; at V = 1 the gradient is 0
         assert np.linalg.norm(wide(got) - want) <= 2**-8 * np.linalg.norm(want) + 1e-7
 
 
@@ -107,12 +107,12 @@ def test_x64(x64):
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("reduction", ["mean", slow(None)])
-def test_what_is_left_out_may_be_anything(reduction):
-    """A token that `where` leaves out reaches nothing: not with a NaN in its x, not with a label that is no column."""
+def test_masked_tokens_do_not_matter(reduction):
+    """A token that `where` masks has no effect, even with a NaN in x or an invalid label."""
     x, w, labels, bias = arrays(10, 8, 100, "float32", bias=True)
     where = np.arange(10) % 3 != 0
-    spoilt_x = jnp.where(where[:, None], x, jnp.nan)
-    spoilt_labels = jnp.where(where, labels, jnp.asarray([100, -1, 2**31 - 1, -(2**31), 7] * 2))
+    masked_x = jnp.where(where[:, None], x, jnp.nan)
+    masked_labels = jnp.where(where, labels, jnp.asarray([100, -1, 2**31 - 1, -(2**31), 7] * 2))
     f_of = functools.partial(
         ps.linear_cross_entropy,
         where=where,
@@ -121,7 +121,7 @@ def test_what_is_left_out_may_be_anything(reduction):
         workspace_bytes=workspace(100, 3),
     )
     f = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(f_of(*args)), (0, 1)))
-    jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(spoilt_x, w, spoilt_labels))
+    jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(masked_x, w, masked_labels))
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -145,16 +145,16 @@ def test_labels_out_of_range_are_nan():
 @pytest.mark.parametrize(
     ("vocab", "dtype"), [(256, "uint8"), (300, "uint8"), (300, "int8"), (70000, "int16")]
 )
-def test_labels_of_few_bits(vocab, dtype):
-    """They are columns as they stand, also where their dtype does not hold V."""
+def test_labels_of_small_dtypes(vocab, dtype):
+    """Labels are right even if their dtype cannot hold V."""
     x, w, _, _ = arrays(3, 8, vocab, "float32")
     labels = np.asarray([3, 100, np.iinfo(dtype).max], dtype)
     got, want = (ps.linear_cross_entropy(x, w, labels) for labels in (labels, labels.astype("int32")))
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_float16_gradients_that_a_forward_could_not_round():
-    """They are rounded once, after the multiplication by the cotangent: large sums and small means have a gradient."""
+def test_float16_gradients_are_scaled_before_rounding():
+    """Gradients are rounded once, after the cotangent multiplies them, so large sums and small means have gradients."""
     n, labels = 65536, np.zeros(65536, "int32")
     x, w = jnp.full((n, 1), 4, "float16"), jnp.zeros((1, 2), "float16")
     dw = jax.grad(lambda w: ps.linear_cross_entropy(x, w, labels, reduction="sum") / n)(w)
@@ -166,7 +166,7 @@ def test_float16_gradients_that_a_forward_could_not_round():
 
 @pytest.mark.parametrize("reduction", ["mean", None])
 def test_float16_gradient_of_a_large_z_loss(reduction):
-    """Its factor 1 + 2 z_loss logsumexp is 65 here."""
+    """The factor 1 + 2 z_loss logsumexp is 65 here."""
     x, w = jnp.array([[4, 0]], "float16"), jnp.array([[10, 0], [0, 0]], "float16")
     dx = jax.grad(
         lambda x: ps.linear_cross_entropy(x, w, jnp.array([0]), z_loss=0.8, reduction=reduction).sum()
@@ -192,8 +192,8 @@ def test_gradients_under_strict_promotion(dtype):
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])
-def test_dw_of_some_columns_at_a_time(transpose_w, monkeypatch):
-    """On the CPU, as for large V; the last columns overlap with those before."""
+def test_dw_in_blocks_of_columns(transpose_w, monkeypatch):
+    """The CPU takes the path for large V. The last block of columns overlaps the block before."""
     monkeypatch.setattr(xla_projection, "_PRODUCT_BYTES", 8 * 4 * 30)
     jax.clear_caches()
     x, w, labels, _ = arrays(40, 8, 103, "float32", transpose_w=transpose_w)
@@ -210,7 +210,7 @@ def test_dw_of_some_columns_at_a_time(transpose_w, monkeypatch):
 
 
 @pytest.mark.slow
-def test_no_token_is_left():
+def test_all_tokens_masked():
     x, w, labels, _ = arrays(6, 8, 100, "float32")
     for n in (6, 0):
         f = functools.partial(ps.linear_cross_entropy, where=jnp.zeros(n, bool))
@@ -220,7 +220,7 @@ def test_no_token_is_left():
 
 @pytest.mark.slow
 def test_columns_that_the_bias_masks():
-    """A bias of -inf takes a column out, as one masks the columns that only fill up w."""
+    """A bias of -inf masks a column, for example padding of w."""
     x, w, labels, _ = arrays(12, 8, 100, "bfloat16")
     f = jax.value_and_grad(ps.linear_cross_entropy, (0, 1))
     loss, (dx, dw) = f(x, w[:, :90], labels % 90)
@@ -232,11 +232,11 @@ def test_columns_that_the_bias_masks():
     np.testing.assert_allclose(wide(wide_dw[:, :90]), wide(dw), rtol=2**-6, atol=2**-12)
 
 
-# --- Memory, and how many products --------------------------------------------------------------------
+# --- Memory and number of products --------------------------------------------------------------------
 
 
 def products(f, *shapes):
-    """The matrix products of the compiled program, and the bytes of its temporaries."""
+    """Returns the number of matrix products of the compiled program, and the bytes of its temporaries."""
     compiled = jax.jit(f).lower(*shapes).compile()
     return compiled.as_text().count(" dot("), compiled.memory_analysis().temp_size_in_bytes
 
@@ -245,8 +245,8 @@ def products(f, *shapes):
     ("name", "n"),
     first(1, [(name, n) for name in MEMORY for n in (8192, 65536)]),
 )
-def test_memory_beside_a_float32_dw(name, n):
-    """It does not grow with n; and each product is made once a chunk. What nobody asks for is not computed."""
+def test_memory_in_addition_to_dw(name, n):
+    """Memory does not grow with n, each chunk has each product once, and unused results are not computed."""
     f, count, dw = MEMORY[name]
     assert (count, True) == (lambda dots, bytes: (dots, bytes - dw <= 0.6 * 2**30))(*products(f, *of_size(n)))
 
@@ -254,12 +254,12 @@ def test_memory_beside_a_float32_dw(name, n):
 def test_rows_of_a_chunk():
     gpt2, llama = 50257, 128256
     default = 512 * 2**20
-    assert chunk_rows(8192, llama, 2, default) == 2048  # as kernels that store 16 bits
+    assert chunk_rows(8192, llama, 2, default) == 2048  # kernels that store 16 bits
     assert chunk_rows(8192, llama, 6, default) == 640  # plain JAX: float32 and 16 bits
     assert chunk_rows(16384, gpt2, 2, default) == 4096  # 5248 fit: four even chunks
     assert chunk_rows(100, llama, 6, default) == 100
     assert chunk_rows(101, 1000, 4, 4 * 1000 * 40) == 40  # fewer than a kernel's tile: a multiple of 8
-    assert chunk_rows(50, 10**9, 4, default) == 8  # at least
+    assert chunk_rows(50, 10**9, 4, default) == 8  # the minimum
     for n in (1, 127, 129, 8191, 10**6):
         for vocab in (1, 1000, llama):
             rows = chunk_rows(n, vocab, 6, default)
@@ -275,12 +275,12 @@ def test_exact_scales_are_powers_of_two():
 
 
 def test_rows_of_a_gradient():
-    """All at once where they take no more than a float32 dw: of 16 bits, n <= 2 D."""
+    """All rows at once if their logits take no more memory than a float32 dw: n <= 2 D in 16-bit dtypes."""
     dw = 4 * 4096 * 128256
     assert gradient_rows(8192, 128256, 2, 512 * 2**20, dw) == 8192
     assert gradient_rows(8193, 128256, 2, 512 * 2**20, dw) == 2816  # three even chunks of up to 4096, D
     assert gradient_rows(16384, 50304, 2, 512 * 2**20, 4 * 768 * 50304) == 4096  # more than D
-    assert gradient_rows(8192, 128256, 2, 512 * 2**20, 0) == 2048  # nobody asks for dw
+    assert gradient_rows(8192, 128256, 2, 512 * 2**20, 0) == 2048  # without dw
 
 
 # --- Transformations ----------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def mean_loss(x, w, labels):
 
 @pytest.mark.slow
 def test_vmap():
-    """Tokens that share w go on as one array: one product, as without vmap."""
+    """Tokens with a shared w become one array, so there is one product, as without vmap."""
     x, w, labels, _ = arrays(24, 8, 100, "float32")
     xs, ls = x.reshape(3, 8, 8), labels.reshape(3, 8)
     per_token = functools.partial(ps.linear_cross_entropy, reduction=None)
@@ -304,7 +304,7 @@ def test_vmap():
 
 
 def losses_in_steps(x, w, labels):
-    """Gradient accumulation, each step under jax.checkpoint."""
+    """Accumulates gradients, with each step under jax.checkpoint."""
 
     @jax.checkpoint
     def step(total, slices):
@@ -314,7 +314,7 @@ def losses_in_steps(x, w, labels):
 
 
 def tied(x, w, labels):
-    """w is the embedding, too: the gradients of both uses are summed."""
+    """w is also the embedding, so the gradients of both uses are added."""
     return mean_loss(x + w.T[labels], w, labels)
 
 
@@ -371,7 +371,7 @@ def test_export_of_any_number_of_tokens():
 
 
 def test_export_of_any_depth():
-    """And of no unknown number of columns: chunks are of some of them."""
+    """The depth may be symbolic. The number of columns may not: a chunk takes some of the columns."""
     n, d, v = jax.export.symbolic_shape("n, d, v")
     x, labels = jax.ShapeDtypeStruct((n, d), "float32"), jax.ShapeDtypeStruct((n,), "int32")
     loss = functools.partial(ps.linear_cross_entropy, workspace_bytes=1)
@@ -385,20 +385,20 @@ def test_export_of_any_depth():
         jax.export.export(jax.jit(loss))(x, jax.ShapeDtypeStruct((d, v), "float32"), labels)
 
 
-def test_forward_mode_says_that_it_is_not_there():
+def test_forward_mode_raises():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jit(lambda x: jax.jvp(lambda x: ps.linear_cross_entropy(x, W, L), (x,), (x,))).lower(X)
 
 
-def test_second_derivatives_say_that_they_are_not_there():
+def test_second_derivatives_raise():
     for reduction in ("mean", None):
         f = jax.grad(lambda x, of=reduction: jnp.sum(ps.linear_cross_entropy(x, W, L, reduction=of)))
         with pytest.raises(NotImplementedError, match="first derivatives only"):
             jax.jit(jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))).lower(X)
 
 
-def test_precision_of_float32_is_that_of_the_caller():
-    """No TF32 unless the caller asks for it, in forward and backward alike: all products of one call agree."""
+def test_the_caller_chooses_the_precision_of_float32():
+    """All products of a call, forward and backward, use the same precision: TF32 only if the caller asks for it."""
     shapes = of_size(16, 8, 100, "float32")
 
     def precisions():
@@ -487,16 +487,16 @@ def test_a_temperature_of_0_is_refused():
 
 
 def test_log_probs_need_labels():
-    """Without labels the call returned -logsumexp."""
+    """A call without labels once returned -logsumexp."""
     with pytest.raises(TypeError, match="linear_log_probs: labels must be an array"):
         ps.linear_log_probs(X, W, None)
 
 
-# --- Numbers that are arrays, traced or one per token -------------------------------------------------
+# --- Options as arrays, traced or one per token -------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", ["mean", None])
-def test_traced_numbers_do_not_recompile(reduction):
+def test_traced_options_do_not_recompile(reduction):
     x, w, labels, bias = arrays(20, 8, 300, "float32", bias=True)
     traces = []
 
@@ -511,24 +511,24 @@ def test_traced_numbers_do_not_recompile(reduction):
             (0, 1),
         )(x, w)
 
-    def theirs(x, w, z_loss, label_smoothing):
+    def reference(x, w, z_loss, label_smoothing):
         losses = plain(x, w, labels, bias=bias, z_loss=z_loss, label_smoothing=label_smoothing)
         return losses.mean() if reduction == "mean" else losses.sum()
 
     for numbers in ((0.01, 0.2), (0.0, 0.0), (0.3, 1.0)):
         got = f(x, w, *map(jnp.float32, numbers))
-        want = jax.value_and_grad(theirs, (0, 1))(x, w, *numbers)
+        want = jax.value_and_grad(reference, (0, 1))(x, w, *numbers)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want)
     assert len(traces) == 1
 
 
 @pytest.mark.parametrize("name", ["z_loss", "label_smoothing"])
-def test_traced_numbers_out_of_range_are_nan(name):
+def test_traced_options_out_of_range_give_nan(name):
     assert jnp.isnan(jax.jit(lambda value: ps.linear_cross_entropy(X, W, L, **{name: value}))(-0.1))
 
 
-def test_numbers_of_each_token():
-    """A temperature, a z-loss and a label smoothing per token, in chunks; and a temperature under vmap."""
+def test_options_per_token():
+    """A temperature, z-loss and label smoothing per token, in chunks, and a temperature under vmap."""
     x, w, labels, bias = arrays(20, 8, 300, "float32", bias=True)
     t, share = jnp.linspace(0.5, 2, 20), jnp.linspace(0, 0.5, 20)
     small = workspace(300, 7)
@@ -542,11 +542,11 @@ def test_numbers_of_each_token():
         )
         return jnp.sum(log_p * t) + jnp.sum(loss * t)
 
-    def theirs(x, w):
+    def reference(x, w):
         log_p = -plain(x, w, labels, bias=bias, softcap=4.0, temperature=t[:, None])
         return jnp.sum(log_p * t) + jnp.sum(plain(x, w, labels, z_loss=share, label_smoothing=share) * t)
 
-    got, want = (value_and_grads(f, x, w) for f in (ours, theirs))
+    got, want = (value_and_grads(f, x, w) for f in (ours, reference))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
     each = jax.vmap(lambda x, label, t: ps.linear_log_probs(x, w, label, temperature=t))(x, labels, t)
     np.testing.assert_allclose(each, -plain(x, w, labels, temperature=t[:, None]), rtol=2e-6)
@@ -563,7 +563,7 @@ def test_numbers_of_each_token():
         ),
     ],
 )
-def test_numbers_have_no_gradient(name, function):
+def test_options_have_no_gradient(name, function):
     with pytest.raises(NotImplementedError, match=f"linear_.*: there is no gradient in {name}"):
         jax.grad(function)(0.5)
 
@@ -581,8 +581,8 @@ def test_log_probs_with_where():
 
 
 @pytest.mark.parametrize("reduction", ["mean", None])
-def test_a_masked_label_makes_no_nan_on_the_way(reduction):
-    """`jax_debug_nans` and checkify see every intermediate value; -100 is the usual label of padding."""
+def test_a_masked_label_makes_no_intermediate_nan(reduction):
+    """`jax_debug_nans` and checkify see intermediate values. -100 is the usual label of padding."""
     x, w, labels, _ = arrays(10, 8, 100, "float32")
     where = np.arange(10) % 3 != 0
     padded = jnp.where(where, labels, -100)

@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_losses_and_gradients(dtype, features, reduction, peak):
-    """Neither n, D nor V is a multiple of a tile; float32 runs no TF32."""
+    """Neither n, D nor V is a multiple of a tile. float32 does not use TF32."""
     assert_losses_and_gradients(dtype, features, reduction, peak, n=301, depth=200, vocab=5003, rows=128)
 
 
 @pytest.mark.parametrize("n", [8192, 65536])
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_beside_a_float32_dw(name, n):
+def test_memory_in_addition_to_dw(name, n):
     f, _, dw = MEMORY[name]
     memory = jax.jit(f).lower(*of_size(n)).compile().memory_analysis()
     assert memory.temp_size_in_bytes - dw <= 0.6 * 2**30

@@ -1,4 +1,4 @@
-"""The kernels of a projection on a Hopper GPU: numbers at the edges, which path ran, memory, compute-sanitizer."""
+"""The kernels of a projection on a Hopper GPU: edge cases, the kernels that run, memory, and compute-sanitizer."""
 
 import functools
 from typing import Any
@@ -32,8 +32,18 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
     (129, 128, 50257, True, "bfloat16", False, 2, LARGE, {}),
     (129, 64, 1000, False, "float16", True, 1, LARGE, {"softcap": 3.0}),
     (257, 64, 264, True, "bfloat16", True, 1, LARGE, {"z_loss": 0.1}),
-    (300, 128, 8000, False, "bfloat16", False, 30, 2**21, {}),  # chunks, of which the last overlaps
-    (136, 64, 50257, False, "bfloat16", True, 200, 2**23, {}),  # far from the reference: e is made again
+    (300, 128, 8000, False, "bfloat16", False, 30, 2**21, {}),  # chunks; the last one overlaps
+    (
+        136,
+        64,
+        50257,
+        False,
+        "bfloat16",
+        True,
+        200,
+        2**23,
+        {},
+    ),  # far from the reference: exponentials are computed again
     (513, 256, 1000, True, "bfloat16", True, 10, 2**18, {"softcap": 20.0, "z_loss": 1e-3}),
     (300, 192, 1280, False, "float16", False, 60, LARGE, {"label_smoothing": 0.1, "temperature": 0.5}),
     (
@@ -46,11 +56,11 @@ CASES = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywor
         3,
         2**18,
         {"label_smoothing": 0.1, "softcap": 9.0},
-    ),  # chunks, too
+    ),  # chunks
     (400, 64, 256, True, "bfloat16", False, 1, LARGE, {"z_loss": 0.5}),
     (300, 64, 1000, True, "bfloat16", True, 3, 2**18, {"softcap": 9.0, "temperature": 0.6}),
-    (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk in place of a float32 dw: n <= 2 D
-    (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles of a CTA, and many steps
+    (260, 192, 2000, False, "bfloat16", True, 3, 2**18, {}),  # one chunk instead of a float32 dw: n <= 2 D
+    (1100, 1024, 2048, True, "bfloat16", False, 1000, LARGE, {}),  # several tiles per CTA, and many steps
 ]
 
 
@@ -70,9 +80,9 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
 
 @pytest.mark.parametrize("vocab", [127, 255])
 def test_few_columns(vocab):
-    """Less than a tile, which `support` refuses: x and w have fewer rows than a copy, a cluster's second half none.
+    """The plan refuses fewer columns than a tile: x and w have fewer rows than a copy, and half a cluster has none.
 
-    With 1 or 2 columns gradients are wrong on a GPU, which is not understood; `support` takes no fewer than 256.
+    With 1 or 2 columns gradients are wrong on a GPU. We do not know why, so the plan requires at least 256 columns.
     """
     linear.assert_operations(
         mosaic_gpu.operations(),
@@ -85,10 +95,10 @@ def test_few_columns(vocab):
 
 
 def test_one_column():
-    """Where V = 1 is wrong, if it is: m and the label's logit are one number, and d is 1 but for two exponentials.
+    """With V = 1, m must equal the label's logit, and d must be 1 up to the errors of two exponentials.
 
-    exp(z - r) is the kernel's, exp(r - m) XLA's, and r another rounding of z = m than the kernel's. So log d is up to
-    3e-7 in a loss whose logits may be 0.01: `tests/support/linear.py` allows ulps of 1.
+    The kernel computes exp(z - r) and XLA computes exp(r - m), and r rounds z = m differently from the kernel. So log d
+    is up to 3e-7, in a loss with logits of about 0.01. Therefore `tests/support/linear.py` allows ulps of 1.
     """
     x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
@@ -104,8 +114,8 @@ def test_one_column():
 
 
 @pytest.mark.parametrize("first_columns", [0, -300, -np.inf])
-def test_exponentials_are_made_again(first_columns):
-    """The largest logits lie 300 above those of the first columns, from which the reference is; or these are masked."""
+def test_exponentials_are_computed_again(first_columns):
+    """The first columns set the reference. The largest logits are 300 above it, or the first columns are masked."""
     x, w, labels, _ = linear.arrays(256, 128, 2048, "bfloat16")
     bias = np.zeros(2048, "float32")
     bias[:128] = first_columns
@@ -122,7 +132,7 @@ def test_exponentials_are_made_again(first_columns):
 
 @pytest.mark.parametrize("where", ["nan in x", "inf in w"])
 def test_not_finite(where):
-    """A NaN is in its row's loss only; an infinity in all."""
+    """A NaN in x affects its row's loss only; an infinity in w affects all losses."""
     x, w, labels, _ = linear.arrays(200, 64, 1000, "bfloat16")
     if where == "nan in x":
         x = x.at[77].set(jnp.nan)
@@ -134,7 +144,7 @@ def test_not_finite(where):
 
 
 def test_kernels_run_and_memory():
-    """At Llama 3's size: exponentials only; and 0.6 GiB beside a float32 dw, of which they are 0.5."""
+    """At Llama 3's size only exponentials run. They take 0.5 of the 0.6 GiB of memory in addition to a float32 dw."""
     x, w = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 128256), "bfloat16")
     labels = jax.ShapeDtypeStruct((8192,), "int32")
     lowered = jax.jit(jax.grad(ps.linear_cross_entropy, (0, 1))).lower(x, w, labels)

@@ -14,11 +14,21 @@ from tests.support.kernels import INTERPRET
 
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
-    reason="the interpreter of jax 0.10 does not come to the end of these kernels",
+    reason="the interpreter of jax 0.10 does not finish these kernels",
 )
 NUMBERS = [  # n, D, V, transpose_w, dtype, bias, peak, workspace in bytes, keywords of the loss
     (5, 72, 257, True, "bfloat16", True, 1, 2**29, {}),
-    (130, 64, 320, False, "bfloat16", False, 300, 2**29, {}),  # far beyond the reference: e is made again
+    (
+        130,
+        64,
+        320,
+        False,
+        "bfloat16",
+        False,
+        300,
+        2**29,
+        {},
+    ),  # far above the reference: exponentials are computed again
     (
         9,
         64,
@@ -58,10 +68,10 @@ def test_interpreted(n, depth, vocab, transpose_w, dtype, bias, peak, workspace,
     ("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})]
 )
 def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
-    """It is subtracted in float32 and rounded once, though the kernel did not know the normalizer."""
+    """The label's term is subtracted in float32 and rounded once, although the kernel does not know the normalizer."""
     monkeypatch.setattr(product, "CTAS", 2)
     x, w, labels, _ = linear.arrays(8, 64, 320, "bfloat16", transpose_w=head.transpose_w)
-    labels = labels.at[3].set(-1)  # no column: nothing is changed there
+    labels = labels.at[3].set(-1)  # not a column: nothing is subtracted in this row
     weights = jnp.arange(1, 9) / 8.0
     tokens = linear.tokens_of(labels, **numbers)
 
@@ -84,7 +94,7 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
 @pytest.mark.slow
 @interpreted
 def test_interpreted_labels_of_other_shards(monkeypatch):
-    """A label from V on is no column, also where a tile or a padded w has one there."""
+    """A label of V or more is not a column, even if a tile or a padded w has a column there."""
     monkeypatch.setattr(product, "CTAS", 2)
     x, w, _, _ = linear.arrays(8, 64, 260, "bfloat16")
     labels = jnp.array([-3, 259, 260, 262, 319, 320, 511, 600], jnp.int32)

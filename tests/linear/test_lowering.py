@@ -25,7 +25,7 @@ SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
 
 @pytest.mark.parametrize(("n", "depth", "vocab", "transpose_w", "dtype", "keywords"), first(1, SIZES))
 def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
-    """A loss is one kernel; its gradient stores exponentials, and makes them again if need be; or is two products."""
+    """A loss is one kernel. Its gradient stores exponentials (and may compute them again), or has two products."""
     w = array(*((vocab, depth) if transpose_w else (depth, vocab)), dtype=dtype)
     args = array(n, depth, dtype=dtype), w, array(n, dtype="int32")
 
@@ -46,11 +46,11 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
     of_chunk = ["linear_exponentials"] * 2
     if dtype == "float16" or "label_smoothing" in keywords:
         of_chunk = ["linear_statistics", "linear_logit_gradients"]
-    chunks = 2 if n > 2 * depth else 1  # in the text: the first one, and those of the loop
+    chunks = 2 if n > 2 * depth else 1  # in the text: the first chunk, and the loop
     text = lowered(jax.grad(loss, (0, 1)), *args)
     assert kernel_names(text) == of_chunk * chunks
     of_w = "x".join(str(-(-size // 64) * 64) for size in w.shape)
-    directly = dtype == "bfloat16" and chunks == 1  # dw is written by its product, and nothing is added to it
+    directly = dtype == "bfloat16" and chunks == 1  # the product writes dw, and nothing is added to dw
     assert bool(re.search(rf"dot_general.*-> tensor<{of_w}xf32>", text)) != directly
     per_token = functools.partial(loss, reduction=None)
     want = ["linear_statistics"] + ["linear_logit_gradients"] * chunks
@@ -59,7 +59,7 @@ def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
 
 @pytest.mark.parametrize("axis_name", ["v", pytest.param(None, marks=pytest.mark.slow)])
 def test_lowered_in_shard_map(axis_name):
-    """The types of the numbers of rows vary over the mesh, that of the exponentials, by a kernel, does not."""
+    """Numbers per row have types that vary over the mesh; the kernel's exponentials have a type that does not."""
     x, w, labels = (
         array(256, 64, dtype="bfloat16"),
         array(64, 512, dtype="bfloat16"),
@@ -78,7 +78,7 @@ def test_lowered_in_shard_map(axis_name):
 
 @pytest.mark.slow
 def test_lowered_without_dw():
-    """Where no gradient of w is asked for, logits do not take the memory of a float32 dw: there are chunks."""
+    """Without a gradient of w, logits cannot use the memory of a float32 dw, so there are chunks."""
     x, w, labels = (
         array(8192, 4096, dtype="bfloat16"),
         array(4096, 128256, dtype="bfloat16"),

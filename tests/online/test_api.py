@@ -22,14 +22,14 @@ reduce = jax.jit(online.reduce, static_argnums=1)
 
 
 def logsumexp(pair):
-    """m + log(d), which is -inf for the empty set. A +inf maximum is +inf whatever d is."""
+    """Returns m + log(d): -inf for the empty set, and +inf for a +inf maximum with any d."""
     with np.errstate(divide="ignore", invalid="ignore"):
         m, d = (np.asarray(part, np.float64) for part in pair)
         return np.where(m == np.inf, np.inf, m + np.log(d))
 
 
 def assert_same_maximum(got, want):
-    """Exactly; denormals may have been flushed to zero."""
+    """Asserts that maxima are equal, except for denormals that are flushed to zero."""
     flushed = np.where(np.abs(want) < np.finfo(F32).tiny, 0, want)
     np.testing.assert_array_equal(
         np.where(got == want, want, np.asarray(got)), np.where(got == want, want, flushed)
@@ -41,7 +41,7 @@ def assert_pairs_close(a, b, ulps=8):
     np.testing.assert_allclose(a.d, b.d, rtol=ulps * 2.0**-23)
 
 
-# Pairs as they come out of rows: d is at least 1 where m is finite, 0 or more for -inf.
+# Pairs of rows: d is at least 1 if m is finite, and at least 0 if m is -inf.
 PAIRS = (
     hnp.arrays(F32, (4,), elements=st.floats(-100, 100, width=32))
     .map(lambda m: Normalizer(np.where(np.abs(m) > 90, F32.type(-np.inf), m), 1 + np.abs(m) / 4))
@@ -60,7 +60,7 @@ def test_combine_is_associative_and_commutative(a, b, c):
 @FREE
 @given(a=PAIRS)
 def test_identity_is_neutral(a):
-    """Exactly, on both sides, also for the empty set itself: -inf and 0, not NaN."""
+    """The identity changes nothing on either side, not even for the empty set: -inf and 0, not NaN."""
     empty = online.identity((4,), F32)
     for pair in (combine(a, empty), combine(empty, a)):
         np.testing.assert_array_equal(pair.m, a.m)
@@ -92,7 +92,7 @@ def test_inf_keeps_its_maximum(special):
     assert (total.m == np.inf).all()
     halves = combine(reduce(x[:, :4], -1), reduce(x[:, 4:], -1))
     assert (halves.m == np.inf).all()
-    with np.errstate(invalid="ignore"):  # exp(x - m) / d, the softmax of that row, is NaN everywhere
+    with np.errstate(invalid="ignore"):  # exp(x - m) / d, the row's softmax, is NaN everywhere
         assert np.isnan(np.exp(x - np.inf) / np.asarray(halves.d)).all()
 
 
@@ -131,7 +131,7 @@ def test_scan_gives_the_normalizer_of_every_prefix(axis):
 
 
 def test_scan_of_a_prefix_of_neg_inf():
-    """The maximum is -inf up to the third element; d must not become NaN there and stay so."""
+    """The maximum is -inf up to the third element. d must not become NaN there."""
     x = np.array([-np.inf, -np.inf, 1.0, -np.inf, 2.0], F32)
     prefixes = jax.jit(online.scan)(x)
     np.testing.assert_array_equal(prefixes.m, [-np.inf, -np.inf, 1, 1, 2])
@@ -141,7 +141,7 @@ def test_scan_of_a_prefix_of_neg_inf():
 
 @pytest.mark.parametrize("v", [*cases.SMALL, 4095, 4096, 4097, cases.GPT2])
 def test_reduce_is_logsumexp(v):
-    """Also across the lengths where the reduction is cut into chunks."""
+    """reduce agrees with logsumexp, also for lengths that need several chunks."""
     x = cases.rows(list(cases.FINITE), v)
     total = reduce(x, -1)
     assert total.m.shape == total.d.shape == (len(x), 1)
@@ -178,7 +178,7 @@ def test_reduce_over_long_leading_and_middle_axes():
 
 @pytest.mark.parametrize(("v", "mask"), cover([20, 5000], cases.masks((7, 20))))
 def test_reduce_where(mask, v):
-    """Masked NaN and inf do not enter; a fully masked row is the identity."""
+    """Masked NaN and inf do not matter, and a fully masked row gives the identity."""
     x = cases.rows(list(cases.FINITE)[:7], v)
     where = cases.masks(x.shape)[mask]
     for poison in (0.0, np.nan, np.inf):
@@ -199,8 +199,7 @@ def test_reduce_of_nothing_is_the_identity(shape):
 
 
 def test_reduce_does_not_build_the_prefix():
-    """Only the elementwise work may be as long as the row: associative_scan (it concatenates and pads)
-    runs over the chunks."""
+    """Only elementwise operations have the length of the row; associative_scan runs over the chunks."""
     v = 2**18
     jaxpr = jax.make_jaxpr(online.reduce)(jax.ShapeDtypeStruct((1, v), F32))
     scanned = [
@@ -216,7 +215,7 @@ def test_reduce_does_not_build_the_prefix():
 
 
 def candidates(x, k, where):
-    """The k best of the positions in `where`, with their indices in the whole row."""
+    """Returns the k best of the positions in `where`, with their indices in the whole row."""
     local = np.flatnonzero(where)
     indices = oracle.topk_indices(x[..., local], min(k, len(local)))
     return Candidates(np.take_along_axis(x[..., local], indices, -1), local[indices].astype(np.int32))
@@ -229,7 +228,7 @@ ROWS = [*cases.FINITE, *cases.SPECIAL]
     ("part", "dtype"), cover(["first_half", "even", "one"], [F32, cases.BF16, cases.F16]), ids=str
 )
 def test_merge_of_two_parts_is_the_top_k_of_the_whole(part, dtype):
-    """By the total order, then by the lowest index, whichever list it comes from."""
+    """The order is the total order, then the lowest index, from either list."""
     x, k = cases.rows(ROWS, 40, dtype), 6
     index = np.arange(40)
     inside = {"first_half": index < 20, "even": index % 2 == 0, "one": index == 30}[part]
@@ -246,7 +245,7 @@ def test_merge_of_two_parts_is_the_top_k_of_the_whole(part, dtype):
 
 
 def test_merge_is_a_reduction():
-    """Merging eight parts in a tree or one after the other gives the same."""
+    """A merge of eight parts gives the same as a tree and one after the other."""
     x, k = cases.rows(ROWS, 40), 6
     parts = [candidates(x, k, np.arange(40) // 5 == i) for i in range(8)]
     merge = jax.jit(online.merge, static_argnums=2)

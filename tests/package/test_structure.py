@@ -1,4 +1,4 @@
-"""The package's files: imports without circles, downwards only, by name; and what its operations must have."""
+"""The package's structure: imports have no circles and go down the layers, and operations are complete."""
 
 import ast
 import functools
@@ -12,8 +12,8 @@ from tests.support.calls import OPERATIONS
 ROOT = Path(pallas_softmax.__file__).parent
 PACKAGE = pallas_softmax.__name__
 
-# From the top down: what is in a layer imports from the layers below it, or from its own. A folder is named for all
-# files in it that are not named themselves.
+# The layers from the top down. A module imports from its own layer and from lower layers. A folder stands for all of
+# its files that are not listed themselves.
 LAYERS = (
     ("__init__",),
     ("_src.linear", "_src.sample", "_src.softmax", "_src.topk", "paper"),
@@ -26,7 +26,7 @@ LAYERS = (
 
 
 def module_name(path):
-    """Returns the name by which a file is imported."""
+    """Returns the module name of a file."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -36,10 +36,10 @@ FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 @functools.cache
 def imports(module):
-    """Returns the modules of the package that a file imports, inside functions too.
+    """Returns the modules of the package that a file imports, including imports in functions.
 
-    `from a.b import c` is an import of a.b.c if that is a file, else of a.b; that a package's `__init__` runs before
-    its modules does not count.
+    `from a.b import c` imports a.b.c if that is a file, and otherwise a.b. The `__init__` of a package, which runs
+    before its modules, does not count.
     """
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
@@ -53,7 +53,7 @@ def imports(module):
 
 
 def circle(module, above=()):
-    """Returns the modules of a circle of imports that is reached from this one; None if there is none."""
+    """Returns the modules of a circle of imports that this module reaches, or None."""
     if module in above:
         return (*above[above.index(module) :], module)
     if module in _free:
@@ -65,7 +65,7 @@ def circle(module, above=()):
     return None
 
 
-_free: set[str] = set()  # what no circle is reached from
+_free: set[str] = set()  # modules that reach no circle
 
 
 def layer(module):
@@ -104,10 +104,10 @@ def test_imports_are_not_by_string():
     assert by_string == []
 
 
-def test_private_modules_are_not_in_sight():
+def test_private_modules_are_hidden():
     """`dir` lists the public names only."""
     shown = {name for name in dir(pallas_softmax) if not name.startswith("_")}
-    assert shown - {"paper"} == set(pallas_softmax.__all__)  # paper is public, and imported by name only
+    assert shown - {"paper"} == set(pallas_softmax.__all__)  # paper is public, but must be imported by name
 
 
 def test_dispatch_imports_no_operation():
@@ -121,7 +121,7 @@ def test_dispatch_imports_no_operation():
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
 def test_operations_are_complete(operation):
-    """Each kernel can be imported, and a gradient is a gradient."""
+    """Each kernel can be imported. An operation with a gradient has all that derivatives need."""
     for load in operation.kernels.values():
         assert callable(load().plan) and callable(load().run)
     if operation.gradient is not None:

@@ -1,4 +1,4 @@
-"""What a type checker sees: pyright knows the type of each public symbol, and refuses wrong arguments."""
+"""Types: pyright knows the type of each public symbol and refuses wrong arguments."""
 
 import inspect
 import json
@@ -14,17 +14,20 @@ from pallas_softmax import online, paper
 from tests.programs import typing_checks
 
 ROOT = Path(ps.__file__).parent.parent
-PUBLIC = (online, paper)  # modules whose names without an underscore are public, in addition to `__all__`
+PUBLIC = (
+    online,
+    paper,
+)  # in addition to `__all__`, the names without an underscore in these modules are public
 
 pytestmark = pytest.mark.slow
 
 
 def pyright(*args: str) -> dict:
-    """Returns what pyright reports when it runs on this checkout and this Python."""
+    """Returns pyright's report on this checkout with this Python."""
     pytest.importorskip("pyright")
     path = os.pathsep.join(
         (str(Path(sys.executable).parent), os.environ["PATH"])
-    )  # its Python is the first one
+    )  # pyright uses the first Python on PATH
     done = subprocess.run(
         [sys.executable, "-m", "pyright", "--outputjson", *args],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The paper's seven algorithms: in Pallas's interpreter and in jax.numpy, against the oracle; lowered for CUDA."""
+"""The paper's seven algorithms in Pallas's interpreter and in plain JAX, against the oracle, and lowered for CUDA."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.support.paper_checks import ALGORITHMS, check, check_overflow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# V of the sweeps: less than a block, a block, steps of several with a short one at the end.
+# V: less than a block, about a block, and several steps with a short one at the end.
 VOCABS = (1, 63, 128, 1100)
 
 
@@ -32,7 +32,7 @@ def test_plain(name):
 
 
 def test_loads():
-    """More for few rows, as many as there are registers for."""
+    """Few rows get more loads in flight, as many as the registers allow."""
     assert [paper._loads(10, k) for k in (1, 5, 10, 30, 128)] == [16, 16, 8, 2, 1]
     assert [paper._loads(4000, k) for k in (1, 5, 10, 30, 128)] == [8, 8, 8, 2, 1]
 
@@ -48,8 +48,8 @@ def test_naive_softmax_overflows(kernel):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_chosen():
-    """As printed in the paper: what is not above -inf has no index."""
+def test_elements_that_cannot_win():
+    """As in the paper, an element that is not above -inf gets no index."""
     x = np.full((2, 6), -np.inf, F32)
     x[0, 4], x[1, 1], x[1, 2] = 1, np.nan, 3
     values, indices = paper.TOPK["topk"].kernel(x, 3, interpret=INTERPRET)
@@ -61,7 +61,7 @@ def test_what_cannot_be_chosen():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_accesses(name, monkeypatch):
-    """The code of a kernel reads and writes the row as often as the paper counts. test_gpu.py has the bytes."""
+    """A kernel reads and writes the row as often as the paper counts. test_gpu.py measures the bytes."""
     accesses = []
     for function in (blocks.load_from_row, blocks.store_to_row):
 
@@ -71,7 +71,7 @@ def test_accesses(name, monkeypatch):
 
         monkeypatch.setattr(blocks, function.__name__, counted)
     arguments = () if name in paper.SOFTMAX else (5,)
-    lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(3, 128))  # one block is the row
+    lowered(lambda x: ALGORITHMS[name].kernel(x, *arguments), array(3, 128))  # the row is one block
     assert len(accesses) == ALGORITHMS[name].accesses
     assert accesses.count("store_to_row") == (name in paper.SOFTMAX or name == "safe_unfused")
 

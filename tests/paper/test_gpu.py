@@ -1,4 +1,4 @@
-"""The paper's algorithms on a GPU: results, and the bytes that pass between them and the memory."""
+"""The paper's algorithms on a GPU: results, and the bytes that they read and write."""
 
 import csv
 import math
@@ -29,7 +29,7 @@ def test_paper_overflow():
 
 
 def test_paper_accesses():
-    """The bytes that pass between the kernels and the device memory, by its own counters, are those of the paper."""
+    """The GPU's counters of device memory agree with the bytes that the paper counts."""
     counters = ["dram__bytes_read.sum", "dram__bytes_write.sum"]
     options = ["--clock-control", "none", "--kernel-name", "regex:paper", "--metrics", ",".join(counters)]
     done = run_under("ncu", *options, "--csv", "--print-units", "base", script="paper_traffic.py")
@@ -45,7 +45,7 @@ def test_paper_accesses():
     reads, writes = accesses.values()
     # naive, safe, online; top-k; safe and then top-k; safe fused, online fused
     np.testing.assert_allclose(reads, [2, 3, 2, 1, 3, 1, 2, 1], atol=0.03)
-    # The last of it stays in the L2 cache.
+    # The last bytes stay in the L2 cache.
     np.testing.assert_allclose(writes, [1, 1, 1, 0, 1, 0, 0, 0], atol=0.06)
     launches = np.add(reads, writes)
     launches[4:6] = launches[4:6].sum()

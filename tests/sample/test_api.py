@@ -1,4 +1,4 @@
-"""sample: the kept set and the drawn index of the definition, the distribution, keys, and what is refused."""
+"""sample: the kept set, the drawn index, the distribution, keys, and bad input."""
 
 import functools
 import re
@@ -23,19 +23,19 @@ KEY = jax.random.key(7)
 
 
 def assert_equal(got, want):
-    """Asserts that two draws are the same bits."""
+    """Asserts that two draws have the same bits."""
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @jax.jit
 def operation(x, where, *parameters):
-    """The operation with a given u, which the public function draws."""
+    """Runs the operation with a given u; the public function draws u."""
     results = xla.sample(x, where, *(None if a is None else a[..., None] for a in parameters))
     return [a[..., 0] for a in results]
 
 
-# Rows so long that, on a CPU, a small top_k looks at candidates; the others of a batch are searched.
+# Rows are long enough for a small top_k to use candidates on a CPU; the other rows of a batch are searched.
 LONG = 2**14 + 7
 SMALL = pairs(cases.SMALL, [F32, BF16, F16])
 
@@ -71,8 +71,8 @@ def test_a_row_in_a_batch_and_alone(v, given):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("v", [127, 300])
-def test_what_is_masked_is_not_there(v):
-    """300: more than a block, and no multiple of one."""
+def test_masked_entries_do_not_matter(v):
+    """V = 300 is more than a block, and not a multiple of one."""
     x = cases.rows(ALL, v)
     where = np.random.default_rng(0).random(x.shape) < 0.5
     where[0], where[1], where[1, v // 2] = False, False, True
@@ -91,7 +91,7 @@ def test_what_is_masked_is_not_there(v):
     ids=str,
 )
 def test_long_rows(names, v):
-    """top_p so near 1 that most of the row is kept, so small that one is, and boundaries among thousands of ties."""
+    """top_p near 1 keeps most of a row, a small top_p keeps one entry, and boundaries are among thousands of ties."""
     x, _, u, parameters, labels = all_combinations(cases.rows(names, v))
     assert_draws(
         operation(x, None, u, *parameters), x, u, [(names[i], *rest) for i, *rest in labels], parameters
@@ -101,8 +101,8 @@ def test_long_rows(names, v):
 @pytest.mark.parametrize(
     "given", first_values(0, [(0, 0, 0), (1, 1, 0), (0, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]), ids=str
 )
-def test_filters_that_are_not_given(given):
-    """No filter is one that keeps everything; without any, log_mass is exactly 0."""
+def test_omitted_filters(given):
+    """An omitted filter keeps everything. Without any filter, log_mass is exactly 0."""
     x = cases.rows(list(cases.FINITE), 129)
     u = np.linspace(0, LARGEST, len(x), dtype=F32)
     t, *filters = (np.full(len(x), a, d) for a, d in zip(PARAMETERS["all"], (F32, np.int32, F32, F32)))
@@ -114,8 +114,8 @@ def test_filters_that_are_not_given(given):
 
 
 @pytest.mark.slow
-def test_ties_go_by_the_lowest_index():
-    """Of a constant row a filter keeps the first ones, exactly, as sums of ones are exact."""
+def test_filters_keep_ties_with_the_lowest_indices():
+    """A filter keeps the first entries of a constant row, exactly, because sums of ones are exact."""
     x, u = np.zeros((4, 1000), F32), np.full(4, LARGEST, F32)
     filters = np.array([300, NONE, 300, NONE], np.int32), np.array([1, 0.25, 0.5, 1], F32), np.zeros(4, F32)
     indices, _, log_mass = operation(x, None, u, np.ones(4, F32), *filters)
@@ -161,7 +161,7 @@ def test_the_result_is_a_named_tuple_of_the_batch_shape():
 
 @pytest.mark.slow
 def test_axis_and_shapes_of_parameters():
-    """A parameter is a scalar, or broadcasts to the batch, or has size 1 in place of the row."""
+    """A parameter is a scalar, or broadcasts to the batch, or has size 1 along the row."""
     x = cases.rows(list(cases.FINITE)[:6], 20).reshape(6, 4, 5)
     t, p = np.linspace(0.5, 2, 24, dtype=F32).reshape(6, 4), np.linspace(0.2, 0.9, 4, dtype=F32)
     want = sample(KEY, x, temperature=t, top_p=np.broadcast_to(p, (6, 4)), top_k=3)
@@ -195,7 +195,7 @@ def test_one_key_typed_or_raw():
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_a_key_for_each_row(impl):
-    """A row's draw is the same alone, in another batch and in another place, whatever the generator."""
+    """A row has the same draw alone, in another batch and at another place, with any generator."""
     x = cases.rows(["normal", "peaked", "integers", "zero"] * 2, 300).reshape(4, 2, 300)
     keys = jax.random.split(jax.random.key(3, impl=impl), (4, 2))
     got = sample(keys, x, temperature=1.5, top_p=0.9)
@@ -229,7 +229,7 @@ FILTERS = {
 
 
 def drawn(x, n, batch, filters):
-    """Returns how often each entry of a row is drawn, in n draws."""
+    """Returns how often n draws pick each entry of a row."""
     draw = jax.jit(lambda key: sample(key, jnp.broadcast_to(x, (batch, x.size)), **filters).indices)
     counts = np.zeros(x.size)
     for key in jax.random.split(KEY, n // batch):
@@ -248,7 +248,7 @@ def test_the_distribution(name, n):
 
 @pytest.mark.slow
 def test_the_distribution_of_a_peaked_vocabulary():
-    """Few draws, for a CPU is slow; a GPU makes a million."""
+    """A CPU is slow, so it makes few draws; test_gpu.py makes a million."""
     x = cases.rows(["peaked"], cases.LARGE[0])[0] / 4
     _, mass = oracle.sample_terms(x[None], None, 1.0)
     mass = np.where(oracle.sample_kept(x[None], top_p=0.99), mass, 0)[0]
@@ -267,7 +267,7 @@ def draw(key, x, t):
 
 
 def same(got, want):
-    """The draws; the sums of another program may be rounded otherwise."""
+    """Asserts that the draws are the same. Another program may round the sums differently."""
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(np.stack(got[1:]), np.stack(want[1:]), rtol=1e-5, atol=1e-6)
 
@@ -295,7 +295,7 @@ def test_transformed(name):
 
 @pytest.mark.slow
 def test_vmap_of_a_shared_argument():
-    """The same logits for several keys; and one row for several temperatures."""
+    """vmap over keys with shared logits, and over temperatures with a shared row."""
     got = jax.vmap(draw, (0, None, None))(KEYS, X[0], T[0])
     same(got, draw(KEYS, np.stack([X[0], X[0]]), np.stack([T[0], T[0]])))
     got = jax.vmap(draw, (None, None, 0))(KEYS[0, 0], X[0, 0], T[0])
@@ -303,7 +303,7 @@ def test_vmap_of_a_shared_argument():
 
 
 def log_probs_at(indices, x, t):
-    """What `log_probs` must be, in plain JAX."""
+    """Returns the expected `log_probs` in plain JAX."""
     scaled = jnp.asarray(x, F32) / jnp.expand_dims(t, -1)
     return jnp.take_along_axis(jax.nn.log_softmax(scaled), indices[..., None], -1)[..., 0]
 
@@ -311,7 +311,7 @@ def log_probs_at(indices, x, t):
 @pytest.mark.parametrize("masked", [False, slow(True)])
 @pytest.mark.parametrize("shared", [False, slow(True)])
 def test_gradient_of_log_probs(masked, shared):
-    """In logits and temperature, in both modes, and of second order: REINFORCE differentiates it."""
+    """Derivatives of log_probs, which REINFORCE needs: for logits and temperature, in both modes, to second order."""
     x, t = jnp.asarray(X[0]), jnp.float32(0.7) if shared else T[0]
     where = np.arange(300) % 5 != 0 if masked else None
     options = {"top_p": 0.9, "where": where}
@@ -321,23 +321,25 @@ def test_gradient_of_log_probs(masked, shared):
     def ours(x, t):
         return sample(KEY, x, temperature=t, **options).log_probs
 
-    def theirs(x, t):
+    def reference(x, t):
         return log_probs_at(indices, x if where is None else jnp.where(where, x, -1e9), t)
 
     g = jnp.arange(1.0, 4.0)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6)
-    (dx, dt), (want_dx, want_dt) = (jax.vjp(f, x, t)[1](g) for f in (ours, theirs))
+    (dx, dt), (want_dx, want_dt) = (jax.vjp(f, x, t)[1](g) for f in (ours, reference))
     close(dt, want_dt)
     close(dx, want_dx if where is None else jnp.where(where, want_dx, 0))
     tangents = jnp.where(jnp.isnan(x), 0, x), jnp.ones_like(t)
-    got, want = (jax.jvp(f, (x, t), tangents)[1] for f in (ours, theirs))
+    got, want = (jax.jvp(f, (x, t), tangents)[1] for f in (ours, reference))
     close(got, want)
-    second = [jax.grad(lambda t, f=f: jax.grad(lambda t: f(x, t).sum())(t).sum())(t) for f in (ours, theirs)]
+    second = [
+        jax.grad(lambda t, f=f: jax.grad(lambda t: f(x, t).sum())(t).sum())(t) for f in (ours, reference)
+    ]
     close(*second, rtol=1e-3)
 
 
 def test_reinforce_learns():
-    """The mean reward rises: with a zero gradient, which it had, the policy stayed uniform."""
+    """The mean reward rises. The gradient was once zero, and the policy stayed uniform."""
     reward = jnp.arange(8.0) == 5
 
     @jax.jit
@@ -375,7 +377,7 @@ def test_gradient_at_temperature_0_and_of_rows_without_a_draw():
 
 
 def test_gradient_of_an_improbable_draw():
-    """u = 0 draws the first entry with mass, however improbable: nothing overflows on the way to its gradient."""
+    """u = 0 draws the first entry with mass, however improbable. Its gradient must not overflow."""
     x, t = jnp.array([[0.0, 85.0, 85.0]]), jnp.ones((1, 1))
     u = jnp.zeros((1, 1))
     index, log_probs, _ = xla.sample(x, None, u, t, None, None, None)
@@ -385,14 +387,14 @@ def test_gradient_of_an_improbable_draw():
     np.testing.assert_allclose(dt, [[85]], rtol=1e-5)
 
 
-def test_logits_of_4_bits():
+def test_4_bit_logits():
     x = jnp.asarray(X[0], "float4_e2m1fn")
     assert_equal(sample(KEY, x, top_p=0.9), sample(KEY, x.astype(F32), top_p=0.9))
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_filters_that_servers_call_off(traced):
-    """top_k of 0 and -1; a top_p above 1 by rounding."""
+def test_values_that_disable_filters(traced):
+    """top_k = 0 and -1 disable top_k. A top_p may exceed 1 by rounding."""
     f = functools.partial(sample, KEY, X[0], temperature=T[0])
     want = f()
     for top_k, top_p in ((0, None), (-1, 1.0), (np.array([0, -1, 300]), 1 + 1e-6)):
@@ -403,7 +405,7 @@ def test_filters_that_servers_call_off(traced):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["b, 300", "2, 3, v"])
 def test_export(shape):
-    """With a symbolic batch, or vocabulary."""
+    """Exports with a symbolic batch or vocabulary."""
     x = X.reshape(6, 300) if shape[0] == "b" else X
     t, key = T[0, 0], jax.random.key_data(KEY)
     like = jax.ShapeDtypeStruct(export.symbolic_shape(shape), F32)
@@ -420,11 +422,11 @@ def test_donated_buffers():
     same(got, expected())
 
 
-# --- Which implementation -----------------------------------------------------------------------------
+# --- Implementations ----------------------------------------------------------------------------------
 
 
-def test_what_runs():
-    """On the CPU and where it is named, plain JAX without a sort of rows; Triton has no kernel, and says why."""
+def test_choice():
+    """On the CPU, or if named, plain JAX runs without a sort of rows. Triton has no kernel, and says so."""
     x = jax.ShapeDtypeStruct((64, 50257), F32)
     (choice,) = ps.explain(lambda x: draw(KEY, x, 1.0), x)
     assert (choice.call.op, choice.elsewhere) == ("sample", "xla")
@@ -454,8 +456,8 @@ def test_what_runs():
     ],
     ids=str,
 )
-def test_a_number_out_of_range(bad):
-    """Known, it raises; traced, its row is -1 and NaN, and the others are as they are without it."""
+def test_parameters_out_of_range(bad):
+    """A concrete number raises. A traced number gives -1 and NaN in its row, and other rows do not change."""
     ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=f"sample: {name} must be .*, got {value}"):
         sample(KEY, X[0], **bad)
@@ -539,8 +541,8 @@ def test_strict_promotion_in_64_bits(dtype, x64):
 
 
 @pytest.mark.parametrize(("vocab", "top_k", "mass"), [(4, 4, 4), (1000, 1000, 1000), (1000, 64, 64)])
-def test_a_draw_on_a_boundary_takes_the_entry_behind_it(vocab, top_k, mass):
-    """Equal entries, whose cumulative masses i are exact: the first one that exceeds u times the mass is entry i."""
+def test_a_draw_on_a_boundary_takes_the_next_entry(vocab, top_k, mass):
+    """Cumulative masses of equal entries are exact. If u times the total equals a mass, the next entry is drawn."""
     first = np.arange(0, mass, max(1, mass // 8))
     u = (first / mass).astype(F32)
     exact = u * np.float32(mass) == first
@@ -550,20 +552,20 @@ def test_a_draw_on_a_boundary_takes_the_entry_behind_it(vocab, top_k, mass):
     assert exact.sum() > 2
 
 
-def test_no_rows_with_a_parameter_each():
+def test_no_rows_with_parameters_per_row():
     out = sample(KEY, jnp.zeros((0, 5)), temperature=jnp.ones(0), top_k=jnp.ones(0, int))
     assert out.indices.shape == (0,)
 
 
-def test_the_least_temperatures_still_draw():
-    """Equal entries, of which a temperature of 0 takes the first; XLA on a CPU counts numbers below 1.2e-38 as 0."""
+def test_the_smallest_temperatures_draw():
+    """Temperature 0 takes the first of equal entries. XLA for CPUs treats numbers below 1.2e-38 as 0."""
     for temperature in (1e-38, np.float64(1e-300)):
         drawn = sample(KEY, jnp.zeros((1000, 2)), temperature=temperature).indices
         assert 400 < int(drawn.sum()) < 600
 
 
-def test_numbers_that_no_array_of_jax_holds():
-    """They filter nothing, and make all entries alike."""
+def test_parameters_beyond_every_dtype_of_jax():
+    """Such filters keep everything, and such a temperature makes all entries equal."""
     x = jnp.tile(jnp.arange(3.0), (3000, 1))
     drawn = sample(KEY, x, top_k=2**64, temperature=2**64).indices
     assert (jnp.abs(jnp.bincount(drawn, length=3) - 1000) < 150).all()

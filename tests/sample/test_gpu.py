@@ -1,4 +1,4 @@
-"""The kernel of sample on a GPU: its inline PTX, clusters, and draws that are the same bits again."""
+"""The kernel of sample on a GPU: its inline PTX, clusters, and repeatable draws."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
     x, where, u, parameters, labels = all_combinations(
         rows if where is None else cases.spoil_masked(rows, where), where
     )
-    interpret: Any = None  # on the GPU
+    interpret: Any = None  # runs on the GPU
     layout = kernels.sample_layout(v, dtype, count, warpgroups)
     run = jax.jit(
         lambda x, u, parameters, where: kernels.sample_rows(
@@ -71,13 +71,13 @@ def test_every_row_with_every_filter(v, dtype, count, warpgroups, masked):
     ids=str,
 )
 def test_long_rows(v, dtype, count, warpgroups):
-    """More keys in a zone than the lists have room for; thresholds among thousands of ties."""
+    """A zone has more keys than the lists have room for, and thresholds are among thousands of ties."""
     assert_drawn(["normal", "ascending", "integers", "constant"], v, dtype, count, warpgroups)
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (64, BF16), (300, F32)], ids=str)
 def test_public(rows, dtype):
-    """The kernel runs, without a key of its own for each row and with one."""
+    """The kernel runs, with one key for all rows and with one key per row."""
     v = 50257
     x = np.random.default_rng(rows).standard_normal((rows, v)).astype(dtype)
     filters = {"temperature": np.linspace(0, 2, rows, dtype=F32), "top_k": 100, "top_p": np.float32(0.9)}
@@ -91,8 +91,8 @@ def test_public(rows, dtype):
         bounds.assert_sample(draw(x), x, np.asarray(u), range(rows), **filters)
 
 
-def test_more_elements_than_32_bits_count():
-    """Eight rows and keys again and again: all alike, bit for bit, the first ones right."""
+def test_more_than_2_to_the_31_elements():
+    """Eight rows and keys are repeated: all copies have the same bits, and the first ones are right."""
     rows, v, few = 70_000, 30_720, 8
     x = np.random.default_rng(2).standard_normal((few, v)).astype(BF16)
     keys, filters = jax.random.split(jax.random.key(3), few), {"top_k": 100, "top_p": np.float32(0.9)}

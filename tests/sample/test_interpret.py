@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of sample in Pallas's interpreter, with a twin of its PTX in plain JAX."""
+"""The Mosaic GPU kernel of sample in Pallas's interpreter, with a plain JAX twin of its PTX."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("masked", [False, slow(True)], ids=str)
 @pytest.mark.parametrize(("v", "dtype", "warpgroups"), first(1, kernels.SAMPLE_LAYOUTS), ids=str)
 def test_interpreted(v, dtype, warpgroups, masked):
-    """Where rows lie in shared memory, what is masked there, and which row has which parameters."""
+    """The kernel puts rows into shared memory, masks them, and uses the parameters of the right row."""
     rows = cases.rows(["normal", "nan_last", "peaked"], v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
     rows = rows if where is None else cases.spoil_masked(rows, where)
     x, where, u, parameters, names = all_combinations(rows, where)
-    some = slice(None, None, 29)  # a prime: other filters for each row
+    some = slice(None, None, 29)  # 29 is prime, so that each row gets other filters
     x, u, names, parameters = x[some], u[some], names[some], [a[some] for a in parameters]
     where = None if where is None else where[some]
     layout = kernels.sample_layout(v, dtype, 1, warpgroups)

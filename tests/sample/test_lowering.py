@@ -25,7 +25,7 @@ def lowered(rows, v, dtype, where=None, **filters):
     ids=str,
 )
 def test_lowered(rows, v, dtype):
-    """One kernel, whatever is filtered."""
+    """Any call is one kernel, with any mask and filters."""
     assert kernel_names(lowered(rows, v, dtype).as_text()) == ["sample"]
     where = np.arange(v)[None] % 3 > 0
     assert kernel_names(lowered(rows, v, dtype, where, top_k=5, top_p=0.9).as_text()) == ["sample"]

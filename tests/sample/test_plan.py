@@ -1,4 +1,4 @@
-"""The launch plans of sample: what fits the GPU, and what is left to XLA."""
+"""The launch plans of sample: the limits of the GPU, and the calls that XLA runs."""
 
 import functools
 
@@ -23,7 +23,7 @@ def test_chosen():
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_plans(dtype, capability):
-    """Every part fits, and the numbers that the program has for it; rows that no cluster holds are refused."""
+    """Parts and the program's numbers fit into shared memory. Rows that no cluster can hold have no plan."""
     smem = SMEM_BYTES[capability[0]]
     for rows in (1, 64, 256, 1024):
         for v in (1, 1003, 50257, 128256, 151936, 262144, 524288):
@@ -31,8 +31,8 @@ def test_plans(dtype, capability):
             assert layout is not None or capability[0] == 12
             if layout is not None:
                 assert layout.smem_bytes <= smem
-                assert layout.window.size <= 2**16  # sums of numbers of 16 bits have 32
-                assert layout.window.step_blocks <= 32  # a lane has the mass of one chunk of a warp
+                assert layout.window.size <= 2**16  # 32 bits hold the sums of 16-bit numbers
+                assert layout.window.step_blocks <= 32  # each lane has the mass of one chunk of its warp
                 # each warpgroup has one step
                 assert layout.window.full + bool(layout.window.rest) <= layout.warpgroups
     assert kernels.plan_sample(4, 2**21, dtype, capability) is None

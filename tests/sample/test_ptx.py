@@ -1,4 +1,4 @@
-"""The inline PTX of sample, run in numpy (tests/support/ptx.py): its draws, against the oracle."""
+"""The inline PTX of sample, run in numpy (tests/support/ptx.py), against the oracle."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ _RESULTS = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}  # addre
 
 
 def part_of(layout, x, i):
-    """Returns part i of a row as it lies in shared memory, and the index of what is at position 0."""
+    """Returns part i of a row, as shared memory holds it, and the index of the element at position 0."""
     window = layout.window
     start, end = int(window.cut.start(i)), int(window.cut.start(i + 1))
     low = window.head - -start % window.vec if window.head else 0
@@ -26,7 +26,7 @@ def part_of(layout, x, i):
 
 
 def machine_of(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
-    """Returns a machine that has drawn from a row x, which is -inf where it is masked."""
+    """Returns a machine after a draw from a row x, which is -inf where masked."""
     count = layout.window.count
     parts, origins = zip(*(part_of(layout, x, i) for i in range(count)))
     size = parts[0].nbytes
@@ -49,7 +49,7 @@ def machine_of(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
 
 
 def draw(layout, x, *parameters, rng=None):
-    """Returns index, log probability and log of the kept share of a row x, which is -inf where it is masked."""
+    """Returns index, log probability and log of the kept share for a row x, which is -inf where masked."""
     machine = machine_of(layout, x, *parameters, rng=rng)
     assert sorted(machine.stored) == sorted(_RESULTS.values())
     index, *logs = (np.array([machine.stored[at]], "uint32") for at in _RESULTS.values())
@@ -57,7 +57,7 @@ def draw(layout, x, *parameters, rng=None):
 
 
 def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
-    """Draws from rows with all parameters and numbers u: from each `step`-th combination."""
+    """Asserts that draws are right, for every `step`-th combination of a row, parameters and u."""
     rows = cases.rows(list(names), v, dtype)
     where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
     x, where, u, parameters, labels = all_combinations(
@@ -94,7 +94,7 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, sta
     ids=str,
 )
 def test_ptx(v, dtype, count, warpgroups, masked, step):
-    """Every kind of row, with every filter, in one CTA and in clusters."""
+    """Every kind of row with every filter, in one CTA and in clusters."""
     assert_drawn(EVERY, v, dtype, count, warpgroups, masked, step)
 
 
@@ -104,7 +104,7 @@ def test_ptx(v, dtype, count, warpgroups, masked, step):
     ids=str,
 )
 def test_ptx_of_long_rows(v, dtype, count, warpgroups):
-    """More keys in a zone than the lists have room for; thresholds among thousands of ties."""
+    """A zone has more keys than the lists have room for, and thresholds are among thousands of ties."""
     names = ["normal", "ascending", "integers", "constant"]
     assert_drawn(names, v, dtype, count, warpgroups, masked=False, step=13)
 
@@ -126,7 +126,7 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
     ids=str,
 )
 def test_ptx_of_values_near_zero(row, step):
-    """Values of bfloat16 near 0 share buckets, which are the first ones where the largest is such a negative one."""
+    """bfloat16 values near 0 share buckets. These are the first buckets if the maximum is negative and near 0."""
     x, _, u, parameters, labels = all_combinations(np.array([row], BF16))
     layout = kernels.sample_layout(len(row), BF16, 1, 1)
     for i in range(0, len(x), step):
@@ -140,40 +140,42 @@ def test_ptx_of_values_near_zero(row, step):
     [([0], BF16, 0), ([0, -0.0], BF16, 0), ([0, 1], BF16, 0), ([-1, 0], BF16, 0), ([0, -0.0], F32, 1)],
     ids=str,
 )
-def test_ptx_of_zeros_is_short(row, dtype, more):
-    """Rows with many zeros, as a batch may be padded with, are not searched digit by digit, which takes long."""
+def test_ptx_of_zeros_is_fast(row, dtype, more):
+    """Rows with many zeros, such as padding of a batch, need no slow search digit by digit."""
     v = 2100
     layout = kernels.sample_layout(v, dtype, 2, 1)
     u, *parameters = 0.3, 1.0, v, 0.7, 0.0
     zeros, others = (np.resize(np.array(of, dtype), v) for of in (row, [3, 2]))
     machines = [machine_of(layout, x, u, *parameters) for x in (zeros, others)]
-    meetings = [machine.arrived.max() for machine in machines]  # at the barrier of the cluster
-    assert meetings[0] == meetings[1] + more
+    barriers = [machine.arrived.max() for machine in machines]  # arrivals at the cluster's barrier
+    assert barriers[0] == barriers[1] + more
     got = draw(layout, zeros, u, *parameters)
     given = [np.array([a]) for a in parameters]
     assert_draws(got, zeros[None], np.array([u], F32), [str(row)], given)
 
 
 def test_ptx_of_sorted_rows():
-    """Most of a row is above the bound for a small top_k, that of its least CTA: too much for the lists.
+    """With a small top_k, the bound comes from the CTA with the lowest elements. Most of the row exceeds it, so the
+    lists overflow.
 
-    What is above the bound of its best CTA is not, and these lists serve all filters: the CTAs meet twice more.
+    The elements above the best CTA's bound fit. These lists then serve all filters, at the cost of two more cluster
+    barriers.
     """
     v, count = 4099, 3
     layout = kernels.sample_layout(v, F32, count, 1)
     assert v // count > layout.list_size
     x = np.random.default_rng(0).standard_normal(v).astype(F32)
     rows = x, np.sort(x), -np.sort(-x)
-    meetings = [machine_of(layout, row, 0.3, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
-    assert meetings[1:] == [meetings[0] + 2] * 2
-    # From every 39 combinations of a row, one with top_k = 5 and one with all filters.
+    barriers = [machine_of(layout, row, 0.3, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
+    assert barriers[1:] == [barriers[0] + 2] * 2
+    # Among the 39 combinations of a row, this picks one with top_k = 5 and one with all filters.
     assert_drawn(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)
 
 
 @pytest.mark.parametrize("seed", first_values(1, range(5)))
 @pytest.mark.parametrize(("dtype", "warpgroups"), first(1, [(F32, 1), (BF16, 2)]), ids=str)
 def test_ptx_in_any_order(dtype, warpgroups, seed):
-    """Warps run in any order, as far as they do not wait for each other."""
+    """Warps run in random order, unless they wait for each other."""
     rng = np.random.default_rng(seed)
     names = ["integers", "neg_inf_first"]
     assert_drawn(names, 1003, dtype, 2, warpgroups, masked=False, step=67, rng=rng, start=seed)

@@ -1,4 +1,4 @@
-"""Which calls run Triton kernels, where Triton is missing or has the wrong version; all without Triton."""
+"""The choice of Triton kernels, and missing or incompatible versions of Triton. No test here needs Triton."""
 
 import importlib.metadata
 import re
@@ -21,7 +21,7 @@ A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB H
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
 
 
-# --- Which implementation runs ------------------------------------------------------------------------
+# --- The choice ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_device_decides(kind, chosen, works):
             assert ("compute capability 8.0" in str(choice)) == (chosen == "xla")
 
 
-# name: (a call that is XLA's, why)
+# name: (a call that XLA runs, the reason)
 XLAS = {
     "short rows": (call(vocab=8192), "no faster than xla for aligned float32 rows of up to 8192"),
     "another axis": (call("log_softmax", inner=None), "transposed"),
@@ -64,8 +64,8 @@ KERNELS = [
 
 
 @pytest.mark.parametrize("case", XLAS)
-def test_what_is_left_to_xla(case, works):
-    """It is XLA's unless the kernel is named."""
+def test_calls_that_xla_runs(case, works):
+    """XLA runs the call unless the kernel is named."""
     given, reason = XLAS[case]
     with device(A100):
         choice = choose(given, None)
@@ -74,7 +74,7 @@ def test_what_is_left_to_xla(case, works):
 
 
 @pytest.mark.parametrize("given", KERNELS, ids=str)
-def test_what_is_not_left_to_xla(given, works):
+def test_calls_that_triton_runs(given, works):
     with device(A100):
         assert choose(given, None).cuda == "triton"
 
@@ -106,7 +106,7 @@ def test_unsupported(works):
             assert refusal("triton", call(dtype=dtype, rows=2**24, vocab=2**24), capability) is None
 
 
-# --- Without jax-triton, or with one that does not fit -----------------------------------------------
+# --- Missing or incompatible versions of jax-triton ---------------------------------------------------
 
 INSTALL = re.escape("pip install 'jax-triton>=0.3.1'")
 # (jax-triton, triton, Python, CUDA): the reason
@@ -148,7 +148,7 @@ def without(monkeypatch):
 
 
 def test_without_jax_triton(without):
-    """The reason says how to install it, and the choice is the next."""
+    """The reason says how to install jax-triton, and the next implementation is chosen."""
     reason = f"jax-triton is not installed: {INSTALL}"
     with device(A100):
         for f in (ps.softmax, topk):
@@ -161,7 +161,7 @@ def test_without_jax_triton(without):
 
 @pytest.mark.slow
 def test_triton_is_imported_with_the_first_kernel():
-    """Neither the package nor a choice needs it."""
+    """Neither the package nor a choice imports Triton."""
     program = """
 import sys
 sys.modules["triton"] = sys.modules["jax_triton"] = None  # cannot be imported

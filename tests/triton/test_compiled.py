@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: compiled by Triton, lowered by jax-triton, and interpreted by Triton.
 
-Every test here is slow and needs Triton. Where Triton is not installed they are skipped, but on CI (CI=true), whose
-complete set of tests has it, they fail.
+All tests here are slow and need Triton. Without Triton they are skipped, except on CI (CI=true), where they fail: the
+complete set of tests installs Triton.
 """
 
 import ast
@@ -30,7 +30,7 @@ from tests.support.calls import device, named, topk
 A100, L4, H100, V100 = "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"
 X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
 
-# jax-triton 0.3.1 cannot be imported without CUDA, so it is only looked for.
+# jax-triton 0.3.1 cannot be imported without CUDA, so find_spec looks for it.
 LACKING = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
@@ -49,7 +49,7 @@ def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-# --- Compiled, by Triton and ptxas --------------------------------------------------------------------
+# --- Compiled by Triton and ptxas ---------------------------------------------------------------------
 
 
 def launches(f, *args):
@@ -78,9 +78,9 @@ def launches_of_topk(rows, v, k, dtype="float32", mask=None, log=False, plan=Non
 
 
 def compiled(params, avals, arch):
-    """Returns what Triton makes of a launch, as jax-triton calls it, and what ptxas says of it.
+    """Compiles a launch like jax-triton; returns Triton's result and the report of ptxas.
 
-    Triton chooses ptxas itself: its wheel has several, for its versions and architectures.
+    Triton chooses ptxas itself: its wheel has several, for different versions and architectures.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -104,7 +104,7 @@ def compiled(params, avals, arch):
 
 
 ARCHS = (80, 89, 90)
-SHARED = 99 * 1024  # bytes that a block of an RTX GPU, of compute capability 8.6 or 8.9, may have
+SHARED = 99 * 1024  # bytes per block on RTX GPUs, of compute capability 8.6 and 8.9
 _LAYOUT = re.compile(r"^#(\w+) = #ttg\.linear<\{.*warp = (\[.*\]), block = ", re.M)
 _REDUCE = re.compile(
     r'"tt\.reduce"\((?:.*\n)*?\s*\}\) : \(tensor<([0-9x]+)x\w+, (?:#ttg\.slice<\{dim = \d+, parent = )*#(\w+)'
@@ -112,9 +112,9 @@ _REDUCE = re.compile(
 
 
 def reductions(ttgir):
-    """Returns shape and layout of each reduction, and, if the layout is linear, the dimensions of its warp bits.
+    """Returns shape and layout of each reduction, and the dimensions of its warp bits if the layout is linear.
 
-    Unused bits are None; those above all used ones are left out.
+    Unused bits are None; unused bits above all used bits are left out.
     """
     linear = {name: ast.literal_eval(bases) for name, bases in _LAYOUT.findall(ttgir)}
     found = []
@@ -127,12 +127,12 @@ def reductions(ttgir):
 
 
 def miscompiled(ttgir):
-    """Returns the reductions that Triton may compile wrongly: warp bits of dimensions alternate, or one is unused below
-    a used one.
+    """Returns the reductions that Triton may miscompile: warp bits of dimensions alternate, or a used bit follows an
+    unused one.
 
-    Triton 3.6 does: the reduction over such a linear layout goes through shared memory, and its warps read what others
-    wrote. On an H100 top-k with groups=2048 and vec=1 had wrong winners. Of all plans that were measured there, those
-    were wrong for which this names reductions, and no others. Triton says nothing when it compiles them.
+    Triton 3.6 miscompiles them: the reduction over such a linear layout goes through shared memory, and warps read what
+    other warps wrote. On an H100, top-k with groups=2048 and vec=1 had wrong winners. Among all plans measured there,
+    exactly the plans with reductions named here were wrong. Triton gives no warning.
     """
     return [
         (shape, layout, bits)
@@ -158,8 +158,8 @@ TTGIR = """#blocked = #ttg.blocked<{threadsPerWarp = [1, 32], warpsPerCTA = [1, 
     ("layout", "wrong"),
     [("#blocked", False), ("#linear", False), ("#linear1", True), ("#linear2", True), ("#linear3", False)],
 )
-def test_miscompiled_layouts_are_seen(layout, wrong):
-    """The layouts are what Triton 3.6 made of the plan with groups=2048, and of plans that worked, also sliced."""
+def test_miscompiled_layouts_are_detected(layout, wrong):
+    """The layouts are Triton 3.6's for the plan with groups=2048, and for plans that work, also sliced."""
     for text in (layout, f"#ttg.slice<{{dim = 1, parent = #ttg.slice<{{dim = 2, parent = {layout}}}>}}>"):
         ttgir = TTGIR.replace("LAYOUT", text)
         assert [layout for _, layout, _ in reductions(ttgir)] == [layout[1:]]
@@ -167,8 +167,8 @@ def test_miscompiled_layouts_are_seen(layout, wrong):
 
 
 ROWS = 4000
-# name: (launches, their kernels). The launches that fill the registers are compiled for every GPU. The others are
-# compiled for the oldest one only: they leave registers unused, and those of top-k take long to compile.
+# name: (launches, their kernels). Launches that fill the registers are compiled for every GPU. The others are compiled
+# for the oldest GPU only: they leave registers unused, and top-k takes long to compile.
 FILLED = {
     "all registers": (lambda: launches_of("softmax", ROWS, 32768, "bfloat16"), ["rows"]),
     "backward of all warps": (lambda: launches_of("log_softmax_grad", ROWS, 28672), ["rows"]),
@@ -205,12 +205,14 @@ COMPILED = FILLED | {
     ),
     "256 of parts": (lambda: launches_of_topk(1, 32768, 256), ["topk", "merge"]),
 }
-SPILLED = {("long rows", 89): 4}  # one register, by the ptxas of triton 3.9, which gives it 64; of 3.6 none
+SPILLED = {
+    ("long rows", 89): 4
+}  # triton 3.9's ptxas spills one register, with a limit of 64; triton 3.6's spills none
 
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled(case, monkeypatch, tmp_path):
-    """No register is spilled, a block fits every GPU, and no reduction has a layout that Triton miscompiles."""
+    """No register spills, a block fits every GPU, and no reduction has a layout that Triton miscompiles."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
     make, kernels = COMPILED[case]
@@ -230,12 +232,12 @@ def test_compiled(case, monkeypatch, tmp_path):
             assert miscompiled(out.asm["ttgir"]) == [], at
 
 
-# --- Lowered, by jax-triton ---------------------------------------------------------------------------
+# --- Lowered by jax-triton ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records the kernels that jax-triton calls, in place of JAX's CUDA plugin, which the machine need not have."""
+    """Records the kernels that jax-triton calls. It replaces JAX's CUDA plugin, which the machine need not have."""
     import jax._src.lib
 
     made = []
@@ -275,12 +277,12 @@ def calls(monkeypatch):
 
 
 def lowered(f, *args, kind=A100, platform="cuda"):
-    with device(kind):  # a new function: jit caches traces by function
+    with device(kind):  # jit caches traces by function, so this is a new function
         return jax.jit(lambda *args: f(*args)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def called(calls, text):
-    """Returns the names of the kernels in the text; a function that is called twice is lowered once."""
+    """Returns the names of the kernels in the text. A function that is called twice is lowered once."""
     names = [call.kernel.name for call in calls]
     found = len(re.findall(r"custom_call @triton_kernel_call", text))
     assert found >= len(names) and bool(found) == bool(names)
@@ -311,20 +313,20 @@ def test_lowered(name, calls):
     for call in calls:
         assert call.kernel.capability == 80 and ".target sm_80" in call.kernel.ptx
         assert f".entry {call.kernel.name}" in call.kernel.ptx
-        assert set(call.parameters) == {(0, 16)}  # arrays, not cleared, on 16 bytes
+        assert set(call.parameters) == {(0, 16)}  # arrays that are not cleared and are aligned to 16 bytes
 
 
 def test_lowered_for_the_device(calls):
-    """The kernel has the warps of the plan, and is compiled for the compute capability of the device."""
+    """The kernel has the plan's warps, and is compiled for the device's compute capability."""
     called(calls, lowered(named(ps.softmax, "triton"), X, kind=L4))
     (call,) = calls
     assert call.kernel.capability == 89 and ".target sm_89" in call.kernel.ptx
     assert call.kernel.warps == triton_plan.plan_softmax("softmax", *X.shape, X.dtype).warps
-    assert len(call.parameters) == 4  # a backward's second array and the mask are always there
+    assert len(call.parameters) == 4  # a gradient's second array and the mask are always passed
 
 
 def test_lowered_under_vmap(calls):
-    """One kernel takes all rows of the batch, with a mask that is not mapped, too."""
+    """One kernel takes all rows of the batch, also with an unmapped mask."""
     batch, where = array(3, *X.shape), array(*X.shape, dtype="bool")
     f = jax.vmap(lambda x, where: named(ps.softmax, "triton")(x, where=where), in_axes=(0, None))
     assert called(calls, lowered(f, batch, where)) == ["rows_kernel"]
@@ -352,12 +354,12 @@ def test_lowered_under_grad_and_scan(calls):
     ids=["a result", "all of top-k", "all in a jit", "its values"],
 )
 def test_lowered_with_unused_results(f, kernels, calls):
-    """Dead code is removed. Of jax-triton 0.4.1's own primitive jax 0.12 cannot do that, so launch.py has another."""
+    """Dead code is removed. jax 0.12 cannot remove jax-triton 0.4.1's primitive, so launch.py has its own."""
     assert len(called(calls, lowered(f, X))) == kernels
 
 
 def test_exported(calls):
-    """An export must say that it knows the custom call."""
+    """An export must allow the custom call."""
     f = jax.jit(lambda x: ps.log_softmax(x))
     known = [
         export.DisabledSafetyCheck.custom_call(f"triton_kernel_call{version}") for version in ("", "_ffi")
@@ -370,14 +372,14 @@ def test_exported(calls):
 
 
 def test_topk_values_of_8_bits(calls):
-    """The kernel writes float32, which is rounded afterwards."""
+    """The kernel writes float32 values, which are rounded afterwards."""
     with device(A100):
         f = jax.jit(lambda x: ps.fused_topk(x, 5, dtype="float8_e4m3fn", implementation="triton"))
         assert "triton_kernel_call" in f.trace(X).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_lowered_automatically(calls):
-    """No implementation is named: on the GPU the kernels run, and on the CPU the same trace is plain JAX."""
+    """Without a named implementation, kernels run on the GPU, and the same trace is plain JAX on the CPU."""
     assert called(calls, lowered(lambda x: (ps.log_softmax(x), topk(x)), X)) == [
         "rows_kernel",
         "topk_kernel",
@@ -388,8 +390,8 @@ def test_lowered_automatically(calls):
 
 
 @pytest.mark.parametrize("before", [None, "somewhere"])
-def test_the_cache_directory_of_triton_stays(before, calls, monkeypatch):
-    """jax-triton changes it for the whole process when it is imported."""
+def test_tritons_cache_directory_does_not_change(before, calls, monkeypatch):
+    """The import of jax-triton changes the directory for the whole process; the package restores it."""
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     if before is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", before)
@@ -399,14 +401,14 @@ def test_the_cache_directory_of_triton_stays(before, calls, monkeypatch):
     assert os.environ == environment
 
 
-# --- Which implementation runs ------------------------------------------------------------------------
+# --- The choice ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "chosen"), [(A100, "triton"), (L4, "triton"), (H100, "mosaic_gpu"), (V100, "xla")]
 )
 def test_explained(kind, chosen, monkeypatch):
-    """The chosen kernels are traced; test_choice.py has the choices of other calls."""
+    """The chosen kernels are traced. test_choice.py tests other calls."""
     monkeypatch.setattr(checks, "missing", lambda: None)
     with device(kind):
         choices = [ps.explain(f, X)[0] for f in (ps.softmax, ps.log_softmax, topk)]
@@ -415,7 +417,7 @@ def test_explained(kind, chosen, monkeypatch):
         assert ("compute capability 8.0" in str(choice)) == (chosen == "xla")
 
 
-def test_for_the_cpu_it_is_refused(monkeypatch):
+def test_refused_for_the_cpu(monkeypatch):
     monkeypatch.setattr(checks, "missing", lambda: None)
     with device(A100):
         with pytest.raises(NotImplementedError, match="implementation='triton'.*lowered for cpu"):
@@ -427,7 +429,7 @@ def test_for_the_cpu_it_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("which", ["topk", "not topk"])
 def test_numbers(which):
-    """The tests of triton_interpreter.py pass, in a process whose Triton interprets."""
+    """The tests of triton_interpreter.py pass in a process that interprets Triton."""
     options = ("-m", "", "-n", "0", "-p", "no:cacheprovider", "-q", "--tb=short", "-k", which)
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
 def failures(check, plans):
-    """What check(plan) raises, of all plans, in threads."""
+    """Returns the errors that check(plan) raises, for all plans, in threads."""
 
     def run(plan):
         try:
@@ -32,12 +32,12 @@ def failures(check, plans):
 
 
 def triton_topk_plans():
-    """(V, dtype, k, plan): few that hold every program, levels, sort and merge that `topk_plan` can choose.
+    """Returns (V, dtype, k, plan): few cases with every program, level, sort and merge that `plan_topk` can choose.
 
-    Each sort is of another layout, of which Triton may miscompile some: 3.6 does so with 2048 groups of one.
+    Each sort has its own layout, and Triton may miscompile some layouts: 3.6 does so with 2048 groups of one.
     """
     lengths = (1, 2, 17, 127, 400, 1000, 1500, 3000, 5000, 10000, 20000, 40000, 70000, 128256, 300000)
-    lengths += (1003, 3001, 10002, 20011, 50257, 100002, 151935, 300001)  # off 16 bytes
+    lengths += (1003, 3001, 10002, 20011, 50257, 100002, 151935, 300001)  # not aligned to 16 bytes
     every = {}
     for k, v, rows, dtype in itertools.product(
         (1, 2, 5, 9, 16, 17, 33, 64, 65, 128, 256), lengths, (2, 64, 500), (F32, BF16)
@@ -48,7 +48,7 @@ def triton_topk_plans():
             every.setdefault((plan, dtype), (v, dtype, k, plan, fan))
 
     def has(plan, fan):
-        """What there is of it to compile."""
+        """Returns the programs, sorts and merges that a plan compiles."""
         found = {(plan.slots, plan.groups, plan.vec, plan.warps), plan.levels}
         found |= {("sort", plan.slots, plan.warps, slabs * plan.vec, size) for slabs, size in plan.levels}
         return found | ({("merge", plan.slots, fan)} if fan > 1 else set())
@@ -64,7 +64,7 @@ def triton_topk_plans():
 @only_triton
 def test_every_triton_plan_of_topk(implementation):
     def check(v, dtype, k, plan):
-        x = cases.rows(["normal", "integers"] * 4, v, dtype)  # none twice
+        x = cases.rows(["normal", "integers"] * 4, v, dtype)  # different rows
         run = functools.partial(triton.topk, k=k, log=False, dtype=jnp.dtype(F32), plan=plan)
         winners, _ = jax.jit(run)(x, None, np.ones((1, 1), F32))
         np.testing.assert_array_equal(winners[1], oracle.topk_indices(x, k))
@@ -75,7 +75,7 @@ def test_every_triton_plan_of_topk(implementation):
 
 
 def triton_softmax_plans():
-    """(operation, V, dtype, plan), a few of each program that `plan` can choose."""
+    """Returns (operation, V, dtype, plan): one case for each program that `plan_softmax` can choose."""
     lengths = (
         1,
         2,

@@ -9,7 +9,7 @@ from pallas_softmax._src.triton.plan import Block, Slabs
 from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 
-# (op, rows, V, dtype): rows of a program, or (parts, launches)
+# (op, rows, V, dtype): rows per program, or (parts, launches)
 PLANS = {
     ("softmax", 4000, 1, "float32"): 1024,
     ("softmax", 4000, 500, "float32"): 2,
@@ -25,7 +25,7 @@ PLANS = {
     ("softmax_grad", 1, 1000003, "float32"): (245, 2),
     ("softmax_grad", 10, 1000000, "float32"): (21, 2),
 }
-# (rows, V, k, dtype): launches that merge the parts of a row; 0: it has one
+# (rows, V, k, dtype): launches that merge the parts of a row; 0 if a row is one part
 TOPK_PLANS = {
     (4000, 1, 1, "float32"): 0,
     (4000, 25000, 5, "float32"): 0,
@@ -44,7 +44,7 @@ def power_of_two(n):
 
 
 def merges(plan):
-    """Returns the number of lists before each merge, each program of which takes two or more, but few elements."""
+    """Returns the number of lists before each merge; asserts that programs merge two or more lists of few elements."""
     parts, counts = plan.parts, []
     while parts > 1:
         counts.append(parts)
@@ -68,7 +68,7 @@ def test_topk_plan(shape):
 
 
 def assert_parts(plan, vocab, step):
-    """Parts consist of whole steps, the last part is not empty, and every element is in one."""
+    """Asserts that parts have whole steps, that the last part is not empty, and that every element is in a part."""
     assert plan.length % step == 0
     assert (plan.parts - 1) * plan.length < vocab <= plan.parts * plan.length
     assert plan.parts < 65536  # the grid's second dimension
@@ -119,14 +119,14 @@ def test_topk_plans_cover_every_row_once(rows, vocab, k, dtype):
 
 
 def assert_levels(plan):
-    """Levels lead from whole groups to single elements; each reads the winners of the one before again."""
+    """Asserts that levels lead from whole groups to single elements; each level reads the previous level's winners."""
     slabs_of_part = plan.length // (plan.groups * plan.vec)
     elements = plan.vec * triton_plan.power_of_two(slabs_of_part)
     for slabs, chosen in plan.levels:
-        assert slabs * plan.vec == elements  # all of a winning group
+        assert slabs * plan.vec == elements  # all elements of a winning group
         assert plan.slots * elements <= 8192
         assert chosen < elements and elements % chosen == 0
-        assert chosen == 1 or chosen % plan.vec == 0  # whole slabs, as _members has them
+        assert chosen == 1 or chosen % plan.vec == 0  # whole slabs, which _members requires
         assert plan.slots <= plan.slots * elements // chosen
         elements = chosen
     assert elements == 1
