@@ -76,13 +76,13 @@ class Operation:
     """
 
     name: str
-    arguments: tuple
+    arguments: tuple[Any, ...]
     results: Any
     plain: Callable[..., Any]
-    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, Callable[[], Kernel]] = dataclasses.field(default_factory=dict[str, Any])
     gradient: "Operation | None" = None
     tangent: "Operation | None" = None
-    save: Callable[..., tuple] | None = None
+    save: Callable[..., tuple[Any, ...]] | None = None
     is_gradient: bool = False
     gradient_needs_kernel: bool = False
     on_mesh: Callable[..., Any] | None = None
