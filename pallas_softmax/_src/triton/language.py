@@ -1,7 +1,7 @@
 """Functions that the Triton kernels share: ⊕, the mask, the order of top-k, and exponentials.
 
 The operator ⊕, `shift` and the sort key are defined in pallas_softmax/online.py. Triton compiles its own language,
-without jax.numpy, so this file restates them. tests/triton_interpreter.py checks them against online.py.
+without jax.numpy, so this file restates them. tests/programs/triton_interpreter.py checks them against online.py.
 
 Kernels inline the functions that they call. Arguments marked as `tl.constexpr` are Python values that are known when a
 kernel is compiled. All other arguments are Triton tensors of any shape: the arrays of one program.

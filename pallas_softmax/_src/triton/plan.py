@@ -57,7 +57,7 @@ VECTOR_BYTES = 16  # bytes that one thread loads at once
 # --- Measured constants of the plans ------------------------------------------------------------------
 # We chose these constants by measurements on one H100. benchmarks/results/triton (softmax) and
 # benchmarks/results/triton_topk have the resulting speeds. Constants that mention registers also rest on reports of
-# ptxas: for compute capability 8.0, 8.9 and 9.0 no plan makes a kernel spill registers (test_triton_compiled.py).
+# ptxas: for compute capability 8.0, 8.9 and 9.0 no plan makes a kernel spill registers (tests/triton/test_compiled.py).
 
 # Elements of a thread in a Block. Rows of up to 16,384 elements then reach at least 93% of a copy's bandwidth.
 BLOCK_THREAD_ELEMENTS = 32
