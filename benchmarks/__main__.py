@@ -14,7 +14,7 @@ benchmarks.beam_search      How fast is beam search with fused_topk?
 benchmarks.sample           How fast is sample?
 benchmarks.serve            How fast does a server decode with sample?
 benchmarks.sharded          How do softmax and top-k scale over devices?
-benchmarks.support.redraw   Redraws the pictures of results from their JSON
+benchmarks.support.redraw   Makes the CSV, the table and the picture of results again
 """
 
 from absl import app
@@ -24,16 +24,10 @@ from benchmarks.support import flags
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
-    flags.define_shapes(with_k=True)
-    flags.define_dtype()
-    flags.define_function()
-    flags.define_direction()
-    flags.define_implementations()
-    flags.define_peers(flags.SOFTMAX_PEERS, flags.TOPK_PEERS)
-    flags.define_logits()
-    flags.define_timing()
-    flags.define_output()
+    """Defines the flags of both benchmarks."""
+    flags.define("batch", "vocab", "k", "shapes", "dtype", "function", "where", "axis", "direction")
+    flags.define("implementations", "logits", "seed", "repeats")
+    flags.define_peers(softmax.PEERS, topk.PEERS)
 
 
 def main(argv: list[str]) -> int:

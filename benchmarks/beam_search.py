@@ -27,6 +27,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -36,9 +37,9 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import flags, report, timing
+from benchmarks.support import driver, flags, timing
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.driver import note, progress, require_extra
+from benchmarks.support.result import Record, View
 
 TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
 UNKNOWN = 0
@@ -59,42 +60,6 @@ class Search:
     vocab: int
     dtype: str  # of the output layer and the logits
     sequence: int
-
-    @property
-    def label(self) -> str:
-        """A short name of the search."""
-        return f"{self.batch}x{self.beams} beams V={self.vocab} {self.dtype}, {self.sequence} tokens"
-
-
-@dataclasses.dataclass
-class Row:
-    """The columns of the CSV for one contender in one search. Empty columns were not measured."""
-
-    search: Search
-    contender: str  # jax, jax_rows, or one of our implementations
-    ours: bool
-    ran: str = ""  # the implementation found in the lowered program
-    status: str = "ok"  # ok, FAILED, not run, error
-    reason: str = ""  # why the status is not ok, or why there is no device time
-    training_loss: float | None = None
-    hypotheses: int = 0
-    same: int | None = None  # how many hypotheses equal jax's, token for token
-    score_error: float | None = None  # the largest error of a claimed score, found by the replay
-    gap: float | None = None  # the largest shortfall of a choice from the best, in the replay: a near tie
-    samples: int = 0
-    p20_us: float | None = None  # wall time of a search
-    p50_us: float | None = None
-    p80_us: float | None = None
-    tokens_per_s: float | None = None
-    speedup: float | None = None  # p50 of jax over this p50
-    device_us_per_step: float | None = None  # time of the kernels in a step of the search, on a GPU
-    first_result_s: float | None = None
-    explain: str = ""  # what pallas_softmax.explain says about ours
-
-    @property
-    def fails(self) -> bool:
-        """Whether this row makes the run fail."""
-        return self.status in ("FAILED", "error")
 
 
 @functools.cache
@@ -150,7 +115,7 @@ def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) ->
     return lax.optimization_barrier((hidden, hidden.astype(embed.dtype) @ embed.T))
 
 
-def train(vocab: int, chosen: flags.Settings) -> tuple[dict[str, jax.Array], float]:
+def train(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
     """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
     width, steps = chosen.width, chosen.training_steps
     ids = jnp.asarray(token_ids(vocab))
@@ -293,11 +258,7 @@ def _of(state: jax.Array, beams: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def replay(
-    search: Search,
-    weights: dict[str, jax.Array],
-    prompts: jax.Array,
-    tokens: jax.Array,
-    parents: jax.Array,
+    search: Search, weights: dict[str, jax.Array], prompts: jax.Array, tokens: jax.Array, parents: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns jax.nn's scores of each step's choices and of its best candidates, each (sequence, batch, beams)."""
 
@@ -341,10 +302,10 @@ def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> t
     return *largest, ""
 
 
-def make_searches(chosen: flags.Settings) -> list[Search]:
+def make_searches(chosen: Any) -> list[Search]:
     """Returns one search per combination of the flags' values."""
     if max(chosen.k) > min(chosen.vocab):
-        raise SystemExit(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
+        raise ValueError(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
     return [
         Search(batch, beams, vocab, dtype, sequence)
         for vocab in chosen.vocab
@@ -356,136 +317,99 @@ def make_searches(chosen: flags.Settings) -> list[Search]:
 
 
 def _prepare(
-    row: Row, weights: dict[str, jax.Array], starts: jax.Array, expected: np.ndarray | None
-) -> tuple[Call, np.ndarray]:
-    """Compiles and checks a contender's search, and records the findings in its row. Returns call and hypotheses.
+    record: Record, weights: dict[str, jax.Array], starts: jax.Array, jaxs: dict[str, np.ndarray]
+) -> Call:
+    """Compiles and checks a contender's search, and describes it in its record.
 
     Args:
-      row: the contender's row. Its status will say whether the search agrees with its replay.
+      record: the contender's record.
       weights: the model's weights. The output layer is in the dtype of the search.
       starts: the prompts, (batch, PROMPT).
-      expected: jax's hypotheses, or None if the contender is jax.
+      jaxs: receives jax's hypotheses, with which those of the others are compared.
     """
-    search, name = row.search, row.contender
+    search, name = record.case, record.contender
     program = functools.partial(decode, selection(name), search)
-    call = jax_call(program, weights, starts, ran="" if row.ours else "jax")
-    row.ran, row.first_result_s = call.ran, call.first_result_s
-    if row.ours:
-        _explain(row)
+    call = jax_call(program, weights, starts, ran="" if record.ours else "jax")
+    driver.described(record, call)
+    if record.ours:
+        logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
+        said = driver.explained(record, _ours, logits, search.beams, None if name == "auto" else name)
+        driver.require_ran(record, said)
     found = call.run()
     hypotheses = np.asarray(found["hypotheses"])
-    expected = hypotheses if name == "jax" else expected
-    row.hypotheses = search.batch * search.beams
-    if expected is not None:
-        row.same = int(np.sum(np.all(hypotheses == expected, axis=0)))
+    if name == "jax":
+        jaxs["hypotheses"] = hypotheses
+    record.add(hypotheses=search.batch * search.beams)
+    if jaxs:
+        record.add(same=int(np.sum(np.all(hypotheses == jaxs["hypotheses"], axis=0))))
     replayed = replay(search, weights, starts, found["tokens"], found["parents"])
-    error, gap, row.reason = check(search, found, *replayed)
+    error, gap, reason = check(search, found, *replayed)
     if np.isfinite(error) and np.isfinite(gap):
-        row.score_error, row.gap = error, gap
-    if row.reason:
-        row.status = "FAILED"
-    return call, hypotheses
+        record.add(score_error=error, gap=gap)
+    if reason:
+        raise driver.Wrong(reason)  # timing a wrong search would be pointless
+    return call
 
 
-def _explain(row: Row) -> None:
-    """Writes into one of our rows what explain says, and raises if the program runs another implementation."""
-    search, name = row.search, row.contender
-    logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
-    choices = pallas_softmax.explain(_ours, logits, search.beams, None if name == "auto" else name)
-    row.explain = "; ".join(map(str, choices))
-    said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
-    if said != {row.ran} or name not in ("auto", row.ran):
-        raise AssertionError(f"asked for {name}, explained as {said}, lowered to {row.ran}")
-
-
-def write_times(
-    rows: Mapping[str, Any],
-    calls: dict[str, Call],
-    chosen: flags.Settings,
-    tokens: int,
-    steps: int,
-    baseline: str,
+def measure_decoding(
+    records: list[Record], prepare: Callable[[Record], Call], chosen: Any, steps: int
 ) -> None:
-    """Times the calls together and fills in the rows' columns of times.
+    """Prepares and times the contenders by wall time, and on a GPU by the device time of a step as well."""
+    calls = driver.measure(records, prepare, chosen, timing.wall_times)
+    if not timing.on_gpu():
+        return
+    found = {record.contender: record for record in records}
 
-    Args:
-      rows: the contenders' rows by name. They have the timing columns of `Row`.
-      calls: the contenders' calls by name.
-      chosen: says how often, and for how long, to time.
-      tokens: how many tokens one call makes.
-      steps: how many steps one call takes.
-      baseline: the contender with speed-up 1.
-    """
-    times = timing.interleave(
-        calls,
-        chosen.repeats,
-        chosen.seconds,
-        lambda name, error: note(rows[name], error),
-        timing.wall_times,
-    )
-    for name, seconds in times.items():
-        row = rows[name]
-        timing.write_samples(row, seconds)
-        row.tokens_per_s = tokens / float(np.median(seconds))
-        if baseline in times:
-            row.speedup = float(np.median(times[baseline]) / np.median(seconds))
-    if timing.on_gpu():
+    def failed(name: str, error: Exception) -> None:
+        found[name].reason = f"no device time: {error}"
 
-        def failed(name: str, error: Exception) -> None:
-            rows[name].reason = f"no device time: {error}"
-
-        kernels = timing.interleave(calls, chosen.repeats, chosen.seconds, failed)
-        for name, seconds in kernels.items():
-            rows[name].device_us_per_step = 1e6 * float(np.median(seconds)) / steps
+    for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed).items():
+        found[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / steps)
 
 
-def run_search(
-    search: Search, chosen: flags.Settings, weights: dict[str, jax.Array]
-) -> tuple[list[Row], np.ndarray | None]:
-    """Checks all contenders in one search, then times them together. Returns the rows and jax's best hypotheses."""
-    names = ["jax", "jax_rows", *chosen.implementations]
-    rows = {name: Row(search, name, ours=name in chosen.implementations) for name in names}
+def add_tokens_per_s(rows: Any, of: Callable) -> None:
+    """Adds the tokens that all requests get in a second."""
+    rows["tokens_per_s"] = (rows.batch * rows.sequence / rows.p50_us * 1e6).astype(float)
+
+
+_trained = functools.cache(lambda vocab, *sizes: train(vocab, SimpleNamespace(**dict(sizes))))
+
+
+def trained(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
+    """Returns what `train` returns. The same model is trained once."""
+    sizes = ("width", "training_steps", "tokens", "seed")
+    return _trained(vocab, *((name, getattr(chosen, name)) for name in sizes))
+
+
+def run_search(search: Search, chosen: Any) -> list[Record]:
+    """Checks all contenders in one search, then times them together. Prints some of jax's hypotheses."""
+    weights, training_loss = trained(search.vocab, chosen)
+    records = [
+        Record(search, name, ours=name in chosen.implementations, required=True)
+        for name in ["jax", "jax_rows", *chosen.implementations]
+    ]
+    for record in records:
+        record.add(training_loss=training_loss)
     weights = weights | {"embed": weights["embed"].astype(search.dtype)}
     starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
-    calls: dict[str, Call] = {}
-    expected: np.ndarray | None = None
-    for name, row in rows.items():
-        try:
-            call, hypotheses = _prepare(row, weights, starts, expected)
-        except Exception as error:
-            note(row, error)
-            continue
-        if name == "jax":
-            expected = hypotheses
-        if row.status == "ok":  # timing a wrong search would be pointless
-            calls[name] = call
-    write_times(rows, calls, chosen, search.batch * search.sequence, search.sequence, "jax")
-    return list(rows.values()), None if expected is None else expected[:, :, 0].T
+    jaxs: dict[str, np.ndarray] = {}
+    measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen, search.sequence)
+    if jaxs:
+        print(f"\n{search} (training loss {training_loss:.2f}), best hypotheses by jax:")
+        print(examples(search, jaxs["hypotheses"][:, :, 0].T))
+    return records
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, with a heading per search and the columns explained at the end."""
-    head = ["  contender", "ran", "check", "same", "score error", "gap", "tokens/s", "speed-up"]
-    head += ["device us/step", "first s"]
-
-    def cells(row: Row, notes: report.Notes) -> list[str]:
-        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes)]
-        line += [report.cell(row.same, f"{{}}/{row.hypotheses}")]
-        line += [report.cell(value, "{:.1e}" if value else "") for value in (row.score_error, row.gap)]
-        line += [report.cell(row.tokens_per_s), report.cell(row.speedup, "{:.2f}x")]
-        return [*line, report.cell(row.device_us_per_step), report.cell(row.first_result_s, "{:.2f}")]
-
-    texts = {
-        "ran": report.RAN,
-        "check": "ok if the replay confirms the scores and the choices of the search",
-        "same": "how many hypotheses equal jax's, token for token",
-        "score error": "the largest error of a score, found by the replay",
-        "gap": "the largest shortfall of a choice from the best, found by the replay: a near tie",
-        "speed-up": report.SPEEDUP,
-        "device us/step": "the device time of the kernels in one step of the search",
-        "first s": report.FIRST,
-    }
-    return report.grouped(head, rows, lambda row: row.search.label, cells, texts)
+BENCHMARK = driver.Benchmark(
+    "beam_search",
+    make_searches,
+    run_search,
+    View(
+        ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
+        baselines=("jax",),
+        derive=add_tokens_per_s,
+    ),
+)
 
 
 def examples(search: Search, hypotheses: np.ndarray) -> str:
@@ -497,33 +421,17 @@ def examples(search: Search, hypotheses: np.ndarray) -> str:
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_integers("batch", "How many prompts a search has.")
-    flags.define_integers("k", "How many beams a prompt has.")
-    flags.define_decoding()
+    flags.define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
+    flags.define(
+        batch="How many prompts a search has.",
+        k="How many beams a prompt has.",
+        sequence="How many tokens are decoded, one after the other.",
+    )
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    chosen = flags.read(argv)
-    require_extra()
-    trained = functools.cache(lambda vocab: train(vocab, chosen))
-    rows: list[Row] = []
-    texts: dict[int, str] = {}  # by vocabulary: sample text of its first search
-    for search in progress(make_searches(chosen), "beam_search"):
-        weights, training_loss = trained(search.vocab)
-        found, hypotheses = run_search(search, chosen, weights)
-        rows += [dataclasses.replace(row, training_loss=training_loss) for row in found]
-        if hypotheses is not None and search.vocab not in texts:
-            title = f"{search.label} (training loss {training_loss:.2f}), best hypotheses by jax:"
-            texts[search.vocab] = f"{title}\n{examples(search, hypotheses)}"
-    where = report.environment(chosen.commit)
-    report.write("beam_search", rows, chosen, where)
-    print("", *texts.values(), sep="\n")
-    print(f"\nbeam_search on {where['device']}, jax {where['jax']}; wall time of a whole search")
-    print(table(rows))
-    print(*dict.fromkeys(row.explain for row in rows if row.explain), sep="\n")
-    print(f"files: {chosen.output_dir}/beam_search.csv, .json")
-    return report.exit_code("beam_search", sum(row.fails for row in rows), rows)
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

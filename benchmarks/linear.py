@@ -14,9 +14,9 @@ cce           linear_cross_entropy of cut-cross-entropy, which skips small gradi
 
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
-products   The time relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token
+products    The time relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token
            with gradients computes 4 products if the logits are not kept.
-MiB        Memory in addition to arguments and results: XLA's plan, or torch's peak. It includes any float32 dw.
+memory_mib  Memory in addition to arguments and results: XLA's plan, or torch's peak. It includes any float32 dw.
 
 liger and cce take w as (V, D). Their time does not include the copy of w into that layout.
 
@@ -26,6 +26,7 @@ ours. The two loss curves are compared. The embedding of the model is also its h
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,13 +36,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app
+from absl import flags as absl_flags
 from jax import lax
 
 import pallas_softmax
 from benchmarks import beam_search
-from benchmarks.support import flags, plot, report, timing
+from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.contenders import Call, fetch_jax, jax_call, named
-from benchmarks.support.driver import note, progress, require_extra, require_ran
+from benchmarks.support.driver import Benchmark
+from benchmarks.support.result import Record, View
 
 # Width D and columns V of models' heads.
 HEADS = {
@@ -71,40 +74,6 @@ class Loss:
     dtype: str
     reduction: str  # mean or none
     direction: str  # forward or both
-
-    @property
-    def label(self) -> str:
-        """A short name of the loss."""
-        width, vocab = HEADS[self.head]
-        size = f"[{self.tokens}, {width}] @ [{width}, {vocab}]"
-        return f"{self.head} {size} {self.dtype} {self.reduction} {self.direction}"
-
-
-@dataclasses.dataclass
-class Row:
-    """The columns of the CSV for one contender in one loss. Empty columns were not measured."""
-
-    loss: Loss
-    contender: str  # one of PEERS, or one of our implementations
-    ours: bool
-    ran: str = ""  # the implementation found in the lowered program
-    status: str = "ok"  # ok, differs (a peer), FAILED, not run, error
-    reason: str = ""  # why the status is not ok
-    value: float | None = None  # the mean loss
-    # The largest error of the loss and the gradients against jax_scan, relative as in TOLERANCE.
-    error: float | None = None
-    memory_mib: float | None = None  # temporaries: XLA's plan, or torch's peak
-    samples: int = 0
-    p20_us: float | None = None
-    p50_us: float | None = None
-    p80_us: float | None = None
-    products: float | None = None  # p50 over matmul's p50
-    first_result_s: float | None = None
-
-    @property
-    def fails(self) -> bool:
-        """Whether this row makes the run fail."""
-        return self.status in ("FAILED", "error")
 
 
 # --- The contenders -------------------------------------------------------------------------------------
@@ -146,9 +115,9 @@ def _losses(contender: str, reduction: str) -> Callable:
     )
 
 
-def _jax_call(row: Row, arrays: tuple) -> Call:
-    """Returns the call of a JAX contender, and writes into its row the memory that XLA plans."""
-    function = _losses(row.contender, row.loss.reduction)
+def _jax_call(record: Record, arrays: tuple) -> Call:
+    """Returns the call of a JAX contender, and writes into its record the memory that XLA plans."""
+    function = _losses(record.contender, record.case.reduction)
 
     def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
         return {"y": function(x, w, labels)}
@@ -158,11 +127,11 @@ def _jax_call(row: Row, arrays: tuple) -> Call:
         dx, dw = pull(jnp.full_like(y, 1 / y.size))
         return {"y": y, "dx": dx, "dw": dw}
 
-    run = forward if row.contender == "matmul" or row.loss.direction == "forward" else both
-    call = jax_call(run, *arrays, ran="" if row.ours else "jax")
+    run = forward if record.contender == "matmul" or record.case.direction == "forward" else both
+    call = jax_call(run, *arrays, ran="" if record.ours else "jax")
     if call.extra_mb is not None:  # it includes the results
         results = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(run, *arrays)))
-        row.memory_mib = (1e6 * call.extra_mb - results) / 2**20
+        record.add(memory_mib=(1e6 * call.extra_mb - results) / 2**20)
     return call
 
 
@@ -189,17 +158,17 @@ def _torch_losses(contender: str, reduction: str) -> Callable:
     return torch.compile(losses) if contender == "torch_compile" else losses
 
 
-def _torch_call(row: Row, arrays: tuple) -> Call:
-    """Returns the call of a torch contender on the JAX arrays' memory, and writes torch's peak memory into its row."""
+def _torch_call(record: Record, arrays: tuple) -> Call:
+    """Returns the call of a torch contender on the JAX arrays' memory, and records torch's peak memory."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if timing.on_gpu() and not torch.cuda.is_available():
         raise NotImplementedError("this torch has no CUDA device")
     x, w, labels = map(torch.from_dlpack, arrays)
     labels, w = labels.long(), w.T  # a view of shape (V, D)
-    if row.contender in ("liger", "cce"):
+    if record.contender in ("liger", "cce"):
         w = w.contiguous()
-    function = _torch_losses(row.contender, row.loss.reduction)
+    function = _torch_losses(record.contender, record.case.reduction)
 
     def forward() -> dict[str, Any]:
         with torch.no_grad():
@@ -216,7 +185,7 @@ def _torch_call(row: Row, arrays: tuple) -> Call:
         if timing.on_gpu():
             torch.cuda.synchronize()
 
-    run = forward if row.loss.direction == "forward" else both
+    run = forward if record.case.direction == "forward" else both
     if timing.on_gpu():
         run()  # compiles, and allocates what stays, such as cuBLAS's workspace
         before = torch.cuda.memory_allocated()
@@ -224,14 +193,14 @@ def _torch_call(row: Row, arrays: tuple) -> Call:
         result = run()
         torch.cuda.synchronize()
         kept = sum(a.numel() * a.element_size() for a in result.values())
-        row.memory_mib = (torch.cuda.max_memory_allocated() - before - kept) / 2**20
+        record.add(memory_mib=(torch.cuda.max_memory_allocated() - before - kept) / 2**20)
     return Call(run=run, wait=wait, fetch=fetch_jax, ran="torch")
 
 
 # --- One loss -------------------------------------------------------------------------------------------
 
 
-def make_losses(chosen: flags.Settings) -> list[Loss]:
+def make_losses(chosen: Any) -> list[Loss]:
     """Returns every loss that the flags ask for.
 
     A forward has one reduction only, because a mean and one loss per token cost the same.
@@ -255,106 +224,79 @@ def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x, w, jax.random.randint(keys[2], (loss.tokens,), 0, vocab)
 
 
-@jax.jit
-def _error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """Returns the norm of the difference, relative to the norm of `want`."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want))
-
-
-def run_loss(loss: Loss, chosen: flags.Settings) -> list[Row]:
+def run_loss(loss: Loss, chosen: Any) -> list[Record]:
     """Compares all contenders of one loss with jax_scan, then times them together."""
     names = dict.fromkeys([REFERENCE, "matmul", *chosen.peers, *chosen.implementations])
-    rows = {name: Row(loss, name, ours=name not in PEERS) for name in names}
-    calls: dict[str, Call] = {}
-    want: dict[str, jax.Array] = {}
-    try:
-        arrays = _arrays(loss, chosen.seed)
-    except Exception as error:
-        for row in rows.values():
-            note(row, error)
-        return list(rows.values())
-    for name, row in rows.items():
-        try:
-            call = (_torch_call if name in TORCH else _jax_call)(row, arrays)
-            row.ran, row.first_result_s = call.ran, call.first_result_s
-            require_ran(row)
-            result = call.run()
-            call.wait(result)
-            if name != "matmul":
-                got = result
-                if row.ran == "torch":
-                    got = {key: jnp.from_dlpack(a.contiguous()) for key, a in result.items()}
-                row.value = float(jnp.mean(got["y"]))
-                want = want or got
-                row.error = float(np.max([_error(got[key], want[key]) for key in want]))  # np.max keeps a NaN
-            calls[name] = call
-        except Exception as error:
-            note(row, error)
-            continue
-        if row.error is not None and not row.error <= TOLERANCE[loss.dtype]:
-            row.status = "differs" if name in INEXACT else "FAILED"
-            row.reason = f"{row.error:.3g} off {REFERENCE}'s, more than {TOLERANCE[loss.dtype]:.3g}"
-            if row.status == "FAILED":
-                del calls[name]
-    want.clear()
-    times = timing.interleave(
-        calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
-    )
-    for name, seconds in times.items():
-        row = rows[name]
-        timing.write_samples(row, seconds)
-        if "matmul" in times:
-            row.products = float(np.median(seconds) / np.median(times["matmul"]))
-    return list(rows.values())
+    records = [Record(loss, name, ours=name not in PEERS, required=True) for name in names]
+    arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
+    wanted: dict[str, jax.Array] = {}
+
+    def prepare(record: Record) -> Call:
+        name, allowed = record.contender, TOLERANCE[loss.dtype]
+        call = driver.described(record, (_torch_call if name in TORCH else _jax_call)(record, arrays()))
+        driver.require_among(record)
+        got = call.run()
+        call.wait(got)
+        if name == "matmul":
+            return call
+        if name in TORCH:
+            got = {key: jnp.from_dlpack(a.contiguous()) for key, a in got.items()}
+        wanted.update(wanted or got)
+        error = driver.largest_error(got, wanted)
+        record.add(value=float(jnp.mean(got["y"])), error=error)
+        if not error <= allowed:
+            reason = f"{error:.3g} off {REFERENCE}'s, more than {allowed:.3g}"
+            if name not in INEXACT:
+                raise driver.Wrong(reason)
+            record.status, record.reason = "differs", reason
+        if record is records[-1]:
+            wanted.clear()
+        return call
+
+    driver.measure(records, prepare, chosen)
+    return records
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, with a heading per loss and the columns explained at the end."""
-    head = ["  contender", "ran", "check", "loss", "error", "p50 us", "products", "MiB"]
-
-    def cells(row: Row, notes: report.Notes) -> list[str]:
-        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes)]
-        return [*line, *map(report.cell, (row.value, row.error, row.p50_us, row.products, row.memory_mib))]
-
-    texts = {
-        "ran": report.RAN,
-        "check": "ok if the error is no larger than a few eps of the dtype",
-        "error": f"the largest error of the loss or a gradient against {REFERENCE}, relative to the norm",
-        "p50 us": "the median time of a call",
-        "products": "the median time relative to matmul, the projection alone",
-        "MiB": "temporaries, including any float32 dw: XLA's plan, or torch's peak",
-    }
-    return report.grouped(head, rows, lambda row: row.loss.label, cells, texts)
+def _derive(rows: Any, of: Callable) -> None:
+    """Adds the time relative to the projection alone."""
+    if "p50_us" in rows and "matmul" in set(rows.contender):
+        rows["products"] = rows.p50_us / of("p50_us", "matmul")
 
 
-def draw(path: Path, rows: list[Row], where: dict[str, str]) -> None:
-    """Writes the PNG: for each loss, its contenders' times at the left and their memory at the right."""
+def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
+    """Draws for each loss its contenders' speed-up at the left and their memory at the right."""
+    rows = rows[rows.speedup.notna() & (rows.contender != "matmul")]
+    if rows.empty:
+        return
+    losses = list(rows.groupby(["head", "tokens", "dtype", "reduction", "direction"], sort=False))
     plt = plot.pyplot()
-    losses = list(dict.fromkeys(row.loss for row in rows))
-    most = max(sum(row.loss == loss for row in rows) for loss in losses)
-    size = (9.5, 1 + len(losses) * (0.6 + 0.2 * most))
-    figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=size)
-    for (times, memory), loss in zip(axes, losses):
-        own = [row for row in reversed(rows) if row.loss == loss and row.p50_us]
-        names = [plot.label(row.contender, row.ours) for row in own]
-        colors = [plot.color(row.contender) for row in own]
-        for axis, values, unit in (
-            (times, [row.p50_us / 1e3 for row in own if row.p50_us], "ms"),
-            (memory, [(row.memory_mib or 0) / 1024 for row in own], "GiB of temporaries"),
-        ):
-            bars = axis.barh(names, values, color=colors)
-            axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
-            axis.margins(x=0.12)
-            axis.set_xlabel(unit, fontsize=8)
-            axis.tick_params(labelsize=7)
-        times.set_title(loss.label, fontsize=9, loc="left")
+    height = 1.4 + sum(0.9 + 0.28 * len(own) for _, own in losses)
+    figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height))
+    for (speed, memory), ((head, tokens, dtype, reduction, direction), own) in zip(axes, losses):
+        own = own.sort_values("speedup", ascending=False)
+        plot.bars(speed, own, own.speedup, "speed-up over plain JAX with float32 logits, times")
+        plot.bars(memory, own, own.memory_mib / 1024, "temporaries, GiB")
         memory.tick_params(axis="y", labelleft=False)
-    figure.suptitle(
-        f"the cross entropy of a projection on {where['device']}, jax {where['jax']}", fontsize=10
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        what = {"mean": "mean", "none": "a loss per token"}[reduction]
+        passes = {"both": "forward and backward", "forward": "forward"}[direction]
+        width, vocab = HEADS[head]
+        size = f"{tokens:,} tokens, {width:,} to {vocab:,}, {dtype}"
+        speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
+    ours = rows[rows.contender == "auto"]
+    peak = rows.memory_mib[rows.contender == "jax_float32"].max()
+    title = f"linear_cross_entropy: {plot.span(ours.speedup)} as fast as plain JAX"
+    if peak == peak:
+        title += f", in {ours.memory_mib.max() / 1024:.1f} GiB of temporaries instead of {peak / 1024:.1f}"
+    plot.finish(figure, file, document, title)
+
+
+VIEW = View(
+    ("ran", "status", "value", "error", "p50_us", "speedup", "products", "memory_mib"),
+    baselines=("jax_float32", "jax_scan"),
+    derive=_derive,
+    draw=_draw,
+)
+BENCHMARK = Benchmark("linear", make_losses, run_loss, VIEW)
 
 
 # --- A language model -----------------------------------------------------------------------------------
@@ -363,24 +305,18 @@ _CONTEXT = 8  # previous tokens that the model sees
 _LAST = 10  # the final loss is the mean over this many steps
 
 
-@dataclasses.dataclass
-class Curve:
-    """The columns of the CSV for one training run."""
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One training run of the language model."""
 
-    contender: str  # jax, or ours
     vocab: int
     width: int
     dtype: str
     tokens: int
     steps: int
-    first_loss: float
-    last_loss: float  # the mean of the last steps
-    largest_gap: float  # the largest difference from jax's loss, over all steps
-    step_us: float  # wall time
-    memory_mib: float  # temporaries of a step: XLA's plan
 
 
-def train(contender: str, vocab: int, dtype: str, chosen: flags.Settings) -> tuple[np.ndarray, float, float]:
+def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarray, float, float]:
     """Trains a perceptron over the last tokens with Adam. Its embedding is also its output layer.
 
     Returns:
@@ -429,80 +365,63 @@ def train(contender: str, vocab: int, dtype: str, chosen: flags.Settings) -> tup
     return losses, seconds, memory.temp_size_in_bytes / 2**20 if memory else 0.0
 
 
-def curves(chosen: flags.Settings) -> list[Curve]:
+def run_training(training: Training, chosen: Any) -> list[Record]:
     """Trains with the plain loss (float32 logits) and with ours, from the same weights on the same text."""
-    found = []
-    for vocab in chosen.vocab if chosen.training_steps else ():
-        for dtype in chosen.dtype:
-            reference = np.zeros(0)
-            for contender in ("jax", "ours"):
-                losses, seconds, memory = train(contender, vocab, dtype, chosen)
-                reference = losses if contender == "jax" else reference
-                found.append(
-                    Curve(
-                        contender,
-                        vocab,
-                        chosen.width,
-                        dtype,
-                        chosen.tokens,
-                        len(losses),
-                        float(losses[0]),
-                        float(np.mean(losses[-_LAST:])),
-                        float(np.abs(losses - reference).max()),
-                        1e6 * seconds,
-                        memory,
-                    )
-                )
-    return found
-
-
-def training_table(found: list[Curve]) -> str:
-    """Returns the training runs as aligned text."""
-    lines = [["  contender", "V", "dtype", "first loss", "last loss", "largest gap", "step us", "MiB"]]
-    for curve in found:
-        numbers = (curve.first_loss, curve.last_loss, curve.largest_gap, curve.step_us, curve.memory_mib)
-        lines.append(
-            [f"  {curve.contender}", str(curve.vocab), curve.dtype]
-            + [report.number(value, 5) if value else "0" for value in numbers]
+    records, reference = [], np.zeros(0)
+    for contender in ("jax", "ours"):
+        losses, seconds, memory = train(contender, training.vocab, training.dtype, chosen)
+        reference = losses if contender == "jax" else reference
+        records.append(Record(training, contender, contender == "ours"))
+        records[-1].add(
+            first_loss=float(losses[0]),
+            last_loss=float(np.mean(losses[-_LAST:])),
+            largest_gap=float(np.abs(losses - reference).max()),
+            step_us=1e6 * seconds,
+            memory_mib=memory,
         )
-    return report.columns(lines, left=3)
+    return records
+
+
+def make_trainings(chosen: Any) -> list[Training]:
+    """Returns the training runs that the flags ask for."""
+    found = itertools.product(chosen.vocab if chosen.training_steps else (), chosen.dtype)
+    return [
+        Training(vocab, chosen.width, dtype, chosen.tokens, chosen.training_steps) for vocab, dtype in found
+    ]
+
+
+TRAINING = Benchmark(
+    "linear_training",
+    make_trainings,
+    run_training,
+    View(("first_loss", "last_loss", "largest_gap", "step_us", "memory_mib")),
+)
 
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_words("head", tuple(HEADS), "The models to take the projection's width and columns from.")
-    flags.define_integers("batch", "How many tokens are projected.")
-    flags.define_words("reduction", ("mean", "none"), "One mean, or one loss per token.")
-    flags.define_words("direction", ("forward", "both"), "The loss alone, or with its gradients.")
-    flags.define_dtype()
-    flags.define_implementations()
-    flags.define_words("peers", PEERS, "The contenders to compare with.", PEERS[1:4])
-    flags.define_integer("training_steps", "Training steps of the language model; 0 skips the training.", 0)
-    flags.define_integer("tokens", "Tokens per training step.")
-    flags.define_integer("width", "Width of the language model.")
-    flags.define_integers("vocab", "Columns of the language model's head.")
-    flags.define_seed()
-    flags.define_timing()
-    flags.define_output()
+    flags.define("dtype", "implementations", "seed", "repeats")
+    flags.define(
+        batch="How many tokens are projected.",
+        tokens="Tokens per training step.",
+        width="Width of the language model.",
+        vocab="Columns of the language model's head.",
+    )
+    flags.define_list(
+        "head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."
+    )
+    flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
+    flags.define_list(
+        "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."
+    )
+    flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[1:4])
+    absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    chosen = flags.read(argv)
-    require_extra()
-    rows = [row for loss in progress(make_losses(chosen), "losses") for row in run_loss(loss, chosen)]
-    where = report.environment(chosen.commit)
-    report.write("linear", rows, chosen, where)
-    draw(Path(chosen.output_dir) / "linear.png", rows, where)
-    kind = "device time" if timing.on_gpu() else "wall time"
-    print(f"\nlinear on {where['device']}, jax {where['jax']}; {kind} of one call")
-    print(table(rows))
-    if trained := curves(chosen):
-        report.write("linear_training", trained, chosen, where)
-        print(f"\ntraining, {chosen.training_steps} steps of {chosen.tokens} tokens; wall time of a step")
-        print(training_table(trained))
-    print(f"files: {chosen.output_dir}/linear*.csv, .json, .png")
-    return report.exit_code("linear", sum(row.fails for row in rows), rows)
+    code = driver.main(BENCHMARK, argv, chosen)
+    return max(code, driver.main(TRAINING, argv, chosen)) if chosen.training_steps else code
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app
+from absl import flags as absl_flags
 
 import pallas_softmax
-from benchmarks.support import flags, report, timing
-from benchmarks.support.contenders import jax_call, named
-from benchmarks.support.driver import note, progress, require_extra, require_ran
+from benchmarks.support import driver, flags, timing
+from benchmarks.support.contenders import Call, jax_call, named
+from benchmarks.support.result import Record, View
 
+PROGRAMS = ("block", "block_where", "attention", "attention_causal", "loss_take", "loss_lse")
 # Peers that compute attention in one call.
 FUSED: dict[str, Callable] = {
     "dot_product_attention": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
@@ -48,37 +50,6 @@ class Program:
     size: int  # the sequence length, or V
     dtype: str
     remat: bool
-
-    @property
-    def label(self) -> str:
-        """A short name of the program."""
-        return f"{self.program} {self.size} {self.dtype}{' remat' if self.remat else ''}"
-
-
-@dataclasses.dataclass
-class Row:
-    """The columns of the CSV for one contender in one program. Empty columns were not measured."""
-
-    program: Program
-    contender: str  # jax, one of our implementations, or one of FUSED
-    ours: bool
-    ran: str = ""  # the implementation found in the lowered program
-    status: str = "ok"  # ok, FAILED, not run, error
-    reason: str = ""  # why the status is not ok
-    loss: float | None = None
-    error: float | None = None  # against jax, relative as in TOLERANCE
-    samples: int = 0
-    p20_us: float | None = None
-    p50_us: float | None = None
-    p80_us: float | None = None
-    speedup: float | None = None  # p50 of jax over this p50
-    # jax runs first, so that its time includes XLA's tuning of the matrix products.
-    first_result_s: float | None = None
-
-    @property
-    def fails(self) -> bool:
-        """Whether this row makes the run fail. A fused attention never does: it need not support every case."""
-        return self.status in ("FAILED", "error") and self.contender not in FUSED
 
 
 def functions(implementation: str) -> SimpleNamespace:
@@ -145,7 +116,7 @@ def loss(
     return -jnp.mean(at_label(nn.log_softmax(logits)))
 
 
-def make_programs(chosen: flags.Settings) -> list[Program]:
+def make_programs(chosen: Any) -> list[Program]:
     """Returns every program on every size: sequence lengths for block and attention, V for the loss."""
     if chosen.width % chosen.heads:
         raise SystemExit(
@@ -161,7 +132,7 @@ def make_programs(chosen: flags.Settings) -> list[Program]:
     ]
 
 
-def build(program: Program, chosen: flags.Settings) -> tuple[Callable[[str], Callable], tuple]:
+def build(program: Program, chosen: Any) -> tuple[Callable[[str], Callable], tuple]:
     """Returns (implementation's name) -> program, and the program's arguments: weights, inputs and maybe labels."""
     width, tokens = chosen.width, chosen.tokens
     keys = iter(jax.random.split(jax.random.key(chosen.seed), 8))
@@ -204,112 +175,64 @@ def build(program: Program, chosen: flags.Settings) -> tuple[Callable[[str], Cal
     return with_implementation, args
 
 
-@jax.jit
-def _errors(got: Any, want: Any) -> Any:
-    """Returns the relative error of each array: the norm of the difference over the norm of `want`."""
+def run_program(program: Program, chosen: Any) -> list[Record]:
+    """Compares all contenders of one program with jax.nn's results, then times them together.
 
-    def error(got: jax.Array, want: jax.Array) -> jax.Array:
-        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-        return jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want))
-
-    return jax.tree.map(error, got, want)
-
-
-def run_program(program: Program, chosen: flags.Settings) -> list[Row]:
-    """Compares all contenders of one program with jax.nn's results, then times them together."""
+    A fused attention need not support every case, so its failure does not fail the run.
+    """
     peers = ["jax", *(FUSED if program.program.startswith("attention") else ())]
     if not timing.on_gpu() and "cudnn" in peers:
         peers.remove("cudnn")
-    rows = {name: Row(program, name, ours=name not in peers) for name in [*peers, *chosen.implementations]}
-    calls = {}
-    want = None
-    try:
-        with_implementation, args = build(program, chosen)
-    except Exception as error:
-        for row in rows.values():
-            note(row, error)
-        return list(rows.values())
-    for name, row in rows.items():
-        try:
-            call = jax_call(with_implementation(name), *args, ran="" if row.ours else name)
-            row.ran, row.first_result_s = call.ran, call.first_result_s
-            require_ran(row)
-            got = call.run()["y"]
-            row.loss = float(got[0])
-            if want is None:
-                want = got
-            row.error = float(np.max([np.asarray(e) for e in jax.tree.leaves(_errors(got, want))]))
-        except Exception as error:
-            note(row, error)
-            continue
-        if row.error <= TOLERANCE[program.dtype]:  # false for a NaN
-            calls[name] = call
-        else:
-            row.status = "FAILED" if row.ours else "error"
-            row.reason = f"{row.error:.3g} off jax.nn's, more than {TOLERANCE[program.dtype]:.3g}"
-    times = timing.interleave(
-        calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
-    )
-    for name, seconds in times.items():
-        row = rows[name]
-        timing.write_samples(row, seconds)
-        if "jax" in times:
-            row.speedup = float(np.median(times["jax"]) / np.median(seconds))
-    return list(rows.values())
+    records = [
+        Record(program, name, ours=name not in peers, required=name not in FUSED)
+        for name in [*peers, *chosen.implementations]
+    ]
+    wanted: dict[str, Any] = {}
+    built = functools.cache(lambda: build(program, chosen))
+
+    def prepare(record: Record) -> Call:
+        name = record.contender
+        with_implementation, args = built()
+        call = jax_call(with_implementation(name), *args, ran="" if record.ours else name)
+        # jax runs first, so that its first_result_s includes XLA's tuning of the matrix products
+        driver.described(record, call)
+        driver.require_among(record)
+        got = call.run()["y"]
+        want = wanted.setdefault("y", got)
+        record.add(loss=float(got[0]), error=driver.largest_error(got, want))
+        allowed = TOLERANCE[program.dtype]
+        if not record.found["error"] <= allowed:  # true for a NaN
+            raise driver.Wrong(f"{record.found['error']:.3g} off jax.nn's, more than {allowed:.3g}")
+        return call
+
+    driver.measure(records, prepare, chosen)
+    return records
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, with a heading per program and the columns explained at the end."""
-    head = ["  contender", "ran", "check", "loss", "error", "p50 us", "speed-up", "first s"]
-
-    def cells(row: Row, notes: report.Notes) -> list[str]:
-        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes)]
-        line += map(report.cell, (row.loss, row.error, row.p50_us))
-        return [*line, report.cell(row.speedup, "{:.2f}x"), report.cell(row.first_result_s, "{:.2f}")]
-
-    texts = {
-        "ran": report.RAN,
-        "check": "ok if the error is no larger than a few eps of the dtype",
-        "error": "the largest error of the loss or a gradient against jax, relative to the norm",
-        "p50 us": "the median time of a call",
-        "speed-up": report.SPEEDUP,
-        "first s": f"{report.FIRST}; jax runs first, so its time includes XLA's tuning of the matrix products",
-    }
-    return report.grouped(head, rows, lambda row: row.program.label, cells, texts)
+BENCHMARK = driver.Benchmark(
+    "programs",
+    make_programs,
+    run_program,
+    View(("ran", "status", "loss", "error", "p50_us", "speedup", "first_result_s"), baselines=("jax",)),
+)
 
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_words("programs", flags.PROGRAMS, "Which programs to run.")
-    flags.define_integers("sequence", "Sequence lengths of the transformer block and of attention.")
-    flags.define_integers("vocab", "Row lengths V of the classifier's logits.")
-    flags.define_integer(
-        "tokens",
-        "Tokens per batch: rows of the classifier's logits, or the total over the sequences of block and attention"
-        " (which have at least one sequence).",
+    flags.define("dtype", "implementations", "seed", "repeats", "width")
+    flags.define(
+        sequence="Sequence lengths of the transformer block and of attention.",
+        vocab="Row lengths V of the classifier's logits.",
+        tokens="Tokens per batch: rows of the classifier's logits, or the total over the sequences of block and"
+        " attention (which have at least one sequence).",
     )
-    flags.define_integer("heads", "Attention heads.")
-    flags.define_integer("width", "Size of a token's hidden state.")
-    flags.define_dtype()
-    flags.define_implementations()
-    flags.define_seed()
-    flags.define_timing()
-    flags.define_output()
+    flags.define_list("programs", flags.words(PROGRAMS), ",".join(PROGRAMS), "Which programs to run.")
+    absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    chosen = flags.read(argv)
-    require_extra()
-    programs = make_programs(chosen)
-    rows = [row for program in progress(programs, "programs") for row in run_program(program, chosen)]
-    where = report.environment(chosen.commit)
-    report.write("programs", rows, chosen, where)
-    kind = "device time" if timing.on_gpu() else "wall time"
-    print(f"\nprograms on {where['device']}, jax {where['jax']}; {kind} of one value_and_grad")
-    print(table(rows))
-    print(f"files: {chosen.output_dir}/programs.csv, .json")
-    return report.exit_code("programs", sum(row.fails for row in rows), rows)
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

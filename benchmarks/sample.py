@@ -27,7 +27,7 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import cases, flags, plot, report, timing
+from benchmarks.support import cases, driver, flags, plot, timing
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import (
     Call,
@@ -38,8 +38,8 @@ from benchmarks.support.contenders import (
     prepare_jax,
     prepare_torch,
 )
-from benchmarks.support.driver import note, progress, require_extra, write_times
-from benchmarks.support.report import Row
+from benchmarks.support.driver import Benchmark, Wrong, described, explained, require_ran
+from benchmarks.support.result import Record, View
 from tests.support import bounds, oracle
 
 K, P, MIN_P = 50, 0.9, 0.05
@@ -53,9 +53,16 @@ FILTERS = {
 }
 
 
-def make_draws(chosen: flags.Settings) -> list[Case]:
+PEERS = {
+    "jax": "jax.random.categorical, after lax.top_k or a sort for filters",
+    "torch": "softmax and multinomial of torch, after its topk or sort",
+    "flashinfer": "FlashInfer's softmax and sampling, by rejection for top_k and top_p",
+}
+
+
+def make_draws(chosen: Any) -> list[Case]:
     """Returns every choice of filters on every input. The choice is stored as the case's function."""
-    usual = cases.make_cases(cases.only_softmax(chosen))
+    usual = cases.make_cases(chosen)
     return [dataclasses.replace(case, function=name) for case in usual for name in chosen.filters]
 
 
@@ -122,29 +129,33 @@ def by_flashinfer(x: Any, given: dict[str, Any]) -> tuple[Any, None]:
     return getattr(sampling, f"{filters[-1]}_sampling_from_probs")(p, given[filters[-1]]), None
 
 
-def prepared(name: str, case: Case, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
-    """Returns the call of a contender. Ours returns {"sample": Sample}, a peer {"y": indices}."""
+def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> Call:
+    """Makes the call of a contender and checks it. Ours returns {"sample": Sample}, a peer {"y": indices}."""
+    name = record.contender
+    if name == "flashinfer" and not timing.on_gpu():
+        raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
     if name == "jax":
         peer = Contender(name, False, lambda x: (by_jax(key, x, given), None), prepare_jax)
-        return prepare_jax(peer, "forward", (x,), None)
-    if name in ("torch", "flashinfer"):
-        if name == "flashinfer" and not timing.on_gpu():
-            raise NotImplementedError("FlashInfer has kernels for NVIDIA GPUs only")
+        call = prepare_jax(peer, "forward", (x,), None)
+    elif name in PEERS:
         import torch  # pyright: ignore[reportMissingImports]
 
         draw = by_torch if name == "torch" else by_flashinfer
         shared = {of: torch.from_dlpack(a) for of, a in given.items()}
-        return prepare_torch(
-            Contender(name, False, functools.partial(draw, given=shared), prepare_torch),
-            "forward",
-            (x,),
-            None,
-        )
-    call = jax_call(functools.partial(ours, name), key, x, given)
-    (choice,) = pallas_softmax.explain(functools.partial(ours, name), key, x, given)
-    said = choice.cuda if timing.on_gpu() else choice.elsewhere
-    if said != call.ran or name not in ("auto", said):
-        raise AssertionError(f"asked for {name}, explained as {said}, lowered to {call.ran}")
+        peer = Contender(name, False, functools.partial(draw, given=shared), prepare_torch)
+        call = prepare_torch(peer, "forward", (x,), None)
+    else:
+        call = jax_call(functools.partial(ours, name), key, x, given)
+    described(record, call)
+    record.add(extra_mb=call.extra_mb)
+    if record.ours:
+        require_ran(record, explained(record, functools.partial(ours, name), key, x, given))
+    result = call.run()
+    call.wait(result)
+    try:
+        record.add(rows_checked=check(result, call.fetch, record.case, key, x, given))
+    except AssertionError as error:
+        raise Wrong(str(error)) from None
     return call
 
 
@@ -175,61 +186,39 @@ def check(result: dict[str, Any], fetch: Callable, case: Case, key, x, given) ->
     return len(rows)
 
 
-def run_draw(case: Case, chosen: flags.Settings, bandwidths: dict[str, float]) -> list[Row]:
+def _run(case: Case, chosen: Any) -> list[Record]:
     """Checks every contender of one case, then times them together."""
     key, x, given = jax.random.key(case.seed), cases.logits(case), parameters(case)
-    names = [*chosen.implementations, *(peer for peer in chosen.peers if peer in flags.SAMPLE_PEERS)]
-    rows = {name: Row("sample", case, name, name in chosen.implementations, bytes=x.nbytes) for name in names}
-    calls: dict[str, Call] = {}
-    for name, row in rows.items():
-        try:
-            call = prepared(name, case, key, x, given)
-            row.ran, row.first_result_s, row.extra_mb = call.ran, call.first_result_s, call.extra_mb
-            result = call.run()
-            call.wait(result)
-            row.rows_checked = check(result, call.fetch, case, key, x, given)
-        except AssertionError as error:
-            row.status, row.reason = "FAILED" if row.ours else "differs", str(error)[:400]
-        except Exception as error:
-            note(row, error)
-        else:
-            calls[name] = call
-    times = timing.interleave(
-        calls, chosen.repeats, chosen.seconds, lambda name, error: note(rows[name], error)
-    )
-    write_times(rows, times, "jax", bandwidths)
-    return list(rows.values())
+    records = [Record(case, name, ours=True) for name in chosen.implementations]
+    records += [Record(case, name, ours=False) for name in chosen.peers]
+    for record in records:
+        record.add(bytes=x.nbytes)
+    driver.measure(records, lambda record: _prepare(record, key, x, given), chosen)
+    return records
+
+
+def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
+    plot.heat(rows, document, file, "jax.random.categorical", "sample")
+
+
+VIEW = View(
+    ("ran", "status", "rows_checked", "p50_us", "share", "speedup", "first_result_s"),
+    baselines=("jax",),
+    draw=_draw,
+)
+BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "read"))
 
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_shapes()
-    flags.define_dtype()
-    flags.define_words("filters", flags.SAMPLE_FILTERS, "Which filters restrict the draw.")
-    flags.define_implementations()
-    flags.define_peers(flags.SAMPLE_PEERS)
-    flags.define_logits()
-    flags.define_timing()
-    flags.define_output()
+    flags.define("batch", "vocab", "shapes", "dtype", "implementations", "logits", "seed", "repeats")
+    flags.define_list("filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the draw.")
+    flags.define_peers(PEERS)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    chosen = flags.read(argv)
-    require_extra()
-    bandwidths = {"copy": timing.copy_bandwidth(), "read": timing.read_bandwidth()}
-    todo = make_draws(chosen)
-    rows = [row for case in progress(todo, "sample") for row in run_draw(case, chosen, bandwidths)]
-    where = report.environment(chosen.commit)
-    report.write(
-        "sample", rows, chosen, where, **{f"{of}_tb_per_s": b / 1e12 for of, b in bandwidths.items()}
-    )
-    plot.draw(Path(chosen.output_dir) / "sample.png", rows, bandwidths, where)
-    kind = "device time" if timing.on_gpu() else "wall time"
-    print(f"\nsample on {where['device']}, jax {where['jax']}; {kind}")
-    print(report.table(rows, bandwidths))
-    print(f"files: {chosen.output_dir}/sample.*")
-    return report.exit_code("sample", sum(row.fails for row in rows), rows)
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ given the same u. Tokens per second are --batch times --sequence, over the wall 
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -25,10 +26,10 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import beam_search
-from benchmarks.beam_search import choose_prompts, model, prefill, token_ids, train
-from benchmarks.support import flags, report, timing
+from benchmarks.beam_search import choose_prompts, measure_decoding, model, prefill, token_ids
+from benchmarks.support import driver, flags
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.driver import note, progress, require_extra
+from benchmarks.support.result import Record, View
 from tests.support import bounds
 
 _CHECKED = 8  # requests, replayed from first to last step
@@ -53,38 +54,6 @@ class Service:
     vocab: int
     dtype: str  # of the output layer and the logits
     sequence: int
-
-    @property
-    def label(self) -> str:
-        """A short name of the service."""
-        return f"{self.batch} requests V={self.vocab} {self.dtype}, {self.sequence} tokens"
-
-
-@dataclasses.dataclass
-class Row:
-    """The columns of the CSV for one contender and one service. Empty columns were not measured."""
-
-    service: Service
-    contender: str  # sort, or one of our implementations
-    ours: bool
-    ran: str = ""  # the implementation found in the lowered program
-    status: str = "ok"  # ok, FAILED, not run, error
-    reason: str = ""
-    draws_checked: int = 0
-    samples: int = 0
-    p20_us: float | None = None  # wall time of a call
-    p50_us: float | None = None
-    p80_us: float | None = None
-    tokens_per_s: float | None = None
-    speedup: float | None = None  # p50 of sort over this p50
-    device_us_per_step: float | None = None  # time of the kernels in a step, on a GPU
-    first_result_s: float | None = None
-    explain: str = ""
-
-    @property
-    def fails(self) -> bool:
-        """Whether this row makes the run fail."""
-        return self.status in ("FAILED", "error")
 
 
 def requests(batch: int) -> dict[str, jax.Array]:
@@ -165,93 +134,72 @@ def check(drawn: Any, weights: Any, prompts: jax.Array, seeds: jax.Array, asked:
     return logits.shape[0] * logits.shape[1]
 
 
-def _prepare(row: Row, *arguments: Any) -> Call:
-    """Compiles a contender's program, describes it in its row, and checks ours against the oracle."""
-    service, name = row.service, row.contender
-    draw = functools.partial(ours, name) if row.ours else by_sort
-    call = jax_call(
-        functools.partial(decode, draw, service.sequence), *arguments, ran="" if row.ours else "jax"
-    )
-    row.ran, row.first_result_s = call.ran, call.first_result_s
-    if row.ours:
+def _prepare(record: Record, *arguments: Any) -> Call:
+    """Compiles a contender's program, describes it in its record, and checks ours against the oracle."""
+    service, name = record.case, record.contender
+    draw = functools.partial(ours, name) if record.ours else by_sort
+    program = functools.partial(decode, draw, service.sequence)
+    call = driver.described(record, jax_call(program, *arguments, ran="" if record.ours else "jax"))
+    if record.ours:
         _, _, seeds, asked = arguments
         logits = jax.ShapeDtypeStruct((service.batch, service.vocab), service.dtype)
-        (choice,) = pallas_softmax.explain(functools.partial(ours, name), seeds, logits, asked)
-        said, row.explain = choice.cuda if timing.on_gpu() else choice.elsewhere, str(choice)
-        if said != row.ran or name not in ("auto", said):
-            raise AssertionError(f"asked for {name}, explained as {said}, lowered to {row.ran}")
-        row.draws_checked = check(call.run()["drawn"], *arguments)
+        driver.require_ran(
+            record, driver.explained(record, functools.partial(ours, name), seeds, logits, asked)
+        )
+        try:
+            record.add(draws_checked=check(call.run()["drawn"], *arguments))
+        except AssertionError as error:
+            raise driver.Wrong(str(error)) from None
     return call
 
 
-def run_service(service: Service, chosen: flags.Settings, weights: dict[str, jax.Array]) -> list[Row]:
+def run_service(service: Service, chosen: Any) -> list[Record]:
     """Checks every contender of one service, then times them together."""
-    names = ["sort", *chosen.implementations]
-    rows = {name: Row(service, name, ours=name != "sort") for name in names}
+    records = [
+        Record(service, name, ours=name != "sort", required=True)
+        for name in ["sort", *chosen.implementations]
+    ]
+    weights, _ = beam_search.trained(service.vocab, chosen)
     weights = weights | {"embed": weights["embed"].astype(service.dtype)}
     prompts = jnp.asarray(choose_prompts(token_ids(service.vocab), service.batch))
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
-    calls: dict[str, Call] = {}
-    for name, row in rows.items():
-        try:
-            calls[name] = _prepare(row, weights, prompts, seeds, requests(service.batch))
-        except AssertionError as error:
-            row.status, row.reason = "FAILED", str(error)[:400]
-        except Exception as error:
-            note(row, error)
-    beam_search.write_times(rows, calls, chosen, service.batch * service.sequence, service.sequence, "sort")
-    return list(rows.values())
+    arguments = weights, prompts, seeds, requests(service.batch)
+    measure_decoding(records, lambda record: _prepare(record, *arguments), chosen, service.sequence)
+    return records
 
 
-def make_services(chosen: flags.Settings) -> list[Service]:
+def make_services(chosen: Any) -> list[Service]:
     """Returns one service per combination of the flags' values."""
+    lists = chosen.vocab, chosen.dtype, chosen.batch, chosen.sequence
     return [
-        Service(batch, vocab, dtype, sequence)
-        for vocab in chosen.vocab
-        for dtype in chosen.dtype
-        for batch in chosen.batch
-        for sequence in chosen.sequence
+        Service(batch, vocab, dtype, sequence) for vocab, dtype, batch, sequence in itertools.product(*lists)
     ]
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, with a heading per service and the columns explained at the end."""
-    head = ["  contender", "ran", "check", "draws", "tokens/s", "speed-up", "device us/step", "first s"]
-
-    def cells(row: Row, notes: report.Notes) -> list[str]:
-        line = [f"  {row.contender}", row.ran, report.status_cell(row, notes), str(row.draws_checked or "")]
-        line += [report.cell(row.tokens_per_s), report.cell(row.speedup, "{:.2f}x")]
-        return [*line, report.cell(row.device_us_per_step), report.cell(row.first_result_s, "{:.2f}")]
-
-    texts = {
-        "ran": report.RAN,
-        "draws": "how many draws were checked against the float64 oracle",
-        "speed-up": report.SPEEDUP,
-        "device us/step": "the device time of the kernels in one step, including the model",
-        "first s": report.FIRST,
-    }
-    return report.grouped(head, rows, lambda row: row.service.label, cells, texts)
+BENCHMARK = driver.Benchmark(
+    "serve",
+    make_services,
+    run_service,
+    View(
+        ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
+        baselines=("sort",),
+        derive=beam_search.add_tokens_per_s,
+    ),
+)
 
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_integers("batch", "How many requests are decoded together.")
-    flags.define_decoding()
+    flags.define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
+    flags.define(
+        batch="How many requests are decoded together.",
+        sequence="How many tokens are decoded, one after the other.",
+    )
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    chosen = flags.read(argv)
-    require_extra()
-    trained = functools.cache(lambda vocab: train(vocab, chosen)[0])
-    todo = make_services(chosen)
-    rows = [row for s in progress(todo, "serve") for row in run_service(s, chosen, trained(s.vocab))]
-    where = report.environment(chosen.commit)
-    report.write("serve", rows, chosen, where)
-    print(f"\nserve on {where['device']}, jax {where['jax']}; wall time of a whole decoding")
-    print(table(rows))
-    print(f"files: {chosen.output_dir}/serve.csv, .json")
-    return report.exit_code("serve", sum(row.fails for row in rows), rows)
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

@@ -30,22 +30,20 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app
+from absl import flags as absl_flags
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax
-from benchmarks.support import answers, cases, flags, links, plot, report, timing, traces
+from benchmarks.support import answers, cases, driver, flags, links, plot, timing, traces
 from benchmarks.support.cases import Case
 from benchmarks.support.contenders import Call, fetch_jax
-from benchmarks.support.driver import note, progress, require_extra
-from benchmarks.support.flags import Settings
+from benchmarks.support.result import Record, View
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
 ALONE = "none"  # the name of the sharding on one device
 OURS, JAX, SOFTMAX = "ours", "jax", "jax.nn.softmax"
-SAME_AS = {OURS: "auto", JAX: "jax_stable", SOFTMAX: "jax"}  # their names in the other benchmarks
-NAMES = {OURS: "pallas_softmax", JAX: "jax.nn.softmax + lax.top_k"}  # their names in pictures
 CALLS = 32  # calls in the traced program, which gives the device time
 PICTURED = (1024, 262144, 64)  # batch, V and k of the case in the picture
 
@@ -58,48 +56,13 @@ class Layout:
     sharding: str
     devices: int
 
-    @property
-    def label(self) -> str:
-        """A short name of the layout."""
-        return f"{self.case.label} {self.sharding} {self.devices}"
 
-
-@dataclasses.dataclass
-class Row:
-    """The columns of the CSV for one contender on one layout. Empty columns were not measured."""
-
-    layout: Layout
-    contender: str
-    ours: bool
-    ran: str = ""  # the implementations found in the compiled program
-    status: str = "ok"  # ok, FAILED (ours), differs (a peer), not run, error
-    reason: str = ""  # why the status is not ok, or why there is no device time
-    rows_checked: int = 0
-    error_eps: float | None = None  # largest relative error, in eps of the dtype
-    collectives: str = ""  # the number of collectives of each kind in a call
-    link_bytes: float | None = None  # the most that any device receives in a call
-    samples: int = 0
-    wall_p20_us: float | None = None
-    wall_p50_us: float | None = None
-    wall_p80_us: float | None = None
-    device_us: float | None = None
-    speedup_wall: float | None = None  # over plain JAX on the same layout
-    speedup_device: float | None = None
-    of_softmax: float | None = None  # wall time relative to jax.nn.softmax's on the same layout
-    of_linear: float | None = None  # device time on one device / (n * device time on n devices)
-
-    @property
-    def fails(self) -> bool:
-        """Whether this row makes the run fail, because ours is wrong or raised."""
-        return self.ours and self.status in ("FAILED", "error")
-
-
-def make_layouts(chosen: Settings) -> list[Layout]:
+def make_layouts(chosen: Any) -> list[Layout]:
     """Returns every case in every layout that the present devices allow."""
     found = []
     for shape in chosen.shapes or [(b, v, k) for b in chosen.batch for v in chosen.vocab for k in chosen.k]:
         ks = chosen.k if len(shape) == 3 else (None,)
-        found += cases.make_cases(dataclasses.replace(chosen, shapes=(shape,)), ks)
+        found += cases.make_cases(chosen, ks, shapes=[shape])
     layouts = [
         Layout(case, sharding, devices)
         for case in found
@@ -111,6 +74,8 @@ def make_layouts(chosen: Settings) -> list[Layout]:
         size = {"batch": layout.case.batch, "vocab": layout.case.vocab, ALONE: 1}[layout.sharding]
         if size % layout.devices:
             raise ValueError(f"--sharding={layout.sharding}: {layout.devices} devices cannot share {size}")
+    if not layouts:
+        raise ValueError(f"nothing to measure on {jax.device_count()} devices")
     return layouts
 
 
@@ -211,192 +176,109 @@ def _check(result: Any, answer: answers.Answer, rows: np.ndarray) -> answers.Che
     return answers.all_of([answer.check_output(values), answer.check_indices(indices)])
 
 
-def _prepare(row: Row, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> Any:
-    """Checks a contender and describes it in its row. Returns the call to time, or None if ours is wrong."""
+def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array, devices: int) -> Call | None:
+    """Checks a contender and describes it in its record. A wrong result of ours is not timed."""
     single: Any = jax.jit(function).lower(x).compile()
     found = links.collectives(single.as_text())
     counts = collections.Counter(each.kind for each in found)
-    row.collectives = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    row.link_bytes = sum(each.received for each in found)
-    row.ran = ("+".join(parts(single.as_text()) - counts) or "xla") if row.ours else "jax"
-    rows, answer = _answer(row.layout.case, devices)
+    record.ran = ("+".join(parts(single.as_text()) - counts) or "xla") if record.ours else "jax"
+    rows, answer = _answer(record.case.case, devices)
     check = _check(single(x), answer, rows)
-    row.rows_checked = check.rows
-    row.error_eps = check.error_eps if np.isfinite(check.error_eps) else None
+    record.add(
+        collectives=", ".join(f"{count} {kind}" for kind, count in counts.items()),
+        link_bytes=sum(each.received for each in found),
+        rows_checked=check.rows,
+        error_eps=check.error_eps if np.isfinite(check.error_eps) else None,
+    )
     if not check.ok:
-        row.status, row.reason = "FAILED" if row.ours else "differs", check.detail
-        if row.ours:
+        driver.note(record, driver.Wrong(check.detail))
+        if record.ours:
             return None
     if timing.on_gpu():
         program = compile_repeated(function, CALLS, x)
         if why := _not_repeated(single, program, CALLS, x):
-            row.reason = row.reason or why
+            record.reason = record.reason or why
         else:
-            row.device_us = 1e6 * traces.call_seconds(lambda: program(x), CALLS)
-    return single
+            record.add(device_us=1e6 * traces.call_seconds(lambda: program(x), CALLS))
+    return Call(lambda: single(x), jax.block_until_ready, fetch_jax, ran="jax")
 
 
-def run_layout(layout: Layout, chosen: Settings) -> list[Row]:
+def run_layout(layout: Layout, chosen: Any) -> list[Record]:
     """Checks and traces all contenders on one layout, then times them together."""
-    rows = {name: Row(layout, name, ours=name == OURS) for name in functions(layout.case)}
+    contenders = functions(layout.case)
+    records = [Record(layout, name, ours=name == OURS) for name in contenders]
     present = max(n for n in chosen.devices if n <= jax.device_count())
-    calls: dict[str, Call] = {}
-    try:
-        x = draw(layout, AxisType[chosen.axis_type])
-        for name, function in functions(layout.case).items():
-            try:
-                single = _prepare(rows[name], function, x, present)
-                if single is not None:
-                    calls[name] = _call(single, x)
-            except Exception as error:
-                note(rows[name], error)
-    except Exception as error:
-        for row in rows.values():
-            note(row, error)
-        return list(rows.values())
-    times = timing.interleave(
-        calls,
-        chosen.repeats,
-        chosen.seconds,
-        lambda name, error: note(rows[name], error),
+    drawn = functools.cache(lambda: draw(layout, AxisType[chosen.axis_type]))
+    driver.measure(
+        records,
+        lambda record: _prepare(record, contenders[record.contender], drawn(), present),
+        chosen,
         timing.wall_times,
+        prefix="wall_",
     )
-    for name, seconds in times.items():
-        rows[name].samples = len(seconds)
-        rows[name].wall_p20_us, rows[name].wall_p50_us, rows[name].wall_p80_us = timing.percentiles_us(
-            seconds
-        )
-    return list(rows.values())
+    return records
 
 
-def _call(program: Any, x: jax.Array) -> Call:
-    """Returns the call of a compiled program on x."""
-    return Call(lambda: program(x), jax.block_until_ready, fetch_jax, ran="jax")
+def compare(rows: Any, of: Callable) -> None:
+    """Adds the columns that compare the times of a row with those of other rows."""
+    for name in {"wall_p50_us", "device_us"} - set(rows):
+        rows[name] = np.nan
+    for name, column in (("speedup_wall", "wall_p50_us"), ("speedup_device", "device_us")):
+        plain = of(column, JAX).where(rows.k.map(lambda k: k is not None), of(column, SOFTMAX))
+        rows[name] = plain / rows[column]
+    rows["of_softmax"] = rows.wall_p50_us / of("wall_p50_us", SOFTMAX)
+    rows["of_linear"] = of("device_us", sharding=ALONE, devices=1) / (rows.devices * rows.device_us)
+    rows["of_linear"] = rows.of_linear.astype(float)
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
-    """Returns over / under, or None if either is missing or 0."""
-    return over / under if over and under else None
-
-
-def compare(rows: list[Row]) -> None:
-    """Fills in the rows' columns that compare their times with other rows."""
-    by = {(row.layout, row.contender): row for row in rows}
-    for row in rows:
-        case = row.layout.case
-        softmax = by[row.layout, SOFTMAX]
-        plain = by.get((row.layout, JAX), softmax)
-        row.speedup_wall = _ratio(plain.wall_p50_us, row.wall_p50_us)
-        row.speedup_device = _ratio(plain.device_us, row.device_us)
-        row.of_softmax = _ratio(row.wall_p50_us, softmax.wall_p50_us)
-        alone = by.get((Layout(case, ALONE, 1), row.contender))
-        if alone and row.device_us:
-            row.of_linear = _ratio(alone.device_us, row.layout.devices * row.device_us)
-
-
-def table(rows: list[Row]) -> str:
-    """Returns the rows as aligned text, with a heading per layout and the columns explained at the end."""
-    head = ["  contender", "ran", "check", "wall us", "faster", "of softmax", "device us", "faster"]
-    head += ["of linear", "link MB", ""]
-    cell = report.cell
-
-    def heading(row: Row) -> str:
-        layout = row.layout
-        over = f"{layout.sharding} over {layout.devices}"
-        return f"{layout.case.label}, {'one device' if layout.sharding == ALONE else over}"
-
-    def cells(row: Row, notes: report.Notes) -> list[str]:
-        check = f"ok: {report.number(row.error_eps or 0, 2)} eps" if row.status == "ok" else row.status
-        line = [f"  {row.contender}", row.ran, check]
-        line += [cell(row.wall_p50_us), cell(row.speedup_wall, "{:.2f}x"), cell(row.of_softmax, "{:.2f}")]
-        line += [cell(row.device_us), cell(row.speedup_device, "{:.2f}x"), cell(row.of_linear, "{:.0%}")]
-        line += [cell(row.link_bytes / 1e6) if row.link_bytes else ""]
-        return [*line, "".join(notes.mark(text) for text in (row.collectives, row.reason) if text)]
-
-    texts = {
-        "ran": report.RAN,
-        "check": "ok, or what is wrong. eps: the largest relative error, against float64, in units of the dtype's eps",
-        "wall us": "the median time of one call until its result is ready",
-        "device us": "on GPUs, the time from one call to the next in a program of many calls",
-        "faster": f"first by wall time, then by device time: {report.SPEEDUP}",
-        "of softmax": "the wall time, relative to jax.nn.softmax on the same layout",
-        "of linear": "device time on one device / (n * device time on n devices)",
-        "link MB": "the most that any device receives in a call. A footnote lists the collectives",
-    }
-    if any(row.status == "differs" for row in rows):
-        texts["differs"] = report.DIFFERS
-    return report.grouped(head, rows, heading, cells, texts)
-
-
-def picture(path: Path, rows: list[Row], where: dict[str, str]) -> None:
-    """Writes the PNG: the device time of one case over the number of GPUs."""
+def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
+    """Draws the device time of one case over the number of GPUs, for each sharding."""
+    if rows.device_us.isna().all():  # only GPUs have device times
+        return
+    every = rows[["batch", "vocab", "k"]].apply(tuple, axis=1)
+    rows = rows[every == (PICTURED if PICTURED in set(every) else every.iloc[0])]
+    rows = rows[rows.device_us.notna()]
+    case = rows.iloc[0]
     plt = plot.pyplot()
-    every = list(dict.fromkeys(row.layout.case for row in rows))
-    case = next((case for case in every if (case.batch, case.vocab, case.k) == PICTURED), every[0])
-    rows = [row for row in rows if row.layout.case == case and row.device_us]
-    figure, axis = plt.subplots(layout="constrained", figsize=(7, 6))
-    for name in functions(case):
-        color = plot.color(SAME_AS[name])
-        for sharding, style in zip(SHARDINGS, ("-", "--")):
-            points = _points(rows, name, sharding)
-            axis.plot(
-                *_coordinates(points),
-                style,
-                color=color,
-                marker="o",
-                label=f"{NAMES.get(name, name)}, {sharding}",
-            )
-            wrong = {n: row for n, row in points.items() if row.status == "differs"}
-            axis.plot(*_coordinates(wrong), "o", color=color, markerfacecolor="white")
-    if any(row.status == "differs" for row in rows):
-        axis.plot((), (), "o", color="black", markerfacecolor="white", label=plot.hollow_text([case.dtype]))
-    ours = _points(rows, OURS, "vocab")
-    if 1 in ours:
-        n = np.array(sorted({row.layout.devices for row in rows}))
-        axis.plot(n, ours[1].device_us / n, ":", color="black", label="linear scaling of pallas_softmax")
-    if case.k and "H200" in where["device"]:
-        _draw_model(axis, case, {n: row.device_us for n, row in ours.items() if row.device_us})
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    ticks = [tick for tick in axis.get_xticks() if 1 <= tick <= 4096]
-    axis.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
-    axis.set_xlabel("number of devices")
-    axis.set_ylabel("device time of a call, us")
-    axis.grid(color="#dddddd", linewidth=0.5)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    title = f"{case.label} on {where['device']}, jax {where['jax']}"
-    axis.set_title(f"{title}\n{plot.logits_line([case.logits])}", fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    figure, axes = plt.subplots(1, 2, layout="constrained", figsize=(12, 5), sharey=True)
+    for axis, sharding in zip(axes, SHARDINGS):
+        own = rows[rows.sharding.isin((ALONE, sharding))].assign(
+            contender=rows.contender.replace({JAX: "jax_stable"})
+        )
+        plot.lines(axis, own, "devices", "device_us")
+        axis.set_title(
+            {"batch": "rows over devices (batch)", "vocab": "each row over devices (vocab)"}[sharding]
+        )
+        ours = own[own.contender == OURS].set_index("devices").device_us
+        n = np.array(sorted(own.devices.unique()), float)
+        if 1 in ours.index:
+            axis.plot(n, ours[1] / n, ":", color="#777777", label="linear scaling of pallas_softmax")
+        ticks = [int(each) for each in n]
+        if sharding == "vocab" and case.k and "H200" in document["runs"][0]["device"]:
+            _draw_model(axis, case, ours.to_dict())
+            ticks = [1, 4, 16, 64, 256, 1024, 4096]
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axis.set_xlabel("number of devices")
+    axes[0].set_ylabel("device time of a call, µs")
+    plot.legend(figure, axes[1], rows)
+    spread = rows[(rows.contender == OURS) & (rows.sharding != ALONE)].speedup_device.dropna()
+    title = f"{case.batch:,} x {case.vocab:,} {case.dtype}" + (f", k = {case.k}" if case.k else "")
+    if len(spread):
+        title = f"Over several GPUs, pallas_softmax takes {plot.span(spread)} less device time ({title})"
+    plot.finish(figure, file, document, title)
 
 
-def _points(rows: list[Row], contender: str, sharding: str) -> dict[int, Row]:
-    """Returns a contender's rows in one sharding, and on one device, by the number of devices."""
-    found = {
-        row.layout.devices: row
-        for row in rows
-        if row.contender == contender and row.layout.sharding in (ALONE, sharding)
-    }
-    return dict(sorted(found.items()))
-
-
-def _coordinates(points: dict[int, Row]) -> tuple[list[int], list[float | None]]:
-    """Returns the numbers of devices and the device times."""
-    return list(points), [row.device_us for row in points.values()]
-
-
-def _draw_model(axis: Any, case: Case, measured: dict[int, float]) -> None:
+def _draw_model(axis: Any, case: Any, measured: dict[int, float]) -> None:
     """Draws the model of ours for up to 4096 devices, its error, and a grey area where nothing was measured."""
-    shape = case.batch, case.vocab, case.k or 0, jax.numpy.dtype(case.dtype).itemsize
+    shape = case.batch, case.vocab, case.k, jax.numpy.dtype(case.dtype).itemsize
 
     def model_us(*mesh: int) -> float:
         return 1e6 * links.predicted(*shape, mesh, links.H200).seconds
 
     meshes = {"one mesh axis": lambda i: (2**i,), "two": lambda i: (2 ** ((i + 1) // 2), 2 ** (i // 2))}
-    for (axes, mesh), style in zip(meshes.items(), (":", "-.")):
+    for (name, mesh), color in zip(meshes.items(), (plot.SKY, plot.ORANGE)):
         times = [model_us(*mesh(i)) for i in range(13)]
-        text = f"model of links.py: pallas_softmax, vocab over {axes}"
-        axis.plot(2 ** np.arange(13), times, style, color=plot.color(SAME_AS[OURS]), label=text)
+        axis.plot(2 ** np.arange(13), times, "-.", color=color, label=f"model of links.py, {name}")
     if measured:
         axis.axvspan(max(measured), 4096, color="#f0f0f0", zorder=0)
         place = {"transform": axis.get_xaxis_transform(), "va": "top"}
@@ -412,51 +294,36 @@ def misses(measured: dict[int, float], model_us: Callable[[int], float]) -> str:
     )
 
 
+VIEW = View(
+    ("ran", "status", "error_eps", "wall_p50_us", "speedup_wall", "of_softmax")
+    + ("device_us", "speedup_device", "of_linear", "link_bytes"),
+    derive=compare,
+    draw=picture,
+)
+BENCHMARK = driver.Benchmark("sharded", make_layouts, run_layout, VIEW, several=True)
+
+
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_shapes(with_k=True)
-    flags.define_dtype()
-    flags.define_words(
+    flags.define("batch", "vocab", "k", "shapes", "dtype", "seed", "repeats")
+    flags.define_list(
         "sharding",
-        tuple(SHARDINGS),
+        flags.words(SHARDINGS),
+        ",".join(SHARDINGS),
         "How the logits are sharded over the devices: by rows (batch), or along each row (vocab).",
     )
-    flags.define_integers(
-        "devices", "How many devices to use; numbers above the available count are skipped."
-    )
-    flags.define_word("axis_type", ("Auto", "Explicit"), "Type of the mesh axis, a jax.sharding.AxisType.")
-    flags.define_seed()
-    flags.define_timing()
-    flags.define_output()
+    text = "How many devices to use; numbers above the available count are skipped."
+    flags.define_list("devices", flags.INTEGERS, "1,2,4,8", text)
+    text = "Type of the mesh axis, a jax.sharding.AxisType."
+    absl_flags.DEFINE_enum("axis_type", "Auto", ["Auto", "Explicit"], text)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    chosen = flags.read(argv)
-    require_extra()
     skipped = [str(n) for n in chosen.devices if n > jax.device_count()]
     if skipped:
         print(f"--devices={','.join(skipped)}: passed over, there are {jax.device_count()}")
-    try:
-        layouts = make_layouts(chosen)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    if not layouts:
-        raise SystemExit(f"nothing to measure on {jax.device_count()} devices")
-    where = report.environment(chosen.commit)
-    where["device"] = f"{jax.device_count()} x {where['device']}"
-    directory = Path(chosen.output_dir)
-    rows: list[Row] = []
-    for layout in progress(layouts, "sharded"):
-        rows += run_layout(layout, chosen)
-        compare(rows)
-        report.write("sharded", rows, chosen, where)  # an interrupted run keeps its results
-    if any(row.device_us for row in rows):
-        picture(directory / "sharded.png", rows, where)
-    print(f"\nsharded on {where['device']}, jax {where['jax']}")
-    print(table(rows))
-    print(f"files: {directory}/sharded.*")
-    return report.exit_code("sharded", sum(row.fails for row in rows), rows)
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

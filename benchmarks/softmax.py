@@ -1,16 +1,19 @@
 """How fast are softmax, log_softmax and logsumexp? python -m benchmarks.softmax --flagfile=configs/targets.flags."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 from absl import app
 
 import pallas_softmax
-from benchmarks.support import flags
+from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
+from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
-from benchmarks.support.driver import Benchmark, run
+from benchmarks.support.driver import Benchmark
+from benchmarks.support.result import Record, View
 
 
 def _ours(
@@ -40,38 +43,47 @@ def _quack(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
     return softmax(x), None
 
 
-def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
-    """Returns the implementations and the peers of softmax that the flags name, ours first."""
+PEERS = {"jax": "jax.nn's function", "torch": "the function of torch", "quack": "QuACK's softmax"}
+
+
+def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, ...]) -> list[Contender]:
+    """Returns implementations and peers of softmax, ours first."""
     what = {"function": case.function, "axis": case.axis}
-    peers = {
+    every = {
         "jax": Contender("jax", False, functools.partial(_jax, **what), prepare_jax),
         "torch": Contender("torch", False, functools.partial(_torch, **what), prepare_torch),
         "quack": Contender("quack", False, functools.partial(_quack, **what), prepare_quack),
     }
-    return ours(functools.partial(_ours, **what), chosen.implementations) + [
-        peers[name] for name in chosen.peers if name in peers
-    ]
+    return ours(functools.partial(_ours, **what), implementations) + [every[p] for p in peers if p in every]
 
 
-BENCHMARK = Benchmark("softmax", make_cases, contenders, baseline="jax")
+def _run(case: Case, chosen: Any) -> list[Record]:
+    return run_case(case, contenders(case, chosen.implementations, chosen.peers), chosen)
+
+
+def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
+    functions = "/".join(dict.fromkeys(rows.function))
+    plot.heat(rows, document, file, f"jax.nn.{functions}", functions)
+
+
+VIEW = View(
+    ("ran", "status", "error_eps", "p50_us", "share", "speedup", "slowdown", "first_result_s"),
+    baselines=("jax",),
+    draw=_draw,
+)
+BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",))
 
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_shapes()
-    flags.define_dtype()
-    flags.define_function()
-    flags.define_direction()
-    flags.define_implementations()
-    flags.define_peers(flags.SOFTMAX_PEERS)
-    flags.define_logits()
-    flags.define_timing()
-    flags.define_output()
+    flags.define("batch", "vocab", "shapes", "dtype", "function", "where", "axis", "direction")
+    flags.define("implementations", "logits", "seed", "repeats")
+    flags.define_peers(PEERS)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    return run(BENCHMARK, flags.read(argv))
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

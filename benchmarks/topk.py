@@ -1,7 +1,9 @@
 """How fast is fused_topk? python -m benchmarks.topk --flagfile=configs/topk_targets.flags."""
 
+import dataclasses
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,10 +11,13 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import flags, timing
-from benchmarks.support.cases import Case, make_cases, only_softmax
+from benchmarks import softmax
+from benchmarks.support import driver, flags, plot, timing
+from benchmarks.support.cases import Case, make_cases
+from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
-from benchmarks.support.driver import Benchmark, run
+from benchmarks.support.driver import Benchmark
+from benchmarks.support.result import Record
 
 
 def _ours(
@@ -55,52 +60,69 @@ def _quack(x: Any, k: int) -> tuple[Any, Any]:
     return topk(softmax(x), k)  # QuACK's topk has a softmax too, but over the winners only
 
 
-def contenders(chosen: flags.Settings, case: Case) -> list[Contender]:
-    """Returns the implementations and the peers of top-k that the flags name, ours first."""
+PEERS = {
+    "jax_stable": "jax.nn.softmax, then lax.top_k",
+    "jax_unstable": "the same with is_stable=False",
+    "jax_raft": "jax_stable, for which XLA may take the kernels of RAFT",
+    "torch": "softmax, then topk of torch",
+    "quack": "softmax, then topk of QuACK",
+}
+_RAFT = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
+
+
+def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, ...]) -> list[Contender]:
+    """Returns implementations and peers of top-k, ours first."""
     assert case.k is not None
-    k = case.k
-    raft = {"xla_gpu_experimental_enable_raft_for_stable_topk": True}
-    peers = {
-        "jax_stable": Contender("jax_stable", False, functools.partial(_jax_stable, k=k), prepare_jax),
-        "jax_unstable": Contender(
-            "jax_unstable", False, functools.partial(_jax_unstable, k=k), prepare_jax, stable=False
-        ),
-        "jax_raft": Contender(
-            "jax_raft",
-            False,
-            functools.partial(_jax_raft, k=k),
-            functools.partial(prepare_jax, options=raft),
-        ),
-        "torch": Contender("torch", False, functools.partial(_torch, k=k), prepare_torch, stable=False),
-        "quack": Contender("quack", False, functools.partial(_quack, k=k), prepare_quack, stable=False),
+    functions = {
+        "jax_stable": (_jax_stable, prepare_jax),
+        "jax_unstable": (_jax_unstable, prepare_jax),
+        "jax_raft": (_jax_raft, functools.partial(prepare_jax, options=_RAFT)),
+        "torch": (_torch, prepare_torch),
+        "quack": (_quack, prepare_quack),
     }
-    return ours(functools.partial(_ours, k=k), chosen.implementations) + [
-        peers[name] for name in chosen.peers if name in peers
-    ]
+    found = ours(functools.partial(_ours, k=case.k), implementations)
+    for name in peers:
+        if name in functions:
+            function, prepare = functions[name]
+            stable = name in ("jax_stable", "jax_raft")
+            found.append(
+                Contender(name, False, functools.partial(function, k=case.k), prepare, stable=stable)
+            )
+    return found
 
 
-def _cases(chosen: flags.Settings) -> list[Case]:
-    return make_cases(only_softmax(chosen), chosen.k)
+def _run(case: Case, chosen: Any) -> list[Record]:
+    return run_case(case, contenders(case, chosen.implementations, chosen.peers), chosen)
 
 
-BENCHMARK = Benchmark("topk", _cases, contenders, baseline="jax_stable")
+def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
+    baseline = "jax.nn.softmax + lax.top_k"
+    if "jax_stable" not in set(rows.contender):
+        baseline += "(is_stable=False)"
+    if len(rows[["batch", "vocab", "dtype"]].drop_duplicates()) == 1 < rows.k.nunique():
+        ours = plot.ours_of(rows).speedup
+        title = f"fused_topk is {plot.span(ours)} as fast as {baseline}"
+        plot.over_sizes(rows, document, file, "k", "jax_stable", title)
+    else:
+        plot.heat(rows, document, file, baseline, "fused_topk")
+
+
+VIEW = dataclasses.replace(softmax.VIEW, baselines=("jax_stable", "jax_unstable"), draw=_draw)
+BENCHMARK = Benchmark(
+    "topk", lambda chosen: make_cases(chosen, chosen.k), _run, VIEW, lambda cases: ("copy", "read")
+)
 
 
 def define_flags() -> None:
     """Defines the flags of this benchmark."""
-    flags.define_shapes(with_k=True)
-    flags.define_dtype()
-    flags.define_direction()
-    flags.define_implementations()
-    flags.define_peers(flags.TOPK_PEERS)
-    flags.define_logits()
-    flags.define_timing()
-    flags.define_output()
+    flags.define("batch", "vocab", "k", "shapes", "dtype", "direction")
+    flags.define("implementations", "logits", "seed", "repeats")
+    flags.define_peers(PEERS)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
     """Runs the benchmark and returns its exit code."""
-    return run(BENCHMARK, flags.read(argv))
+    return driver.main(BENCHMARK, argv, chosen)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.support.flags import LOGITS, Settings
+from benchmarks.support.flags import LOGITS
 
 # How many elements of a case are checked. numpy takes about half a second for them.
 _CHECKED_ELEMENTS = 2**20
@@ -31,28 +31,6 @@ class Case:
     direction: str
     logits: str
     seed: int
-
-    @property
-    def label(self) -> str:
-        """A short name of the case, shape first."""
-        return f"{self.batch}x{self.vocab} {self.short_dtype} {self.what}"
-
-    @property
-    def short_dtype(self) -> str:
-        """A short name of the dtype: f32, bf16 or f16."""
-        return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[self.dtype]
-
-    @property
-    def what(self) -> str:
-        """A short name of everything in the case except shape and dtype."""
-        function = self.function if self.k is None else f"k={self.k}"
-        return " ".join([function, self.direction, os.path.basename(self.logits), *self.arguments])
-
-    @property
-    def arguments(self) -> list[str]:
-        """The mask and the axis, if they differ from the defaults."""
-        where = [f"where={self.where}"] * (self.where != "none")
-        return where + [f"axis={self.axis}"] * (self.axis != -1)
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
@@ -121,30 +99,36 @@ def _open(path: str) -> np.ndarray:
     return array.reshape(-1, array.shape[-1])
 
 
-def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list[Case]:
-    """Returns the cases that the settings ask for: every combination of the items of their lists.
+def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = None) -> list[Case]:
+    """Returns the cases that the flags ask for: every combination of the items of their lists.
 
-    A file of logits determines V, and limits the number of rows.
+    A file of logits determines V, and limits the number of rows. Function, mask and axis are those of softmax,
+    because top-k has none of them.
 
     Args:
-      settings: what to run.
+      chosen: the parsed flags.
       ks: every k to run for a shape that names none. (None,) means that the function is not top-k.
+      shapes: in place of --shapes.
     """
+    usual = {"dtype": ("float32",), "function": ("softmax",), "where": ("none",), "axis": (-1,)}
+    others = {"direction": ("forward",), "logits": ("normal",)}
+    lists: dict[str, Any] = {name: getattr(chosen, name, default) for name, default in (usual | others).items()}
+    if ks != (None,):
+        lists |= {name: usual[name] for name in ("function", "where", "axis")}
     cases = []
-    for logits in settings.logits:
-        shapes = [
+    for logits in lists["logits"]:
+        found = [
             (batch, vocab, (own or ks) if ks != (None,) else ks)
-            for batch, vocab, *own in settings.shapes or itertools.product(settings.batch, settings.vocab)
+            for batch, vocab, *own in shapes or chosen.shapes or itertools.product(chosen.batch, chosen.vocab)
         ]
         if logits not in LOGITS:
             rows, vocab = _open(logits).shape
-            shapes = [(min(batch, rows), vocab, ks) for batch, _, ks in shapes]
+            found = [(min(batch, rows), vocab, ks) for batch, _, ks in found]
         cases += [
-            Case(batch, vocab, dtype, function, where, axis, k, direction, logits, settings.seed)
-            for (batch, vocab, ks), dtype, function, where, axis in itertools.product(
-                shapes, settings.dtype, settings.function, settings.where, settings.axis
-            )
-            for k, direction in itertools.product(ks, settings.direction)
+            Case(batch, vocab, dtype, function, where, axis, k, direction, logits, chosen.seed)
+            for batch, vocab, ks in found
+            for dtype, function, where, axis in itertools.product(*(lists[name] for name in usual))
+            for k, direction in itertools.product(ks, lists["direction"])
         ]
     for case in cases:
         if case.k is not None and case.k > case.vocab:
@@ -153,11 +137,6 @@ def make_cases(settings: Settings, ks: tuple[int | None, ...] = (None,)) -> list
                 f" ({case.logits} logits)"
             )
     return list(dict.fromkeys(cases))
-
-
-def only_softmax(settings: Settings) -> Settings:
-    """Returns the settings with function, mask and axis reset, because top-k supports none of them."""
-    return dataclasses.replace(settings, function=("softmax",), where=("none",), axis=(-1,))
 
 
 def _key(case: Case, purpose: str) -> jax.Array:

@@ -1,11 +1,8 @@
-"""The flags that the benchmarks share, and the checked settings that they become.
+"""The flags that several benchmarks share. A benchmark calls `define` with the names of its flags; absl does the rest.
 
-A benchmark calls the `define_...` functions of exactly those flags that it uses. absl refuses all others. The
-defaults are in `Settings`.
+A list flag is a tuple: FLAGS.batch is (1024,) after --batch=1024. A benchmark's own flags are in its own module.
 """
 
-import dataclasses
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,33 +10,13 @@ from typing import Any
 
 from absl import flags
 
+FLAGS = flags.FLAGS
+
 DTYPES = ("float32", "bfloat16", "float16")
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp")
 WHERES = ("none", "full", "vocab", "rows")
-AXES = ("-1", "0")
 DIRECTIONS = ("forward", "backward", "both")
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "xla")
-SOFTMAX_PEERS = {
-    "jax": "jax.nn's function",
-    "torch": "the function of torch",
-    "quack": "QuACK's softmax",
-}
-TOPK_PEERS = {
-    "jax_stable": "jax.nn.softmax, then lax.top_k",
-    "jax_unstable": "the same with is_stable=False",
-    "jax_raft": "jax_stable, for which XLA may take the kernels of RAFT",
-    "torch": "softmax, then topk of torch",
-    "quack": "softmax, then topk of QuACK",
-}
-PROGRAMS = ("block", "block_where", "attention", "attention_causal", "loss_take", "loss_lse")
-SAMPLE_PEERS = {
-    "jax": "jax.random.categorical, after lax.top_k or a sort for filters",
-    "torch": "softmax and multinomial of torch, after its topk or sort",
-    "flashinfer": "FlashInfer's softmax and sampling, by rejection for top_k and top_p",
-}
-SAMPLE_FILTERS = ("none", "min_p", "top_k", "top_p", "top_k_top_p", "all")
-SOFTMAX_ALGORITHMS = ("naive", "safe", "online")
-TOPK_ALGORITHMS = ("topk", "safe_unfused", "safe_fused", "online_fused")
 LOGITS = {
     "normal": "standard normal numbers",
     "uniform": "0 to 1, as the paper's benchmark draws them",
@@ -58,255 +35,137 @@ LOGITS = {
     "nan": "normal, a third of it NaN",
 }
 
-_MAY_BE_EMPTY = ("shapes", "peers")
-
-# Parsers for the items of a list. Items without one stay words.
-_ITEMS: dict[str, Callable[[str], Any]] = {
-    "batch": int,
-    "vocab": int,
-    "shapes": lambda item: tuple(map(int, item.split("x"))),
-    "axis": int,
-    "k": int,
-    "sequence": int,
-    "devices": int,
-}
-
-# --help lists a flag under the module that defines it. This makes absl see the caller of this module, the program.
+# --help lists a flag under the module that defines it. This makes absl see the caller of this module, the benchmark.
 flags.disclaim_key_flags()
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of a run: the values of its flags. A flag that the benchmark lacks keeps its default."""
+class Items(flags.ArgumentParser):
+    """Parses items separated by commas into a tuple without repetitions."""
 
-    batch: tuple[int, ...] = (1024,)
-    vocab: tuple[int, ...] = (4096, 32000)
-    shapes: tuple[tuple[int, ...], ...] = ()  # (batch, V) or (batch, V, k)
-    dtype: tuple[str, ...] = ("float32",)
-    function: tuple[str, ...] = ("softmax",)
-    where: tuple[str, ...] = ("none",)
-    axis: tuple[int, ...] = (-1,)
-    k: tuple[int, ...] = (5,)
-    direction: tuple[str, ...] = ("forward",)
-    implementations: tuple[str, ...] = ("auto",)
-    peers: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
-    algorithms: tuple[str, ...] = SOFTMAX_ALGORITHMS
-    filters: tuple[str, ...] = SAMPLE_FILTERS
-    logits: tuple[str, ...] = ("normal",)
-    seed: int = 0
-    repeats: int = 50
-    seconds: float = 2.0
-    programs: tuple[str, ...] = PROGRAMS
-    sequence: tuple[int, ...] = (1024,)
-    tokens: int = 4096
-    heads: int = 8
-    width: int = 1024
-    training_steps: int = 400
-    head: tuple[str, ...] = ("small",)
-    reduction: tuple[str, ...] = ("mean",)
-    sharding: tuple[str, ...] = ("batch", "vocab")
-    devices: tuple[int, ...] = (1, 2, 4, 8)
-    axis_type: str = "Auto"
-    output_dir: str = "benchmarks/results/local"
-    commit: str = ""
+    def __init__(self, item: Callable[[str], Any], accepted: str, empty: bool = False):
+        self.item, self.empty, self.syntactic_help = item, empty, f"a list of {accepted}, separated by commas"
+
+    def parse(self, argument: str) -> tuple:
+        """Returns the items. `item` raises a ValueError for an item that is not accepted."""
+        try:
+            found = tuple(dict.fromkeys(map(self.item, argument.split(",")))) if argument else ()
+        except ValueError:
+            found = None
+        if found is None or not (found or self.empty):
+            raise ValueError(f"it takes {self.syntactic_help}")
+        return found
 
 
-# --- Definitions and validation -------------------------------------------------------------------------
+def _accepted(item: str, ok: bool) -> str:
+    if not ok:
+        raise ValueError(item)
+    return item
 
 
-def _default(name: str) -> Any:
-    """Returns the default of a flag."""
-    return getattr(Settings(), name)
+def _integer(item: str) -> int:
+    return int(_accepted(item, item.isdecimal() and int(item) > 0))
 
 
-def refuse(name: str, value: object, accepted: str) -> None:
-    """Raises an error that names the flag, its value, and the accepted values."""
-    raise flags.ValidationError(f"--{name}={value} is not accepted; {accepted}")
+INTEGERS = Items(_integer, "positive integers")
 
 
-def _define_list(name: str, default: tuple, accepted: str, ok: Callable[[str], bool], text: str) -> None:
-    """Defines a comma-separated flag. `ok` must accept each of its items."""
-
-    def check(items: list[str]) -> bool:
-        if not items and name not in _MAY_BE_EMPTY:
-            refuse(name, "", f"it takes {accepted}")
-        for item in items:
-            if not ok(item):
-                refuse(name, item, f"it takes {accepted}")
-        return True
-
-    flags.DEFINE_list(name, [str(item) for item in default], f"{text} A list: {accepted}.")
-    flags.register_validator(name, check)
+def words(names: Any, empty: bool = False) -> Items:
+    """Returns the parser of a list of some of these names."""
+    return Items(lambda item: _accepted(item, item in names), f"any of {', '.join(names)}", empty)
 
 
-def define_integers(name: str, text: str) -> None:
-    """Defines a flag that holds a list of positive integers."""
-    accepted = "positive integers separated by commas"
-    _define_list(name, _default(name), accepted, lambda item: item.isdecimal() and int(item) > 0, text)
-
-
-def define_words(name: str, words: tuple[str, ...], text: str, default: tuple[str, ...] = ()) -> None:
-    """Defines a flag that holds a list of some of the words. The default comes from Settings unless given."""
-    accepted = f"any of {', '.join(words)}, separated by commas"
-    _define_list(name, default or _default(name), accepted, words.__contains__, text)
-
-
-def define_integer(name: str, text: str, least: int = 1) -> None:
-    """Defines a flag that holds one integer, at least `least`."""
-    flags.DEFINE_integer(name, _default(name), text, least)
-
-
-def define_word(name: str, words: tuple[str, ...], text: str) -> None:
-    """Defines a flag that holds one of the words."""
-    flags.DEFINE_enum(name, _default(name), list(words), text)
-
-
-# --- The input ------------------------------------------------------------------------------------------
-
-
-def define_shapes(with_k: bool = False) -> None:
-    """Defines --batch, --vocab, and --shapes to replace them. Also defines --k if a shape may name its k."""
-    define_integers("batch", "Rows of the logits, taken from the start of a .npy file.")
-    define_integers("vocab", "Row lengths V; every batch runs with every V.")
-    in_place = "Pairs in place of every --batch with every --vocab"
-    if with_k:
-        define_integers("k", "How many winners a row has.")
-        form, text, times = "BATCHxV or BATCHxVxK", f"{in_place}; a K in place of --k.", "{1,2}"
-    else:
-        form, text, times = "BATCHxV", f"{in_place}.", "{1}"
-    pattern = re.compile(rf"0*[1-9]\d*(x0*[1-9]\d*){times}", re.ASCII)
-    accepted = f"{form}, such as 4000x1000, separated by commas"
-    _define_list("shapes", (), accepted, lambda item: pattern.fullmatch(item) is not None, text)
-
-
-def define_dtype() -> None:
-    """Defines --dtype."""
-    define_words("dtype", DTYPES, "Element types of the logits.")
-
-
-def define_logits() -> None:
-    """Defines --logits and --seed, which determine the input."""
-    _define_list(
-        "logits",
-        _default("logits"),
-        f"any of {', '.join(LOGITS)} and paths of existing .npy files, separated by commas",
-        _is_logits,
-        f"The input: {'; '.join(map(logits_text, LOGITS))}; or your own file, which is memory-mapped and gives"
-        " its own V (the last axis; the others are rows).",
+def shapes(with_k: bool) -> Items:
+    """Returns the parser of shapes: (batch, V), or (batch, V, k) as well."""
+    pattern = re.compile(rf"0*[1-9]\d*(x0*[1-9]\d*){{1,{1 + with_k}}}", re.ASCII)
+    form = "BATCHxV or BATCHxVxK" if with_k else "BATCHxV"
+    return Items(
+        lambda item: tuple(map(int, _accepted(item, bool(pattern.fullmatch(item))).split("x"))),
+        f"{form}, such as 4000x1000",
+        empty=True,
     )
-    define_seed()
 
 
-def logits_text(logits: str) -> str:
-    """Returns a kind of logits with its description in brackets. A user's file appears by its name."""
-    return f"{os.path.basename(logits)} ({LOGITS.get(logits, 'a file')})"
+def _logits(item: str) -> str:
+    return _accepted(item, item in LOGITS or (item.endswith(".npy") and Path(item).is_file()))
 
 
-def _is_logits(item: str) -> bool:
-    return item in LOGITS or (item.endswith(".npy") and Path(item).is_file())
-
-
-def define_seed() -> None:
-    """Defines --seed."""
-    define_integer("seed", "Seed of all random numbers.", 0)
-
-
-# --- Functions and contenders ---------------------------------------------------------------------------
-
-
-def define_function() -> None:
-    """Defines --function, --where and --axis: the function, and its arguments in addition to the logits."""
-    define_words("function", FUNCTIONS, "The function to compute.")
-    define_words(
-        "where",
-        WHERES,
+# name: parser, default, help
+_LISTS = {
+    "batch": (INTEGERS, "1024", "Rows of the logits, taken from the start of a .npy file."),
+    "vocab": (INTEGERS, "4096,32000", "Row lengths V; every batch runs with every V."),
+    "k": (INTEGERS, "5", "How many winners a row has."),
+    "sequence": (INTEGERS, "1024", "How many tokens a sequence has."),
+    "dtype": (words(DTYPES), "float32", "Element types."),
+    "function": (words(FUNCTIONS), "softmax", "The function to compute."),
+    "where": (
+        words(WHERES),
+        "none",
         "The mask, which keeps 70%: none; full (one entry per logit); vocab (one mask for all rows); rows (masks"
         " whole rows).",
-    )
-    define_words("axis", AXES, "The axis of V; 0 means logits of shape (V, batch).")
-
-
-def define_direction() -> None:
-    """Defines --direction."""
-    define_words(
-        "direction",
-        DIRECTIONS,
+    ),
+    "axis": (
+        Items(lambda item: int(_accepted(item, item in ("-1", "0"))), "any of -1, 0"),
+        "-1",
+        "The axis of V; 0 means logits of shape (V, batch).",
+    ),
+    "direction": (
+        words(DIRECTIONS),
+        "forward",
         "What one call computes: the outputs; the gradient, from values that a forward call kept; or both.",
-    )
-
-
-def define_implementations() -> None:
-    """Defines --implementations."""
-    define_words(
-        "implementations",
-        IMPLEMENTATIONS,
+    ),
+    "implementations": (
+        words(IMPLEMENTATIONS, empty=True),
+        "auto",
         "Which of our implementations to time; auto is what users get by default.",
-    )
+    ),
+    "logits": (
+        Items(_logits, f"any of {', '.join(LOGITS)} and paths of existing .npy files"),
+        "normal",
+        f"The input: {'; '.join(f'{name} ({text})' for name, text in LOGITS.items())}; or your own file, which is"
+        " memory-mapped and gives its own V (the last axis; the others are rows).",
+    ),
+}
+# name: default, help, least value
+_INTEGERS = {
+    "tokens": (4096, "Tokens per batch.", 1),
+    "width": (1024, "Size of a token's hidden state.", 1),
+    "training_steps": (400, "Training steps of the language model.", 1),
+    "seed": (0, "Seed of all random numbers.", 0),
+    "repeats": (50, "At most this many samples per contender and case (GPUs take them in tens).", 1),
+}
 
 
-def define_peers(*of: dict[str, str]) -> None:
-    """Defines --peers: the peers of softmax, of top-k, or of both."""
-    names = tuple(dict.fromkeys(name for peers in of for name in peers))
-    texts = ("; ".join(f"{name} ({text})" for name, text in peers.items()) for peers in of)
-    default = tuple(name for name in _default("peers") if name in names)
-    define_words("peers", names, f"The peers to compare with: {'. For top-k: '.join(texts)}.", default)
+def define_list(name: str, parser: Items, default: str, text: str) -> None:
+    """Defines a list flag of one benchmark."""
+    flags.DEFINE(parser, name, default, text, serializer=flags.ListSerializer(","))
 
 
-def define_decoding() -> None:
-    """Defines all flags to train a language model, decode with it, and measure that."""
-    define_integers("vocab", "Sizes V of the vocabulary.")
-    define_integers("sequence", "How many tokens are decoded, one after the other.")
-    define_integer("tokens", "Tokens per training step.")
-    define_integer("width", "Size of the hidden state.")
-    define_integer("training_steps", "Training steps of the language model.")
-    define_dtype()
-    define_implementations()
-    define_seed()
-    define_timing()
-    define_output()
+def define(*names: str, **texts: str) -> None:
+    """Defines shared flags, and the flags of the output. `texts` defines flags with another help."""
+    for name in (*names, *texts):
+        if name == "shapes":
+            with_k = "k" in names
+            times = "Pairs in place of every --batch with every --vocab"
+            define_list(name, shapes(with_k), "", times + "; a K in place of --k." * with_k)
+        elif name in _LISTS:
+            parser, default, text = _LISTS[name]
+            define_list(name, parser, default, texts.get(name, text))
+        elif name in _INTEGERS:
+            default, text, least = _INTEGERS[name]
+            flags.DEFINE_integer(name, default, texts.get(name, text), least)
+    if "repeats" in names:
+        text = "Time budget of one case, shared by all contenders. Each one gets at least three samples."
+        flags.DEFINE_float("seconds", 2.0, text, 0.0)
+    if "output_dir" not in FLAGS:
+        flags.DEFINE_string("output_dir", "benchmarks/results/local", "Folder of the results.")
+        flags.DEFINE_string("commit", "", "Commit to record if the code is not in a git checkout.")
 
 
-# --- Timing and output ----------------------------------------------------------------------------------
-
-
-def define_timing() -> None:
-    """Defines --repeats and --seconds. Either limit ends the timing of a case."""
-    define_integer("repeats", "At most this many samples per contender and case (GPUs take them in tens).")
-    flags.DEFINE_float(
-        "seconds",
-        _default("seconds"),
-        "Time budget of one case, shared by all contenders. Each one gets at least three samples.",
-        0.0,
-    )
-
-
-def define_output() -> None:
-    """Defines --output_dir and --commit."""
-    flags.DEFINE_string("output_dir", _default("output_dir"), "Folder for the CSV, JSON and pictures.")
-    flags.DEFINE_string(
-        "commit", _default("commit"), "Commit to record if the code is not in a git checkout."
-    )
-
-
-# --- Values ---------------------------------------------------------------------------------------------
-
-
-def read(argv: list[str]) -> Settings:
-    """Returns the settings that the parsed flags ask for. Repeated items of a list count once.
-
-    Args:
-      argv: the arguments that remain after parsing. Only the program's name is allowed.
-    """
-    if argv[1:]:
-        raise SystemExit(f"not a flag: {' '.join(argv[1:])}; lists have commas and no spaces")
-    values = defined()
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = tuple(dict.fromkeys(map(_ITEMS.get(name, str), value)))
-    return Settings(**values)
-
-
-def defined() -> dict[str, Any]:
-    """Returns the flags that the running benchmark defined, with their values as parsed by absl."""
-    names = (field.name for field in dataclasses.fields(Settings))
-    return {name: getattr(flags.FLAGS, name) for name in names if name in flags.FLAGS}
+def define_peers(
+    *of: dict[str, str], default: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
+) -> None:
+    """Defines --peers: the peers of one benchmark or of several, by name with an explanation."""
+    names = {name: text for peers in of for name, text in peers.items()}
+    default = tuple(name for name in default if name in names)
+    text = "; ".join(f"{name} ({text})" if text else name for name, text in names.items())
+    define_list("peers", words(names, empty=True), ",".join(default), f"The peers to compare with: {text}.")

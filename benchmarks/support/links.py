@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 
-from benchmarks.support import report
+from benchmarks.support.result import number
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # An asynchronous collective counts at its start. No quote or percent sign precedes an operation's name.
@@ -160,12 +160,13 @@ def predicted(
 
 def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
     """Returns a table of the terms of `predicted` in µs, for up to 4096 devices on one or several mesh axes."""
-    terms = ["latency", "links", "merge", "us", "of linear"]
-    lines = [["mesh", "read", *terms]]
+    head = ("mesh", "read", "latency", "links", "merge", "us", "of linear")
+    lines = ["".join(f"{name:>13}" for name in head)]
     one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds
     for mesh in _MODEL_MESHES:
         cost = predicted(rows, vocab, k, itemsize, mesh, machine)
         values = (cost.read, cost.latency, cost.links, cost.merge, cost.seconds)
-        line = [report.number(1e6 * value) if value else "0" for value in values]
-        lines.append([" x ".join(map(str, mesh)), *line, f"{one / (math.prod(mesh) * cost.seconds):.0%}"])
-    return report.columns(lines, left=1)
+        cells = [" x ".join(map(str, mesh)), *(number(1e6 * value) if value else "0" for value in values)]
+        cells.append(f"{one / (math.prod(mesh) * cost.seconds):.0%}")
+        lines.append("".join(f"{cell:>13}" for cell in cells))
+    return "\n".join(lines)

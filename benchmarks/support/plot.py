@@ -1,49 +1,53 @@
-"""The picture of a run: the bandwidth of all contenders on all cases, relative to a plain copy or read."""
+"""The pictures of results: heat maps over shapes, lines over sizes, and bars. Every title states the finding.
 
-import colorsys
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart. A peer has a dashed line.
+"""
+
 import logging
 import textwrap
-import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.flags import logits_text
-from benchmarks.support.report import Row, bandwidth_unit, number
+import numpy as np
 
-# Each contender has one colour in all pictures. Our implementations are blue. An algorithm of the paper has the same
-# colour with and without top-k.
-COLORS = {
-    "auto": "#1f77b4",
-    "mosaic_gpu": "#17becf",
-    "triton": "#08306b",
-    "xla": "#6baed6",
-    "jax": "#7f7f7f",
-    "jax_stable": "#4d4d4d",
-    "jax_unstable": "#c49c94",
-    "jax_raft": "#bcbd22",
-    "torch": "#d62728",
-    "quack": "#8c564b",
-    "flashinfer": "#98df8a",
-    "naive": "#2ca02c",
-    "safe": "#ff7f0e",
-    "online": "#e377c2",
-    "topk": "#2ca02c",
-    "safe_unfused": "#ff7f0e",
-    "safe_fused": "#9467bd",
-    "online_fused": "#e377c2",
+from benchmarks.support.flags import LOGITS
+from benchmarks.support.result import Frame, case_columns, number
+
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
+    "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
+)
+# contender: its name in words, colour, line. No two contenders of one picture have both colour and line alike.
+STYLES = {
+    "auto": ("pallas_softmax", BLUE, "-"),
+    "ours": ("pallas_softmax", BLUE, "-"),
+    "mosaic_gpu": ("pallas_softmax, Mosaic GPU kernels", SKY, "-"),
+    "triton": ("pallas_softmax, Triton kernels", GREEN, "-."),
+    "xla": ("pallas_softmax, plain JAX", SKY, ":"),
+    "jax": ("plain JAX", BLACK, "--"),
+    "jax.nn.softmax": ("jax.nn.softmax alone", GREEN, "--"),
+    "jax_stable": ("jax.nn.softmax + lax.top_k", BLACK, "--"),
+    "jax_unstable": ("jax.nn.softmax + lax.top_k, not stable", BLACK, ":"),
+    "jax_raft": ("jax.nn.softmax + lax.top_k by RAFT", PINK, "--"),
+    "jax_rows": ("plain JAX, row by row", PINK, "--"),
+    "torch": ("torch", RED, "--"),
+    "quack": ("QuACK", ORANGE, "--"),
+    "flashinfer": ("FlashInfer", ORANGE, ":"),
+    "naive": ("naive softmax (2 reads, 1 write)", GREEN, "-"),
+    "safe": ("safe softmax (3 reads, 1 write)", RED, "-"),
+    "online": ("online softmax (2 reads, 1 write)", ORANGE, "-"),
+    "topk": ("top-k alone", GREEN, "-"),
+    "safe_unfused": ("safe softmax, then top-k", RED, "-"),
+    "safe_fused": ("safe softmax fused with top-k", PINK, "-"),
+    "online_fused": ("online softmax fused with top-k", ORANGE, "-"),
+    "matmul": ("the projection alone", SKY, "-"),
+    "jax_scan": ("JAX: checkpointed scan, float32 logits", BLACK, "-"),
+    "jax_float32": ("JAX: float32 logits", RED, "-"),
+    "jax_inexact": ("JAX: 16-bit logits", ORANGE, "-"),
+    "torch_compile": ("torch.compile: 16-bit logits", PINK, "-"),
+    "liger": ("Liger", GREEN, "-"),
+    "cce": ("cut-cross-entropy", YELLOW, "-"),
 }
-
-_INCHES_OF_BAR = 0.1
-_INCHES_OF_LABEL = 0.14  # a group of bars is at least as high as its label
-_INCHES_OF_GAP = 0.12  # between groups
-_POINTS_OF_LETTER = 4.5  # in the names of groups and bars
-_LETTERS_OF_GROUP = 26  # per line of a group's name
-_TOO_SMALL = 1 / 40  # a bar below this fraction of the axis gets its number as text
-
-
-# The rows of a panel, by group name and bar label.
-_Groups = dict[str, dict[str, list[Row]]]
+_LETTERS = 90  # per line of a title
 
 
 def pyplot() -> Any:
@@ -54,198 +58,196 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # silences its messages about fonts
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     return plt
 
 
-def color(contender: str) -> str:
-    """Returns the colour of a contender, the same in all pictures. An unlisted name gets a colour from its hash."""
-    if contender in COLORS:
-        return COLORS[contender]
-    hue = zlib.crc32(contender.encode()) / 2**32
-    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, 0.45, 0.6))
+def words(contender: str) -> str:
+    """Returns a contender's name in words."""
+    return STYLES[contender][0] if contender in STYLES else contender
 
 
-def label(contender: str, ours: bool, function: str = "") -> str:
-    """Returns the name of a contender in a legend. Our implementations mention pallas_softmax."""
-    return f"pallas_softmax{function and '.'}{function} ({contender})" if ours else contender
+def finish(figure: Any, file: Path, document: dict[str, Any], title: str, letters: int = _LETTERS) -> None:
+    """Writes a picture with its title, and where and when its numbers were measured."""
+    runs = document["runs"]
+    commits = ", ".join(dict.fromkeys(run["commit"][:7] for run in runs))
+    dates = ", ".join(sorted({run["date"][:10] for run in runs}))
+    place = f"{runs[0]['device']}, jax {runs[0]['jax']}, commit {commits}, {dates}"
+    figure.suptitle("\n".join(textwrap.wrap(title, letters)), fontsize=12, fontweight="bold")
+    figure.supxlabel("\n".join(textwrap.wrap(place, letters + 20)), fontsize=8, color="#555555")
+    figure.savefig(file, dpi=110)
+    pyplot().close(figure)
 
 
-def logits_line(kinds: Iterable[str]) -> str:
-    """Returns a picture's line of text about its logits."""
-    return f"logits: {'; '.join(dict.fromkeys(map(logits_text, kinds)))}"
+def span(values: Frame) -> str:
+    """Returns the smallest and the largest value in words: "1.0 to 2.6 times"."""
+    low, high = (
+        f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in (values.min(), values.max())
+    )
+    return f"{low} times" if low == high else f"{low} to {high} times"
 
 
-def hollow_text(dtypes: Iterable[str]) -> str:
-    """Returns the legend text for peers with different results, in these dtypes."""
-    if set(dtypes) <= {"bfloat16", "float16"}:
-        return "hollow: the peer's result differs,\nfor it rounds to 16 bits between its steps"
-    return "hollow: the peer's result differs\nby more than rounding may, or in its order"
+def ours_of(rows: Frame) -> Frame:
+    """Returns the rows of the implementation that users get, or else of the first of ours."""
+    names = list(dict.fromkeys(rows.contender[rows.ours.astype(bool)]))
+    return rows[rows.contender == ("auto" if "auto" in names else names[0])] if names else rows[:0]
 
 
-def draw(path: Path, rows: list[Row], bandwidths: dict[str, float], where: dict[str, str]) -> None:
-    """Writes the PNG: a panel per function, direction and dtype, with a group of bars per shape and k.
+# --- Heat maps ------------------------------------------------------------------------------------------
 
-    With several kinds of logits the picture compares them: each kind is a group, with all its shapes, ks and dtypes.
+
+def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what: str) -> None:
+    """Draws the speed-up of ours, and the share of the memory's bandwidth that it reaches, over all cases.
+
+    A row is a shape, or a kind of logits if there is one shape. Without the baseline, the slowdown takes the place
+    of the speed-up, and nothing is drawn without either.
     """
-    plt = pyplot()
-    *_, (floor, bytes_per_s) = bandwidths.items()
-    scale, unit = bandwidth_unit(bytes_per_s)
-    kinds = {row.case.logits for row in rows}
-    several = len(kinds) > 1
-    panels = _panels_by_logits(rows) if several else _panels_by_dtype(rows)
-    bar = max(_INCHES_OF_BAR, _INCHES_OF_LABEL / len({row.contender for row in rows}))
-    gap = _INCHES_OF_GAP / bar
-    most = max(
-        sum(gap + sum(map(len, bars.values())) for bars in groups.values()) for groups in panels.values()
+    ours = ours_of(rows)
+    measure = next(
+        (name for name in ("speedup", "slowdown") if name in ours and ours[name].notna().any()), ""
     )
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        lines,
-        columns,
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-        figsize=(1.5 + 4 * columns + 2.5 * several, 1.6 + lines * (bar * most + 0.6)),
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    right = 1.05 * max([1.0, *(row.share for row in rows if row.share is not None)])
-    left_groups: list[str] = []
-    for i, (axis, (title, groups)) in enumerate(zip(axes.flat, panels.items())):
-        same = bool(i % columns) and left_groups == list(groups)
-        _draw_panel(axis, groups, gap, right, headed=several and not same)
-        if same:
-            axis.tick_params(axis="y", labelleft=False)
-        elif several:
-            pad = 30 + _POINTS_OF_LETTER * _LETTERS_OF_GROUP
-            axis.set_ylabel("kind of logits (what they are), and the call", fontsize=8, labelpad=pad)
-        else:
-            k = "" if rows[0].case.k is None else ", k"
-            axis.set_ylabel(f"rows × elements of a row{k}", fontsize=8)
-        left_groups = list(groups)
-        axis.set_ylim(most - gap - 0.2, -0.8)
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel(f"bandwidth, % of {number(bytes_per_s / scale)} {unit} (a {floor}'s)", fontsize=8)
-    about = "" if several else f"\n{logits_line(kinds)}"
-    figure.suptitle(f"{rows[0].benchmark} on {where['device']}, jax {where['jax']}{about}", fontsize=10)
-    handles = _legend(rows, floor)
-    figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=1 + columns, fontsize=8, frameon=False
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _panels_by_dtype(rows: list[Row]) -> dict[str, _Groups]:
-    """Returns the panels by title, with a group per shape and k."""
-    panels: dict[str, _Groups] = {}
-    for row in rows:
-        shape = ", ".join([_shape(row), *_k(row)]) + _star(row)
-        groups = panels.setdefault(f"{_call(row)}, {row.case.dtype}", {})
-        groups.setdefault(shape, {}).setdefault(shape, []).append(row)
-    return panels
-
-
-def _panels_by_logits(rows: list[Row]) -> dict[str, _Groups]:
-    """Returns the panels by title, with a group per kind of logits."""
-    shapes = {_shape(row) for row in rows}
-    panels: dict[str, _Groups] = {}
-    for row in rows:
-        shape, title, words = _shape(row), _call(row), ", ".join([*_k(row), row.case.dtype]) + _star(row)
-        if len(shapes) == 1:
-            title = f"{title}, {shape}"
-        else:
-            words = f"{shape}, {words}"
-        groups = panels.setdefault(title, {})
-        bars = groups.setdefault(logits_text(row.case.logits), {})
-        bars.setdefault(words, []).append(row)
-    return panels
-
-
-def _call(row: Row) -> str:
-    """Returns a short description of a call."""
-    case = row.case
-    return " ".join([case.function if case.k is None else "top-k", case.direction, *case.arguments])
-
-
-def _shape(row: Row) -> str:
-    return f"{row.case.batch} × {row.case.vocab}"
-
-
-def _k(row: Row) -> list[str]:
-    return [] if row.case.k is None else [f"k={row.case.k}"]
-
-
-def _star(row: Row) -> str:
-    """Returns a star if the case fits a cache."""
-    return " *" if row.fits_cache else ""
-
-
-def _draw_panel(axis: Any, groups: _Groups, gap: float, right: float, headed: bool) -> None:
-    """Draws groups of bars from top to bottom. The axis ends at `right`. `headed` adds the groups' names."""
-    ticks: dict[float, str] = {}
-    position = 0.0
-    for group, bars in groups.items():
-        first = position
-        for name, rows in bars.items():
-            ticks[position + (len(rows) - 1) / 2] = name
-            for row in rows:
-                _draw_bar(axis, row, position, right)
-                position += 1
-        if headed:
-            axis.annotate(
-                textwrap.fill(group, _LETTERS_OF_GROUP),
-                (0, (first + position - 1) / 2),
-                xycoords=("axes fraction", "data"),
-                xytext=(-12 - _POINTS_OF_LETTER * max(map(len, bars)), 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=8,
-            )
-        position += gap
-    axis.axvline(1, color="black", linestyle="--", linewidth=1)
-    axis.set_xlim(0, right)
-    axis.set_yticks(list(ticks), list(ticks.values()))
-    axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axis.grid(axis="x", color="#dddddd", linewidth=0.5)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=8, labelbottom=True)
-    axis.tick_params(axis="y", length=0)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_bar(axis: Any, row: Row, position: float, right: float) -> None:
-    """Draws the bar of a row, hollow if the result differs. Without a time, writes the status instead.
-
-    A bar that is too small to see gets its number as text.
-    """
-    own = color(row.contender)
-    text = {"va": "center", "fontsize": 6, "color": "#333333"}
-    if row.share is None:
-        axis.text(0.01 * right, position, row.status, **text)
+    if not measure:
         return
-    fill = "white" if row.status == "differs" else own
-    axis.barh(position, row.share, height=0.8, facecolor=fill, edgecolor=own, linewidth=0.8)
-    if row.share < _TOO_SMALL * right:
-        axis.text(row.share + 0.01 * right, position, f"{number(100 * row.share, 2)}%", **text)
-
-
-def _legend(rows: list[Row], floor: str) -> dict[str, Any]:
-    """Returns the legend's handles by text."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Rectangle
-
-    handles: dict[str, Any] = {
-        label(row.contender, row.ours): Rectangle((0, 0), 1, 1, color=color(row.contender)) for row in rows
+    ours = ours[ours[measure].notna()].copy()
+    shapes = ours[["batch", "vocab"]].drop_duplicates()
+    many = len(shapes) > 1 or ours.logits.nunique() == 1
+    ours["down"] = ours.apply(_shape if many else lambda row: _logits(row.logits), axis=1)
+    across = [name for name in case_columns(rows) if ours[name].map(str).nunique() > 1]
+    across = [name for name in across if name not in (("batch", "vocab", "k") if many else ("logits",))]
+    ours["across"] = ours.apply(lambda row: "\n".join(_value(name, row[name]) for name in across), axis=1)
+    across_order, down_order = (list(dict.fromkeys(ours[name])) for name in ("across", "down"))
+    tables = {
+        name: ours.pivot_table(index="down", columns="across", values=name, aggfunc="last")
+        .reindex(index=down_order, columns=across_order)
+        .astype(float)
+        for name in (measure, "share")
     }
-    what = {"copy": "copy, read plus written", "read": "read, in a sum"}[floor]
-    handles[f"100%: a plain {what}"] = Line2D([], [], color="black", linestyle="--", linewidth=1)
-    differing = [row for row in rows if row.status == "differs"]
-    if differing:
-        hollow = Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="black", linewidth=0.8)
-        handles[hollow_text(row.case.dtype for row in differing)] = hollow
-    for cache in sorted({row.fits_cache for row in rows} - {""}):
-        handles[f"* fits {cache}, so may never read the memory"] = Line2D([], [], linestyle="")
-    return handles
+    read = "read_tb_per_s" in document["runs"][0]
+    titles = {
+        "speedup": f"speed-up over {baseline}, times",
+        "slowdown": "time relative to normal logits, times",
+        "share": f"share of a plain {'read' if read else 'copy'}'s bandwidth, %",
+    }
+    plt = pyplot()
+    stacked = len(across_order) > 5
+    grid = (2, 1) if stacked else (1, 2)
+    width = max(4.2, 0.68 * len(across_order)) * grid[1] + 1.8
+    height = (0.7 + 0.36 * len(down_order)) * grid[0] + 1.3
+    figure, axes = plt.subplots(*grid, layout="constrained", figsize=(width, height), sharey=True)
+    for axis, (name, table) in zip(axes, tables.items()):
+        _heat(axis, table, 100 if name == "share" else 1, name)
+        axis.set_title(titles[name], fontsize=10)
+        axis.set_yticks(range(len(down_order)), down_order)
+    for axis in axes if stacked else axes[:1]:
+        axis.set_ylabel("rows × elements of a row" if many else "logits")
+    if measure == "speedup":
+        claim = f"{what}: {span(ours.speedup)} as fast as {baseline}, median {ours.speedup.median():.1f}"
+    else:
+        claim = f"{what}: the worst logits take {span(ours.slowdown)} as long as normal ones"
+    finish(figure, file, document, claim, int(8 * width))
+
+
+def _heat(axis: Any, table: Frame, scale: float, measure: str) -> None:
+    """Draws one heat map with its numbers. Speed-ups below 1 are orange, others blue; shares are blue."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colors = LinearSegmentedColormap.from_list("", [ORANGE, "#ffffff", BLUE])
+    values = table.to_numpy()
+    shade = values if measure == "share" else np.log2(values) * (-1 if measure == "slowdown" else 1)
+    most = np.nanmax(np.abs(shade))
+    axis.imshow(shade, cmap=colors, vmin=-most, vmax=most, aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            text = number(scale * value, 2)
+            dark = shade[i, j] > 0.65 * most
+            axis.text(j, i, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
+    axis.set_xticks(range(len(table.columns)), table.columns, fontsize=8)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+
+
+def _shape(row: Any) -> str:
+    k = "" if row.k is None else f", k = {row.k:,.0f}"
+    return f"{row.batch:,} × {row.vocab:,}{k}" + " *" * bool(row.get("fits_cache"))
+
+
+def _value(name: str, value: Any) -> str:
+    return {"k": f"k = {value}", "axis": f"axis {value}"}.get(name, str(value).replace("_", " "))
+
+
+def _logits(kind: str) -> str:
+    return f"{kind} ({LOGITS.get(kind, 'a file')})"
+
+
+# --- Lines ----------------------------------------------------------------------------------------------
+
+
+def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
+    """Draws a line for each contender over logarithmic axes. A hollow point's result differs from the oracle's."""
+    for name, own in rows[rows[y].notna()].groupby("contender", sort=False):
+        text, color, style = STYLES.get(str(name), (str(name), PINK, "-"))
+        own = own.sort_values(x)
+        wide = 3 if name in ("auto", "ours") else 1.5
+        axis.plot(own[x], own[y], style, color=color, label=text, linewidth=wide, marker="o", markersize=4)
+        wrong = own[own.status == "differs"]
+        axis.plot(wrong[x], wrong[y], "o", color=color, markerfacecolor="white", markersize=4)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    for of in (axis.xaxis, axis.yaxis):
+        of.set_major_locator(LogLocator(subs=(1, 2, 5) if of is axis.yaxis else (1,)))
+        of.set_minor_locator(NullLocator())
+        of.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axis.grid(color="#dddddd", linewidth=0.5)
+
+
+def legend(figure: Any, axis: Any, rows: Frame) -> None:
+    """Draws the legend of lines beside the figure, with the reason for hollow points."""
+    handles, labels = axis.get_legend_handles_labels()
+    if (rows.status == "differs").any():
+        handles += axis.plot([], [], "o", color="black", markerfacecolor="white")
+        labels.append(hollow(rows))
+    labels = [textwrap.fill(label, 30) for label in labels]
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9, frameon=False)
+
+
+def hollow(rows: Frame) -> str:
+    """Returns the legend of hollow points: why a peer's result differs."""
+    if set(rows.dtype[rows.status == "differs"]) <= {"bfloat16", "float16"}:
+        return "hollow: the result differs, it was rounded to 16 bits between steps"
+    return "hollow: the result differs by more than rounding may, or in its order"
+
+
+def over_sizes(rows: Frame, document: dict[str, Any], file: Path, x: str, baseline: str, title: str) -> None:
+    """Draws the speed-up over a baseline and, below it, the elements per second, over V or over k."""
+    base = rows[rows.contender == baseline].set_index(x).p50_us
+    base = base[~base.index.duplicated()]
+    rows = rows.assign(of_baseline=rows[x].map(base) / rows.p50_us, rate=rows.elements_per_s / 1e9)
+    plt = pyplot()
+    figure, (top, bottom) = plt.subplots(2, 1, layout="constrained", figsize=(10.5, 7.5), sharex=True)
+    lines(top, rows, x, "of_baseline")
+    lines(bottom, rows, x, "rate")
+    top.set_ylabel(f"speed-up over {words(baseline)},\ntimes")
+    bottom.set_ylabel("$10^9$ elements per second")
+    bottom.set_xlabel({"vocab": "V, elements of a row", "k": "k, winners of a row"}[x])
+    if x == "k":
+        bottom.set_xticks(sorted(rows.k.unique()), [f"{k:.0f}" for k in sorted(rows.k.unique())])
+    legend(figure, bottom, rows)
+    finish(figure, file, document, title)
+
+
+# --- Bars -----------------------------------------------------------------------------------------------
+
+
+def bars(axis: Any, rows: Frame, values: Frame, unit: str) -> None:
+    """Draws a horizontal bar with its number for each row, from top to bottom. Our bars are hatched."""
+    names = [words(name) for name in rows.contender]
+    colors = [STYLES.get(name, ("", PINK, ""))[1] for name in rows.contender]
+    drawn = axis.barh(names, values, color=colors, edgecolor="white")
+    for bar, own in zip(drawn, rows.ours):
+        bar.set_hatch("//" if own else "")
+    axis.bar_label(drawn, [number(value) for value in values], fontsize=9, padding=3)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    axis.set_xlabel(unit)

@@ -1,38 +1,29 @@
-"""Redraws the pictures of results from their JSON: python -m benchmarks.support.redraw benchmarks/results/targets
+"""Makes the CSV, the table and the picture of results again: python -m benchmarks.support.redraw FOLDER
 
-It takes folders, and measures nothing. It skips results of benchmarks that draw no pictures.
+It takes folders, measures nothing, and needs pandas. A folder is for example benchmarks/results/targets.
 """
 
+import importlib
 from pathlib import Path
 
 from absl import app
 
-from benchmarks import linear, paper, sharded
-from benchmarks.support import plot, report
+from benchmarks.support import driver
 
 
-def redraw(directory: Path) -> None:
-    """Redraws the pictures of the results in a folder."""
-    for name, draw in {
-        "softmax": plot.draw,
-        "topk": plot.draw,
-        "paper": paper.draw,
-        "sample": plot.draw,
-    }.items():
-        if (file := directory / f"{name}.json").is_file():
-            draw(directory / f"{name}.png", *report.read(file, report.Row))
-    if (file := directory / "linear.json").is_file():
-        rows, _, where = report.read(file, linear.Row)
-        linear.draw(directory / "linear.png", rows, where)
-    if (file := directory / "sharded.json").is_file():
-        rows, _, where = report.read(file, sharded.Row)
-        sharded.picture(directory / "sharded.png", rows, where)
+def benchmark_of(name: str) -> driver.Benchmark:
+    """Returns the benchmark that wrote a result of this name."""
+    if name == "linear_training":
+        return importlib.import_module("benchmarks.linear").TRAINING
+    module = importlib.import_module(f"benchmarks.{name}")
+    return module.BENCHMARK
 
 
 def main(argv: list[str]) -> None:
-    """Redraws the pictures in the folders named on the command line."""
+    """Shows the results in the folders named on the command line."""
     for folder in argv[1:]:
-        redraw(Path(folder))
+        for file in sorted(Path(folder).glob("*.json")):
+            driver.show(benchmark_of(file.stem), Path(folder))
 
 
 if __name__ == "__main__":

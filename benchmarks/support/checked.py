@@ -1,0 +1,135 @@
+"""One case of softmax, topk or paper: every contender is compared with the float64 oracle, then all are timed."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_softmax
+from benchmarks.support import answers, cases, driver, timing
+from benchmarks.support.cases import Case
+from benchmarks.support.contenders import Call, Contender, fetch_jax
+from benchmarks.support.result import Record
+
+
+def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Record]:
+    """Checks every contender of a case, then times them together."""
+    cache, cache_bytes = timing.cache()
+    records = [Record(case, contender.name, contender.ours) for contender in contenders]
+    for record in records:
+        record.add(bytes=case.least_bytes, fits_cache=cache if case.least_bytes <= cache_bytes else "")
+    try:
+        _require_memory(case)
+        arrays, g, answer = question(case, case.checked_rows)
+    except Exception as error:
+        for record in records:
+            driver.note(record, error)
+        return records
+    named = {contender.name: contender for contender in contenders}
+    driver.measure(
+        records, lambda record: _prepare(record, named[record.contender], arrays, g, answer), chosen
+    )
+    return records
+
+
+def rows_of(fetch: Callable[..., np.ndarray], array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
+    """Returns some rows of an input or a result of the case. With axis 0, these are columns of the array."""
+    if case.axis == 0:
+        return fetch(array, rows, array.ndim - 1).T
+    return fetch(array, rows, 0)
+
+
+def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.Array | None, answers.Answer]:
+    """Returns the case's arrays (x and any mask), its cotangent, and the answer for the rows.
+
+    A forward call has the cotangent None.
+    """
+    x, mask = cases.logits(case), cases.mask(case)
+    g = None if case.direction == "forward" else cases.cotangent(case)
+    arrays = (x,) if mask is None else (x, mask)
+    kept = None if mask is None else rows_of(fetch_jax, jnp.broadcast_to(mask, x.shape), case, rows)
+    x_rows = rows_of(fetch_jax, x, case, rows)
+    g_rows = None if g is None else rows_of(fetch_jax, g, case, rows)
+    return arrays, g, answers.Answer(x_rows, g_rows, case.function, case.k, kept)
+
+
+def _prepare(
+    record: Record,
+    contender: Contender,
+    arrays: tuple[jax.Array, ...],
+    g: jax.Array | None,
+    answer: answers.Answer,
+) -> Call | None:
+    """Makes the contender's call, checks it and describes it in its record.
+
+    A wrong result of ours is not timed. A peer that differs is timed, and the table shows the difference.
+    """
+    case = record.case
+    # explain comes later: it would do part of the tracing, which first_result_s should include.
+    call = driver.described(record, contender.prepare(contender, case.direction, arrays, g))
+    record.add(extra_mb=call.extra_mb)
+    if contender.ours:
+        choices = pallas_softmax.explain(contender.function, *arrays)
+        record.add(explain="; ".join(map(str, choices)))
+        require_name(contender, case, choices, call.ran)
+    check = _check(call, contender, case, answer, case.checked_rows)
+    record.add(rows_checked=check.rows)
+    if np.isfinite(check.error_share):
+        record.add(error_eps=check.error_eps, error_share_of_bound=check.error_share)
+    if not check.ok:
+        driver.note(record, driver.Wrong(check.detail))
+    return call if check.ok or not contender.ours else None
+
+
+def _check(
+    call: Call, contender: Contender, case: Case, answer: answers.Answer, rows: np.ndarray
+) -> answers.Check:
+    """Runs the call once and compares the result with the answer."""
+    result = call.run()
+    call.wait(result)
+    checks = []
+    if "y" in result:
+        check = answer.check_logits if contender.of_logits else answer.check_output
+        checks.append(check(rows_of(call.fetch, result["y"], case, rows)))
+    if "indices" in result:
+        checks.append(answer.check_indices(call.fetch(result["indices"], rows, 0), contender.stable))
+    if "dx" in result:
+        chosen = None
+        if not contender.ours and case.k is not None:  # a peer may order ties freely
+            chosen = call.fetch(result.get("indices", call.indices), rows, 0)
+        checks.append(answer.check_gradient(rows_of(call.fetch, result["dx"], case, rows), chosen))
+    return answers.all_of(checks)
+
+
+def require_name(contender: Contender, case: Case, choices: list[Any], ran: str) -> None:
+    """Raises if the program runs another implementation than the one asked for and explained."""
+    said = set()
+    for choice in choices:  # a gradient without kernels is plain JAX, and has no choice
+        is_gradient = choice.call.op.endswith("_grad")
+        if case.direction in ("both", "backward" if is_gradient else "forward"):
+            said.add(choice.cuda if timing.on_gpu() else choice.elsewhere)
+    asked = {contender.asked} if contender.asked else said
+    if choices and not said and asked - {"xla"}:
+        function = case.function if case.k is None else "fused_topk"
+        raise NotImplementedError(f"the gradient of {function} is plain JAX: it has no kernel here")
+    said = said or asked  # explain says nothing about the paper's algorithms
+    if not said <= asked or said - {"xla"} != set(ran.split("+")) - {"xla"}:
+        raise AssertionError(f"asked for {contender.name}, explained as {said}, lowered to {ran}")
+
+
+def _memory() -> int:
+    """Returns the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _require_memory(case: Case) -> None:
+    """Raises if a case does not fit a CPU's memory. Running it would kill the process, not only the call."""
+    if timing.on_gpu() or not hasattr(os, "sysconf"):
+        return
+    # Eight float32 arrays hold x, its gradient, outputs, values that peers keep, and float32 copies of 16-bit rows.
+    needed = 8 * case.batch * case.vocab * 4
+    if needed > _memory():
+        raise MemoryError(f"needs about {needed / 1e9:.3g} GB of memory, there are {_memory() / 1e9:.3g}")

@@ -1,0 +1,304 @@
+"""A result: its records, its provenance, its JSON, and what pandas makes of them (derived columns, CSV and table).
+
+The JSON holds what cannot be computed again: {"benchmark", "runs": [provenance], "rows": [record]}. A row of a result
+that was put together from several runs has the index of its run.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl.flags import FLAGS
+
+Frame = Any  # a pandas.DataFrame or Series, which type checkers know too little about
+
+WIDTH = 120  # of every printed table
+
+# What the columns mean. A table is followed by the lines of its columns.
+COLUMNS = {
+    "ran": "of ours: the implementation found in the lowered program",
+    "status": "ok; FAILED (a wrong result, which fails the run); differs (a peer rounds or orders otherwise, which"
+    " does not); WORSE (less accurate than XLA); not run; error",
+    "error_eps": "the largest relative error against float64, in units of the dtype's eps",
+    "error": "the largest error of a loss or a gradient against plain JAX: the norm of the difference, over the norm",
+    "rows_checked": "how many rows were compared with the float64 oracle",
+    "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
+    "tb_per_s": "the fewest bytes that a call must move, divided by its time",
+    "share": "tb_per_s over that of a plain copy, or of a plain read for top-k and sample",
+    "speedup": "how many times as fast as the baseline",
+    "slowdown": "the time relative to the same call with normal logits",
+    "value": "the mean loss",
+    "loss": "the loss",
+    "first_loss": "the loss of the first step",
+    "last_loss": "the mean loss of the last steps",
+    "largest_gap": "the largest difference from plain JAX's loss, over all steps",
+    "step_us": "the wall time of a step",
+    "products": "the time relative to the projection alone",
+    "memory_mib": "temporaries, including any float32 dw: XLA's plan, or torch's peak",
+    "first_result_s": "seconds to trace, lower, compile and run a JAX function the first time",
+    "fits_cache": "the cache that holds all that a call moves, so that repeated calls may not read the memory",
+    "ulps": "the largest error against float64, in units of the last place of the true value (dx: of its terms)",
+    "xla_ulps": "the largest error of jax.nn's function, in the same units",
+    "same": "how many hypotheses equal jax's, token for token",
+    "score_error": "the largest error of a score, found by a replay of the search",
+    "gap": "the largest shortfall of a choice from the best, found by a replay: a near tie",
+    "draws_checked": "how many draws were checked against the float64 oracle",
+    "tokens_per_s": "tokens of all requests, over the wall time of a whole decoding",
+    "device_us_per_step": "the device time of the kernels in one step, including the model",
+    "wall_p50_us": "the median time of one call until its result is ready",
+    "device_us": "on GPUs, the time from one call to the next in a program of many calls",
+    "speedup_wall": "by wall time, how many times as fast as plain JAX on the same layout",
+    "speedup_device": "the same by device time",
+    "of_softmax": "the wall time, relative to jax.nn.softmax on the same layout",
+    "of_linear": "device time on one device / (n * device time on n devices)",
+    "link_bytes": "the most that any device receives in a call",
+}
+
+
+@dataclasses.dataclass
+class Record:
+    """What a run found out about one contender on one case. `found` holds what the benchmark measured."""
+
+    case: Any  # a frozen dataclass. Its fields are columns
+    contender: str
+    ours: bool
+    ran: str = ""  # the implementation found in the lowered program
+    status: str = "ok"
+    reason: str = ""  # why the status is not ok
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
+    required: bool | None = None  # whether a failure fails the run; None: if ours
+
+    def add(self, **found: Any) -> None:
+        """Adds measured columns."""
+        self.found |= found
+
+    def __post_init__(self) -> None:
+        self.required = self.ours if self.required is None else self.required
+
+    @property
+    def fails(self) -> bool:
+        """Whether this record makes the run fail."""
+        return bool(self.required) and self.status in ("FAILED", "WORSE", "error")
+
+
+def flat(case: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass, and of the dataclasses in it, as one dictionary."""
+    columns: dict[str, Any] = {}
+    for field in dataclasses.fields(case):
+        value = getattr(case, field.name)
+        columns |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return columns
+
+
+# --- Provenance and JSON --------------------------------------------------------------------------------
+
+
+def _output_of(*command: str) -> str:
+    """Returns the output of a command, or "" if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _device_name() -> str:
+    """Returns the name of the first device. A CPU's name is its model and the number of cores."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine() or 'CPU'} ({os.cpu_count()} cores)"
+
+
+def provenance(commit: str = "", devices: int = 1) -> dict[str, Any]:
+    """Returns device, driver, versions, commit (by default the git checkout's), date, command and flags."""
+    driver = ""
+    if jax.default_backend() == "gpu":
+        query = ("--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _output_of("nvidia-smi", *query).split("\n")[0]
+    if not commit:
+        commit = _output_of("git", "rev-parse", "HEAD")
+        if commit and _output_of("git", "status", "--porcelain"):
+            commit += "+dirty"
+    program = FLAGS.get_key_flags_for_module(sys.modules["__main__"])
+    return {
+        "device": f"{devices} x " * (devices > 1) + _device_name(),
+        "driver": driver,
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "flags": {flag.name: flag.value for flag in program},
+    }
+
+
+def write(directory: str, name: str, records: list[Record], run: dict[str, Any]) -> None:
+    """Writes name.json."""
+    rows = []
+    for record in records:
+        columns = {"contender": record.contender, "ours": record.ours, "ran": record.ran}
+        columns |= {"status": record.status, "reason": record.reason}
+        rows.append({**flat(record.case), **columns, **record.found})
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    document = {"benchmark": name, "runs": [run], "rows": rows}
+    (Path(directory) / f"{name}.json").write_text(as_text(document))
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """Returns a result as JSON with one run or row on a line."""
+    runs, rows = (",\n  ".join(map(json.dumps, document[part])) for part in ("runs", "rows"))
+    name = json.dumps(document["benchmark"])
+    return f'{{\n "benchmark": {name},\n "runs": [\n  {runs}\n ],\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Reads a result's JSON."""
+    return json.loads(file.read_text())
+
+
+def heading(document: dict[str, Any]) -> str:
+    """Returns the line above a table: what ran where."""
+    run = document["runs"][0]
+    return f"{document['benchmark']} on {run['device']}, jax {run['jax']}"
+
+
+# --- What pandas makes of it ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How to show a result: the columns of its table, and its picture.
+
+    Attributes:
+      columns: what the table shows of each contender.
+      baselines: the contenders with speed-up 1. The first of them that the result has is its baseline.
+      derive: (rows, of) -> None. It adds columns to the rows; see `frame` for `of`.
+      draw: (rows, document, file) -> None. It writes the picture.
+      table: (rows) -> the text of the table, in place of the usual one.
+    """
+
+    columns: tuple[str, ...]
+    baselines: tuple[str, ...] = ()
+    derive: Callable[[Frame, Callable[..., Frame]], None] | None = None
+    draw: Callable[[Frame, dict[str, Any], Path], None] | None = None
+    table: Callable[[Frame], str] | None = None
+
+
+def case_columns(rows: Frame) -> list[str]:
+    """Returns the columns that describe the case."""
+    return list(rows.columns[: list(rows.columns).index("contender")])
+
+
+def frame(document: dict[str, Any], view: View) -> Frame:
+    """Returns the rows of a result with everything that follows from them: rates, shares and speed-ups."""
+    import pandas as pd
+
+    rows: Frame = pd.DataFrame(document["rows"])
+    cases = case_columns(rows)
+    for name in cases:  # integers stay integers beside None
+        rows[name] = pd.Series([row[name] for row in document["rows"]], dtype=object)
+
+    def of(column: str, contender: str = "", **changed: Any) -> Frame:
+        """Returns for each row the value of another row: a contender's in its case, or its own in a changed case."""
+        own = rows[rows.contender == contender] if contender else rows
+        key = lambda rows: _key(rows[cases + ["contender"] * (not contender)])  # noqa: E731
+        values = own.set_index(key(own))[column].astype(float)
+        return key(rows.assign(**changed)).map(values[~values.index.duplicated(keep="last")])
+
+    baseline = next((name for name in view.baselines if name in set(rows.contender)), "")
+    if "p50_us" in rows:
+        rows["p50_us"] = rows.p50_us.astype(float)
+        if baseline:
+            rows["speedup"] = of("p50_us", baseline) / rows.p50_us
+    if "bytes" in rows and "p50_us" in rows:
+        rows["elements_per_s"] = (rows.batch * rows.vocab / rows.p50_us * 1e6).astype(float)
+        rows["tb_per_s"] = rows.bytes / rows.p50_us / 1e6
+        for name in ("copy", "read"):
+            limits = [run.get(f"{name}_tb_per_s") for run in document["runs"]]
+            if limits[0]:
+                rows["share"] = rows.tb_per_s / rows.get("run", pd.Series(0, rows.index)).map(
+                    limits.__getitem__
+                )
+        if rows.logits.nunique() > 1 and "normal" in rows.logits.values:
+            slowdown = rows.p50_us / of("p50_us", logits="normal")
+            rows["slowdown"] = slowdown.where(rows.logits != "normal")
+    if view.derive:
+        view.derive(rows, of)
+    return rows
+
+
+def _key(cases: Frame) -> Frame:
+    """Returns one string for each case."""
+    return cases.map(str).agg("|".join, axis=1)
+
+
+def show(document: dict[str, Any], view: View, directory: Path) -> str:
+    """Writes the CSV and the picture of a result. Returns its table as text."""
+    rows = frame(document, view)
+    rows.to_csv(directory / f"{document['benchmark']}.csv", index=False, lineterminator="\n")
+    if view.draw:
+        view.draw(rows, document, directory / f"{document['benchmark']}.png")
+    return view.table(rows) if view.table else table(rows, view)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Returns a number with this many significant digits and without an exponent, such as 0.0123, 1.50 or 2,079."""
+    if value is None or value != value:
+        return ""
+    if not isinstance(value, int | float):
+        return str(value)
+    if value and abs(value) < 1e-4:
+        return f"{value:.1e}"
+    text = f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+    return f"{value:,}" if isinstance(value, int) else text
+
+
+def table(rows: Frame, view: View) -> str:
+    """Returns the rows as aligned text: the fields of the case that vary, the contender, and the view's columns.
+
+    Notes below the table give the fields that do not vary, the reasons behind a status, and the columns' meaning.
+    """
+    cases = case_columns(rows)
+    varying = [name for name in cases if rows[name].map(str).nunique() > 1]
+    shown = [name for name in view.columns if name in rows and rows[name].notna().any()]
+    reasons = list(dict.fromkeys(rows.reason[rows.reason != ""]))
+    text = rows[varying + ["contender"] + shown].copy()
+    for name in shown:
+        text[name] = rows[name].map(number)
+    if "ran" in shown:
+        text["ran"] = rows.ran.where(rows.ours, "")
+    marks = rows.reason.map(lambda reason: f" [{reasons.index(reason) + 1}]" if reason else "")
+    if "status" in shown:
+        text["status"] = rows.status + marks
+    text = text.astype(str).set_index([*varying, "contender"])
+    lines = [text.to_string()]
+    if fixed := [f"{name} {rows[name].iloc[0]}" for name in cases if name not in varying]:
+        lines.insert(0, wrapped(", ".join(fixed)))
+    lines += [wrapped(f"[{i}] {reason}") for i, reason in enumerate(reasons, 1)]
+    lines += [wrapped(f"{name}: {COLUMNS[name]}") for name in shown]
+    return "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    """Wraps a line of text to the width of a table. The second line and later ones are indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
