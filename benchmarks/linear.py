@@ -268,13 +268,14 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     rows = rows[rows.speedup.notna() & (rows.contender != "matmul")]
     if rows.empty:
         return
+    baseline = rows[rows.speedup == 1].contender.iloc[0]
     losses = list(rows.groupby(["head", "tokens", "dtype", "reduction", "direction"], sort=False))
     plt = plot.pyplot()
     height = 1.4 + sum(0.9 + 0.28 * len(own) for _, own in losses)
     figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height))
     for (speed, memory), ((head, tokens, dtype, reduction, direction), own) in zip(axes, losses):
         own = own.sort_values("speedup", ascending=False)
-        plot.bars(speed, own, own.speedup, "speed-up over plain JAX with float32 logits, times")
+        plot.bars(speed, own, own.speedup, f"speed-up over {plot.words(baseline)}, times")
         plot.bars(memory, own, own.memory_mib / 1024, "temporaries, GiB")
         memory.tick_params(axis="y", labelleft=False)
         what = {"mean": "mean", "none": "a loss per token"}[reduction]
@@ -284,7 +285,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
     ours = rows[rows.contender == "auto"]
     peak = rows.memory_mib[rows.contender == "jax_float32"].max()
-    title = f"linear_cross_entropy: {plot.span(ours.speedup)} as fast as plain JAX"
+    title = f"linear_cross_entropy: {plot.span(ours.speedup)} as fast as {plot.words(baseline)}"
     if peak == peak:
         title += f", in {ours.memory_mib.max() / 1024:.1f} GiB of temporaries instead of {peak / 1024:.1f}"
     plot.finish(figure, file, document, title)

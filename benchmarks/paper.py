@@ -75,7 +75,8 @@ def table(rows: Frame) -> str:
     """
     over, (fast, slow) = _over(rows), _pair(rows)
     text = _about(rows)
-    for panel, own in rows.groupby(["batch"] + (["vocab"] if over == "k" else ["k"]), dropna=False):
+    by = ["batch", "vocab" if over == "k" else "k"]
+    for panel, own in rows.groupby(by, dropna=False, sort=False):
         rates = (
             own.assign(rate=own.elements_per_s / 1e9) if "elements_per_s" in own else own.assign(rate=None)
         )
@@ -86,16 +87,17 @@ def table(rows: Frame) -> str:
             parts = [
                 rates[some].map(result.number).to_string() for some in (names, rates.columns.drop(names))
             ]
-        text += f"batch, {'V' if over == 'k' else 'k'} = {panel}; 10^9 elements/s\n" + "\n".join(parts) + "\n"
+        fixed = ", ".join(f"{name} {value}" for name, value in zip(by, panel) if value == value)
+        text += f"{fixed}; 10^9 elements/s\n" + "\n".join(parts) + "\n"
         bars = own[own.contender == fast]
         if "speedup" in bars and bars.speedup.notna().any():
             ratios = ", ".join(f"{value:.2f}x at {x}" for x, value in zip(bars[over], bars.speedup))
             text += result.wrapped(f"speed-up of {fast} over {slow}: {ratios}") + "\n"
     bad = rows[rows.status != "ok"]
-    return text + "\n".join(
-        result.wrapped(f"{row.contender}, V = {row.vocab}: {row.status}, {row.reason}")
-        for row in bad.itertuples()
-    )
+    for (name, status, reason), own in bad.groupby(["contender", "status", "reason"], sort=False):
+        sizes = ", ".join(map(str, own[over]))
+        text += result.wrapped(f"{name} at {over} {sizes}: {status}, {reason}") + "\n"
+    return text.rstrip()
 
 
 def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
@@ -114,7 +116,8 @@ def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
         if over == "k":
             title += f", {ratio.iloc[0]:.1f} times at k = {ratio.index[0]}"
     title += f" (batch {own.batch.iloc[0]:,})"
-    plot.over_sizes(own, document, file, over, slow, title.strip())
+    baseline = next((name for name in ("jax", "jax_stable") if name in whole), slow)
+    plot.over_sizes(own, document, file, over, baseline, title.strip())
 
 
 VIEW = View(columns=softmax.VIEW.columns, baselines=("safe", "safe_unfused"), draw=_draw, table=table)

@@ -262,15 +262,15 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
     axes[0].set_ylabel("device time of a call, µs")
     plot.legend(figure, axes[1], rows)
     spread = rows[(rows.contender == OURS) & (rows.sharding != ALONE)].speedup_device.dropna()
-    title = f"{case.batch:,} x {case.vocab:,} {case.dtype}" + (f", k = {case.k}" if case.k else "")
-    if len(spread):
-        title = f"Over several GPUs, pallas_softmax takes {plot.span(spread)} less device time ({title})"
+    what, over = ("fused_topk", f", k = {case.k}") if case.k else ("softmax", "")
+    title = f"{what}: {plot.span(spread)} less device time than plain JAX on several GPUs"
+    title += f" ({case.batch:,} × {case.vocab:,} {case['dtype']}{over})"
     plot.finish(figure, file, document, title)
 
 
 def _draw_model(axis: Any, case: Any, measured: dict[int, float]) -> None:
     """Draws the model of ours for up to 4096 devices, its error, and a grey area where nothing was measured."""
-    shape = case.batch, case.vocab, case.k, jax.numpy.dtype(case.dtype).itemsize
+    shape = case.batch, case.vocab, case.k, jax.numpy.dtype(case["dtype"]).itemsize
 
     def model_us(*mesh: int) -> float:
         return 1e6 * links.predicted(*shape, mesh, links.H200).seconds
@@ -295,8 +295,8 @@ def misses(measured: dict[int, float], model_us: Callable[[int], float]) -> str:
 
 
 VIEW = View(
-    ("ran", "status", "error_eps", "wall_p50_us", "speedup_wall", "of_softmax")
-    + ("device_us", "speedup_device", "of_linear", "link_bytes"),
+    ("status", "wall_p50_us", "speedup_wall", "device_us", "speedup_device", "of_linear", "of_softmax")
+    + ("link_bytes", "error_eps", "ran"),
     derive=compare,
     draw=picture,
 )

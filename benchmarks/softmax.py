@@ -63,7 +63,8 @@ def _run(case: Case, chosen: Any) -> list[Record]:
 
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     functions = "/".join(dict.fromkeys(rows.function))
-    plot.heat(rows, document, file, f"jax.nn.{functions}", functions)
+    axis = " along axis 0" * (set(rows.axis) == {0})
+    plot.heat(rows, document, file, f"jax.nn.{functions}", functions + axis)
 
 
 VIEW = View(

@@ -112,7 +112,9 @@ def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = 
     """
     usual = {"dtype": ("float32",), "function": ("softmax",), "where": ("none",), "axis": (-1,)}
     others = {"direction": ("forward",), "logits": ("normal",)}
-    lists: dict[str, Any] = {name: getattr(chosen, name, default) for name, default in (usual | others).items()}
+    lists: dict[str, Any] = {
+        name: getattr(chosen, name, default) for name, default in (usual | others).items()
+    }
     if ks != (None,):
         lists |= {name: usual[name] for name in ("function", "where", "axis")}
     cases = []

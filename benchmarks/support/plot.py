@@ -36,14 +36,14 @@ STYLES = {
     "safe": ("safe softmax (3 reads, 1 write)", RED, "-"),
     "online": ("online softmax (2 reads, 1 write)", ORANGE, "-"),
     "topk": ("top-k alone", GREEN, "-"),
-    "safe_unfused": ("safe softmax, then top-k", RED, "-"),
+    "safe_unfused": ("safe softmax and a separate top-k", RED, "-"),
     "safe_fused": ("safe softmax fused with top-k", PINK, "-"),
     "online_fused": ("online softmax fused with top-k", ORANGE, "-"),
     "matmul": ("the projection alone", SKY, "-"),
-    "jax_scan": ("JAX: checkpointed scan, float32 logits", BLACK, "-"),
-    "jax_float32": ("JAX: float32 logits", RED, "-"),
-    "jax_inexact": ("JAX: 16-bit logits", ORANGE, "-"),
-    "torch_compile": ("torch.compile: 16-bit logits", PINK, "-"),
+    "jax_scan": ("plain JAX, scan, float32 logits", BLACK, "-"),
+    "jax_float32": ("plain JAX, float32 logits", RED, "-"),
+    "jax_inexact": ("plain JAX, 16-bit logits", ORANGE, "-"),
+    "torch_compile": ("torch.compile, 16-bit logits", PINK, "-"),
     "liger": ("Liger", GREEN, "-"),
     "cce": ("cut-cross-entropy", YELLOW, "-"),
 }
@@ -108,7 +108,7 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     )
     if not measure:
         return
-    ours = ours[ours[measure].notna()].copy()
+    ours = ours.copy()
     shapes = ours[["batch", "vocab"]].drop_duplicates()
     many = len(shapes) > 1 or ours.logits.nunique() == 1
     ours["down"] = ours.apply(_shape if many else lambda row: _logits(row.logits), axis=1)
@@ -122,11 +122,15 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
         .astype(float)
         for name in (measure, "share")
     }
+    ours["cached"] = ours.fits_cache.fillna("").ne("") if "fits_cache" in ours else False
+    cached = ours.pivot_table(index="down", columns="across", values="cached", aggfunc="last")
+    cached = cached.reindex(index=down_order, columns=across_order).to_numpy() == 1
     read = "read_tb_per_s" in document["runs"][0]
     titles = {
-        "speedup": f"speed-up over {baseline}, times",
+        "speedup": textwrap.fill(f"speed-up over {baseline}, times", 50),
         "slowdown": "time relative to normal logits, times",
-        "share": f"share of a plain {'read' if read else 'copy'}'s bandwidth, %",
+        "share": f"share of a plain {'read' if read else 'copy'}'s bandwidth, %"
+        + " (*: fits the L2 cache)" * bool(cached.any()),
     }
     plt = pyplot()
     stacked = len(across_order) > 5
@@ -135,7 +139,7 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     height = (0.7 + 0.36 * len(down_order)) * grid[0] + 1.3
     figure, axes = plt.subplots(*grid, layout="constrained", figsize=(width, height), sharey=True)
     for axis, (name, table) in zip(axes, tables.items()):
-        _heat(axis, table, 100 if name == "share" else 1, name)
+        _heat(axis, table, name, cached)
         axis.set_title(titles[name], fontsize=10)
         axis.set_yticks(range(len(down_order)), down_order)
     for axis in axes if stacked else axes[:1]:
@@ -143,11 +147,11 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     if measure == "speedup":
         claim = f"{what}: {span(ours.speedup)} as fast as {baseline}, median {ours.speedup.median():.1f}"
     else:
-        claim = f"{what}: the worst logits take {span(ours.slowdown)} as long as normal ones"
-    finish(figure, file, document, claim, int(8 * width))
+        claim = f"{what}: other logits take {span(ours.slowdown)} as long as normal ones"
+    finish(figure, file, document, claim, int(9.5 * width))
 
 
-def _heat(axis: Any, table: Frame, scale: float, measure: str) -> None:
+def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
     """Draws one heat map with its numbers. Speed-ups below 1 are orange, others blue; shares are blue."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -157,8 +161,12 @@ def _heat(axis: Any, table: Frame, scale: float, measure: str) -> None:
     most = np.nanmax(np.abs(shade))
     axis.imshow(shade, cmap=colors, vmin=-most, vmax=most, aspect="auto")
     for (i, j), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            text = number(scale * value, 2)
+        if np.isnan(value):
+            axis.text(j, i, "peer did not run", ha="center", va="center", fontsize=8, color="#555555")
+        else:
+            text = (
+                f"{100 * value:.0f}" + " *" * bool(cached[i, j]) if measure == "share" else number(value, 2)
+            )
             dark = shade[i, j] > 0.65 * most
             axis.text(j, i, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")
     axis.set_xticks(range(len(table.columns)), table.columns, fontsize=8)
@@ -168,7 +176,7 @@ def _heat(axis: Any, table: Frame, scale: float, measure: str) -> None:
 
 def _shape(row: Any) -> str:
     k = "" if row.k is None else f", k = {row.k:,.0f}"
-    return f"{row.batch:,} × {row.vocab:,}{k}" + " *" * bool(row.get("fits_cache"))
+    return f"{row.batch:,} × {row.vocab:,}{k}"
 
 
 def _value(name: str, value: Any) -> str:
@@ -198,7 +206,7 @@ def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
     for of in (axis.xaxis, axis.yaxis):
         of.set_major_locator(LogLocator(subs=(1, 2, 5) if of is axis.yaxis else (1,)))
         of.set_minor_locator(NullLocator())
-        of.set_major_formatter(lambda value, _: f"{value:,.6g}")
+        of.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.grid(color="#dddddd", linewidth=0.5)
 
 
@@ -209,12 +217,12 @@ def legend(figure: Any, axis: Any, rows: Frame) -> None:
         handles += axis.plot([], [], "o", color="black", markerfacecolor="white")
         labels.append(hollow(rows))
     labels = [textwrap.fill(label, 30) for label in labels]
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9, frameon=False)
+    figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
 
 
 def hollow(rows: Frame) -> str:
     """Returns the legend of hollow points: why a peer's result differs."""
-    if set(rows.dtype[rows.status == "differs"]) <= {"bfloat16", "float16"}:
+    if set(rows["dtype"][rows.status == "differs"]) <= {"bfloat16", "float16"}:
         return "hollow: the result differs, it was rounded to 16 bits between steps"
     return "hollow: the result differs by more than rounding may, or in its order"
 

@@ -269,8 +269,9 @@ def number(value: Any, digits: int = 3) -> str:
         return str(value)
     if value and abs(value) < 1e-4:
         return f"{value:.1e}"
-    text = f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
-    return f"{value:,}" if isinstance(value, int) else text
+    if isinstance(value, int) or abs(float(f"{value:.{digits}g}")) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
 
 
 def table(rows: Frame, view: View) -> str:
@@ -291,7 +292,8 @@ def table(rows: Frame, view: View) -> str:
     if "status" in shown:
         text["status"] = rows.status + marks
     text = text.astype(str).set_index([*varying, "contender"])
-    lines = [text.to_string()]
+    while max(map(len, (lines := [text.to_string()])[0].split("\n"))) > WIDTH:  # the CSV has every column
+        text = text[(shown := shown[:-1])]
     if fixed := [f"{name} {rows[name].iloc[0]}" for name in cases if name not in varying]:
         lines.insert(0, wrapped(", ".join(fixed)))
     lines += [wrapped(f"[{i}] {reason}") for i, reason in enumerate(reasons, 1)]
