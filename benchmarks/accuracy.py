@@ -1,6 +1,7 @@
 """How many ulps off are our results and XLA's? python -m benchmarks.accuracy --flagfile=configs/accuracy.flags."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,7 @@ def define_flags() -> None:
     flags.define("implementations", "logits", "seed")
 
 
-def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
-    """Runs the benchmark and returns its exit code."""
-    return driver.main(BENCHMARK, argv, chosen)
-
+main = functools.partial(driver.main, BENCHMARK)
 
 if __name__ == "__main__":
     define_flags()

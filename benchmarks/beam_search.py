@@ -429,10 +429,7 @@ def define_flags() -> None:
     )
 
 
-def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
-    """Runs the benchmark and returns its exit code."""
-    return driver.main(BENCHMARK, argv, chosen)
-
+main = functools.partial(driver.main, BENCHMARK)
 
 if __name__ == "__main__":
     define_flags()

@@ -230,10 +230,7 @@ def define_flags() -> None:
     absl_flags.DEFINE_integer("heads", 8, "Attention heads.", 1)
 
 
-def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
-    """Runs the benchmark and returns its exit code."""
-    return driver.main(BENCHMARK, argv, chosen)
-
+main = functools.partial(driver.main, BENCHMARK)
 
 if __name__ == "__main__":
     define_flags()

@@ -59,6 +59,8 @@ class Layout:
 
 def make_layouts(chosen: Any) -> list[Layout]:
     """Returns every case in every layout that the present devices allow."""
+    if skipped := [str(n) for n in chosen.devices if n > jax.device_count()]:
+        print(f"--devices={','.join(skipped)}: passed over, there are {jax.device_count()}")
     found = []
     for shape in chosen.shapes or [(b, v, k) for b in chosen.batch for v in chosen.vocab for k in chosen.k]:
         ks = chosen.k if len(shape) == 3 else (None,)
@@ -318,12 +320,7 @@ def define_flags() -> None:
     absl_flags.DEFINE_enum("axis_type", "Auto", ["Auto", "Explicit"], text)
 
 
-def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
-    """Runs the benchmark and returns its exit code."""
-    skipped = [str(n) for n in chosen.devices if n > jax.device_count()]
-    if skipped:
-        print(f"--devices={','.join(skipped)}: passed over, there are {jax.device_count()}")
-    return driver.main(BENCHMARK, argv, chosen)
+main = functools.partial(driver.main, BENCHMARK)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,9 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     baseline = "jax.nn.softmax + lax.top_k"
     if "jax_stable" not in set(rows.contender):
         baseline += "(is_stable=False)"
-    if len(rows[["batch", "vocab", "dtype"]].drop_duplicates()) == 1 < rows.k.nunique():
-        ours = plot.ours_of(rows).speedup
+    ours = plot.ours_of(rows).speedup
+    over_k = len(rows[["batch", "vocab", "dtype"]].drop_duplicates()) == 1 < rows.k.nunique()
+    if over_k and ours.notna().any():
         title = f"fused_topk is {plot.span(ours)} as fast as {baseline}"
         plot.over_sizes(rows, document, file, "k", "jax_stable", title)
     else:
@@ -120,10 +121,7 @@ def define_flags() -> None:
     flags.define_peers(PEERS)
 
 
-def main(argv: list[str], chosen: Any = flags.FLAGS) -> int:
-    """Runs the benchmark and returns its exit code."""
-    return driver.main(BENCHMARK, argv, chosen)
-
+main = functools.partial(driver.main, BENCHMARK)
 
 if __name__ == "__main__":
     define_flags()

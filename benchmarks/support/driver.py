@@ -155,8 +155,9 @@ def progress(todo: list[Any], name: str) -> Iterator[Any]:
             yield case
 
 
-def main(benchmark: Benchmark, argv: list[str], chosen: Any = FLAGS) -> int:
-    """Runs one benchmark, writes its files and prints its table. Returns the exit code."""
+def main(benchmark: Benchmark, argv: list[str]) -> int:
+    """Runs one benchmark as its flags say, writes its files and prints its table. Returns the exit code."""
+    chosen = FLAGS
     if argv[1:]:
         raise SystemExit(f"not a flag: {' '.join(argv[1:])}; lists have commas and no spaces")
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]

@@ -226,11 +226,10 @@ def frame(document: dict[str, Any], view: View) -> Frame:
         return key(rows.assign(**changed)).map(values[~values.index.duplicated(keep="last")])
 
     baseline = next((name for name in view.baselines if name in set(rows.contender)), "")
-    if "p50_us" in rows:
-        rows["p50_us"] = rows.p50_us.astype(float)
-        if baseline:
-            rows["speedup"] = of("p50_us", baseline) / rows.p50_us
-    if "bytes" in rows and "p50_us" in rows:
+    if view.baselines:
+        rows["p50_us"] = rows.p50_us.astype(float) if "p50_us" in rows else np.nan
+        rows["speedup"] = of("p50_us", baseline) / rows.p50_us if baseline else np.nan
+    if "bytes" in rows:
         rows["elements_per_s"] = (rows.batch * rows.vocab / rows.p50_us * 1e6).astype(float)
         rows["tb_per_s"] = rows.bytes / rows.p50_us / 1e6
         for name in ("copy", "read"):

@@ -1,60 +1,73 @@
-"""Fixtures for tests of the benchmarks: command lines, small settings, and quick runs in this process."""
+"""Fixtures for tests of the benchmarks: command lines, and quick runs in this process."""
 
+import contextlib
 import csv
-import dataclasses
+import json
+from types import SimpleNamespace
 
 import pytest
 from absl.flags import FLAGS
 
-from benchmarks import softmax, topk
-from benchmarks.support import flags, timing
-from benchmarks.support.flags import Settings
+from benchmarks.support import plot, timing
+
+
+@contextlib.contextmanager
+def flags_of(benchmark, *args):
+    """Parses the command line of a benchmark, given as its module. Removes its flags at the end."""
+    others = set(FLAGS)
+    benchmark.define_flags()
+    own = set(FLAGS) - others
+    try:
+        FLAGS([benchmark.__name__, *args])
+        yield {name: getattr(FLAGS, name) for name in own}
+    finally:
+        for name in own:
+            delattr(FLAGS, name)
 
 
 @pytest.fixture
 def parse():
-    """Parses the command line of a benchmark, given as its module, and removes its flags again."""
+    """Returns the flags of a command line of a benchmark, given as its module."""
 
-    def settings(benchmark, *args):
-        others = set(FLAGS)
-        benchmark.define_flags()
-        own = set(FLAGS) - others
-        try:
-            return flags.read(FLAGS([benchmark.__name__, *args]))
-        finally:
-            for name in own:
-                delattr(FLAGS, name)
+    def parsed(benchmark, *args):
+        with flags_of(benchmark, *args) as found:
+            return SimpleNamespace(**found)
 
-    return settings
+    return parsed
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Makes settings of a quick run in this process: without peers, pictures and bandwidth measurements."""
+def run_benchmark(monkeypatch, tmp_path):
+    """Runs a benchmark, given as its module, on a small input; returns the exit code and the rows of its JSON.
+
+    No bandwidth is measured, and no picture is saved.
+    """
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e10)
     monkeypatch.setattr(timing, "read_bandwidth", lambda: 8e9)
-    for module in (softmax, topk):
-        blind = dataclasses.replace(module.BENCHMARK, draw=lambda *args: None)
-        monkeypatch.setattr(module, "BENCHMARK", blind)
+    monkeypatch.setattr(plot, "finish", lambda figure, *args: plot.pyplot().close(figure))
 
-    def make(**changed):
-        quick = {"batch": (6,), "vocab": (40,), "repeats": 3, "seconds": 0.0, "peers": ()}
-        quick["output_dir"] = str(tmp_path)
-        return Settings(**(quick | changed))
+    def run(benchmark, *args, name=None):
+        quick = [f"--output_dir={tmp_path}", "--repeats=3", "--seconds=0"]
+        module = benchmark.__name__.split(".")[-1]
+        name = name or module
+        if module in ("softmax", "topk", "paper"):
+            quick += ["--batch=6", "--vocab=40", "--peers="]
+        with flags_of(benchmark, *(quick if name != "accuracy" else quick[:1]), *args):
+            code = benchmark.main([benchmark.__name__])
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        with open(tmp_path / f"{name}.csv", newline="") as file:
+            assert len(list(csv.DictReader(file))) == len(rows)
+        return code, rows
 
-    return make
+    return run
 
 
 @pytest.fixture
-def run_benchmark(parse, monkeypatch, tmp_path):
-    """Runs a benchmark, given as its module, with flags; returns the exit code and the lines of the CSV."""
+def one(run_benchmark):
+    """Runs a benchmark on one case; returns the exit code and the rows by contender."""
 
-    def run(benchmark, *args):
-        chosen = parse(benchmark, f"--output_dir={tmp_path}", *args)
-        monkeypatch.setattr(flags, "read", lambda argv: chosen)
-        monkeypatch.setattr(flags, "defined", lambda: {})
-        code = benchmark.main([])
-        with open(tmp_path / f"{benchmark.__name__.split('.')[-1]}.csv", newline="") as file:
-            return code, list(csv.DictReader(file))
+    def run(*args):
+        code, rows = run_benchmark(*args)
+        return code, {row["contender"]: row for row in rows}
 
     return run

@@ -8,12 +8,12 @@ import matplotlib.patches
 import matplotlib.text
 import numpy as np
 import pytest
+from benchmarks.support.report import Row
 from matplotlib.colors import to_hex
 
 from benchmarks import __main__ as both
 from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
 from benchmarks.support import flags, plot, redraw, report
-from benchmarks.support.report import Row
 from tests.support.benchmark_cases import case_of
 from tests.support.covering import first_values
 

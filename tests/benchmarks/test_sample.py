@@ -6,27 +6,23 @@ import numpy as np
 import pytest
 
 from benchmarks import sample
-from benchmarks.support import timing
 
 
 @pytest.fixture
-def run(run_benchmark, monkeypatch):
+def run(run_benchmark):
     """Runs the benchmark on a small input."""
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(timing, "read_bandwidth", lambda: 1e9)
-    return functools.partial(run_benchmark, sample, "--shapes=3x60", "--seconds=0", "--repeats=3")
+    return functools.partial(run_benchmark, sample, "--shapes=3x60")
 
 
 @pytest.mark.slow
-def test_every_filter_and_contender(run, capsys, tmp_path):
+def test_every_filter_and_contender(run, capsys):
     code, rows = run("--dtype=float32,bfloat16", "--peers=jax,torch", "--logits=normal,ties")
     assert code == 0
     assert len(rows) == 2 * 2 * len(sample.FILTERS) * 3
     for row in rows:
         if row["status"] != "not run":  # torch may not be there
-            assert row["status"] == "ok" and float(row["p50_us"]) > 0, row
+            assert row["status"] == "ok" and row["p50_us"] > 0, row
     assert "sample on" in capsys.readouterr().out
-    assert (tmp_path / "sample.png").is_file()
 
 
 @pytest.mark.slow
@@ -39,7 +35,7 @@ def test_a_wrong_draw_fails(run, monkeypatch):
     code, rows = run("--filters=top_k", "--peers=jax")
     assert code == 1
     assert [row["status"] for row in rows] == ["FAILED", "differs"]
-    assert not any(row["p50_us"] for row in rows)
+    assert not any("p50_us" in row for row in rows)
 
 
 def test_flashinfer_is_not_run_without_a_gpu(run):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def run(run_benchmark):
     """Runs the benchmark on a small model."""
     small = "--batch=9", "--vocab=90", "--sequence=3", "--tokens=64", "--width=16", "--training_steps=2"
-    return functools.partial(run_benchmark, serve, *small, "--repeats=2", "--seconds=0")
+    return functools.partial(run_benchmark, serve, *small)
 
 
 @pytest.mark.slow
@@ -26,9 +26,10 @@ def test_every_contender(run, capsys):
     assert code == 0
     assert [row["contender"] for row in rows] == 2 * ["sort", "auto", "xla"]
     for row in rows:
-        assert row["status"] == "ok" and float(row["tokens_per_s"]) > 0
-        assert int(row["draws_checked"]) == (3 * 8 if row["ours"] == "True" else 0)
-    assert "serve on" in capsys.readouterr().out
+        assert row["status"] == "ok" and row["p50_us"] > 0
+        assert row.get("draws_checked") == (3 * 8 if row["ours"] else None)
+    printed = capsys.readouterr().out
+    assert "serve on" in printed and "tokens_per_s" in printed
 
 
 @pytest.mark.slow
@@ -39,7 +40,7 @@ def test_a_wrong_token_fails(run, monkeypatch):
     monkeypatch.setattr(serve.pallas_softmax, "sample", wrong)
     code, (sort, ours) = run()
     assert code == 1
-    assert (sort["status"], ours["status"]) == ("ok", "FAILED") and not ours["tokens_per_s"]
+    assert (sort["status"], ours["status"]) == ("ok", "FAILED") and "p50_us" not in ours
 
 
 def test_sorted_draws_are_in_the_kept_set():
