@@ -161,12 +161,12 @@ def predicted(
 def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
     """Returns a table of the terms of `predicted` in µs, for up to 4096 devices on one or several mesh axes."""
     head = ("mesh", "read", "latency", "links", "merge", "us", "of linear")
-    lines = ["".join(f"{name:>13}" for name in head)]
+    lines = [head]
     one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds
     for mesh in _MODEL_MESHES:
         cost = predicted(rows, vocab, k, itemsize, mesh, machine)
         values = (cost.read, cost.latency, cost.links, cost.merge, cost.seconds)
         cells = [" x ".join(map(str, mesh)), *(number(1e6 * value) if value else "0" for value in values)]
         cells.append(f"{one / (math.prod(mesh) * cost.seconds):.0%}")
-        lines.append("".join(f"{cell:>13}" for cell in cells))
-    return "\n".join(lines)
+        lines.append(tuple(cells))
+    return "\n".join(f"{first:<13}" + "".join(f"{cell:>10}" for cell in rest) for first, *rest in lines)

@@ -108,7 +108,7 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     )
     if not measure:
         return
-    ours = ours.copy()
+    ours = (ours[ours.slowdown.notna()] if measure == "slowdown" else ours).copy()
     shapes = ours[["batch", "vocab"]].drop_duplicates()
     many = len(shapes) > 1 or ours.logits.nunique() == 1
     ours["down"] = ours.apply(_shape if many else lambda row: _logits(row.logits), axis=1)

@@ -248,7 +248,10 @@ def frame(document: dict[str, Any], view: View) -> Frame:
 
 def _key(cases: Frame) -> Frame:
     """Returns one string for each case."""
-    return cases.map(str).agg("|".join, axis=1)
+    import pandas as pd
+
+    texts = ["|".join(map(str, row)) for row in cases.to_numpy().tolist()]
+    return pd.Series(texts, cases.index, dtype=object)
 
 
 def show(document: dict[str, Any], view: View, directory: Path) -> str:

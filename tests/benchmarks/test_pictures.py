@@ -1,19 +1,18 @@
-"""The pictures and tables of the benchmarks, drawn and printed again from the committed results."""
+"""The pictures, tables and CSVs of the benchmarks, made again from the committed results."""
 
-import json
+import colorsys
+import csv
+import math
 from pathlib import Path
 
-import matplotlib.figure
-import matplotlib.patches
+import matplotlib.colors
 import matplotlib.text
 import numpy as np
 import pytest
-from benchmarks.support.report import Row
-from matplotlib.colors import to_hex
 
 from benchmarks import __main__ as both
 from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
-from benchmarks.support import flags, plot, redraw, report
+from benchmarks.support import flags, plot, redraw, result
 from tests.support.benchmark_cases import case_of
 from tests.support.covering import first_values
 
@@ -21,245 +20,197 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LOCAL = RESULTS / "local"  # results of this machine's runs, which are not committed
 FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent != LOCAL)
 PICTURES = sorted(file.parent.name for file in RESULTS.glob("*/*.png") if file.parent != LOCAL)
-MODULES = {
-    module.__name__.split(".")[-1]: module
-    for module in (accuracy, beam_search, linear, programs, serve, sharded)
-}
-
-
-def rows_of(file: Path) -> tuple[list, dict, dict]:
-    """Returns the rows of a result's JSON, the bandwidths of its run, and where it ran."""
-    if file.stem == "linear_training":
-        return report.read(file, linear.Curve)
-    return report.read(file, getattr(MODULES.get(file.stem), "Row", Row))
+FOLDER = {"ids": lambda file: file.parent.name}
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """Returns a function that draws the picture of a result's name or of rows, without a file."""
+def drawn(monkeypatch, tmp_path):
+    """Returns a function that draws the picture of a result's folder, or of rows, and returns the figure."""
     plt = plot.pyplot()
     close = plt.close
     monkeypatch.setattr(plt, "close", lambda figure: None)
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *args, **kwargs: None)
 
-    def drawn(of):
+    def draw(of, view=softmax.VIEW):
         if isinstance(of, str):
-            redraw.redraw(RESULTS / of)
+            (file,) = (RESULTS / of).glob("*.json")
+            document, view = result.read(file), redraw.benchmark_of(file.stem).view
         else:
-            plot.draw(Path("x.png"), of, {"copy": 3e12}, {"device": "a GPU", "jax": "1"})
+            run = {"device": "a GPU", "jax": "1", "commit": "abc", "date": "2026-11-24", "copy_tb_per_s": 3.0}
+            document = {"benchmark": "softmax", "runs": [run], "rows": of}
+        view.draw(result.frame(document, view), document, tmp_path / "x.png")
+        assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
         return plt.gcf()
 
-    yield drawn
+    yield draw
     close("all")
+
+
+def row_of(contender, p50_us=1.0, status="ok", **changed):
+    """Returns a row of the benchmark of softmax."""
+    measured = {"p50_us": p50_us, "bytes": 10**6, "error_eps": 1.0, "fits_cache": "", "first_result_s": 1.0}
+    named = {"contender": contender, "ours": contender in flags.IMPLEMENTATIONS, "ran": contender}
+    return result.flat(case_of(**changed)) | named | {"status": status, "reason": ""} | measured
 
 
 def texts(figure) -> list[str]:
     """Returns all texts of a figure."""
-    found = (text.get_text() for text in figure.findobj(matplotlib.text.Text))
-    return [text for text in found if text]
-
-
-def legend_colors(figure) -> dict[str, str]:
-    """Returns the colours of a figure's legend, by label."""
-    (legend,) = figure.legends
-    found = {}
-    for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
-        is_bar = isinstance(handle, matplotlib.patches.Patch)
-        found[text.get_text()] = to_hex(handle.get_facecolor() if is_bar else handle.get_color())
-    return found
-
-
-def bars(figure) -> list:
-    """Returns the bars of the contenders, without the legend."""
-    return [bar for axis in figure.axes for bars in axis.containers for bar in bars]
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
 
 
 # --- Pictures -------------------------------------------------------------------------------------------
 
 
-def test_ours_names_the_package(figures):
-    assert "pallas_softmax (auto)" in legend_colors(figures("topk_targets"))
-    assert {"pallas_softmax (mosaic_gpu)", "pallas_softmax (xla)"} < set(legend_colors(figures("targets")))
-    assert "pallas_softmax.softmax (auto)" in legend_colors(figures("figure1"))
-    assert {"pallas_softmax, batch", "pallas_softmax, vocab"} < set(legend_colors(figures("sharded")))
-
-
-def test_a_contender_has_one_colour_in_all_pictures(figures):
-    bar, line, devices = (legend_colors(figures(name)) for name in ("topk_targets", "figure3", "sharded"))
-    ours = bar["pallas_softmax (auto)"]
-    assert ours == line["pallas_softmax.fused_topk (auto)"] == devices["pallas_softmax, vocab"]
-    stable = "jax.nn.softmax + lax.top_k"
-    assert bar["jax_stable"] == line[stable] == devices[f"{stable}, batch"] != ours
-    assert bar["torch"] == line["torch"] == legend_colors(figures("targets"))["torch"]
-    assert devices["jax.nn.softmax, batch"] == legend_colors(figures("targets"))["jax"]
-
-
-def test_a_colour_depends_on_the_name_only(figures):
-    names = ["torch", "somebody", "jax", "auto"]
-    rows = [Row("softmax", case_of(), name, ours=name == "auto", share_of_copy=0.5) for name in names]
-    every, some = legend_colors(figures(rows)), legend_colors(figures(rows[:0:-1]))
-    assert some.items() < every.items() and every["somebody"] == "#b8a62e"  # the same in every process
-    assert plot.color("somebody") != plot.color("somebody else")
-    names = [*flags.IMPLEMENTATIONS, *(flags.SOFTMAX_PEERS | flags.TOPK_PEERS)]
-    assert len({plot.COLORS[name] for name in names}) == len(names)
-    for algorithms in (flags.SOFTMAX_ALGORITHMS, flags.TOPK_ALGORITHMS):
-        listed = [plot.COLORS[name] for name in (*names, *algorithms)]
-        assert len(set(listed)) == len(listed)
-
-
 @pytest.mark.parametrize("name", first_values(3, PICTURES))
-def test_axes_have_labels_with_units_and_the_logits_are_explained(figures, name):
-    figure = figures(name)
-    seen = [axis for axis in figure.axes if axis.axison]
-    assert all(axis.get_xlabel() for axis in seen if axis.xaxis.get_visible())
-    labels = " ".join(axis.get_xlabel() + axis.get_ylabel() for axis in seen)
-    unit = {
-        "paper": "elements per second",
-        "sharded": "device time of a call, us",
-        "linear": "GiB of temporaries",
-    }
+def test_a_picture_states_its_finding_and_its_provenance(drawn, name):
+    figure = drawn(name)
+    assert "times" in figure.get_suptitle()
     (file,) = (RESULTS / name).glob("*.json")
-    assert unit.get(file.stem, "bandwidth, % of 3.") in labels
-    kinds = {row["logits"] for row in json.loads(file.read_text())["rows"] if "logits" in row}
-    written = " ".join("\n".join(texts(figure)).split())
-    assert all(f"{kind} ({flags.LOGITS[kind]})" in written for kind in kinds)
-
-
-def test_the_legend_says_why_a_bar_is_hollow(figures):
-    assert "hollow: the peer's result differs,\nfor it rounds to 16 bits between its steps" in legend_colors(
-        figures("targets")
+    for run in result.read(file)["runs"]:
+        footer = figure.get_supxlabel().replace("\n", " ")
+        assert run["commit"][:7] in footer and run["device"] in footer and run["date"][:10] in footer
+    seen = " ".join(axis.get_xlabel() + axis.get_ylabel() + axis.get_title() for axis in figure.axes)
+    assert {"paper": "elements per second", "sharded": "µs", "linear": "GiB"}.get(file.stem, "%") in seen or (
+        "elements per second" in seen and file.stem == "topk"
     )
-    for figure in (
-        figures("sharded"),
-        figures([Row("softmax", case_of(), "jax", False, status="differs", share_of_copy=1)]),
+    if file.stem != "sharded":
+        assert "speed-up over" in seen or "time relative to" in seen
+    figure.draw_without_rendering()
+    box = figure.get_tightbbox()
+    assert -0.05 < box.x0 and box.x1 < figure.get_figwidth() + 0.05, box
+
+
+def test_contenders_can_be_told_apart():
+    names = {name: (color, line) for name, (_, color, line) in plot.STYLES.items()}
+    for group in (
+        [*flags.IMPLEMENTATIONS, *softmax.PEERS, "naive", "safe", "online"],
+        [*flags.IMPLEMENTATIONS, *topk.PEERS, "topk", "safe_unfused", "safe_fused", "online_fused"],
+        [*flags.IMPLEMENTATIONS[:1], *linear.PEERS],
+        ["ours", "jax_stable", "jax.nn.softmax"],
     ):
-        (text,) = (text for text in legend_colors(figure) if "hollow" in text)
-        assert "16" not in text and "order" in text
-    assert not any("hollow" in text for text in legend_colors(figures("topk_worst")))
+        assert len({names[name] for name in group}) == len(group), group
+    palette = {color for _, color, _ in plot.STYLES.values()}
+    assert len(palette) == 8  # of Okabe and Ito
+    hues = [colorsys.rgb_to_hls(*matplotlib.colors.to_rgb(color)) for color in palette]
+    assert len({tuple(np.round(hue, 2)) for hue in hues}) == 8
 
 
-def test_a_bar_too_small_to_be_seen_has_its_number(figures):
-    shares = {"auto": 0.8, "torch": 0.03, "jax": 0.00012}
-    rows = [
-        Row("softmax", case_of(), name, name == "auto", share_of_copy=share) for name, share in shares.items()
-    ]
-    figure = figures(rows)
-    (number,) = (text for text in texts(figure) if text.endswith("%") and "." in text)
-    assert number == "0.012%" and len(bars(figure)) == 3
+def test_legends_are_words(drawn):
+    (legend,) = drawn("figure3").legends
+    found = [text.get_text().replace("\n", " ") for text in legend.get_texts()]
+    assert "pallas_softmax" in found and "jax.nn.softmax + lax.top_k" in found
+    assert not any("_" in text.replace("pallas_softmax", "").replace("lax.top_k", "") for text in found)
 
 
-def test_several_kinds_of_logits_are_one_chart(figures):
-    figure = figures("topk_worst")
-    (axis,) = figure.axes
-    rows, *_ = report.read(RESULTS / "topk_worst" / "topk.json", Row)
-    np.testing.assert_allclose(
-        [bar.get_width() for bar in bars(figure)], [row.share for row in sorted(rows, key=kind)]
-    )
-    ticks = [tick.get_text() for tick in axis.get_yticklabels()]
-    assert (
-        axis.get_ylabel().startswith("kind of logits")
-        and len(ticks) == len(rows) == 60
-        and {*ticks} == {f"k={k}, {dtype}" for k in (5, 64) for dtype in ("float32", "bfloat16")}
-    )
+def test_a_hollow_point_has_its_reason(drawn):
+    (reason,) = (text for text in texts(drawn("sharded")) if text.startswith("hollow"))
+    assert "order" in reason and "16" not in reason
 
 
-def kind(row: Row) -> int:
-    """Returns the index of a row's logits among the kinds."""
-    return list(flags.LOGITS).index(row.case.logits)
+def test_the_speed_up_is_the_first_axis_and_the_share_the_second(drawn):
+    rows = [row_of("jax", 4.0), row_of("auto", 2.0), row_of("jax", 3.0, vocab=50)]
+    rows += [row_of("auto", 2.0, vocab=50), row_of("auto", 1.0, vocab=60)]
+    left, right = drawn(rows).axes
+    assert left.get_title() == "speed-up over jax.nn.softmax, times" and "copy" in right.get_title()
+    assert [text.get_text() for text in left.texts] == ["2.0", "1.5", "peer did not run"]
+    assert [text.get_text() for text in right.texts] == [f"{100 / us / 3:.0f}" for us in (2, 2, 1)]
+    assert [tick.get_text() for tick in left.get_yticklabels()] == ["6 × 40", "6 × 50", "6 × 60"]
 
 
-def test_the_model_says_where_it_is_off(figures):
-    (text,) = (text for text in texts(figures("sharded")) if text.startswith("grey"))
+def test_several_kinds_of_logits_are_one_chart(drawn):
+    slowdown, share = drawn("topk_worst").axes
+    assert len(slowdown.texts) == len(share.texts) == 14 * 4
+    ticks = {tick.get_text() for tick in slowdown.get_yticklabels()}
+    assert ticks == {f"{kind} ({text})" for kind, text in flags.LOGITS.items() if kind != "normal"}
+
+
+def test_no_baseline_no_picture(tmp_path):
+    document = {"benchmark": "softmax", "runs": [{"copy_tb_per_s": 3.0}], "rows": [row_of("auto")]}
+    softmax.VIEW.draw(result.frame(document, softmax.VIEW), document, tmp_path / "x.png")
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_the_model_says_where_it_is_off(drawn):
+    (text,) = (text for text in texts(drawn("sharded")) if text.startswith("grey"))
     assert "nothing was measured beyond 4 devices" in text and "+29% on 4" in text
     assert "-50% on 1, +0% on 8" in sharded.misses({1: 20.0, 8: 10.0}, lambda n: 10.0)
 
 
-def test_rows_survive_writing_and_reading():
-    for file in FILES:
-        rows, bandwidths, where = rows_of(file)
-        document = json.loads(file.read_text())
-        assert where == document["environment"]
-        assert all(document[f"{name}_tb_per_s"] * 1e12 == bandwidth for name, bandwidth in bandwidths.items())
-        for row, columns in zip(rows, document["rows"], strict=True):
-            assert columns.items() <= report.record(row).items()
+# --- Results and tables ---------------------------------------------------------------------------------
 
 
-# --- Tables ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("file", FILES, **FOLDER)
+def test_a_csv_follows_from_its_json(file):
+    document = result.read(file)
+    rows = result.frame(document, redraw.benchmark_of(file.stem).view)
+    with open(file.with_suffix(".csv"), newline="") as lines:
+        found = list(csv.DictReader(lines))
+    assert not {"command", "jax", "commit", "date"} & set(found[0])
+    assert list(found[0]) == list(rows.columns) and len(found) == len(rows)
+    for line, (_, row) in zip(found, rows.iterrows()):
+        for name, text in line.items():
+            value = row[name]
+            if isinstance(value, float | int) and not isinstance(value, bool) and text:
+                assert math.isclose(float(text), value, rel_tol=1e-12), (name, text, value)
+            else:
+                assert text in (str(value), ""), (name, text, value)
 
 
-@pytest.mark.parametrize("file", first_values(3, FILES), ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", first_values(3, FILES), **FOLDER)
 def test_tables_fit_and_explain_their_columns(file):
-    module = MODULES.get(file.stem)
-    rows, bandwidths, _ = rows_of(file)
-    if file.stem == "linear_training":
-        text = linear.training_table(rows)
-    elif module:
-        text = module.table(rows)
-    else:
-        text = (paper if file.stem == "paper" else report).table(rows, bandwidths)
+    view = redraw.benchmark_of(file.stem).view
+    rows = result.frame(result.read(file), view)
+    text = view.table(rows) if view.table else result.table(rows, view)
     assert_fits(text)
-    for column, explained in {
-        "first s": "\nfirst s: sec",
-        "of copy": "\nof copy: ",
-        "ok: ": " eps: the larg",
-    }.items():
-        if column in text:
-            assert explained in text
-    assert all(row.contender in text for row in rows)
+    assert all(contender in text for contender in rows.contender)
+    if not view.table:
+        head = text.split(" contender")[0].splitlines()
+        shown = [name for name in view.columns if any(name in line.split() for line in head)]
+        assert shown and all(f"\n{name}: " in text for name in shown)
 
 
 def assert_fits(text: str):
     """Asserts that no line is longer than the limit of a table."""
-    assert max(map(len, text.splitlines())) <= report.WIDTH == 120
+    assert max(map(len, text.splitlines())) <= result.WIDTH == 120
 
 
 def test_wide_tables_fit():
-    case = case_of(
-        batch=100_000, vocab=1_000_000, function="log_softmax", where="vocab", axis=0, logits="two_values"
-    )
-    measured = {"ran": "mosaic_gpu", "p50_us": 1234567.0, "tb_per_s": 0.0123, "share_of_copy": 0.001}
-    measured |= {"speedup": 123.4, "slowdown": 12.3, "first_result_s": 123.4, "rows_checked": 100_000}
+    wide = {"batch": 100_000, "function": "log_softmax", "where": "vocab", "axis": 0, "logits": "two_values"}
     reasons = {"ok": "", "differs": "values 9.04x its bound, indices of 41 rows", "not run": "no " * 100}
     rows = [
-        Row("softmax", case, "jax_unstable", False, status=status, reason=reasons[status], **measured)
-        for status in reasons
+        row_of("jax_unstable", 1234567.0, status, **wide) | {"reason": reasons[status]} for status in reasons
     ]
-    text = report.table(rows, {"copy": 3e12})
+    rows += [row_of("mosaic_gpu"), row_of("jax", dtype="bfloat16", direction="backward")]
+    text = result.table(result.frame({"runs": [{}], "rows": rows}, softmax.VIEW), softmax.VIEW)
     assert_fits(text)
     assert "differs [1]" in text and "[1] values 9.04x its bound, indices of 41 rows" in text
     assert "not run [2]" in text and "[2] no no" in text
 
-    names = [*flags.TOPK_ALGORITHMS, *flags.IMPLEMENTATIONS, *flags.TOPK_PEERS]
-    rows = [
-        Row(
-            "paper",
-            case_of(k=5, vocab=v),
-            name,
-            name not in flags.TOPK_PEERS,
-            elements_per_s=1.23e10,
-            speedup=1.0,
-        )
-        for v in (63, 8257536)
-        for name in names
-    ]
-    text = paper.table(rows, {"copy": 3e12, "read": 3e12})
+    algorithms = ["topk", "safe_unfused", "safe_fused", "online_fused"]
+    names = [*algorithms, *flags.IMPLEMENTATIONS, *topk.PEERS]
+    rows = [row_of(name, k=5, vocab=v) for v in (63, 8257536) for name in names]
+    text = paper.table(result.frame({"runs": [{}], "rows": rows}, paper.VIEW))
     assert_fits(text)
-    heads = [line.split() for line in text.splitlines() if line.split()[0] == "V"]
-    assert heads == [["V", *flags.TOPK_ALGORITHMS, "speed-up"], ["V", *names[4:]]]
+    heads = [line.split() for line in text.splitlines() if line.startswith("contender")]
+    assert heads == [["contender", *algorithms], ["contender", *names[4:]]]
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.0123, "0.0123"), (1.5, "1.50"), (2079.4, "2,079"), (99.96, "100"), (3e-6, "3.0e-06"), (7, "7")],
+)
+def test_numbers(value, text):
+    assert result.number(value) == text
 
 
 # --- Help -----------------------------------------------------------------------------------------------
 
 
 def test_help_lists_every_benchmark():
+    modules = [accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk, redraw]
     files = {file.stem for file in (RESULTS.parent).glob("*.py")} - {"__init__", "__main__"}
-    modules = [*MODULES.values(), paper, sample, softmax, topk, redraw]
-    assert {f"benchmarks.{name}" for name in files} | {redraw.__name__} == {
-        module.__name__ for module in modules
-    }
+    assert {f"benchmarks.{name}" for name in files} | {redraw.__name__} == {each.__name__ for each in modules}
     lines = (both.__doc__ or "").splitlines()  # absl prints the docstring
     for module in modules:
         what = (module.__doc__ or "").split(" python -m")[0].rstrip(":")
-        assert [line.split(maxsplit=1)[1] for line in lines if line.startswith(f"{module.__name__} ")] == [
-            what
-        ]
+        found = [line.split(maxsplit=1)[1] for line in lines if line.startswith(f"{module.__name__} ")]
+        assert found == [what]

@@ -1,6 +1,5 @@
 """The benchmark of several devices: its reading of compiled programs, measurements, output and predictions."""
 
-import csv
 import dataclasses
 import json
 import os
@@ -15,7 +14,7 @@ from absl.flags import IllegalFlagValueError
 
 import pallas_softmax
 from benchmarks import sharded
-from benchmarks.support import flags, links, traces
+from benchmarks.support import links, result, traces
 from benchmarks.support.links import Collective, Machine, predicted
 
 ROOT = Path(__file__).parents[2]
@@ -141,92 +140,72 @@ def test_end_to_end(tmp_path):
     done = on_eight_devices(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--devices=16: passed over, there are 8" in done.stdout and "Traceback" not in done.stderr
-    with open(tmp_path / "sharded.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    layouts = [("none", "1"), ("vocab", "2")]
-    names = {"3": ["ours", "jax", "jax.nn.softmax"], "": ["ours", "jax.nn.softmax"]}
-    assert [(row["k"], row["sharding"], row["devices"], row["contender"]) for row in rows] == [
-        (k, *layout, name) for k in names for layout in layouts for name in names[k]
-    ]
-    for row in rows:
-        assert row["status"] == "ok" and row["ran"] == ("xla" if row["contender"] == "ours" else "jax")
-        assert not row["reason"] and int(row["samples"]) == 3 and int(row["rows_checked"]) == 16
-        assert 0 < float(row["wall_p20_us"]) <= float(row["wall_p50_us"]) <= float(row["wall_p80_us"])
-        assert row["of_softmax"] and row["speedup_wall"]
-        if row["contender"] == "jax.nn.softmax" and row["sharding"] == "vocab":
-            assert row["collectives"] == "2 all-reduce" and float(row["link_bytes"]) == 2 * 2 * 16 * 4 * 1 / 2
     document = json.loads((tmp_path / "sharded.json").read_text())
-    assert document["flags"]["devices"] == [1, 2, 16] and document["flags"]["axis_type"] == "Auto"
-    assert document["environment"]["device"].startswith("8 x ")
+    layouts = [("none", 1), ("vocab", 2)]
+    names = {3: ["ours", "jax", "jax.nn.softmax"], None: ["ours", "jax.nn.softmax"]}
+    found = [(row["k"], row["sharding"], row["devices"], row["contender"]) for row in document["rows"]]
+    assert found == [(k, *layout, name) for k in names for layout in layouts for name in names[k]]
+    for row in document["rows"]:
+        assert row["status"] == "ok" and row["ran"] == ("xla" if row["contender"] == "ours" else "jax")
+        assert not row["reason"] and row["samples"] == 3 and row["rows_checked"] == 16
+        assert 0 < row["wall_p20_us"] <= row["wall_p50_us"] <= row["wall_p80_us"]
+        if row["contender"] == "jax.nn.softmax" and row["sharding"] == "vocab":
+            assert row["collectives"] == "2 all-reduce" and row["link_bytes"] == 2 * 2 * 16 * 4 * 1 / 2
+    (run,) = document["runs"]
+    assert run["flags"]["devices"] == [1, 2, 16] and run["flags"]["axis_type"] == "Auto"
+    assert run["device"].startswith("8 x ")
     assert not (tmp_path / "sharded.png").exists()  # the picture shows device times, which only GPUs have
-    assert "of linear" in done.stdout
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Runs the benchmark in this process on one device; returns the exit code and the rows by contender."""
-    monkeypatch.setattr(sharded, "picture", lambda *args: None)
-
-    def run(*shape):
-        chosen = sharded.Settings(shapes=(shape,), repeats=3, seconds=0, output_dir=str(tmp_path))
-        monkeypatch.setattr(flags, "read", lambda argv: chosen)
-        code = sharded.main([])
-        rows = json.loads((tmp_path / "sharded.json").read_text())["rows"]
-        return code, {row["contender"]: row for row in rows}
-
-    return run
+    assert "of_softmax" in done.stdout and "speedup_wall" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_wrong_top_k_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
+def test_a_wrong_top_k_of_ours_is_not_timed_and_fails_the_run(one, monkeypatch, capsys):
     monkeypatch.setattr(pallas_softmax, "fused_topk", lambda x, k: jax.lax.top_k(x, k))
-    code, rows = small(6, 40, 5)
-    assert code == 1 and "1 of 3 rows failed" in capsys.readouterr().err
-    assert rows["ours"]["status"] == "FAILED" and rows["ours"]["wall_p50_us"] is None
+    code, rows = one(sharded, "--shapes=6x40x5", "--k=5")
+    assert code == 1 and "1 of 3 records failed" in capsys.readouterr().err
+    assert rows["ours"]["status"] == "FAILED" and "wall_p50_us" not in rows["ours"]
     assert "values" in rows["ours"]["reason"] and rows["jax"]["status"] == "ok"
 
 
-def test_a_wrong_softmax_of_ours_is_not_timed_and_fails_the_run(small, monkeypatch, capsys):
+def test_a_wrong_softmax_of_ours_is_not_timed_and_fails_the_run(one, monkeypatch, capsys):
     monkeypatch.setattr(pallas_softmax, "softmax", lambda x: 1.001 * jax.nn.softmax(x))
-    code, rows = small(6, 40)
-    assert code == 1 and "1 of 2 rows failed" in capsys.readouterr().err
-    assert rows["ours"]["status"] == "FAILED" and rows["ours"]["wall_p50_us"] is None
+    code, rows = one(sharded, "--shapes=6x40")
+    assert code == 1 and "1 of 2 records failed" in capsys.readouterr().err
+    assert rows["ours"]["status"] == "FAILED" and "wall_p50_us" not in rows["ours"]
     assert rows["jax.nn.softmax"]["status"] == "ok"
 
 
 @pytest.mark.slow
-def test_one_device_is_measured_and_written(small, tmp_path, capsys):
-    code, rows = small(6, 40)
+def test_one_device_is_measured_and_written(one, capsys):
+    code, rows = one(sharded, "--shapes=6x40")
     assert code == 0 and list(rows) == ["ours", "jax.nn.softmax"]
     for row in rows.values():
         assert row["status"] == "ok" and row["ran"] == ("xla" if row["ours"] else "jax") and not row["reason"]
         assert row["samples"] == 3 and row["rows_checked"] == 6 and row["sharding"] == "none"
         assert 0 < row["wall_p20_us"] <= row["wall_p50_us"] <= row["wall_p80_us"]
-        assert row["of_softmax"] and row["speedup_wall"] and row["link_bytes"] == 0 and not row["collectives"]
-    with open(tmp_path / "sharded.csv", newline="") as file:
-        assert [row["contender"] for row in csv.DictReader(file)] == list(rows)
-    assert "of linear" in capsys.readouterr().out
+        assert row["link_bytes"] == 0 and not row["collectives"]
+    assert "of_softmax" in capsys.readouterr().out
 
 
-def test_an_exception_is_a_row_with_a_reason(small, monkeypatch):
+def test_an_exception_is_a_row_with_a_reason(one, monkeypatch):
     def broken(x):
         raise KeyError("no such kernel")
 
     monkeypatch.setattr(pallas_softmax, "softmax", broken)
-    code, rows = small(6, 40)
+    code, rows = one(sharded, "--shapes=6x40")
     assert code == 1 and rows["ours"]["status"] == "error" and "no such kernel" in rows["ours"]["reason"]
-    assert rows["jax.nn.softmax"]["status"] == "ok" and rows["jax.nn.softmax"]["speedup_wall"] == 1
+    assert rows["jax.nn.softmax"]["status"] == "ok" and rows["jax.nn.softmax"]["wall_p50_us"] > 0
 
 
 @pytest.mark.slow
-def test_a_wrong_peer_is_timed_and_fails_nothing(small, monkeypatch):
+def test_a_wrong_peer_is_timed_and_fails_nothing(one, monkeypatch):
     wrong = sharded.functions
 
     def functions(case):
         return wrong(case) | {"jax": lambda x: jax.lax.top_k(x, case.k)}
 
     monkeypatch.setattr(sharded, "functions", functions)
-    code, rows = small(6, 40, 5)
+    code, rows = one(sharded, "--shapes=6x40x5", "--k=5")
     assert code == 0 and rows["jax"]["status"] == "differs" and rows["jax"]["wall_p50_us"] > 0
 
 
@@ -239,21 +218,24 @@ def test_the_device_time_is_the_period_of_a_kernel():
         traces.period([first, late[:3]], 4)
 
 
-def test_how_rows_compare():
-    (layout,) = sharded.make_layouts(sharded.Settings(shapes=((8, 64, 5),), devices=(1,)))
+def test_how_rows_compare(parse):
+    (layout,) = sharded.make_layouts(parse(sharded, "--shapes=8x64x5", "--devices=1"))
     spread = dataclasses.replace(layout, sharding="vocab", devices=4)
     times = {(layout, "ours"): (50, 40), (layout, "jax.nn.softmax"): (60, 50), (layout, "jax"): (500, 400)}
     times |= {(spread, "ours"): (30, 12.5), (spread, "jax.nn.softmax"): (25, 20), (spread, "jax"): (90, None)}
     rows = [
-        sharded.Row(*key, ours=key[1] == "ours", wall_p50_us=wall, device_us=device)
-        for key, (wall, device) in times.items()
+        result.flat(case)
+        | {"contender": name, "ours": name == "ours", "wall_p50_us": wall, "device_us": device}
+        for (case, name), (wall, device) in times.items()
     ]
-    sharded.compare(rows)
-    found = {(row.layout.devices, row.contender): row for row in rows}
+    frame = result.frame({"benchmark": "sharded", "runs": [{}], "rows": rows}, sharded.VIEW)
+    found = {(row.devices, row.contender): row for row in frame.itertuples()}
     ours = found[4, "ours"]
-    assert (ours.of_linear, ours.of_softmax, ours.speedup_wall, ours.speedup_device) == (0.8, 1.2, 3, None)
+    assert (ours.of_linear, ours.of_softmax, ours.speedup_wall) == (0.8, 1.2, 3) and np.isnan(
+        ours.speedup_device
+    )
     assert found[1, "ours"].of_linear == 1 and found[1, "ours"].speedup_device == 10
-    assert found[4, "jax"].of_linear is None and found[4, "jax.nn.softmax"].of_linear == 50 / 80
+    assert np.isnan(found[4, "jax"].of_linear) and found[4, "jax.nn.softmax"].of_linear == 50 / 80
 
 
 # --- The command line -----------------------------------------------------------------------------------
@@ -335,5 +317,5 @@ def test_several_axes_win_on_many_devices():
 
 def test_model_table():
     lines = links.model_table(1024, 2**20, 64, 4, MACHINE).splitlines()
-    assert "of linear" in lines[0] and lines[2].split()[0] == "1" and lines[2].endswith("100%")
+    assert "of linear" in lines[0] and lines[1].split()[0] == "1" and lines[1].endswith("100%")
     assert lines[-1].startswith("16 x 16 x 16 ")
