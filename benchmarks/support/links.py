@@ -161,7 +161,7 @@ def predicted(
 def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
     """Returns a table of the terms of `predicted` in µs, for up to 4096 devices on one or several mesh axes."""
     head = ("mesh", "read", "latency", "links", "merge", "us", "of linear")
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds
     for mesh in _MODEL_MESHES:
         cost = predicted(rows, vocab, k, itemsize, mesh, machine)
