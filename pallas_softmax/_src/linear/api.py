@@ -21,7 +21,7 @@ from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
-from pallas_softmax._src.linear.mesh import describe, lay_together
+from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.linear.vmap import as_tokens
 
@@ -379,7 +379,7 @@ def _checked(
             raise ValueError(
                 f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
             )
-    arrays = lay_together((x, w, bias, where, tokens), head)
+    arrays = lay_out_arrays((x, w, bias, where, tokens), head)
     x, w, bias, where, tokens = vary_together(*arrays, but=mesh_axes)
     w, bias = vary_together(w, bias, over=mesh_axes)
     reason = (

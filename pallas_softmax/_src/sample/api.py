@@ -18,8 +18,8 @@ from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differe
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe, distance
-from pallas_softmax._src.dispatch.specs import lay_together
-from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.sample.operation import SAMPLE
 from pallas_softmax._src.topk.operation import indices_of
@@ -137,7 +137,7 @@ def _sample_of(
     u = _uniform(key, batch)[..., None]
 
     parameters = _parameters(x, axis, temperature, top_k, top_p, min_p)
-    x, mask, *parameters = lay_together(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
+    x, mask, *parameters = share_sharding(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
     if any(varies(a, mesh_axes) for a in parameters if a is not None):
         raise ValueError(
             f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
@@ -199,7 +199,7 @@ def _draw(static: Static, xs, constants):
     return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
 
 
-_sample = differentiable(SAMPLE, _draw, maps_with_temperature(SAMPLE))
+_sample = differentiable(SAMPLE, _draw, derivatives_with_temperature(SAMPLE))
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:

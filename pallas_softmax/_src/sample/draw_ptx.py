@@ -32,7 +32,7 @@ _NAN = float("nan")
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def text(layout: Layout, dtype) -> RowProgram:
+def draw_program(layout: Layout, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
     Its operands, in addition to <x>, are:

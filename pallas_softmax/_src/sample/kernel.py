@@ -74,7 +74,9 @@ def sample_rows(
         place = {"row": part.row, "part": part.index, "origin": part.extent.origin}
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
-        insert_ptx(draw_ptx.text(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers)
+        insert_ptx(
+            draw_ptx.draw_program(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers
+        )
 
     types = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     return gpu_kernel(

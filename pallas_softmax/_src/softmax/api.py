@@ -11,7 +11,7 @@ from pallas_softmax import online
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, maps_of
+from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import Operation, describe
 from pallas_softmax._src.dispatch.vmap import as_rows
@@ -245,6 +245,6 @@ def _logsumexp_and_d(static: Static, xs, constants):
     return (lse, d), (m,)
 
 
-_softmax = differentiable(SOFTMAX, _same_shape, maps_of(SOFTMAX))
-_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, maps_of(LOG_SOFTMAX))
-_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, maps_of(LOGSUMEXP))
+_softmax = differentiable(SOFTMAX, _same_shape, derivatives_of(SOFTMAX))
+_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, derivatives_of(LOG_SOFTMAX))
+_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, derivatives_of(LOGSUMEXP))

@@ -14,12 +14,12 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Maps, Static, choose_all, differentiable
+from pallas_softmax._src.dispatch.derivatives import Derivatives, Static, choose_all, differentiable
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.specs import lay_together
-from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.topk.operation import TOPK, indices_of
 
@@ -114,7 +114,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     own = {"k": k, "dtype": stored}
     static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
-    x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
+    x, mask, t = share_sharding(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
     if k == 0:  # no winner depends on anything
@@ -175,18 +175,20 @@ def _values_and_d(static: Static, xs, constants):
     return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
 
 
-def _topk_maps() -> Maps:
+def _topk_derivatives() -> Derivatives:
     """Returns the derivatives of top-k; a tangent of the values gets their dtype."""
-    maps = maps_with_temperature(TOPK)
+    derivatives = derivatives_with_temperature(TOPK)
 
     def rounded(function: Callable) -> Callable:
-        def run(static: Static, saved, dxs):
+        def rounded_tangent(static: Static, saved, dxs):
             dvalues, dd = function(static, saved, dxs)
             return dvalues.astype(dict(static.keywords)["dtype"]), dd
 
-        return run
+        return rounded_tangent
 
-    return dataclasses.replace(maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
+    return dataclasses.replace(
+        derivatives, tangent=rounded(derivatives.tangent), plain_tangent=rounded(derivatives.plain_tangent)
+    )
 
 
-_topk = differentiable(TOPK, _values_and_d, _topk_maps())
+_topk = differentiable(TOPK, _values_and_d, _topk_derivatives())

@@ -22,21 +22,21 @@ _BYTE = 0xFF
 _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
-def clear(slots, counts) -> None:
-    """Sets all slots to 0, 16 bytes per thread at a time. Thread 0 sets both counts to 0."""
-    (items,) = slots.shape
+def clear(candidates, counts) -> None:
+    """Sets all entries of the list to 0, 16 bytes per thread at a time. Thread 0 sets both counts to 0."""
+    (items,) = candidates.shape
     p = Program()
-    thread, slots_at, counts_at = p.operands("u32", "thread", "slots", "counts")
+    thread, candidates_at, counts_at = p.operands("u32", "thread", "candidates", "counts")
     p.barrier()
-    address, turn = p.at(slots_at, thread, ACCESS_BYTES), p.var(thread)
+    address, turn = p.at(candidates_at, thread, ACCESS_BYTES), p.var(thread)
     with p.repeat() as again:
         p.store(address, 0, 0, 0, 0)
         p.increase(address, ACCESS_BYTES * WARPGROUP)
         p.increase(turn, WARPGROUP)
-        again(turn < items * np.dtype(slots.dtype).itemsize // ACCESS_BYTES)
+        again(turn < items * np.dtype(candidates.dtype).itemsize // ACCESS_BYTES)
     p.store(counts_at, 0, 0, when=thread.equals(0))
     p.barrier()
-    insert_ptx(p, {"slots": slots, "counts": counts})
+    insert_ptx(p, {"candidates": candidates, "counts": counts})
 
 
 # ---- head and tail
@@ -49,27 +49,27 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
     else:                       x = -inf
     x_smem[position] = x
     """
-    kind = Elements(x_smem.dtype)
+    element = Elements(x_smem.dtype)
     tail, last = window.head + window.body, window.head + window.cut.longest
 
     @inline(arg_types=(REF, REF) + (SCALAR,) * 4 + (() if mask is None else (REF, SCALAR)))
     def emit(_, x_gmem, x_smem, first, low, high, origin, *mask):
         first, low, high, origin = map(scalar, (first, low, high, origin))
-        bits = ir.IntegerType.get_signless(8 * kind.itemsize)
+        bits = ir.IntegerType.get_signless(8 * element.itemsize)
 
         def place(position, end, in_row):
             """Fills a position below `end`. `in_row` says whether the row may have an element there."""
             within = arith.cmpi(_SLT, position, i32(end))
             inside = arith.andi(arith.cmpi(_SGE, position, low), arith.cmpi(_SLT, position, high))
-            x = utils.c(kind.neg_inf, bits)
+            x = utils.c(element.neg_inf, bits)
             if in_row:
                 inside = arith.andi(inside, within)
                 x = _element(x_gmem, arith.addi(first, arith.subi(position, low)), inside, bits)
             if in_row and mask:
                 mask_gmem, row = mask
-                of_masked = kind.neg_inf if infinite else kind.all_ones
+                of_masked = element.neg_inf if infinite else element.all_ones
                 x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside, of_masked)
-            _store_if(within, x_smem, position, x, kind.itemsize)
+            _store_if(within, x_smem, position, x, element.itemsize)
 
         if window.head:
             place(thread(), window.head, True)
@@ -135,7 +135,7 @@ def _words(of_block, count: int) -> list[ir.Value]:
     return elements(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register))
 
 
-def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -> Program:
+def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool) -> Program:
     """Returns the program of `mask_step`. <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
 
     Example: two words of 16-bit elements, with x0 in the lower half, and their mask word, which has byte 1 = 0:
@@ -144,7 +144,7 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
     """
     p = Program()
     thread, step, x = p.operands("u32", "thread", "step", "x")
-    block_bytes = window.block * kind.itemsize
+    block_bytes = window.block * element.itemsize
     address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
     first = p.multiply_add(step, window.step_blocks * window.block, thread * window.vec)
     for b in range(blocks):
@@ -157,16 +157,16 @@ def _mask_vectors(window: Window, kind: Elements, blocks: int, infinite: bool) -
         for j in range(window.vec):
             keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
             masked = keep.equals(0)
-            at = j * kind.itemsize
-            word, element_bits = words[at // 4], kind.all_ones << 8 * (at % 4)
+            at = j * element.itemsize
+            word, element_bits = words[at // 4], element.all_ones << 8 * (at % 4)
             p.update(word, "or", element_bits, when=masked)
             if infinite:  # turns all ones into -inf
-                p.update(word, "xor", (kind.neg_inf ^ kind.all_ones) << 8 * (at % 4), when=masked)
+                p.update(word, "xor", (element.neg_inf ^ element.all_ones) << 8 * (at % 4), when=masked)
         p.store(address, *words, offset=b * block_bytes, when=in_body)
     return p
 
 
-def absorb_step(
+def add_step(
     window: Window, x_smem, group_keys, step, blocks: int, lane: Normalizer, scale, masked: bool
 ) -> Normalizer:
     """Adds a thread's elements of a step to its normalizer. All of them share one rescaling of d:
@@ -177,17 +177,17 @@ def absorb_step(
 
     Also writes the largest key of each of the thread's groups in the step.
     """
-    kind, p = Elements(x_smem.dtype), Program()
+    element, p = Elements(x_smem.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
-    x_at, keys_at = _step_addresses(p, window, kind)
-    vectors = [kind.vector(p, x_at, b * window.block * kind.itemsize) for b in range(blocks)]
-    floats = [kind.floats(p, words, marked=True) for words in vectors] if masked else None
-    largest = _largest_of_groups(p, window, kind, vectors, floats, keys_at)
+    x_at, keys_at = _step_addresses(p, window, element)
+    vectors = [element.vector(p, x_at, b * window.block * element.itemsize) for b in range(blocks)]
+    floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
+    largest = _largest_of_groups(p, window, element, vectors, floats, keys_at)
     p.set(new_m, p.max(p.reduce("max", largest), m))
     s = p.select(new_m.equals(-math.inf), 0.0, new_m)
     terms = []
     for b, words in enumerate(vectors):
-        for x in floats[b] if floats else kind.floats(p, words, marked=False):
+        for x in floats[b] if floats else element.floats(p, words, marked=False):
             terms.append(p.exp2((x - s) * scale_of_row))
     rescale = p.exp2((m - s) * scale_of_row)
     p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
@@ -201,10 +201,10 @@ def absorb_step(
     return Normalizer(*new)
 
 
-def _step_addresses(p: Program, window: Window, kind: Elements) -> tuple[Value, Value]:
+def _step_addresses(p: Program, window: Window, element: Elements) -> tuple[Value, Value]:
     """Returns the addresses of the thread's first vector and first group key of step <step>."""
     thread, step, x, group_keys = p.operands("u32", "thread", "step", "x", "group_keys")
-    step_bytes = window.step_blocks * window.block * kind.itemsize
+    step_bytes = window.step_blocks * window.block * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
     x_at = p.at(p.at(x, step, step_bytes), thread, ACCESS_BYTES)
     return x_at, p.at(p.at(group_keys, step, 4 * keys_of_step), thread, 4)
@@ -213,7 +213,7 @@ def _step_addresses(p: Program, window: Window, kind: Elements) -> tuple[Value, 
 def _largest_of_groups(
     p: Program,
     window: Window,
-    kind: Elements,
+    element: Elements,
     vectors: list[list[Value]],
     floats: list[list[Value]] | None,
     keys_at: Value,
@@ -229,7 +229,7 @@ def _largest_of_groups(
     for i, start in enumerate(range(0, len(vectors), window.group_blocks)):
         group = slice(start, start + window.group_blocks)
         words, values = sum(vectors[group], []), sum(floats[group], []) if floats else None
-        value, key = kind.best(p, words, values)
+        value, key = element.best(p, words, values)
         p.store(keys_at, key, offset=i * 4 * WARPGROUP)
         largest.append(value)
     return largest

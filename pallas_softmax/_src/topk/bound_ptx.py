@@ -24,7 +24,7 @@ _SCRATCH_BYTE = 16  # offset of the scratch in <counts>
 _BUCKET_BYTE, _REACH_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
 
 
-def bound(group_keys, slots, counts, groups: int, k: int):
+def bound(group_keys, candidates, counts, groups: int, k: int):
     """Narrows the range of keys to one bucket, until few more than k keys reach its least key:
 
     low, high = a key that at least k group_keys reach, the largest group_key
@@ -36,17 +36,17 @@ def bound(group_keys, slots, counts, groups: int, k: int):
         high = the largest key of b, above = number of group_keys that exceed high
         stop if n is at most few_more(k)
 
-    The counters use the empty slots, and every pass clears them again.
+    The counters use the empty list of candidates, and every pass clears them again.
     """
-    code = text(groups, k)
+    code = bound_program(groups, k)
 
     @inline(arg_types=(REF,) * 3, return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
-    def emit(_, group_keys, slots, counts):
-        operands = {"group_keys": group_keys, "slots": slots, "counts": counts, "thread": thread()}
+    def emit(_, group_keys, candidates, counts):
+        operands = {"group_keys": group_keys, "candidates": candidates, "counts": counts, "thread": thread()}
         (found,) = emit_ptx(code, operands, {"bound": "i32"})
         return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
 
-    return emit(group_keys, slots, counts)
+    return emit(group_keys, candidates, counts)
 
 
 def few_more(k: int) -> int:
@@ -54,10 +54,10 @@ def few_more(k: int) -> int:
     return min(k + max(2, k // 16), -(-k // WARPGROUP) * WARPGROUP)
 
 
-def text(groups: int, k: int) -> Program:
+def bound_program(groups: int, k: int) -> Program:
     """Returns the program of `bound`. <bound> gets the result. Words 4 to 11 of <counts> are scratch."""
     p = Program()
-    slots, counts = p.operands("u32", "slots", "counts")
+    candidates, counts = p.operands("u32", "candidates", "counts")
     low, high = p.operand("bound", "s32"), p.fresh("s32")
     scratch = counts + _SCRATCH_BYTE
     keys = _load_group_keys(p, groups)
@@ -71,7 +71,7 @@ def text(groups: int, k: int) -> Program:
         for key in keys:
             distance = (high - key).bits("u32")
             counted = distance <= width
-            p.add_to(p.at(slots, distance >> shift, 4), 1, when=counted)
+            p.add_to(p.at(candidates, distance >> shift, 4), 1, when=counted)
         bucket, before, reach = _find_bucket(p, above, k, scratch)
         p.update(high, "sub", bucket << shift)
         longest = (p.var(1, "u32") << shift) - 1
@@ -120,9 +120,9 @@ def _find_bucket(p: Program, above: Value, k: int, scratch: Value) -> tuple[Valu
     Returns:
       The number of the bucket, how many keys lie above it, and how many keys reach its least key.
     """
-    thread, slots = p.operands("u32", "thread", "slots")
+    thread, candidates = p.operands("u32", "thread", "candidates")
     p.barrier()
-    mine = p.at(slots, thread, 4 * _EACH)
+    mine = p.at(candidates, thread, 4 * _EACH)
     counts = p.load_vector(mine, "s32", _EACH)
     p.store(mine, *[0] * _EACH)
     start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))

@@ -53,15 +53,17 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
     """Returns packed keys of the k best of each row of a tile. For the arguments see `selection.take_words`."""
-    return packed_ptx.insert_in_tile(text_of_words(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row)
+    return packed_ptx.insert_in_tile(
+        take_words_program(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row
+    )
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row):
     """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `selection.take`."""
-    return packed_ptx.insert_in_tile(text(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
+    return packed_ptx.insert_in_tile(take_program(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
 
 
-def text(tile: Tile, vocab: int, k: int) -> Program:
+def take_program(tile: Tile, vocab: int, k: int) -> Program:
     """Returns the program of `take`.
 
     <x{row}_{i}> has key i of a row of the thread. <winner{row}_{i}> gets the column of winner lane * held + i.
@@ -152,7 +154,7 @@ def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, i
         p.set(winners[place[1]], word, when=larger & own_lane.equals(last_lane))
 
 
-def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
+def take_words_program(tile: Tile, vocab: int, k: int) -> Program:
     """Returns the program of `take_words`.
 
     <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread. <winner{row}_{i}> gets the packed key of winner

@@ -25,7 +25,7 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk.slots import LOWEST_KEY
+from pallas_softmax._src.topk.candidates import LOWEST_KEY
 
 LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the column of positions beyond the row
 _LOWEST_WIDE = -(2**63)

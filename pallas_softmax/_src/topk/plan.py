@@ -132,8 +132,8 @@ class Window:
       step_blocks: number of blocks of a step.
       group_blocks: number of blocks of a group; it divides step_blocks.
       count: number of parts of a row, each in a CTA of its own.
-      compact: whether candidates are listed by 16-bit positions until the row is no longer needed. Then their slots
-        take the place of the row. Only whole float32 rows have compact windows.
+      compact: whether candidates are listed by 16-bit positions until the row is no longer needed. Then their list
+        takes the place of the row. Only whole float32 rows have compact windows.
     """
 
     vocab: int
@@ -287,10 +287,10 @@ def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 
-def candidate_slots(k: int) -> int:
+def candidate_capacity(k: int) -> int:
     """Returns the capacity of a window's list of candidates: a power of two, because the sort needs one.
 
-    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than slots, the search is
+    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than candidates, the search is
     repeated.
     """
     return power_of_two(2 * k, 256)
@@ -340,8 +340,8 @@ def group_words(window: Window, k: int) -> int:
 
 
 def ordering_words(k: int) -> tuple[int, int, int]:
-    """Returns the words of slots, buckets and ranked winners. In a compact window, they take the place of the row."""
-    return 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
+    """Returns the words of candidates, buckets and ranked winners, which replace the row in a compact window."""
+    return 2 * candidate_capacity(k), candidate_capacity(k), 2 * padded_winners(k)
 
 
 def listed_items(window: Window, k: int) -> tuple[int, int]:
@@ -350,10 +350,10 @@ def listed_items(window: Window, k: int) -> tuple[int, int]:
     An item is a 32-bit word, and a candidate takes two of them. In a compact window, an item is a 16-bit number, and a
     candidate takes one. In 25,000 numbers, k = 1024 with groups of 16 makes 1,593 candidates, standard deviation 33.
     """
-    slots = candidate_slots(k)
+    capacity = candidate_capacity(k)
     if not window.compact:
-        return 2 * slots, slots
-    return max(MIN_POSITIONS, slots - slots // 8), padded_winners(k + k // 4)
+        return 2 * capacity, capacity
+    return max(MIN_POSITIONS, capacity - capacity // 8), padded_winners(k + k // 4)
 
 
 def selection_bytes(window: Window, k: int) -> int:

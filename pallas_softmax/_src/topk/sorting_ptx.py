@@ -27,11 +27,11 @@ _MOST_NEAR_TIES = 8  # most near ties in the rows of a warp that are compared on
 def take(tile: Tile, vocab: int, k: int, key, per_row, narrow: bool):
     """Returns the columns of the k best of each row of a tile of keys. For the arguments see `selection.take`."""
     out = sorted_tile(tile)
-    code = _text(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow)
+    code = _take_program(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow)
     return packed_ptx.insert_in_tile(code, tile, out, key, per_row)
 
 
-def _text(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) -> Program:
+def _take_program(tile: Tile, vocab: int, k: int, rows: int, held: int, narrow: bool) -> Program:
     """Returns the program of `take`. <winner{row}_{i}> gets the column at position lane * held + i in order."""
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)

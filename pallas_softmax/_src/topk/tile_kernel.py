@@ -91,7 +91,7 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[An
         row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
-    m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
+    m, d = map(broadcast, online.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
     return m, d, row_scale
 
 
