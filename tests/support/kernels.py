@@ -13,6 +13,7 @@ from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
+from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
 from pallas_softmax._src.sample import kernel as sample_kernel
 from pallas_softmax._src.sample import plan as sample_plan
@@ -38,8 +39,6 @@ from pallas_softmax._src.topk import (
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import tile_grad_kernel as grad_kernel
 from pallas_softmax._src.topk import tile_kernel as topk_tile_kernel
-from pallas_softmax._src.topk.plan import Window
-from pallas_softmax._src.topk.selection import Extent  # noqa: F401
 from tests.support import bounds, cases, oracle
 from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW

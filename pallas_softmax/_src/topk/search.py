@@ -30,9 +30,10 @@ from jax import lax
 
 from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.window import Extent, Window
 from pallas_softmax._src.topk import selection
 from pallas_softmax._src.topk.candidates import capacity_of
-from pallas_softmax._src.topk.plan import Window, bound_rank
+from pallas_softmax._src.topk.plan import bound_rank
 
 
 class _Bracket(NamedTuple):
@@ -64,7 +65,7 @@ class WindowSearch:
     """
 
     window: Window
-    extent: selection.Extent
+    extent: Extent
     owned: Any
     counts_smem: Any
     group_keys_smem: Any

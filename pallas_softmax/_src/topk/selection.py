@@ -3,7 +3,7 @@
 On the GPU the steps are inline PTX, because Pallas has no scatter, sort or warp operations there. The interpreter runs
 the JAX versions in this file. The steps by file, in the order of execution:
 
-    arrival_ptx.py     fill_edges, clear, mask_step, add_step    while a row arrives in shared memory
+    arrival_ptx.py     clear, add_step                             while a row arrives in shared memory
     bound_ptx.py       bound                                        the search for the candidates in it
     selection_ptx.py   collect, count, collect_ties, expand_positions
                        collect_winners                              the candidates of a merge
@@ -13,7 +13,7 @@ the JAX versions in this file. The steps by file, in the order of execution:
     merging_ptx.py     take, take_words                             the k best of rows in registers
     sorting_ptx.py     take                                         the same, if most of a row are winners
 
-`plan.py` has a drawing of the window, its positions and groups. `candidates.py` has a drawing of the list of
+`gpu/window.py` has a drawing of the window, its positions and groups. `candidates.py` has a drawing of the list of
 candidates. The steps take references to these arrays in shared memory:
 
     x_smem      (window.size,): the elements of the part, and -inf around them. A masked element is the float of the
@@ -27,8 +27,6 @@ candidates. The steps take references to these arrays in shared memory:
 one number for each candidate, its position.
 """
 
-from typing import Any, NamedTuple
-
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +35,7 @@ from jax import lax
 from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Extent, Window
 from pallas_softmax._src.topk import (
     arrival_ptx,
     bound_ptx,
@@ -47,51 +46,11 @@ from pallas_softmax._src.topk import (
     sorting_ptx,
 )
 from pallas_softmax._src.topk.candidates import ranked_candidates, write_candidates
-from pallas_softmax._src.topk.plan import Window, padded_winners
+from pallas_softmax._src.topk.plan import padded_winners
 from pallas_softmax._src.topk.tile_plan import merged_tile, sorts, winners_tile
 from pallas_softmax.online import Normalizer, shift
 
-
-class Extent(NamedTuple):
-    """Where the elements of a part lie in its window.
-
-    Attributes:
-      low: position of the first element.
-      high: position after the last element.
-      origin: index in the row that position 0 has; it may be negative.
-    """
-
-    low: Any
-    high: Any
-    origin: Any
-
-
 # ---- while the row arrives
-
-
-def fill_edges(
-    window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, infinite: bool = False, interpret
-):
-    """Writes the head and the tail of the window: the few elements outside the body, and -inf around them.
-
-    Args:
-      x_gmem: one-dimensional device memory. The part starts at element `first`.
-      mask: None, or (reference to the mask, its row). A masked element becomes the float of the lowest key.
-      infinite: whether a masked element becomes -inf instead.
-    """
-    if not interpret:
-        return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask, infinite)
-    for start, end in ((0, window.head), (window.head + window.body, window.size)):
-        if start == end:
-            continue
-        position = jnp.arange(start, end)
-        inside = (position >= extent.low) & (position < extent.high)
-        x = jnp.where(inside, x_gmem[...][jnp.where(inside, first + position - extent.low, 0)], -jnp.inf)
-        if mask is not None:
-            mask_gmem, row = mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
-        x_smem[start:end] = x.astype(x_smem.dtype)
 
 
 def clear(candidates, counts, *, interpret):
@@ -101,27 +60,6 @@ def clear(candidates, counts, *, interpret):
         counts[...] = jnp.zeros_like(counts[...])
     else:
         arrival_ptx.clear(candidates, counts)
-
-
-def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret):
-    """Writes the float of the lowest key to the masked positions of a step that lie in the body.
-
-    Args:
-      keep: the mask, one block of int8 for each block of the step. 0 means masked.
-      infinite: whether to write -inf instead.
-    """
-    if not interpret:
-        return arrival_ptx.mask_step(window, x_smem, step, keep, infinite)
-    start, size = step * window.step_blocks * window.block, len(keep) * window.block
-    position = start + jnp.arange(size)
-    body = (position >= window.head) & (position < window.head + window.body)
-    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
-
-
-def _of_masked(dtype, infinite: bool):
-    """Returns the value of a masked element: -inf, or the float of the lowest key."""
-    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
 
 
 def add_step(

@@ -16,6 +16,7 @@ from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk import sums_ptx
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
@@ -27,7 +28,6 @@ from pallas_softmax._src.topk.candidates import (
     store_candidate,
     store_position,
 )
-from pallas_softmax._src.topk.plan import Window
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
