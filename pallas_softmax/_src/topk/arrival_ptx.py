@@ -5,9 +5,10 @@ import math
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax.online import Normalizer
 
@@ -15,7 +16,7 @@ from pallas_softmax.online import Normalizer
 def clear(candidates, counts) -> None:
     """Sets all entries of the list to 0, 16 bytes per thread at a time. Thread 0 sets both counts to 0."""
     (items,) = candidates.shape
-    p = Program()
+    p = CtaProgram()
     thread, candidates_at, counts_at = p.operands("u32", "thread", "candidates", "counts")
     p.barrier()
     address, turn = p.at(candidates_at, thread, ACCESS_BYTES), p.var(thread)
@@ -40,7 +41,7 @@ def add_step(
 
     Also writes the largest key of each of the thread's groups in the step.
     """
-    element, p = Elements(x_smem.dtype), Program()
+    element, p = Elements(x_smem.dtype), CtaProgram()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
     x_at, keys_at = _step_addresses(p, window, element)
     vectors = [element.vector(p, x_at, b * window.block * element.itemsize) for b in range(blocks)]
@@ -64,7 +65,7 @@ def add_step(
     return Normalizer(*new)
 
 
-def _step_addresses(p: Program, window: Window, element: Elements) -> tuple[Value, Value]:
+def _step_addresses(p: CtaProgram, window: Window, element: Elements) -> tuple[Value, Value]:
     """Returns the addresses of the thread's first vector and first group key of step <step>."""
     thread, step, x, group_keys = p.operands("u32", "thread", "step", "x", "group_keys")
     step_bytes = window.step_blocks * window.block * element.itemsize
@@ -74,7 +75,7 @@ def _step_addresses(p: Program, window: Window, element: Elements) -> tuple[Valu
 
 
 def _largest_of_groups(
-    p: Program,
+    p: CtaProgram,
     window: Window,
     element: Elements,
     vectors: list[list[Value]],

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
-from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import sums_ptx
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, index_and_key
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, store_winners
 
 _CHUNK = 4  # candidates that a thread handles together
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
@@ -43,7 +43,7 @@ _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error 
 
 
 def rank_by_buckets(
-    p: Program,
+    p: CtaProgram,
     capacity: int,
     k: int,
     padded: int,
@@ -73,7 +73,7 @@ def rank_by_buckets(
         _compare(p, have, values[chunk], places[chunk], k, padded)
 
 
-def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
+def _chunks(p: CtaProgram, each: int) -> Iterator[tuple[list[Value], slice]]:
     """Yields a thread's `each` candidates in chunks: one condition each, whether the thread has it, and their slice.
 
     Work on the candidates of one chunk is independent, so it overlaps. All threads leave at the first chunk that is
@@ -88,7 +88,7 @@ def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
             yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
-def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
+def _load_and_bracket(p: CtaProgram, each: int) -> tuple[list[Value], Value, Value]:
     """Loads the thread's candidates. Returns them, and the upper words of the greatest and the least of all."""
     thread, candidates, ranked = p.operands("u32", "thread", "candidates", "ranked")
     greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
@@ -102,12 +102,12 @@ def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]
             p.update(greatest, "max", key, when=has)
             p.update(least, "min", key, when=has)
     of_warp = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-    greater, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
+    greater, smaller = p.of_warps(of_warp, ranked, lane=0)
     return values, p.reduce("max", greater), p.reduce("min", smaller)
 
 
 def _distances(
-    p: Program, greatest: Value, least: Value, dtype, vocab: int | None
+    p: CtaProgram, greatest: Value, least: Value, dtype, vocab: int | None
 ) -> tuple[Callable[[Value], Value], Value]:
     """Returns a function from a candidate to its distance from the best one, and the number of distances, a float.
 
@@ -144,7 +144,7 @@ def _distances(
     return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
 
 
-def _factor(p: Program, distances: Value, capacity: int) -> Value:
+def _factor(p: CtaProgram, distances: Value, capacity: int) -> Value:
     """Returns the factor that turns distances into buckets: bucket = distance * factor / 2^32.
 
     It is capacity * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
@@ -152,7 +152,9 @@ def _factor(p: Program, distances: Value, capacity: int) -> Value:
     return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
 
 
-def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], factor: Value) -> list[Value]:
+def _count(
+    p: CtaProgram, values: list[Value], distance: Callable[[Value], Value], factor: Value
+) -> list[Value]:
     """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
     buckets = p.operand("buckets", "u32")
     places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
@@ -167,17 +169,17 @@ def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], 
     return places
 
 
-def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
+def _start(p: CtaProgram, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
     The starts are running sums: over the thread's counts, then the lower lanes, then the lower warps (in <ranked>).
     """
     counts = p.load_vector(mine, "u32", each)
-    start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
+    start, total = p.scan(p.reduce("add", counts))
     held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = sums_ptx.of_warps(p, [total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
+    (words,) = p.of_warps([total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
-    sums_ptx.add_lower_warps(p, start, list(totals))
+    p.add_lower_warps(start, totals)
     otherwise(p.reduce("max", held) > most)
     starts = []
     for count in counts:
@@ -187,7 +189,7 @@ def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[V
     p.barrier()
 
 
-def _group(p: Program, values: list[Value], places: list[Value]) -> None:
+def _group(p: CtaProgram, values: list[Value], places: list[Value]) -> None:
     """Writes the candidates back to the list, grouped by bucket.
 
     Afterwards a place has the start of the bucket, and in the upper half the number of candidates in it.
@@ -204,13 +206,13 @@ def _group(p: Program, values: list[Value], places: list[Value]) -> None:
 
 
 def _compare(
-    p: Program, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
+    p: CtaProgram, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
 ) -> None:
     """Compares each candidate with all others in its bucket, and writes it at its rank.
 
     Buckets that start at rank k or later are skipped.
     """
-    candidates, ranked = p.operands("u32", "candidates", "ranked")
+    candidates = p.operand("candidates", "u32")
     ranks, addresses, counts = [], [], []
     for has, place in zip(have, places):
         rank = place & _LOWER
@@ -232,8 +234,4 @@ def _compare(
             p.increase(turn, 1)
             again(turn < most)
         for value, count, rank in zip(values, counts, ranks):
-            wins = (count > 0) & (rank < k)
-            index, key = index_and_key(p, value)
-            at = p.at(ranked, rank, 4)
-            p.store(at, key, when=wins)
-            p.store(at, index, offset=4 * padded, when=wins)
+            store_winners(p, [value], rank, k, padded, when=count > 0)

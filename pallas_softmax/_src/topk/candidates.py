@@ -19,6 +19,8 @@ row.
 thread.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -82,3 +84,18 @@ def index_and_key(p: Program, candidate: Value) -> tuple[Value, Value]:
     """Returns the index and the key of a candidate, in PTX."""
     low, high = p.split(candidate)
     return ~low, high ^ _SIGN
+
+
+def store_winners(
+    p: Program, winners: Sequence[Value], rank: Value, k: int, padded: int, when: Condition = None
+) -> None:
+    """Writes candidates with ranks `rank`, rank + 1, ... to <ranked>, in PTX. Ranks from k on are skipped.
+
+    <ranked>  | key of rank 0, 1, ... padded - 1 | index of rank 0, 1, ... padded - 1 |
+    """
+    at = p.at(p.operand("ranked", "u32"), rank, 4)
+    for i, winner in enumerate(winners):
+        wins = rank.bits("s32") < k - i if when is None else when & (rank.bits("s32") < k - i)
+        index, key = index_and_key(p, winner)
+        p.store(at, key, offset=4 * i, when=wins)
+        p.store(at, index, offset=4 * (padded + i), when=wins)

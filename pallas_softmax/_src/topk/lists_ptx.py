@@ -8,15 +8,16 @@ A winner's rank is the number of better winners in all lists. A binary search co
 """
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, candidate_of, index_and_key
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, candidate_of, store_winners
 
 
 def rank_lists(candidates, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, padded: int) -> None:
     """Each thread handles every 128th winner, and counts the better winners list by list."""
-    p = Program()
-    thread, row_number, candidates_at, ranked_at = p.operands("u32", "thread", "row", "candidates", "ranked")
+    p = CtaProgram()
+    thread, row_number, candidates_at = p.operands("u32", "thread", "row", "candidates")
     keys, indices = p.operands("u64", "keys", "indices")
     own = p.multiply_wide(row_number, lists * k) + p.convert(thread, "u64") << 2  # bytes
     turns = range(-(-lists * k // WARPGROUP))
@@ -36,17 +37,13 @@ def rank_lists(candidates, ranked, keys_gmem, indices_gmem, row, lists: int, k: 
         for rank, of_list in zip(ranks, better):
             p.increase(rank, of_list)
     for value, rank, is_listed in zip(values, ranks, listed):
-        wins = is_listed & (rank < k)
-        index, key = index_and_key(p, value)
-        at = p.at(ranked_at, rank, 4)
-        p.store(at, key, when=wins)
-        p.store(at, index, offset=4 * padded, when=wins)
+        store_winners(p, [value], rank, k, padded, when=is_listed)
     p.barrier()
     refs = {"candidates": candidates, "ranked": ranked, "keys": keys_gmem, "indices": indices_gmem}
     insert_ptx(p, refs, {"row": row})
 
 
-def _better(p: Program, start: Value, k: int, values: list[Value]) -> list[Value]:
+def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Value]:
     """Returns for each value the number of greater entries in a sorted list of k at address `start`."""
     ends = [p.var(start) for _ in values]  # end of the entries that are known to be greater
     step = 1 << k.bit_length() - 1

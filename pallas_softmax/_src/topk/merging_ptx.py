@@ -92,8 +92,8 @@ def take_program(tile: Tile, vocab: int, k: int) -> Program:
         for i, word in enumerate(listed):
             p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_near_tie))
         if length < len(words):
-            too_short |= listed[-1] >= worst
-            maybe_short |= listed[-1] >= worst & ~ones
+            too_short = too_short | (listed[-1] >= worst)
+            maybe_short = maybe_short | (listed[-1] >= worst & ~ones)
         found.append(_Found(winners, pairs, listed, others))
     numbers = [f.pairs for f in found] + [f.others for f in found]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])

@@ -1,10 +1,11 @@
 """Inline PTX that ranks the candidates, with the 128 threads of a CTA: `selection.rank`."""
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.buckets_ptx import rank_by_buckets
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, index_and_key
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, store_winners
 
 # Cycles on an H100, 4000 x 25000 float32, with two CTAs on a multiprocessor:
 #
@@ -31,7 +32,7 @@ def rank(candidates, n, buckets, ranked, k: int, padded: int, dtype, vocab: int 
       vocab: an exclusive upper bound of the indices, or None.
     """
     capacity = candidates.shape[0] // 2
-    p = Program()
+    p = CtaProgram()
     countable = p.operand("n", "u32") <= _COUNTED
     with p.block() as finish:
         if capacity <= _COMPARED:
@@ -55,24 +56,10 @@ def rank(candidates, n, buckets, ranked, k: int, padded: int, dtype, vocab: int 
     insert_ptx(p, {"candidates": candidates, "buckets": buckets, "ranked": ranked}, {"n": n})
 
 
-def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: int) -> None:
-    """Writes the keys and indices of candidates with ranks `rank`, rank + 1, ... to <ranked>. Ranks from k on are
-    skipped.
-
-    <ranked>  | key of rank 0, 1, ... padded - 1 | index of rank 0, 1, ... padded - 1 |
-    """
-    at = p.at(p.operand("ranked", "u32"), rank, 4)
-    for i, value in enumerate(values):
-        wins = rank.bits("s32") < k - i
-        index, key = index_and_key(p, value)
-        p.store(at, key, offset=4 * i, when=wins)
-        p.store(at, index, offset=4 * (padded + i), when=wins)
-
-
 # ---- by counting
 
 
-def _rank_by_counting(p: Program, k: int, padded: int) -> None:
+def _rank_by_counting(p: CtaProgram, k: int, padded: int) -> None:
     """Ranks each candidate by counting the better ones:
 
     for own = thread, thread + 128, ... below n:
@@ -90,14 +77,14 @@ def _rank_by_counting(p: Program, k: int, padded: int) -> None:
                 p.increase(rank, 1, when=other > value)
             p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
-        _write_ranked(p, [value], rank, k, padded)
+        store_winners(p, [value], rank, k, padded)
         p.increase(own, WARPGROUP)
 
 
 # ---- by sorting
 
 
-def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
+def _rank_by_sorting(p: CtaProgram, size: int, k: int, padded: int) -> None:
     """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds size / 128 neighbours.
 
     sort the values of each thread                            a run of one thread
@@ -129,10 +116,10 @@ def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
         _sort_bitonic(p, values)
         _complement_odd_runs(p, values, run)
         next_run(run < WARPGROUP)
-    _write_ranked(p, values, thread * len(values), k, padded)
+    store_winners(p, values, thread * len(values), k, padded)
 
 
-def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
+def _compare_and_swap(p: CtaProgram, a: Value, b: Value) -> None:
     """Puts the larger of two values into register a, and the smaller into b."""
     swap = a < b
     larger = p.select(swap, b, a)
@@ -140,7 +127,7 @@ def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
     p.set(a, larger)
 
 
-def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
+def _sort_halves_of_thread(p: CtaProgram, values: list[Value]) -> None:
     """Sorts the first half of a thread's values in descending order, the second half in ascending order.
 
     Together the halves are bitonic. The number of values is a power of two. Runs of 2, 4, ... values are sorted, every
@@ -160,7 +147,7 @@ def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
         length *= 2
 
 
-def _sort_bitonic(p: Program, values: list[Value]) -> None:
+def _sort_bitonic(p: CtaProgram, values: list[Value]) -> None:
     """Sorts a thread's values in descending order. They must be bitonic, and a power of two in number."""
     half = len(values)
     while half > 1:
@@ -170,7 +157,7 @@ def _sort_bitonic(p: Program, values: list[Value]) -> None:
                 _compare_and_swap(p, values[i], values[i + half])
 
 
-def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
+def _complement_odd_runs(p: CtaProgram, values: list[Value], run: Value) -> None:
     """Complements the values of threads in runs with odd numbers. A run has `run` threads."""
     odd = (p.operand("thread", "u32") & run).differs(0)
     ones = p.select(odd, -1, 0, "u64")
@@ -178,7 +165,7 @@ def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
         p.set(value, value ^ ones)
 
 
-def _exchange(p: Program, values: list[Value], stride: Value, own: Value) -> None:
+def _exchange(p: CtaProgram, values: list[Value], stride: Value, own: Value) -> None:
     """Exchanges values with thread ^ stride. The lower thread keeps the larger value of each pair.
 
     Threads of one warp exchange by shuffles. Threads of different warps exchange through the list.

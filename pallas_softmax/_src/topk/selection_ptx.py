@@ -13,11 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import sums_ptx
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
     LOWEST_KEY,
@@ -58,7 +58,7 @@ def collect(
     are only counted.
     """
     element, capacity = Elements(x_smem.dtype), capacity_of(candidates)
-    p = Program()
+    p = CtaProgram()
     thread, count_at = p.operands("u32", "thread", "counts")
     with p.block() as finish:
         if all_groups:
@@ -82,7 +82,7 @@ def collect(
     )
 
 
-def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
+def _list_hits(p: CtaProgram, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
     """Lists the numbers of the groups that reach <bound> in `hits`, in any order. Returns how many there are.
 
     A warp counts its groups that reach the bound, and reserves as many places. If all warps' groups together do not
@@ -105,7 +105,7 @@ def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callabl
             reach.append(key >= bound)
             ballot = p.ballot(reach[-1])
             before.append(p.count_ones(ballot & lower_lanes) + count)
-            count += p.count_ones(ballot)
+            count = count + p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
             p.set(place, 0)
@@ -123,14 +123,14 @@ def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callabl
     return n
 
 
-def _store_hit(p: Program, hits, at: Value, group: Value, when: Value) -> None:
+def _store_hit(p: CtaProgram, hits, at: Value, group: Value, when: Value) -> None:
     """Writes the number of a group to entry `at` of `hits`, the list of groups that reach the bound."""
     itemsize = np.dtype(hits.dtype).itemsize
     value = group if itemsize == 4 else p.convert(group, "u16")
     p.store(p.at(p.operand("hits", "u32"), at, itemsize), value, when=when)
 
 
-def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = None) -> Value:
+def _load_hit(p: CtaProgram, hits, at: Value, when: Value, default: int | None = None) -> Value:
     """Returns entry `at` of `hits`. If `when` does not hold: the default, or an undefined number without a default."""
     itemsize = np.dtype(hits.dtype).itemsize
     address = p.at(p.operand("hits", "u32"), at, itemsize)
@@ -142,7 +142,7 @@ def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = No
     return address
 
 
-def _mask_turn(p: Program, window: Window, element: Elements, turn: Value, n: Value, hits) -> Value:
+def _mask_turn(p: CtaProgram, window: Window, element: Elements, turn: Value, n: Value, hits) -> Value:
     """Returns a mask of the elements in groups turn, turn + 128, ... that are in the extent and reach <bound>.
 
     The group numbers index `hits`, or count all groups if `hits` is None. Raw bits are compared instead of keys:
@@ -179,7 +179,7 @@ def _mask_turn(p: Program, window: Window, element: Elements, turn: Value, n: Va
     return mask
 
 
-def _bits_reaching(p: Program, element: Elements, words: list[Value], bound: Value, flip: Value) -> Value:
+def _bits_reaching(p: CtaProgram, element: Elements, words: list[Value], bound: Value, flip: Value) -> Value:
     """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
     each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
@@ -192,7 +192,7 @@ def _bits_reaching(p: Program, element: Elements, words: list[Value], bound: Val
     return p.reduce("or", bits)
 
 
-def _first_position(p: Program, window: Window, group: Value) -> Value:
+def _first_position(p: CtaProgram, window: Window, group: Value) -> Value:
     """Returns the first position of a group."""
     of_first_block = (group >> _log2(WARPGROUP)) * (window.group_blocks * window.block)
     return p.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
@@ -203,7 +203,9 @@ def _log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-def _group_words(p: Program, window: Window, element: Elements, first: Value, address: Value) -> list[Value]:
+def _group_words(
+    p: CtaProgram, window: Window, element: Elements, first: Value, address: Value
+) -> list[Value]:
     """Returns the words of a group, loaded 16 bytes at a time.
 
     Args:
@@ -224,7 +226,7 @@ def _group_words(p: Program, window: Window, element: Elements, first: Value, ad
     return words
 
 
-def _in_extent(p: Program, window: Window, first: Value, bits: Value) -> Value:
+def _in_extent(p: CtaProgram, window: Window, first: Value, bits: Value) -> Value:
     """Clears the bits of a group's elements outside the extent: before <low>, and from <high> on.
 
     Positions increase with the bits. Positions before <low> are in the first vector of the window.
@@ -239,7 +241,7 @@ def _in_extent(p: Program, window: Window, first: Value, bits: Value) -> Value:
 
 
 def _append(
-    p: Program,
+    p: CtaProgram,
     window: Window,
     element: Elements,
     mask: Value,
@@ -288,7 +290,7 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
 
     for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
     """
-    element, p = Elements(x_smem.dtype), Program()
+    element, p = Elements(x_smem.dtype), CtaProgram()
     thread, x, keys_at = p.operands("u32", "thread", "x", "group_keys")
     limit = p.operand("bound", "s32")
     reach, exceed = p.operands("u32", "reach", "exceed")
@@ -330,18 +332,22 @@ def collect_ties(window: Window, x_smem, scratch, candidates, bound, extent, fir
             before += 1
         base += ties in the block
     """
-    element, p = Elements(x_smem.dtype), Program()
+    element, p = Elements(x_smem.dtype), CtaProgram()
     thread, x, candidates_at = p.operands("u32", "thread", "x", "candidates")
     tie, origin, number = p.operands("s32", "bound", "origin", "first")
     base, parity = p.var(number), p.var(0, "u32")
-    lower_lanes, warp = p.special("lanemask_lt"), sums_ptx.warp_of_thread(p)
+    lower_lanes, scratch_at = p.special("lanemask_lt"), p.operand("scratch", "u32")
     first_position = (thread * window.vec).bits("s32")
     address, block = p.at(x, thread, 16), p.var(0, "u32")
     with p.loop() as leave:
         leave((block >= window.blocks) | (base >= k))
         keys = element.keys(element.vector(p, address))
         tied, before, in_warp = _tied_in_warp(p, keys, first_position, lower_lanes)
-        _add_lower_warps(p, before, in_warp, base, parity, warp, lower_lanes)
+        # Two places alternate, so that one barrier for each block suffices.
+        (totals,) = p.of_warps([in_warp], p.at(scratch_at, parity, 4 * WARPS), lane=0)
+        p.increase(before, base)
+        p.add_lower_warps(before, totals)
+        p.increase(base, p.reduce("add", totals))
         for j, is_tied in enumerate(tied):
             with p.when(is_tied & (before < k)):
                 if lists_positions(candidates):
@@ -362,7 +368,7 @@ def collect_ties(window: Window, x_smem, scratch, candidates, bound, extent, fir
 
 
 def _tied_in_warp(
-    p: Program, keys: list[Value], first_position: Value, lower_lanes: Value
+    p: CtaProgram, keys: list[Value], first_position: Value, lower_lanes: Value
 ) -> tuple[list[Value], Value, Value]:
     """Finds a thread's keys that equal <bound> and are in the extent. The first key is at `first_position`.
 
@@ -383,24 +389,6 @@ def _tied_in_warp(
     return tied, before, in_warp
 
 
-def _add_lower_warps(
-    p: Program, before: Value, in_warp: Value, base: Value, parity: Value, warp: Value, lower_lanes: Value
-) -> None:
-    """Adds `base` and the counts `in_warp` of lower warps to `before`. Then adds the counts of all warps to `base`.
-
-    Warps exchange counts in <scratch>. Calls alternate between two places, selected by `parity` (0 or 1), so that one
-    barrier per call suffices. Lane 0 writes for its warp: it has no lower lanes, so its `lower_lanes` is 0.
-    """
-    place = p.at(p.operand("scratch", "u32"), parity, 4 * WARPS)
-    p.store(p.at(place, warp, 4), in_warp, when=lower_lanes.equals(0))
-    p.barrier()
-    totals = p.load_vector(place, "s32", WARPS)
-    p.increase(before, base)
-    for i, total in enumerate(totals):
-        p.increase(before, total, when=warp > i)
-        p.increase(base, total)
-
-
 # ---- from positions to candidates
 
 
@@ -410,7 +398,7 @@ def expand_positions(x_smem, positions, candidates, n, origin) -> None:
     Entries after the last candidate become empty, as they are in a window that is not compact.
     """
     element, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
-    p = Program()
+    p = CtaProgram()
     thread, x, own, first_index = p.operands("u32", "thread", "x", "positions", "origin")
     count_at = p.operand("n", "u32")
     own = p.at(own, thread, POSITION_BYTES)
@@ -444,7 +432,7 @@ def collect_winners(candidates, counts, keys_gmem, indices_gmem, row, first, n, 
 
     The list must be empty, and all threads must have passed the barrier at the end of `clear`.
     """
-    p = Program()
+    p = CtaProgram()
     thread, row_number, first_winner, winners = p.operands("u32", "thread", "row", "first", "n")
     candidates_at, count_at = p.operands("u32", "candidates", "counts")
     keys_at, indices_at = p.operands("u64", "keys", "indices")

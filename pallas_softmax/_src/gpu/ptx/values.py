@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 
 _BITS = {
     **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
@@ -92,6 +92,12 @@ class Value:
 
     def __rshift__(self, by: Any) -> "Value":
         return self.program.shift(f"shr.{self.kind}", self, by)
+
+    def _rebind(self, _: Any) -> Any:
+        """Raises: `x += y` would bind the name x to a new register, and a loop on the GPU would not see the change."""
+        raise TypeError("a PTX value cannot be changed by +=, -= and so on; call increase, update or set")
+
+    __iadd__ = __isub__ = __imul__ = __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _rebind
 
     def sign(self) -> "Value":
         """Returns as many bits: all ones if this is negative, else zeros. Each half of a pair has its own sign."""
@@ -481,11 +487,7 @@ class Program:
         """Returns the address, for space="shared::cluster", of the same location in another CTA of the cluster."""
         return self.op("mapa.shared::cluster", "u32", address, cta)
 
-    # --- Warps and CTAs
-
-    def barrier(self) -> None:
-        """Synchronizes all threads of a CTA that has one warpgroup."""
-        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic's first barrier has number 1
+    # --- Warps
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
         """Returns the value of another lane, number lane ^ by ("bfly"), lane + by ("down") or by ("idx")."""
