@@ -168,7 +168,7 @@ def kind(row: Row) -> int:
     return list(flags.LOGITS).index(row.case.logits)
 
 
-def test_the_model_says_where_it_is_off(figures):
+def test_the_model_states_its_errors(figures):
     (text,) = (text for text in texts(figures("sharded")) if text.startswith("grey"))
     assert "nothing was measured beyond 4 devices" in text and "+29% on 4" in text
     assert "-50% on 1, +0% on 8" in sharded.misses({1: 20.0, 8: 10.0}, lambda n: 10.0)
