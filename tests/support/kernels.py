@@ -29,10 +29,8 @@ from pallas_softmax._src.topk import (
     lists_ptx,
     merge_kernel,
     merging_ptx,
-    packed_ptx,
     ranking_ptx,
     selection_ptx,
-    sorting_ptx,
     tile_plan,
     window_kernel,
 )
@@ -217,14 +215,6 @@ def bound_ptx_of(groups, k):
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
     return merging_ptx.take_words_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
-
-
-def sorting_ptx_of(tile, vocab, k):
-    """Returns the text of a sort in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    out = tile_plan.sorted_tile(tile)
-    return sorting_ptx._take_program(
-        tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow=False
-    ), out
 
 
 def merging_ptx_of(tile, vocab, k):

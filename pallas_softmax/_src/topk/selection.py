@@ -11,7 +11,6 @@ the JAX versions in this file. The steps by file, in the order of execution:
     buckets_ptx.py                                                  or buckets
     lists_ptx.py       rank_lists                                   the order of the winners of a few lists
     merging_ptx.py     take, take_words                             the k best of rows in registers
-    sorting_ptx.py     take                                         the same, if most of a row are winners
 
 `gpu/window.py` has a drawing of the window, its positions and groups. `candidates.py` has a drawing of the list of
 candidates. The steps take references to these arrays in shared memory:
@@ -43,11 +42,10 @@ from pallas_softmax._src.topk import (
     merging_ptx,
     ranking_ptx,
     selection_ptx,
-    sorting_ptx,
 )
 from pallas_softmax._src.topk.candidates import ranked_candidates, write_candidates
 from pallas_softmax._src.topk.plan import padded_winners
-from pallas_softmax._src.topk.tile_plan import merged_tile, sorts, winners_tile
+from pallas_softmax._src.topk.tile_plan import merged_tile
 from pallas_softmax.online import Normalizer, shift
 
 # ---- while the row arrives
@@ -227,20 +225,17 @@ def rank_lists(candidates, ranked, keys_gmem, indices_gmem, row, lists: int, k: 
     ranked[padded : padded + k] = index[:k]
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpret):
-    """Returns indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked (see `tiles.store`).
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, interpret):
+    """Returns indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked (see `tiles.store`).
 
     Args:
       vocab: number of elements of a row. The tile may have more columns.
       key: tile with the keys of the row's elements.
       per_row: tiles that hold one number for each row. They are returned spread over the winners' tile.
-      itemsize: bytes of an element: 4, or 2 if the row is sorted.
     """
     if not interpret:
-        if sorts(vocab, k):
-            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow=itemsize == 2)
         return merging_ptx.take(tile, vocab, k, key, per_row)
-    out = winners_tile(tile, vocab, k)
+    out = merged_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
@@ -248,7 +243,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpr
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
-    """Returns keys and indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked.
+    """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
 
     Args:
       bits: tile with the bits of the row's 16-bit elements, all ones for masked elements.
