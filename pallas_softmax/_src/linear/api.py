@@ -64,7 +64,7 @@ def linear_logsumexp(
 
     Returns:
       float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
-      Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument, and
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument. It
       is accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`.
 
     Raises:
