@@ -70,15 +70,16 @@ def on_page_markdown(markdown, page, config, files):
         picture, text, target = link.groups()
         if "://" in target or target.startswith("#"):
             return link.group()
-        path, anchor = _in_repository(page.file, target), target.partition("#")[1:]
+        path, anchor = _in_repository(page.file, target), re.sub(r"^[^#]*", "", target)
         uri = path.removeprefix("docs/")
-        if config.repo_url and not _is_on_site(files, uri):
-            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{''.join(anchor)})"
-        found = next((name for name in (uri, f"{uri}.md", f"{uri}/index.md") if _is_on_site(files, name)), None)
-        if found is None:
+        on_site = [name for name in (uri, f"{uri}.md", f"{uri}/index.md") if _is_on_site(files, name)]
+        if on_site:
+            place = posixpath.relpath(on_site[0], posixpath.dirname(page.file.src_uri) or ".")
+        elif config.repo_url:
+            place = f"{config.repo_url.rstrip('/')}/blob/main/{path}"
+        else:
             return text
-        uri = posixpath.relpath(found, posixpath.dirname(page.file.src_uri) or ".")
-        return f"{picture}[{text}]({uri}{''.join(anchor)})"
+        return f"{picture}[{text}]({place}{anchor})"
 
     if page.file.abs_src_path is None:  # made by _add_source
         return markdown
