@@ -113,7 +113,7 @@ def _add_source(path: str, files, config):
         names = sorted(p.name for p in place.iterdir() if p.is_file() and not p.name.startswith("."))
         uri, body = f"{path}/index.md", "\n".join(f"- {_entry(path, name, files, config)}" for name in names)
     if files.get_file_from_path(uri) is None:
-        head = f'---\ntitle: "{path}"\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n'
+        head = f'---\ntitle: "{path}"\nsearch: {{exclude: true}}\nhide: [toc]\n---\n'
         content = f"{head}\n# {path}\n\n{body}\n"
         files.append(File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
 
