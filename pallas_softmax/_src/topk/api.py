@@ -28,8 +28,8 @@ class TopK(NamedTuple):
     """The winners of each row, best first.
 
     Attributes:
-      values: their probabilities, or the logs of these; the shape of the logits, with k along the axis of the row.
-      indices: int32, their positions in the row; the same shape.
+      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
+      indices: int32, the positions of the winners in the row; the same shape.
     """
 
     values: jax.Array
@@ -53,11 +53,13 @@ def fused_topk(
 ) -> TopK:
     """Returns the k largest entries of p = softmax(logits / temperature), normalized over the whole row.
 
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4. Entries are ordered like `jax.lax.top_k`.
+    It replaces `jax.lax.top_k` of a softmax, and returns the same indices. Source: Milakov and Gimelshein, arXiv
+    1805.02867, algorithm 4.
 
     Args:
       logits: real array of any shape with at least one dimension.
       k: static int, 0 <= k <= logits.shape[axis]; or a symbolic dimension of `jax.export` known to be in these bounds.
+        Under `jax.vmap` all slices have the same k; to map over k raises TypeError.
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
@@ -65,7 +67,8 @@ def fused_topk(
         or with size 1 there. A traced temperature that is not positive gives NaN values. If the reciprocal is not a
         normal number, the nearest temperature with a normal reciprocal is used.
       log: return log p instead of p.
-      dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers).
+      dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers). Without
+        jax_enable_x64, float64 gives float32 values and a warning, as elsewhere in JAX.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
         shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices count in the whole row. The
         result is the same on all devices.
@@ -79,10 +82,11 @@ def fused_topk(
       Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
-      TypeError: `logits` or `temperature` is no real array, `where` is no array, `k` is traced or not an integer,
-        `axis` is not an int, `log` is no bool, `dtype` is not floating, or `axis_name` is no name.
-      ValueError: `k` or `axis` is out of range, `temperature` is not positive, does not fit or differs along
-        `axis_name`, `where` is not boolean or does not fit, `axis_name` is not bound, or `implementation` is unknown.
+      TypeError: `logits` or `temperature` is not a real array, `where` is not an array, `k` is traced, mapped by
+        `jax.vmap` or not an integer, `axis` is not an int, `log` is not a bool, `dtype` is not floating, or `axis_name`
+        is not a name.
+      ValueError: `k` or `axis` is out of range; `temperature` is not positive, does not fit or differs along
+        `axis_name`; `where` is not boolean or does not fit; `axis_name` is not bound; or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
