@@ -202,7 +202,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
 
 
 VIEW = View(
-    ("ran", "status", "rows_checked", "p50_us", "share", "speedup", "first_result_s"),
+    ("ran", "status", "rows_checked", "p50_us", "share_of_read", "speedup", "first_result_s"),
     baselines=("jax",),
     draw=_draw,
 )

@@ -68,7 +68,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
 
 
 VIEW = View(
-    ("ran", "status", "error_eps", "p50_us", "share", "speedup", "slowdown", "first_result_s"),
+    ("ran", "status", "error_eps", "p50_us", "share_of_copy", "speedup", "slowdown", "first_result_s"),
     baselines=("jax",),
     draw=_draw,
 )

@@ -1,6 +1,5 @@
 """How fast is fused_topk? python -m benchmarks.topk --flagfile=configs/topk_targets.flags."""
 
-import dataclasses
 import functools
 import inspect
 from pathlib import Path
@@ -11,13 +10,12 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks import softmax
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
 from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record
+from benchmarks.support.result import Record, View
 
 
 def _ours(
@@ -108,7 +106,11 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         plot.heat(rows, document, file, baseline, "fused_topk")
 
 
-VIEW = dataclasses.replace(softmax.VIEW, baselines=("jax_stable", "jax_unstable"), draw=_draw)
+VIEW = View(
+    ("ran", "status", "error_eps", "p50_us", "share_of_read", "speedup", "slowdown", "first_result_s"),
+    baselines=("jax_stable", "jax_unstable"),
+    draw=_draw,
+)
 BENCHMARK = Benchmark(
     "topk", lambda chosen: make_cases(chosen, chosen.k), _run, VIEW, lambda cases: ("copy", "read")
 )

@@ -54,7 +54,7 @@ def identity(shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32) -> Norma
     return Normalizer(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
 
 
-def lift(x: jax.Array) -> Normalizer:
+def of_logits(x: jax.Array) -> Normalizer:
     """Returns the normalizer of each logit by itself: m is the logit, and d is 1 if it is finite."""
     return Normalizer(x, jnp.exp(x - shift(x)))
 
@@ -105,7 +105,7 @@ def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
       ValueError: `axis` is out of range.
     """
     x, axes = _row_axes("scan", x, (axis,))
-    return lax.associative_scan(combine, lift(x), axis=axes[0])
+    return lax.associative_scan(combine, of_logits(x), axis=axes[0])
 
 
 def reduce(
@@ -197,7 +197,9 @@ def mended(m: jax.Array, total: jax.Array) -> Normalizer:
 # ---- ⊕ of many normalizers at a time
 
 
-def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Normalizer:
+def add_logits(
+    normalizer: Normalizer, blocks: Iterable[jax.Array], scale: ArrayLike | None = None
+) -> Normalizer:
     """Adds logits to normalizers element by element: ⊕ with one rescaling of d for all `blocks`.
 
     Args:
@@ -214,7 +216,7 @@ def absorb(normalizer: Normalizer, blocks: Iterable[jax.Array], scale: ArrayLike
     return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
-def across(
+def combine_lanes(
     lane: Normalizer,
     axis: int | None = None,
     broadcast: Callable | None = None,
@@ -227,7 +229,7 @@ def across(
       lane: the normalizer of each lane of a kernel.
       axis: the axis to merge along; None merges all lanes to scalars.
       broadcast: with an axis, the function that broadcasts one number per row to the shape of `lane`.
-      scale: as for `absorb`.
+      scale: as for `add_logits`.
       m: the largest m of the lanes, if it is known.
     """
     m = jnp.max(lane.m, axis) if m is None else m
@@ -237,13 +239,13 @@ def across(
     return Normalizer(m, jnp.sum(jnp.abs(lane.d * _exp(lane.m - s, scale)), axis))
 
 
-def merge_normalizers(parts: Normalizer, temperature: jax.Array) -> Normalizer:
+def combine_parts(parts: Normalizer, temperature: jax.Array) -> Normalizer:
     """Merges normalizers along the last axis, which stays with size 1; d is the sum of exp((x - m) / temperature)."""
     m = jnp.max(parts.m, -1, keepdims=True)
     return Normalizer(m, jnp.sum(parts.d * jnp.exp((parts.m - shift(m)) / temperature), -1, keepdims=True))
 
 
-def union(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
+def combine_shards(of_shard: Normalizer, mesh_axes: Sequence[str]) -> Normalizer:
     """Merges over mesh axes: returns the normalizer of each row, from its shards' normalizers on the mesh's devices."""
     # the maximum is taken of integers, because a maximum of floats over devices may lose a NaN
     keys = sort_key(jnp.where(jnp.isnan(of_shard.m), jnp.nan, of_shard.m))

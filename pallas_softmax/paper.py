@@ -92,7 +92,7 @@ class _Row:
 
     def normalizer(self):
         """Returns the normalizer (m, d) of the row, online (algorithm 3, lines 1 to 6): one access."""
-        return online.across(self.sweep(lambda _, x, lane: online.absorb(lane, x), self.empty()))
+        return online.combine_lanes(self.sweep(lambda _, x, lane: online.add_logits(lane, x), self.empty()))
 
     def empty(self):
         """Returns the normalizers of threads that have seen nothing, a block of each field."""
@@ -206,10 +206,10 @@ def _online_fused(x: _Row, values_gmem, indices_gmem):
 
     def step(starts, x_blocks, state):
         lane, best = state
-        return online.absorb(lane, x_blocks), _insert(x, starts, x_blocks, best)
+        return online.add_logits(lane, x_blocks), _insert(x, starts, x_blocks, best)
 
     lane, best = x.sweep(step, (x.empty(), _nothing(x, values_gmem.shape[1])))
-    m, d = online.across(lane)
+    m, d = online.combine_lanes(lane)
     scale = 1 / d
     _rank(x, best, lambda u: jnp.exp(u - m) * scale, values_gmem, indices_gmem)
 

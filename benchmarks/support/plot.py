@@ -116,20 +116,20 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     across = [name for name in across if name not in (("batch", "vocab", "k") if many else ("logits",))]
     ours["across"] = ours.apply(lambda row: "\n".join(_value(name, row[name]) for name in across), axis=1)
     across_order, down_order = (list(dict.fromkeys(ours[name])) for name in ("across", "down"))
+    share = "share_of_read" if "share_of_read" in ours else "share_of_copy"
     tables = {
         name: ours.pivot_table(index="down", columns="across", values=name, aggfunc="last")
         .reindex(index=down_order, columns=across_order)
         .astype(float)
-        for name in (measure, "share")
+        for name in (measure, share)
     }
     ours["cached"] = ours.fits_cache.fillna("").ne("") if "fits_cache" in ours else False
     cached = ours.pivot_table(index="down", columns="across", values="cached", aggfunc="last")
     cached = cached.reindex(index=down_order, columns=across_order).to_numpy() == 1
-    read = "read_tb_per_s" in document["runs"][0]
     titles = {
         "speedup": textwrap.fill(f"speed-up over {baseline}, times", 50),
         "slowdown": "time relative to normal logits, times",
-        "share": f"share of a plain {'read' if read else 'copy'}'s bandwidth, %"
+        share: f"share of a plain {share.removeprefix('share_of_')}'s bandwidth, %"
         + " (*: fits the L2 cache)" * bool(cached.any()),
     }
     plt = pyplot()
@@ -157,7 +157,7 @@ def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
 
     colors = LinearSegmentedColormap.from_list("", [ORANGE, "#ffffff", BLUE])
     values = table.to_numpy()
-    shade = values if measure == "share" else np.log2(values) * (-1 if measure == "slowdown" else 1)
+    shade = values if measure.startswith("share") else np.log2(values) * (-1 if measure == "slowdown" else 1)
     most = np.nanmax(np.abs(shade))
     axis.imshow(shade, cmap=colors, vmin=-most, vmax=most, aspect="auto")
     for (i, j), value in np.ndenumerate(values):
@@ -165,7 +165,9 @@ def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
             axis.text(j, i, "peer did not run", ha="center", va="center", fontsize=8, color="#555555")
         else:
             text = (
-                f"{100 * value:.0f}" + " *" * bool(cached[i, j]) if measure == "share" else number(value, 2)
+                f"{100 * value:.0f}" + " *" * bool(cached[i, j])
+                if measure.startswith("share")
+                else number(value, 2)
             )
             dark = shade[i, j] > 0.65 * most
             axis.text(j, i, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")

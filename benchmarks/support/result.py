@@ -36,7 +36,8 @@ COLUMNS = {
     "rows_checked": "how many rows were compared with the float64 oracle",
     "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
     "tb_per_s": "the fewest bytes that a call must move, divided by its time",
-    "share": "tb_per_s over that of a plain copy, or of a plain read for top-k and sample",
+    "share_of_copy": "tb_per_s over that of a plain copy of 1 GB",
+    "share_of_read": "tb_per_s over that of a plain read of 1 GB, in a sum",
     "speedup": "how many times as fast as the baseline",
     "slowdown": "the time relative to the same call with normal logits",
     "value": "the mean loss",
@@ -235,7 +236,7 @@ def frame(document: dict[str, Any], view: View) -> Frame:
         for name in ("copy", "read"):
             limits = [run.get(f"{name}_tb_per_s") for run in document["runs"]]
             if limits[0]:
-                rows["share"] = rows.tb_per_s / rows.get("run", pd.Series(0, rows.index)).map(
+                rows[f"share_of_{name}"] = rows.tb_per_s / rows.get("run", pd.Series(0, rows.index)).map(
                     limits.__getitem__
                 )
         if rows.logits.nunique() > 1 and "normal" in rows.logits.values:

@@ -16,7 +16,7 @@ from jax.errors import InconclusiveDimensionOperation
 
 from pallas_softmax._src.dispatch.eager import is_foreign
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.dispatch.specs import lay_together
+from pallas_softmax._src.dispatch.specs import share_sharding
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -187,7 +187,7 @@ def rows(
     mesh_axes = bound_mesh_axes(function, axis_name)
     if mesh_axes and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be real where axis_name is given, got {x.dtype.name}")
-    x, where = vary_together(*lay_together(x, where), over=mesh_axes)
+    x, where = vary_together(*share_sharding(x, where), over=mesh_axes)
     return Rows(x, where, tuple(sorted(axes)), mesh_axes)
 
 
@@ -272,7 +272,7 @@ def _traced(function: str, name: str, accepted: str, value: Tracer) -> str:
     if type(value).__name__ == "BatchTracer":
         return (
             f"{function}: {name} must be {accepted}, the same for all slices of jax.vmap, got a mapped value; "
-            f"pass it with in_axes=None as a Python value, or close over it"
+            "pass it with in_axes=None as a Python value, or close over it"
         )
     return (
         f"{function}: {name} must be {accepted}, got a traced value; pass it through "

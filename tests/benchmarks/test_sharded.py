@@ -118,7 +118,7 @@ def test_other_operations_are_skipped():
         ("collective-permute", 100),
     ],
 )
-def test_what_a_device_receives(kind, received):
+def test_bytes_that_a_device_receives(kind, received):
     assert Collective(kind, 100, 4).received == received
     if kind != "collective-permute":
         assert Collective(kind, 100, 1).received == 0

@@ -67,7 +67,7 @@ def test_weak_types_and_scalars_are_kept():
     assert ps.logsumexp(jnp.asarray(3, F32)).dtype == F32
 
 
-def test_explain_lists_what_was_compiled_before():
+def test_explain_lists_compiled_calls():
     x = jnp.ones((4, 20))
     ps.softmax(x)
     assert len(ps.explain(ps.softmax, x)) == 2

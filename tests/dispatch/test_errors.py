@@ -33,7 +33,7 @@ def traced(f):
     ids=str,
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_bad_axis_raises_what_jax_raises(name, axis):
+def test_bad_axis_raises_like_jax(name, axis):
     accepted = (TypeError, ValueError, NameError)
     with pytest.raises(accepted) as reference:
         getattr(jax.nn, name)(X, axis)

@@ -114,13 +114,13 @@ def test_jet_of_a_jitted_function_has_no_silent_zeros():
 
 
 @pytest.mark.parametrize("f", [*OURS.values(), topk])
-def test_the_backward_keeps_one_array_of_the_size_of_the_logits(f):
+def test_the_gradient_saves_one_array_of_the_size_of_the_logits(f):
     x = array(64, 1000, dtype="bfloat16")
     kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], x))
     assert [r.dtype for r in kept if r.size == x.size] == [x.dtype]
 
 
-def test_a_vmap_of_topk_sorts_in_one_way(monkeypatch):
+def test_vmap_of_topk_has_one_sort(monkeypatch):
     """On CUDA a condition selects the sort. If the condition were mapped, both sorts would run."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert lowered(topk, X).count("stablehlo.case") == lowered(jax.vmap(topk), X).count("stablehlo.case") > 0

@@ -57,7 +57,7 @@ def test_every_row_with_every_filter(v, dtype):
 
 @pytest.mark.parametrize("given", [(1, 1, 1), slow((1, 0, 0)), slow((0, 1, 0)), slow((0, 0, 1))], ids=str)
 @pytest.mark.parametrize("v", [40, slow(300), slow(LONG)])
-def test_a_row_in_a_batch_and_alone(v, given):
+def test_a_row_alone_agrees_with_a_batch(v, given):
     """A row has the same draw in a batch as alone."""
     x, _, u, (t, *filters), names = all_combinations(cases.rows(["normal", "integers", "peaked", "zero"], v))
     where = np.random.default_rng(0).random(x.shape) < 0.8

@@ -13,6 +13,7 @@ from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
+from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
 from pallas_softmax._src.sample import kernel as sample_kernel
 from pallas_softmax._src.sample import plan as sample_plan
@@ -28,18 +29,14 @@ from pallas_softmax._src.topk import (
     lists_ptx,
     merge_kernel,
     merging_ptx,
-    packed_ptx,
     ranking_ptx,
     selection_ptx,
-    sorting_ptx,
     tile_plan,
     window_kernel,
 )
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import tile_grad_kernel as grad_kernel
 from pallas_softmax._src.topk import tile_kernel as topk_tile_kernel
-from pallas_softmax._src.topk.plan import Window
-from pallas_softmax._src.topk.selection import Extent  # noqa: F401
 from tests.support import bounds, cases, oracle
 from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -196,9 +193,9 @@ def plan_topk(rows, vocab, k, dtype, capability=HOPPER):
 MAX_K = topk_plan.MAX_K
 
 
-def candidate_slots(k):
+def candidate_capacity(k):
     """Returns how many candidates a window has room for."""
-    return topk_plan.candidate_slots(k)
+    return topk_plan.candidate_capacity(k)
 
 
 def ptx_of(monkeypatch, step, *args, **kwargs):
@@ -212,23 +209,17 @@ def ptx_of(monkeypatch, step, *args, **kwargs):
 
 def bound_ptx_of(groups, k):
     """Returns the text of the search for a bound; <bound> receives it."""
-    return bound_ptx.text(groups, k)
+    return bound_ptx.bound_program(groups, k)
 
 
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging_ptx.text_of_words(tile, vocab, k), tile_plan.merged_tile(tile, k)
-
-
-def sorting_ptx_of(tile, vocab, k):
-    """Returns the text of a sort in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    out = tile_plan.sorted_tile(tile)
-    return sorting_ptx._text(tile, vocab, k, packed_ptx.rows_of_thread(tile), out.steps, narrow=False), out
+    return merging_ptx.take_words_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
 
 
 def merging_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.text(tile, vocab, k), tile_plan.merged_tile(tile, k)
+    return merging_ptx.take_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
 
 
 def merge_so_many_lists(monkeypatch, lists):
@@ -373,7 +364,7 @@ def crowded(v, k, dtype):
     middle = (at > v // 3) & (at < v - 8)
     few = np.where(middle, 1.0, 0.0)
     few[v - (k - 1) :] = 2 + np.arange(k - 1)  # k - 1 winners at the end, and one among the ties
-    late = np.where(at >= v - topk_plan.candidate_slots(k) - 1, 3.0, 0.0)
+    late = np.where(at >= v - topk_plan.candidate_capacity(k) - 1, 3.0, 0.0)
     lane = at // 4 % 128
     return {
         "constant": np.full(v, 1.5),
@@ -402,11 +393,11 @@ CROWDED = [
 ]
 
 
-def exceeds_slots(x, k):
+def exceeds_capacity(x, k):
     """Returns whether, in every row, more elements reach the k-th best than a list of candidates has room for."""
     keys = oracle.order_key(x)
     bound = np.take_along_axis(keys, oracle.topk_indices(x, k)[:, -1:], -1)
-    return (np.sum(keys >= bound, -1) > topk_plan.candidate_slots(k)).all()
+    return (np.sum(keys >= bound, -1) > topk_plan.candidate_capacity(k)).all()
 
 
 def steps(plan):
@@ -434,7 +425,7 @@ def sample_layout(vocab, dtype, count, warpgroups):
 
 def sample_ptx_of(layout, dtype):
     """Returns the text of the program for a part of a row."""
-    return sample_ptx.text(layout, dtype)
+    return sample_ptx.draw_program(layout, dtype)
 
 
 def sample_scale(temperature):

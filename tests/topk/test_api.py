@@ -91,7 +91,7 @@ def test_log(v):
     assert_right(topk(x, 5, log=True), x, 5, names, log=True)
 
 
-def test_ties_that_rounding_creates_do_not_reorder():
+def test_ties_from_rounding_do_not_change_the_order():
     """These logits differ but their float32 probabilities are equal: sorting p would give other indices."""
     x = np.full((1, 40), -100.0, F32)
     x[0, 30], x[0, 7], x[0, 20] = 2.0, np.nextafter(F32.type(2.0), F32.type(0)), 2.0

@@ -180,7 +180,7 @@ def test_merges_of_merges(monkeypatch):
 )
 @both
 @side_by_side
-def test_more_candidates_than_slots(implementation, v, dtype, k, many):
+def test_more_candidates_than_room(implementation, v, dtype, k, many):
     """Mosaic takes its exact path: bisection over the keys, and ties in the order of their indices."""
     if refused(implementation, v, k):
         return

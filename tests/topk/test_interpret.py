@@ -196,15 +196,15 @@ def test_fewer_candidates_than_winners():
     """The best elements are in different groups, so fewer than k reach a bound meant for rows in random order."""
     plan, k, at = Window(1204, 4, 2, 1), 320, np.arange(1204)
     x = -(at % 4) * 1000.0 - at // 4
-    rank = topk_plan.bound_rank(plan, k, topk_plan.candidate_slots(k))
+    rank = topk_plan.bound_rank(plan, k, topk_plan.candidate_capacity(k))
     assert np.sum(x >= np.sort(x)[-rank]) == rank < k  # each of them is the largest of its group
     kernels.assert_topk(x[None].astype(F32), k, ["spread"], plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "dtype", "k"), CROWDED, ids=str)
-def test_more_candidates_than_slots(plan, dtype, k):
+def test_more_candidates_than_room(plan, dtype, k):
     tied, distinct = kernels.crowded(plan.vocab, k, dtype)
     x = np.stack([*tied.values(), *distinct.values()]).astype(dtype)
-    assert kernels.exceeds_slots(x[: len(tied)], k)
+    assert kernels.exceeds_capacity(x[: len(tied)], k)
     kernels.assert_topk(x, k, [*tied, *distinct], plan)

@@ -25,8 +25,8 @@ def words(memory, at, count, dtype="uint32"):
     return memory[at : at + count * np.dtype(dtype).itemsize].view(dtype)
 
 
-def slots_of(keys, indices):
-    """Returns the slots of candidates, as one uint64 each."""
+def candidates_of(keys, indices):
+    """Returns candidates as one uint64 each."""
     high = (np.asarray(keys, "int64") + 2**31).astype("uint64") << np.uint64(32)
     return high | (np.uint64(0xFFFFFFFF) - np.asarray(indices).astype("uint64"))
 
@@ -72,17 +72,17 @@ def keys_of(rng, n, kind):
 def test_rank(monkeypatch, k, n, kind):
     """The k best are ranked by counting, by buckets, and if one bucket has too many, by counting or sorting."""
     rng = np.random.default_rng(k)
-    capacity, padded = kernels.candidate_slots(k), -(-k // 128) * 128
-    slots, buckets, ranked = 0, 8 * capacity, 12 * capacity
+    capacity, padded = kernels.candidate_capacity(k), -(-k // 128) * 128
+    candidates, buckets, ranked = 0, 8 * capacity, 12 * capacity
     dtype_and_vocab = (BF16, 10**6) if kind[:4] in ("bflo", "unif") else (F32, None)
     keys, indices = keys_of(rng, n, kind), rng.permutation(10**6)[:n]
     memory = np.zeros(SMEM, "u1")
-    words(memory, slots, n, "uint64")[:] = slots_of(keys, indices)
+    words(memory, candidates, n, "uint64")[:] = candidates_of(keys, indices)
     words(memory, buckets, capacity)[:] = 0xDEADBEEF
     code = kernels.ptx_of(
         monkeypatch, "rank", Ref(2 * capacity), n, Ref(capacity), Ref(2 * padded), k, padded, *dtype_and_vocab
     )
-    machine = ptx.run(code, memory, slots=slots, buckets=buckets, ranked=ranked, n=n)
+    machine = ptx.run(code, memory, candidates=candidates, buckets=buckets, ranked=ranked, n=n)
     if kind in ("around 0", "bfloat16", "uniform"):
         assert machine.steps < 8 * n  # a sort takes three times as many
     best = np.lexsort((indices, -np.asarray(keys, "int64")))[:k]
@@ -97,7 +97,7 @@ def test_rank_lists(monkeypatch, lists, k):
     keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
     order = np.lexsort((indices, -keys))
     keys, indices = np.take_along_axis(keys, order, -1), np.take_along_axis(indices, order, -1)
-    slots, ranked = 0, 8 * lists * k + 16
+    candidates, ranked = 0, 8 * lists * k + 16
     keys_at = ranked + 8 * padded
     indices_at = keys_at + 4 * lists * k
     memory = np.zeros(SMEM, "u1")
@@ -107,7 +107,7 @@ def test_rank_lists(monkeypatch, lists, k):
     code.lines = [
         line.replace("ld.global", "ld.shared") for line in code.lines
     ]  # the machine can only load shared memory
-    ptx.run(code, memory, slots=slots, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
+    ptx.run(code, memory, candidates=candidates, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
     best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices.ravel()[best])
@@ -124,17 +124,17 @@ def test_rank_lists(monkeypatch, lists, k):
     ],
 )
 def test_bound(groups, k, kind):
-    """At least k keys reach the bound, and few more, apart from ties. The slots are empty afterwards."""
+    """At least k keys reach the bound, and few more, apart from ties. The list is empty afterwards."""
     keys = keys_of(np.random.default_rng(k), groups, kind)
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
-    slots, counts = 4 * groups, SMEM - 512
+    candidates, counts = 4 * groups, SMEM - 512
     code = kernels.bound_ptx_of(groups, k)
-    machine = ptx.run(code, memory, group_keys=0, slots=slots, counts=counts, bound=0)
+    machine = ptx.run(code, memory, group_keys=0, candidates=candidates, counts=counts, bound=0)
     (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))
     assert k <= np.sum(keys >= bound) < k + max(2, k // 16) + ties
-    assert not words(memory, slots, 512).any()
+    assert not words(memory, candidates, 512).any()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -145,7 +145,9 @@ def test_bound(groups, k, kind):
         pytest.param(Window(1024, 4, 8, 8), F32, 40, marks=pytest.mark.slow),  # fewer blocks than a group has
         pytest.param(Window(2048, 4, 2, 2), F32, 40, marks=pytest.mark.slow),  # no element is outside the row
         pytest.param(Window(1024, 4, 2, 1), F32, 200, marks=pytest.mark.slow),
-        pytest.param(Window(1024, 4, 2, 2), F32, 1000, marks=pytest.mark.slow),  # more than there are slots
+        pytest.param(
+            Window(1024, 4, 2, 2), F32, 1000, marks=pytest.mark.slow
+        ),  # more than the list has room for
         pytest.param(Window(9003, 8, 4, 4), BF16, 140, marks=pytest.mark.slow),
         pytest.param(Window(2048, 8, 2, 2), BF16, 100, marks=pytest.mark.slow),
         (Window(2007, 4, 8, 4, compact=True), F32, 130),
@@ -157,9 +159,9 @@ def test_bound(groups, k, kind):
 def test_collect(monkeypatch, window, dtype, best, everywhere):
     """The elements that reach a bound are listed, from the groups that reach it. Outside the row the window has -inf.
 
-    A compact window lists positions, and slots then replace the row in shared memory.
+    A compact window lists positions, and the list then replaces the row in shared memory.
     """
-    capacity, low = kernels.candidate_slots(128), window.head // 2
+    capacity, low = kernels.candidate_capacity(128), window.head // 2
     x = np.full(window.size, -np.inf).astype(dtype)
     x[low : low + window.vocab] = np.random.default_rng(best).standard_normal(window.vocab).astype(dtype)
     keys, at = oracle.order_key(x), np.arange(window.size)
@@ -173,7 +175,7 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
         "x": x.nbytes,
         "group_keys": 4 * window.groups,
         "hits": 4 * capacity,
-        "slots": 8 * capacity,
+        "candidates": 8 * capacity,
         "counts": 16,
     }
     starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 16) * 16 for size in sizes.values())]).tolist()))
@@ -192,12 +194,12 @@ def test_collect(monkeypatch, window, dtype, best, everywhere):
     else:
         if window.compact:
             code = kernels.ptx_of(
-                monkeypatch, "fill_slots", refs[0], listed, Ref(2 * capacity), n, extent.origin
+                monkeypatch, "expand_positions", refs[0], listed, Ref(2 * capacity), n, extent.origin
             )
-            ptx.run(code, memory, x=0, positions=starts["slots"], n=int(n), origin=extent.origin)
-        slots = words(memory, 0 if window.compact else starts["slots"], capacity, "uint64")
-        np.testing.assert_array_equal(np.sort(slots[:n]), np.sort(slots_of(keys[reach], reach + 7)))
-        assert not slots[n:].any()  # a sort of all slots relies on empty slots
+            ptx.run(code, memory, x=0, positions=starts["candidates"], n=int(n), origin=extent.origin)
+        candidates = words(memory, 0 if window.compact else starts["candidates"], capacity, "uint64")
+        np.testing.assert_array_equal(np.sort(candidates[:n]), np.sort(candidates_of(keys[reach], reach + 7)))
+        assert not candidates[n:].any()  # a sort of the whole list relies on empty entries
 
 
 @pytest.mark.parametrize(
@@ -302,30 +304,15 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     assert_best(columns_found(code, out, tile, keys).reshape(out.shape), keys[:, :vocab], k)
 
 
-@pytest.mark.parametrize("kind", ["normal", "few", "many", "ties"])
-@pytest.mark.parametrize(
-    ("tile", "vocab", "k"),
-    [
-        (Tile(4, 32, 4, 4), 512, 64),
-        (Tile(4, 32, 4, 4), 512, 512),
-        (Tile(8, 16, 4, 2), 128, 33),
-        (Tile(16, 16, 1, 5), 77, 76),  # two rows per thread
-    ],
-    ids=str,
-)
-def test_sorts(tile, vocab, k, kind):
-    """The k best of 32-bit rows, with lower columns first among ties, also if packed keys have the wrong order."""
-    keys = near_keys(np.random.default_rng(k), tile.shape, kind)
-    code, out = kernels.sorting_ptx_of(tile, vocab, k)
-    columns = columns_found(code, out, tile, keys).reshape(out.shape)
-    assert_best(columns, keys[:, :vocab], k)
-
-
-@pytest.mark.parametrize("kind", ["normal", "few", "one lane", "ties"])
+@pytest.mark.parametrize("kind", ["normal", "few", "many", "one lane", "ties"])
 @pytest.mark.parametrize(
     ("tile", "vocab", "k"),
     [
         (Tile(4, 32, 4, 4), 512, 16),
+        (Tile(4, 32, 4, 4), 512, 64),
+        (Tile(4, 32, 4, 4), 512, 512),
+        (Tile(8, 16, 4, 2), 128, 33),
+        (Tile(16, 16, 1, 5), 77, 76),  # two rows per thread
         (Tile(8, 16, 4, 8), 500, 200),
         (Tile(4, 32, 4, 8), 1021, 1000),
         (Tile(16, 8, 4, 8), 256, 8),
@@ -336,7 +323,10 @@ def test_sorts(tile, vocab, k, kind):
     ids=str,
 )
 def test_merges_of_32_bit_keys(tile, vocab, k, kind):
-    """The same with merges, also if one lane has more winners than its list has room for."""
+    """The k best of 32-bit rows, with lower columns first among ties, also if packed keys have the wrong order.
+
+    One lane may have more winners than its list has room for.
+    """
     keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25

@@ -7,7 +7,7 @@ tangents dys are a linear map of dxs, which JAX sees as one operation, `linear_p
 
     forward mode      evaluates `linear_p`: dys = tangent(saved, dxs)
     reverse mode      JAX transposes `linear_p`: dxs = cotangent(saved, dys), which is the kernel of the gradient
-    higher orders     `linear_p` is linear in dxs; in `saved`, the same maps in plain JAX are differentiated
+    higher orders     `linear_p` is linear in dxs; in `saved`, the same functions in plain JAX are differentiated
 
 JAX keeps `saved` alone between a forward and its backward, as with `custom_vjp`.
 
@@ -85,7 +85,7 @@ def choose_all(
 
 
 @dataclasses.dataclass(frozen=True)
-class Maps:
+class Derivatives:
     """The tangent of an operation and its transpose. All take (static, saved, arrays) and return a tuple of arrays.
 
     Attributes:
@@ -101,32 +101,32 @@ class Maps:
     plain_cotangent: Callable
 
     @property
-    def transposed(self) -> "Maps":
-        """The maps with tangent and cotangent exchanged."""
-        return Maps(self.cotangent, self.tangent, self.plain_cotangent, self.plain_tangent)
+    def transposed(self) -> "Derivatives":
+        """The same with tangent and cotangent exchanged."""
+        return Derivatives(self.cotangent, self.tangent, self.plain_cotangent, self.plain_tangent)
 
 
-def maps_of(operation: Operation) -> Maps:
+def derivatives_of(operation: Operation) -> Derivatives:
     """Returns the derivatives of an operation, run like every operation, and in plain JAX."""
     gradient, tangent = operation.gradient, operation.tangent
     assert gradient is not None and tangent is not None
     replicated = operation.results == PER_ROW  # over the mesh axes that a row is spread over
 
-    def run(static: Static, choice: Choice, saved, arrays):
+    def evaluate(static: Static, choice: Choice, saved, arrays):
         return _as_tuple(as_rows(choice, *saved, *arrays, **dict(static.shared)))
 
-    def run_plain(static: Static, operation: Operation, saved, arrays):
+    def evaluate_plain(static: Static, operation: Operation, saved, arrays):
         mesh_axes = static.forward.call.mesh_axes
         return _as_tuple(operation.plain(*saved, *arrays, **dict(static.shared), mesh_axes=mesh_axes))
 
     def whole(static: Static, cotangents):
         return sum_cotangents(cotangents, static.forward.call.mesh_axes) if replicated else cotangents
 
-    return Maps(
-        lambda static, saved, dxs: run(static, static.tangent, saved, dxs),
-        lambda static, saved, dys: run(static, static.gradient, saved, whole(static, dys)),
-        lambda static, saved, dxs: run_plain(static, tangent, saved, dxs),
-        lambda static, saved, dys: run_plain(static, gradient, saved, whole(static, dys)),
+    return Derivatives(
+        lambda static, saved, dxs: evaluate(static, static.tangent, saved, dxs),
+        lambda static, saved, dys: evaluate(static, static.gradient, saved, whole(static, dys)),
+        lambda static, saved, dxs: evaluate_plain(static, tangent, saved, dxs),
+        lambda static, saved, dys: evaluate_plain(static, gradient, saved, whole(static, dys)),
     )
 
 
@@ -134,16 +134,16 @@ def _as_tuple(out) -> tuple:
     return out if isinstance(out, tuple) else (out,)
 
 
-def differentiable(operation: Operation, primal: Callable, maps: Maps) -> Callable:
+def differentiable(operation: Operation, primal: Callable, derivatives: Derivatives) -> Callable:
     """Returns a jitted function (static, xs, constants) -> (ys, others) of an operation, with its derivatives.
 
-    `operation.save` maps (xs, constants, ys, others) to the leading arguments of the maps.
+    `operation.save` maps (xs, constants, ys, others) to the leading arguments of the derivatives.
 
     Args:
       operation: the operation.
       primal: (static, xs, constants) -> (ys, others), tuples of arrays. Only ys have derivatives, in xs. `others`
         (floating arrays) and `constants` (arrays or None) are treated as constants.
-      maps: the derivatives of ys in xs.
+      derivatives: the derivatives of ys in xs.
     """
     save = operation.save
     assert save is not None
@@ -160,14 +160,14 @@ def differentiable(operation: Operation, primal: Callable, maps: Maps) -> Callab
         ys, others = with_derivatives(static, *primals)
         saved, tree = jax.tree.flatten(save(xs, constants, ys, others))
         dxs = [dx for x, dx in zip(xs, tangents[1]) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        dys = _linear(_Map(maps, static, tree), saved, dxs)
+        dys = _linear(_LinearMap(derivatives, static, tree), saved, dxs)
         return (ys, others), (tuple(dys), tuple(map(jnp.zeros_like, others)))
 
-    def run(static, xs, constants):
+    def call(static, xs, constants):
         return with_derivatives(static, primal(static, lax.stop_gradient(xs), constants), xs, constants)
 
-    run.__name__ = operation.name
-    return jax.jit(run, static_argnums=0)
+    call.__name__ = operation.name
+    return jax.jit(call, static_argnums=0)
 
 
 # ---- A value without a derivative
@@ -243,34 +243,34 @@ class _Level(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Map:
+class _LinearMap:
     """The function that `linear_p` computes. It is hashable, so that equal calls share JAX's caches.
 
     Attributes:
-      maps: a map and its transpose; this one computes `maps.tangent`.
+      derivatives: a linear map and its transpose; this one computes `derivatives.tangent`.
       static: their first argument.
       saved_tree: the structure of `saved`.
       levels: the vmaps around it, the innermost first.
     """
 
-    maps: Maps
+    derivatives: Derivatives
     static: Any
     saved_tree: Any
     levels: tuple[_Level, ...] = ()
 
     @property
-    def transposed(self) -> "_Map":
+    def transposed(self) -> "_LinearMap":
         """The transpose of this map."""
         levels = tuple(_Level(level.saved, level.outputs, level.inputs) for level in self.levels)
-        return dataclasses.replace(self, maps=self.maps.transposed, levels=levels)
+        return dataclasses.replace(self, derivatives=self.derivatives.transposed, levels=levels)
 
     def __call__(self, saved: list, linear: list) -> list:
         """Computes the map, by kernels if its operation has any."""
-        return self._batched(self.maps.tangent)(saved, linear)
+        return self._batched(self.derivatives.tangent)(saved, linear)
 
     def plain(self, saved: list, linear: list) -> list:
         """Computes the map in plain JAX."""
-        return self._batched(self.maps.plain_tangent)(saved, linear)
+        return self._batched(self.derivatives.plain_tangent)(saved, linear)
 
     def _batched(self, function: Callable) -> Callable:
         def on_leaves(saved, linear):
@@ -299,7 +299,7 @@ linear_p = Primitive("pallas_softmax_linear")
 linear_p.multiple_results = True
 
 
-def _linear(function: _Map, saved: list, linear) -> list:
+def _linear(function: _LinearMap, saved: list, linear) -> list:
     """Binds the map as one operation. Its jaxpr is a parameter, so that JAX sees what is inside."""
     linear, count = list(linear), len(saved)
     jaxpr = jax.make_jaxpr(lambda *args: function(list(args[:count]), list(args[count:])))(*saved, *linear)

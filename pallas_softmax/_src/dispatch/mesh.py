@@ -72,10 +72,10 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
     if operation.on_mesh is None:
         return operation.plain(*arrays, **keywords, mesh_axes=mesh_axes)
 
-    def run(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
+    def run_step(step: Operation | None, arrays: tuple, keywords: dict[str, Any]):
         return run_shard(choice, step or operation, arrays, keywords)
 
-    return operation.on_mesh(run, *arrays, **keywords, mesh_axes=mesh_axes)
+    return operation.on_mesh(run_step, *arrays, **keywords, mesh_axes=mesh_axes)
 
 
 class Dimensions(Protocol):

@@ -1,4 +1,8 @@
-"""The last step of a call: the platform that the computation is lowered for decides the implementation."""
+"""Runs a call on one device. The platform that the computation is lowered for decides the implementation.
+
+`by_platform` runs the implementation that was chosen for the whole call. `run_shard` runs a call on one device's shard:
+it chooses again for the shapes of the shard, and then calls `by_platform`.
+"""
 
 import dataclasses
 import functools

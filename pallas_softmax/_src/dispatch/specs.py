@@ -20,7 +20,7 @@ def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
     return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
 
 
-def lay_together(x: jax.Array, *others: Any) -> list:
+def share_sharding(x: jax.Array, *others: Any) -> list:
     """Gives `x` and arrays (or None) that broadcast to it one common sharding, if types say how they are sharded."""
     arrays = [a for a in (x, *others) if a is not None]
     mesh = explicit_mesh(arrays)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.derivatives import Maps, Static, maps_of
+from pallas_softmax._src.dispatch.derivatives import Derivatives, Static, derivatives_of
 from pallas_softmax._src.dispatch.mesh_types import share_cotangent
 from pallas_softmax._src.dispatch.operation import Operation
 from pallas_softmax._src.dispatch.specs import explicit_axes
 
 
-def maps_with_temperature(operation: Operation) -> Maps:
+def derivatives_with_temperature(operation: Operation) -> Derivatives:
     """Returns the derivatives of an operation in its logits and its temperature.
 
     Integer logits have no derivative. Rows may share a temperature; its cotangent is then the sum over these rows.
@@ -21,31 +21,31 @@ def maps_with_temperature(operation: Operation) -> Maps:
     Args:
       operation: the operation. The first two arrays that its derivatives take are the logits and the temperature.
     """
-    maps = maps_of(operation)
+    derivatives = derivatives_of(operation)
 
     def tangent(function: Callable) -> Callable:
-        def run(static: Static, saved, dxs):
+        def with_temperature(static: Static, saved, dxs):
             logits, *_ = saved[0]
             dlogits = dxs[:-1] or (jnp.zeros_like(logits, jnp.float32),)
             return function(static, saved, (*dlogits, dxs[-1]))
 
-        return run
+        return with_temperature
 
     def cotangent(function: Callable) -> Callable:
-        def run(static: Static, saved, dys):
+        def with_temperature(static: Static, saved, dys):
             logits, temperature, *_ = saved[0]
             dlogits, dt = function(static, saved, dys)
             shared = tuple(a for a, size in enumerate(temperature.shape) if size == 1)
             dt = share_cotangent(jnp.sum(dt, shared, keepdims=True), static.forward.call.mesh_axes)
             return (dlogits, dt) if jnp.issubdtype(logits.dtype, jnp.floating) else (dt,)
 
-        return run
+        return with_temperature
 
-    return Maps(
-        tangent(maps.tangent),
-        cotangent(maps.cotangent),
-        tangent(_of_whole_rows(maps.plain_tangent)),
-        cotangent(_of_whole_rows(maps.plain_cotangent, logits_first=True)),
+    return Derivatives(
+        tangent(derivatives.tangent),
+        cotangent(derivatives.cotangent),
+        tangent(_of_whole_rows(derivatives.plain_tangent)),
+        cotangent(_of_whole_rows(derivatives.plain_cotangent, logits_first=True)),
     )
 
 
@@ -57,7 +57,7 @@ def _of_whole_rows(function: Callable, *, logits_first: bool = False) -> Callabl
       logits_first: whether the first result has the shape of the logits, and so must be sharded like them.
     """
 
-    def run(static: Static, saved, arrays):
+    def on_whole_rows(static: Static, saved, arrays):
         sharding = jax.typeof(saved[0][0]).sharding
         if not explicit_axes(sharding.mesh) or sharding.spec[-1] is None:
             return function(static, saved, arrays)
@@ -69,4 +69,4 @@ def _of_whole_rows(function: Callable, *, logits_first: bool = False) -> Callabl
         first, *others = function(static, *jax.tree.map(gathered, (saved, arrays)))
         return (jax.sharding.reshard(first, sharding) if logits_first else first, *others)
 
-    return run
+    return on_whole_rows

@@ -122,13 +122,13 @@ class StagedRow:
         """Returns a float32 block with all elements equal to `value`."""
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
-    def copy_in(self, gmem, smem, landed, start, i) -> None:
+    def copy_in(self, gmem, smem, arrived, start, i) -> None:
         """Starts the copy of step i of the elements of `gmem` from `start` on.
 
         Args:
           gmem: a one-dimensional reference to device memory.
           smem: a reference to shared memory for the elements.
-          landed: a barrier for each slot; the barrier of the step's slot completes when the step has arrived.
+          arrived: a barrier for each slot; the barrier of the step's slot completes when the step has arrived.
           start: the first element in `gmem`, at a 16-byte boundary.
           i: number of the step, an int or traced.
         """
@@ -139,7 +139,7 @@ class StagedRow:
             plgpu.copy_gmem_to_smem(
                 gmem.at[pl.ds(start + self._position(i), size)],
                 smem.at[pl.ds(slot * walk.step_size, size)],
-                landed.at[slot],
+                arrived.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
@@ -149,10 +149,10 @@ class StagedRow:
         if walk.rest:
             pl.when(i == walk.full_steps)(lambda: copy(walk.rest))
 
-    def wait(self, landed) -> None:
+    def wait(self, arrived) -> None:
         """Waits until all steps have arrived."""
         for i in range(self.walk.steps):
-            plgpu.barrier_wait(landed.at[i])
+            plgpu.barrier_wait(arrived.at[i])
 
     def sweep(self, take_step: Callable, state, first: int = 0):
         """Calls state = take_step(i, size, state) for each step i; `size`, a static int, is its number of elements.

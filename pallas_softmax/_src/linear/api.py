@@ -21,13 +21,14 @@ from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
-from pallas_softmax._src.linear.mesh import describe, lay_together
+from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.linear.vmap import as_tokens
 
 Reduction = Literal["mean", "sum"] | None
 
 WORKSPACE_BYTES = 512 * 2**20
+"""The default of `workspace_bytes` in the `linear_*` functions: 536,870,912 bytes, which is 512 MiB."""
 
 
 def linear_logsumexp(
@@ -50,11 +51,12 @@ def linear_logsumexp(
       w: (D, V), of the dtype of `x`.
       bias: (V,), of a floating dtype.
       softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
-      transpose_w: whether `w` is (V, D), like an embedding table that the model shares. No transposed copy is made.
-      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. Kernels
-        that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V bytes, the size of that
-        gradient, which is written when the chunk is gone. Or all rows may be one chunk of up to 4 D V bytes, the size
-        of the float32 sum that the gradients of several chunks need.
+      transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
+        transposed copy is made.
+      workspace_bytes: the bound, in bytes, on the logits that are stored at a time: a chunk of at least 8 rows. The
+        default is 512 MiB. Kernels that compute the gradient of a bfloat16 `w` may store more. One chunk may take 2 D V
+        bytes, the size of that gradient, which is written after the chunk is freed. Or all rows may be one chunk of up
+        to 4 D V bytes, the size of the float32 sum that the gradients of several chunks need.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is over all
         columns, and is the same on all devices.
@@ -62,15 +64,16 @@ def linear_logsumexp(
 
     Returns:
       float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.
-      Differentiable in `x`, `w` and `bias`, once, in reverse mode. Each gradient has the dtype of its argument, and is
-      accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`.
+      Differentiable in `x`, `w` and `bias`, once, in reverse mode only. Each gradient has the dtype of its argument. It
+      is accumulated in float32. The derivatives in the logits are rounded to the dtype of `x`.
 
     Raises:
       TypeError: `x`, `w` or `bias` is not a floating array, `x` and `w` differ in dtype, a static argument is traced,
-        or `axis_name` is not a name.
+        `axis_name` is not a name, or the call is differentiated in forward mode (`jax.jvp`, `jax.jacfwd`).
       ValueError: shapes do not fit, `w` has no columns, a number is out of range, `axis_name` is not bound, `x` differs
         along it, or `implementation` is unknown.
-      NotImplementedError: the named implementation cannot run this call; the message says why.
+      NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
+        is taken.
     """
     options = _Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_per_token_of, (x, w, bias, None, Tokens(None)), (options,))
@@ -97,9 +100,9 @@ def linear_cross_entropy(
     The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
     The source is given in `linear_logsumexp`.
 
-    A loss that is not differentiated takes one matrix product. A differentiated mean or sum computes its gradients in
-    its forward: three products in all, or four by kernels with label smoothing. With one loss per token, and with any
-    loss in float16, the backward computes the logits again: four products.
+    The number of matrix products depends on the call. A loss that is not differentiated takes one. A differentiated
+    mean or sum computes its gradients in the forward: three products, or four by kernels with label smoothing. With
+    reduction=None, or in float16, the backward computes the logits again: four products.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
@@ -108,7 +111,7 @@ def linear_cross_entropy(
       labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. A label
         out of this range makes the loss NaN, unless `where` leaves the token out.
       where: boolean, broadcastable to `labels`. False leaves a token out, whatever its `x` and its label are: its loss
-        and its gradient are 0.
+        and its gradient are 0. There is no `ignore_index`: pass `where=labels != -100` instead.
       label_smoothing: number s from 0 to 1, or one per token: an array that broadcasts to `labels`. It may be traced,
         and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
       z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
@@ -379,7 +382,7 @@ def _checked(
             raise ValueError(
                 f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
             )
-    arrays = lay_together((x, w, bias, where, tokens), head)
+    arrays = lay_out_arrays((x, w, bias, where, tokens), head)
     x, w, bias, where, tokens = vary_together(*arrays, but=mesh_axes)
     w, bias = vary_together(w, bias, over=mesh_axes)
     reason = (

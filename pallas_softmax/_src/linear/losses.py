@@ -76,7 +76,7 @@ class Statistics(NamedTuple):
         if not mesh_axes:
             return self
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
-        return Statistics(online.union(self.normalizer, mesh_axes), label_logit, total)
+        return Statistics(online.combine_shards(self.normalizer, mesh_axes), label_logit, total)
 
 
 class Coefficients(NamedTuple):

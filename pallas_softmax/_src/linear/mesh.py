@@ -64,7 +64,7 @@ def over_mesh(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     )
 
 
-def lay_together(arrays: tuple, head: Head) -> tuple:
+def lay_out_arrays(arrays: tuple, head: Head) -> tuple:
     """Returns the arrays, sharded as an operation takes them, if their types say how they are sharded.
 
     Args:

@@ -152,7 +152,7 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
     m, d = sums.normalizer
     if reference is None:
-        total = online.across(Normalizer(m, d), 0, lambda of_row: of_row[None])
+        total = online.combine_lanes(Normalizer(m, d), 0, lambda of_row: of_row[None])
         normalizer = Normalizer(total.m[:rows], total.d[:rows])
     else:
         m = jnp.max(m, 0)[:rows]

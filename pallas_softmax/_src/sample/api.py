@@ -18,8 +18,8 @@ from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differe
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe, distance
-from pallas_softmax._src.dispatch.specs import lay_together
-from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.sample.operation import SAMPLE
 from pallas_softmax._src.topk.operation import indices_of
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
     Attributes:
       indices: int32, the positions drawn; -1 where there was nothing to draw from.
-      log_probs: log softmax(logits / temperature) at these, over the whole row.
+      log_probs: log softmax(logits / temperature) at the drawn positions, over the whole row.
       log_mass: the log of the share of the row's mass that the filters kept. The probability of the draw was
         exp(log_probs - log_mass).
     """
@@ -60,6 +60,8 @@ def sample(
     implementation: ImplementationName | None = None,
 ) -> Sample:
     """Draws once from each row of softmax(logits / temperature), restricted by the filters top_k, top_p and min_p.
+
+    It replaces filters and `jax.random.categorical` in a decoder. `top_p` is also called nucleus sampling.
 
     A row is ordered like `jax.lax.top_k`: descending, equal logits by the lowest index. The filters apply in this
     order, as in Hugging Face's transformers:
@@ -98,9 +100,9 @@ def sample(
       loss depends on it (use `jax.lax.stop_gradient`), and forward mode gives NaN.
 
     Raises:
-      TypeError: an argument has the wrong dtype or is no array, `axis` is not an int, or `axis_name` is no name.
+      TypeError: an argument has the wrong dtype or is not an array, `axis` is not an int, or `axis_name` is not a name.
       ValueError: an argument is out of range or does not fit, `axis_name` is not bound, an argument other than `logits`
-        and `where` differs along it, or `implementation` is unknown.
+        and `where` differs along `axis_name`, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "sample"
@@ -137,7 +139,7 @@ def _sample_of(
     u = _uniform(key, batch)[..., None]
 
     parameters = _parameters(x, axis, temperature, top_k, top_p, min_p)
-    x, mask, *parameters = lay_together(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
+    x, mask, *parameters = share_sharding(jnp.moveaxis(x, axis, -1), mask, u, *parameters)
     if any(varies(a, mesh_axes) for a in parameters if a is not None):
         raise ValueError(
             f"{name}: key, temperature, top_k, top_p and min_p must be the same on all devices of "
@@ -199,7 +201,7 @@ def _draw(static: Static, xs, constants):
     return (log_probs,), (lax.bitcast_convert_type(indices, jnp.float32), log_mass)
 
 
-_sample = differentiable(SAMPLE, _draw, maps_with_temperature(SAMPLE))
+_sample = differentiable(SAMPLE, _draw, derivatives_with_temperature(SAMPLE))
 
 
 def _uniform(key, batch: tuple[int, ...]) -> jax.Array:

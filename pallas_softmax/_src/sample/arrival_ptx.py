@@ -46,7 +46,7 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
     layout = p.layout
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
 
-    def absorb(words, _):
+    def add(words, _):
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
         p.set(m, largest)
         finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
@@ -54,7 +54,7 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
         p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
         p.set(finite_m, finite)
 
-    p.sweep(absorb)
+    p.sweep(add)
     share_of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # elements that each CTA must have above its bound
     share_of_warp = _divided(share_of_cta + (p.warps - 1), p.warps)
     largest, d = _over_warp(p, m, d)

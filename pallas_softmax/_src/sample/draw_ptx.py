@@ -20,10 +20,11 @@ Every decision rests on integers, or on sums in a fixed order. So a draw has the
 
 import functools
 
+from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, filters_ptx, inverse_ptx
 from pallas_softmax._src.sample.plan import Layout
-from pallas_softmax._src.sample.row_ptx import ARRIVE, INF, WAIT, RowProgram
+from pallas_softmax._src.sample.row_ptx import INF, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
 _LN2 = 0.6931471805599453
@@ -32,7 +33,7 @@ _NAN = float("nan")
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def text(layout: Layout, dtype) -> RowProgram:
+def draw_program(layout: Layout, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
     Its operands, in addition to <x>, are:

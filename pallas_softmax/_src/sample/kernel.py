@@ -31,12 +31,18 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.window_arrival import (
+    Part,
+    fill_edges,
+    mask_of_step,
+    mask_step,
+    part_of,
+    start_copies,
+)
 from pallas_softmax._src.sample import draw_ptx
 from pallas_softmax._src.sample.draw import SamplingParams, draw
 from pallas_softmax._src.sample.plan import Layout
-from pallas_softmax._src.topk import selection
-from pallas_softmax._src.topk.plan import Window
-from pallas_softmax._src.topk.window_kernel import Part, mask_of_step, part_of, start_copies
 from pallas_softmax.online import LOG2_E
 
 _TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the smallest scale
@@ -65,16 +71,18 @@ def sample_rows(
     def sample(x_gmem, params_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         # Loaded while the part arrives, so that no thread waits for these numbers afterwards.
-        of_row = SamplingParams(*(ref[part.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
+        of_row = SamplingParams(*(ref[part.place.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         _copy_and_mask(window, part, x_smem, arrived, barrier, interpret)
         if interpret:
             _draw_by_twin(part, x_smem, of_row, out, barrier)
             return
         results = dict(zip(("index", "log_prob", "log_mass"), out))
-        place = {"row": part.row, "part": part.index, "origin": part.extent.origin}
+        place = {"row": part.place.row, "part": part.place.index, "origin": part.extent.origin}
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
-        insert_ptx(draw_ptx.text(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers)
+        insert_ptx(
+            draw_ptx.draw_program(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers
+        )
 
     types = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     return gpu_kernel(
@@ -108,7 +116,7 @@ def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> N
         position, *logs = draw(x_smem[...], of_row)
         index = jnp.where(position < 0, position, position + part.extent.origin)
         for gmem, result in zip(out, (index, *logs), strict=True):
-            gmem[part.row] = result
+            gmem[part.place.row] = result
 
 
 def _synchronize(barrier) -> None:
@@ -124,10 +132,7 @@ def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpr
     @pl.when(warpgroup == 0)
     def start():
         start_copies(window, part, x_smem, arrived)
-        first, extent = part.first, part.extent
-        selection.fill_edges(
-            window, part.x_gmem, first, x_smem, extent, part.mask, infinite=True, interpret=interpret
-        )
+        fill_edges(window, part, x_smem, infinite=True, interpret=interpret)
 
     @pl.when(warpgroup < len(window.copies()))
     def wait():
@@ -135,7 +140,7 @@ def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpr
 
     def mask(blocks):
         keep = mask_of_step(window, part, warpgroup, interpret)[:blocks]
-        selection.mask_step(window, x_smem, warpgroup, [*keep], infinite=True, interpret=interpret)
+        mask_step(window, x_smem, warpgroup, [*keep], infinite=True, interpret=interpret)
 
     if part.mask is not None:
         if interpret:  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote

@@ -1,7 +1,7 @@
 """How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
 
 A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. Each part is a `Window`, as drawn in
-`topk/plan.py`. A CTA has several warpgroups, each with one step of the window. In addition to its part, a CTA has
+`gpu/window.py`. A CTA has several warpgroups, each with one step of the window. In addition to its part, a CTA has
 scratch words for the search. The `Layout` describes all this.
 """
 
@@ -18,7 +18,7 @@ from pallas_softmax._src.gpu.hardware import (
     WARPGROUP,
     smem_of_each,
 )
-from pallas_softmax._src.topk.plan import Window
+from pallas_softmax._src.gpu.window import Window
 
 CHUNK_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster

@@ -11,7 +11,7 @@ from pallas_softmax import online
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
-from pallas_softmax._src.dispatch.derivatives import Static, choose_all, differentiable, maps_of
+from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import Operation, describe
 from pallas_softmax._src.dispatch.vmap import as_rows
@@ -30,26 +30,29 @@ def softmax(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, as `jax.nn.softmax`.
+    """Returns exp(x - max(x)) / sum(exp(x - max(x))) over `axis`, like `jax.nn.softmax`.
+
+    It is a drop-in replacement for that function.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
 
     Args:
       x: logits of any shape. float16 and bfloat16 are computed in float32 and returned in their own dtype;
         integers are promoted to float.
-      axis: the axis, axes or (None) all axes of a row.
-      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0. Where it has more
-        dimensions than `x`, `x` is broadcast to it first, and `axis` counts in that shape.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over: each device passes its
+      axis: the axis or axes of a row. None means all axes.
+      where: boolean, broadcastable to `x`. Masked positions are left out of the row and give 0. If `where` has more
+        dimensions than `x`, `x` is broadcast to it first, and `axis` refers to that shape.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its
         equal shard of `x` and `where`, and gets that shard of the result. Not for complex `x`.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is 0.
-      Differentiable in `x`, in both modes and to any order (`jax.experimental.jet` excepted: use nested `jax.jvp`).
+      An array of the shape of `x`. A row with +inf or NaN gives NaN, and so does a row of only -inf. A fully masked
+      row gives 0. Differentiable in `x`, in forward and reverse mode and to any order. `jax.experimental.jet` is not
+      supported; nest `jax.jvp` instead.
 
     Raises:
-      TypeError: `x` or `where` is not an array, `x` is boolean, or `axis_name` is no name.
+      TypeError: `x` or `where` is not an array, `x` is boolean, or `axis_name` is not a name.
       ValueError: `axis` is out of range or repeated, `where` is not boolean or does not fit, `axis_name` is
         not bound, or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
@@ -71,20 +74,22 @@ def log_softmax(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, as `jax.nn.log_softmax`.
+    """Returns x - max(x) - log(sum(exp(x - max(x)))) over `axis`, like `jax.nn.log_softmax`.
+
+    It is a drop-in replacement for that function.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
 
     Args:
       x: logits of any shape, with the dtypes of `softmax`.
-      axis: the axis, axes or (None) all axes of a row.
+      axis: the axis or axes of a row. None means all axes.
       where: boolean, as for `softmax`. Masked positions are left out of the row and give -inf.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `softmax`.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      An array of the shape of `x`. A row with +inf or NaN, or all of -inf, is NaN; a fully masked one is -inf.
-      Differentiable as `softmax`.
+      An array of the shape of `x`. A row with +inf or NaN gives NaN, and so does a row of only -inf. A fully masked
+      row gives -inf. Differentiable like `softmax`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `softmax`.
@@ -137,15 +142,18 @@ def logsumexp(
     axis_name: AxisName = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns log(sum(exp(a))) over `axis`, as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`.
+    """Returns log(sum(exp(a))) over `axis`, like `jax.nn.logsumexp`.
+
+    It is a drop-in replacement for that function and for `jax.scipy.special.logsumexp`.
 
     Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3, lines 1 to 6.
 
     Args:
       a: logits of any shape, with the dtypes of `softmax`; booleans count as 0 and 1.
-      axis: the axis, axes or (None, the default) all axes of a row.
-      b: factors of the exponentials, which broadcast like `where`. With them, and for complex `a` or `return_sign`,
-        the call is JAX's own, in float32 for 16-bit logits, and takes no `axis_name` and no implementation but "xla".
+      axis: the axis or axes of a row. None, the default, means all axes.
+      b: factors of the exponentials, which broadcast like `where`. A call with `b`, with `return_sign` or with complex
+        `a` runs `jax.nn.logsumexp`, in float32 for 16-bit logits. It accepts no `axis_name`, and only "xla" as
+        `implementation`.
       keepdims: whether the reduced dimensions stay, with size 1.
       return_sign: whether to return (log(abs(sum)), sign of the sum), so that negative sums have a logarithm.
       where: boolean, as for `softmax`. Masked positions are left out.
@@ -154,13 +162,13 @@ def logsumexp(
       implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
 
     Returns:
-      An array of the shape of `a` without the reduced dimensions. An empty or fully masked row, or one of nothing
-      but -inf, gives -inf; one with +inf gives +inf, one with NaN NaN. Differentiable as `softmax`; the gradient of a
-      row with one +inf is NaN there and 0 elsewhere, as JAX's.
+      An array of the shape of `a` without the reduced dimensions. A row that is empty, fully masked or only -inf gives
+      -inf. A row with NaN gives NaN; another row with +inf gives +inf. Differentiable like `softmax`. As in JAX, the
+      gradient of a row with one +inf is NaN there and 0 elsewhere.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `softmax`, but booleans have a result; and for `keepdims` or
-        `return_sign` that is no bool.
+      TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
+        `keepdims` or `return_sign` is not a bool.
     """
     a = float(a) if type(a) is int else a  # as in JAX, of any length
     return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
@@ -245,6 +253,6 @@ def _logsumexp_and_d(static: Static, xs, constants):
     return (lse, d), (m,)
 
 
-_softmax = differentiable(SOFTMAX, _same_shape, maps_of(SOFTMAX))
-_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, maps_of(LOG_SOFTMAX))
-_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, maps_of(LOGSUMEXP))
+_softmax = differentiable(SOFTMAX, _same_shape, derivatives_of(SOFTMAX))
+_log_softmax = differentiable(LOG_SOFTMAX, _same_shape, derivatives_of(LOG_SOFTMAX))
+_logsumexp = differentiable(LOGSUMEXP, _logsumexp_and_d, derivatives_of(LOGSUMEXP))

@@ -79,7 +79,7 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
             column_tiles.load(gmem, tile, at, fill, interpret=interpret).astype(jnp.float32)
             for gmem in x_gmem
         ]
-        total = formula.reduction.across(formula.reduction.lift(formula.term(*x)), 0, broadcast)
+        total = formula.reduction.combine_lanes(formula.reduction.of_terms(formula.term(*x)), 0, broadcast)
         constants = [broadcast(constant) for constant in formula.constants(total)]
         results = constants if formula.value is None else [formula.value(*x, *constants)]
         for gmem, y in zip(out_gmem, results, strict=True):
@@ -177,7 +177,7 @@ class _Part:
         first = turn * plan.steps
         lanes = jax.tree.map(self._filled, reduction.empty)
         lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
-        total = reduction.across(lanes, 0, self._broadcast)
+        total = reduction.combine_lanes(lanes, 0, self._broadcast)
         if plan.count > 1:
             total = self._merge(total)
         constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
@@ -268,7 +268,7 @@ class _Part:
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
             ]
-        lanes = formula.reduction.absorb(lanes, terms)
+        lanes = formula.reduction.add(lanes, terms)
         if formula.value is None and self._refills:
             plgpu.commit_smem()  # all threads have read the slot
             self._fetch(number + plan.slots)
@@ -295,7 +295,7 @@ class _Part:
 
         reduction = self.formula.reduction
         peers = jax.tree.map(of_peers, refs.sent_smem, reduction.empty)
-        total = reduction.across(peers, 0, broadcast)
+        total = reduction.combine_lanes(peers, 0, broadcast)
         # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)

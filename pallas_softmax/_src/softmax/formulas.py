@@ -22,36 +22,37 @@ class Reduction(NamedTuple):
     """An associative and commutative reduction. Its state is one array, or a NamedTuple of arrays.
 
     Attributes:
-      lift: x -> an array of states, one for each element of x.
-      absorb: (state, blocks) -> the state with the blocks added. Each thread adds its own elements.
-      across: state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis of a
-        tile; `broadcast` expands a per-row value to the shape of the tile.
-      merge: (state, state) -> the merged state; this is the reduction's operator.
+      of_terms: x -> an array of states, one for each element of x.
+      add: (state, blocks) -> the state with the blocks added. Each thread adds its own elements.
+      combine_lanes: state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis
+        of a tile; `broadcast` expands a per-row value to the shape of the tile.
+      combine: (state, state) -> the merged state; this is the reduction's operator.
       empty: the state of an empty set.
       neutral: an element that leaves every state unchanged.
     """
 
-    lift: Callable[[Any], Any]
-    absorb: Callable[[Any, list], Any]
-    across: Callable[..., Any]
-    merge: Callable[[Any, Any], Any]
+    of_terms: Callable[[Any], Any]
+    add: Callable[[Any, list], Any]
+    combine_lanes: Callable[..., Any]
+    combine: Callable[[Any, Any], Any]
     empty: Any
     neutral: float
 
 
 ONLINE = Reduction(
-    lift=lambda x: Normalizer(x, jnp.ones_like(x)),  # d is 1 even for -inf: `across` multiplies it by 0
-    absorb=online.absorb,
-    across=online.across,
-    merge=online.combine,
+    # d is 1 even for -inf: `combine_lanes` multiplies it by 0
+    of_terms=lambda x: Normalizer(x, jnp.ones_like(x)),
+    add=online.add_logits,
+    combine_lanes=online.combine_lanes,
+    combine=online.combine,
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
     neutral=-jnp.inf,
 )
 SUM = Reduction(
-    lift=lambda x: x,
-    absorb=lambda total, blocks: total + online.tree_sum(blocks),
-    across=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
-    merge=operator.add,
+    of_terms=lambda x: x,
+    add=lambda total, blocks: total + online.tree_sum(blocks),
+    combine_lanes=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
+    combine=operator.add,
     empty=0.0,
     neutral=0.0,
 )

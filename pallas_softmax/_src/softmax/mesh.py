@@ -32,4 +32,4 @@ def logsumexp_on_mesh(run_shard, x, where, *, axes, mesh_axes):
 def _normalizer(run_shard, step, x, where, axes, mesh_axes) -> Normalizer:
     """Returns the normalizer of each whole row: the shards' normalizers, by the best kernel, merged by ⊕."""
     _, of_shard = run_shard(step, (x, where), {"axes": axes})
-    return online.union(of_shard, mesh_axes)
+    return online.combine_shards(of_shard, mesh_axes)

@@ -68,7 +68,7 @@ def launch(
     of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
     reductions = jax.tree.unflatten(structure, job.launch(_reduce_only, f"{name}_reduce", of_parts))
     if formula.value is None:
-        totals = formula.reduction.across(reductions, 1, lambda per_row: per_row[:, None])
+        totals = formula.reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
         return [a.astype(to.dtype) for a, to in zip(formula.constants(totals), results, strict=True)]
     return job.launch(_write_only, name, results, reductions)
 
@@ -334,14 +334,14 @@ class _Part:
             of_edges, of_body = self._reduce_edges(), self._reduce_body()
         else:
             of_body, of_edges = self._reduce_body(), self._reduce_edges()
-        return self.job.formula.reduction.merge(of_body, of_edges)
+        return self.job.formula.reduction.combine(of_body, of_edges)
 
     def _reduce_edges(self):
         """Returns the reduction of the edges, without the elements that count elsewhere."""
         reduction = self.job.formula.reduction
         lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
         terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
-        return reduction.across(reduction.absorb(lanes, terms))
+        return reduction.combine_lanes(reduction.add(lanes, terms))
 
     def _reduce_body(self):
         """Returns the reduction of the body. Each step is added when it arrives."""
@@ -349,7 +349,7 @@ class _Part:
         lanes = jax.tree.map(self.body.filled, reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
-        return reduction.across(lanes)
+        return reduction.combine_lanes(lanes)
 
     @property
     def _mask_steps_ahead(self) -> int:
@@ -368,7 +368,7 @@ class _Part:
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
-        lanes = formula.reduction.absorb(lanes, terms)
+        lanes = formula.reduction.add(lanes, terms)
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -408,7 +408,7 @@ class _Part:
         def of_peers(smem, empty):
             return blocks.load_from_ctas(smem, count, empty)
 
-        total = reduction.across(jax.tree.map(of_peers, sent_smem, reduction.empty))
+        total = reduction.combine_lanes(jax.tree.map(of_peers, sent_smem, reduction.empty))
         plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
 
@@ -430,7 +430,7 @@ class _Part:
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
 
         lanes = [of_parts(first) for first in range(0, count, WARPGROUP)]
-        return reduction.across(online.tree(reduction.merge, lanes))
+        return reduction.combine_lanes(online.tree(reduction.combine, lanes))
 
     # --- Results
 

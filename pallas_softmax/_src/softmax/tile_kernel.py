@@ -54,7 +54,7 @@ def launch(
             keep = tiles.load_mask(mask_gmem, tile, row, (rows, vocab), mask.row, interpret=interpret)
             term = jnp.where(keep, term, fill)
 
-        total = formula.reduction.across(formula.reduction.lift(term), 1, broadcast)
+        total = formula.reduction.combine_lanes(formula.reduction.of_terms(term), 1, broadcast)
         constants = [broadcast(constant) for constant in formula.constants(total)]
         if formula.value is None:
             results = constants

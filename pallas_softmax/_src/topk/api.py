@@ -14,12 +14,12 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName
-from pallas_softmax._src.dispatch.derivatives import Maps, Static, choose_all, differentiable
+from pallas_softmax._src.dispatch.derivatives import Derivatives, Static, choose_all, differentiable
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.dispatch.specs import lay_together
-from pallas_softmax._src.dispatch.temperature import maps_with_temperature
+from pallas_softmax._src.dispatch.specs import share_sharding
+from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.topk.operation import TOPK, indices_of
 
@@ -28,8 +28,8 @@ class TopK(NamedTuple):
     """The winners of each row, best first.
 
     Attributes:
-      values: their probabilities, or the logs of these; the shape of the logits, with k along the axis of the row.
-      indices: int32, their positions in the row; the same shape.
+      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
+      indices: int32, the positions of the winners in the row; the same shape.
     """
 
     values: jax.Array
@@ -53,11 +53,13 @@ def fused_topk(
 ) -> TopK:
     """Returns the k largest entries of p = softmax(logits / temperature), normalized over the whole row.
 
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 4. Entries are ordered like `jax.lax.top_k`.
+    It replaces `jax.lax.top_k` of a softmax, and returns the same indices. Source: Milakov and Gimelshein, arXiv
+    1805.02867, algorithm 4.
 
     Args:
       logits: real array of any shape with at least one dimension.
       k: static int, 0 <= k <= logits.shape[axis]; or a symbolic dimension of `jax.export` known to be in these bounds.
+        Under `jax.vmap` all slices have the same k; to map over k raises TypeError.
       axis: the axis of a row; in the result it has size k.
       where: boolean, broadcastable to `logits`. A masked position has probability 0 and is chosen only
         when fewer than k are unmasked.
@@ -65,7 +67,8 @@ def fused_topk(
         or with size 1 there. A traced temperature that is not positive gives NaN values. If the reciprocal is not a
         normal number, the nearest temperature with a normal reciprocal is used.
       log: return log p instead of p.
-      dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers).
+      dtype: floating dtype of `values`; by default the dtype of `logits` (float32 for integers). Without
+        jax_enable_x64, float64 gives float32 values and a warning, as elsewhere in JAX.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
         shard of `logits` and `where`, in the order of `lax.axis_index`. `k` and the indices count in the whole row. The
         result is the same on all devices.
@@ -79,10 +82,11 @@ def fused_topk(
       Differentiable in `logits` and `temperature`, in both modes and to any order.
 
     Raises:
-      TypeError: `logits` or `temperature` is no real array, `where` is no array, `k` is traced or not an integer,
-        `axis` is not an int, `log` is no bool, `dtype` is not floating, or `axis_name` is no name.
-      ValueError: `k` or `axis` is out of range, `temperature` is not positive, does not fit or differs along
-        `axis_name`, `where` is not boolean or does not fit, `axis_name` is not bound, or `implementation` is unknown.
+      TypeError: `logits` or `temperature` is not a real array, `where` is not an array, `k` is traced, mapped by
+        `jax.vmap` or not an integer, `axis` is not an int, `log` is not a bool, `dtype` is not floating, or `axis_name`
+        is not a name.
+      ValueError: `k` or `axis` is out of range; `temperature` is not positive, does not fit or differs along
+        `axis_name`; `where` is not boolean or does not fit; `axis_name` is not bound; or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
@@ -114,7 +118,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     own = {"k": k, "dtype": stored}
     static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
-    x, mask, t = lay_together(jnp.moveaxis(x, axis, -1), mask, t)
+    x, mask, t = share_sharding(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
     if k == 0:  # no winner depends on anything
@@ -175,18 +179,20 @@ def _values_and_d(static: Static, xs, constants):
     return (winners.values, d), (m, lax.bitcast_convert_type(winners.indices, jnp.float32))
 
 
-def _topk_maps() -> Maps:
+def _topk_derivatives() -> Derivatives:
     """Returns the derivatives of top-k; a tangent of the values gets their dtype."""
-    maps = maps_with_temperature(TOPK)
+    derivatives = derivatives_with_temperature(TOPK)
 
     def rounded(function: Callable) -> Callable:
-        def run(static: Static, saved, dxs):
+        def rounded_tangent(static: Static, saved, dxs):
             dvalues, dd = function(static, saved, dxs)
             return dvalues.astype(dict(static.keywords)["dtype"]), dd
 
-        return run
+        return rounded_tangent
 
-    return dataclasses.replace(maps, tangent=rounded(maps.tangent), plain_tangent=rounded(maps.plain_tangent))
+    return dataclasses.replace(
+        derivatives, tangent=rounded(derivatives.tangent), plain_tangent=rounded(derivatives.plain_tangent)
+    )
 
 
-_topk = differentiable(TOPK, _values_and_d, _topk_maps())
+_topk = differentiable(TOPK, _values_and_d, _topk_derivatives())

@@ -14,9 +14,9 @@ import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, emit_ptx, inline, thread
-from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import sums_ptx
+from pallas_softmax._src.gpu.ptx.values import Value
 
 _EACH = 4  # counters per thread
 _COUNTERS_BITS = (_EACH * WARPGROUP).bit_length() - 1
@@ -24,7 +24,7 @@ _SCRATCH_BYTE = 16  # offset of the scratch in <counts>
 _BUCKET_BYTE, _REACH_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
 
 
-def bound(group_keys, slots, counts, groups: int, k: int):
+def bound(group_keys, candidates, counts, groups: int, k: int):
     """Narrows the range of keys to one bucket, until few more than k keys reach its least key:
 
     low, high = a key that at least k group_keys reach, the largest group_key
@@ -36,17 +36,17 @@ def bound(group_keys, slots, counts, groups: int, k: int):
         high = the largest key of b, above = number of group_keys that exceed high
         stop if n is at most few_more(k)
 
-    The counters use the empty slots, and every pass clears them again.
+    The counters use the empty list of candidates, and every pass clears them again.
     """
-    code = text(groups, k)
+    code = bound_program(groups, k)
 
     @inline(arg_types=(REF,) * 3, return_type=plgpu.ShapeDtypeStruct((), np.dtype("int32"), layout=SCALAR))
-    def emit(_, group_keys, slots, counts):
-        operands = {"group_keys": group_keys, "slots": slots, "counts": counts, "thread": thread()}
+    def emit(_, group_keys, candidates, counts):
+        operands = {"group_keys": group_keys, "candidates": candidates, "counts": counts, "thread": thread()}
         (found,) = emit_ptx(code, operands, {"bound": "i32"})
         return fragmented_array.FragmentedArray.splat(found, (), is_signed=True)
 
-    return emit(group_keys, slots, counts)
+    return emit(group_keys, candidates, counts)
 
 
 def few_more(k: int) -> int:
@@ -54,10 +54,10 @@ def few_more(k: int) -> int:
     return min(k + max(2, k // 16), -(-k // WARPGROUP) * WARPGROUP)
 
 
-def text(groups: int, k: int) -> Program:
+def bound_program(groups: int, k: int) -> CtaProgram:
     """Returns the program of `bound`. <bound> gets the result. Words 4 to 11 of <counts> are scratch."""
-    p = Program()
-    slots, counts = p.operands("u32", "slots", "counts")
+    p = CtaProgram()
+    candidates, counts = p.operands("u32", "candidates", "counts")
     low, high = p.operand("bound", "s32"), p.fresh("s32")
     scratch = counts + _SCRATCH_BYTE
     keys = _load_group_keys(p, groups)
@@ -71,7 +71,7 @@ def text(groups: int, k: int) -> Program:
         for key in keys:
             distance = (high - key).bits("u32")
             counted = distance <= width
-            p.add_to(p.at(slots, distance >> shift, 4), 1, when=counted)
+            p.add_to(p.at(candidates, distance >> shift, 4), 1, when=counted)
         bucket, before, reach = _find_bucket(p, above, k, scratch)
         p.update(high, "sub", bucket << shift)
         longest = (p.var(1, "u32") << shift) - 1
@@ -81,7 +81,7 @@ def text(groups: int, k: int) -> Program:
     return p
 
 
-def _load_group_keys(p: Program, groups: int) -> list[Value]:
+def _load_group_keys(p: CtaProgram, groups: int) -> list[Value]:
     """Loads every 128th of the group_keys, after a barrier: all threads must have written theirs."""
     thread, group_keys = p.operands("u32", "thread", "group_keys")
     p.barrier()
@@ -89,7 +89,7 @@ def _load_group_keys(p: Program, groups: int) -> list[Value]:
     return [p.load(own, "s32", offset=4 * i) for i in range(0, groups, WARPGROUP)]
 
 
-def _bracket(p: Program, keys: list[Value], k: int, low: Value, high: Value, scratch: Value) -> None:
+def _bracket(p: CtaProgram, keys: list[Value], k: int, low: Value, high: Value, scratch: Value) -> None:
     """Sets `low` to a key that at least k group_keys reach, and `high` to the largest group_key.
 
     Each thread divides its keys into sets, so that all threads together have at least k sets. `low` is the least of the
@@ -100,12 +100,12 @@ def _bracket(p: Program, keys: list[Value], k: int, low: Value, high: Value, scr
     least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
     p.set(low, p.over_lanes("min", least))
     p.set(high, p.over_lanes("max", largest))
-    lows, highs = sums_ptx.of_warps(p, [low, high], scratch, lane=0)
+    lows, highs = p.of_warps([low, high], scratch, lane=0)
     p.set(low, p.reduce("min", lows))
     p.set(high, p.reduce("max", highs))
 
 
-def _find_bucket(p: Program, above: Value, k: int, scratch: Value) -> tuple[Value, Value, Value]:
+def _find_bucket(p: CtaProgram, above: Value, k: int, scratch: Value) -> tuple[Value, Value, Value]:
     """Finds the bucket with the k-th largest key once all keys are counted, and clears the counters.
 
     A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than k keys lie
@@ -120,14 +120,14 @@ def _find_bucket(p: Program, above: Value, k: int, scratch: Value) -> tuple[Valu
     Returns:
       The number of the bucket, how many keys lie above it, and how many keys reach its least key.
     """
-    thread, slots = p.operands("u32", "thread", "slots")
+    thread, candidates = p.operands("u32", "thread", "candidates")
     p.barrier()
-    mine = p.at(slots, thread, 4 * _EACH)
+    mine = p.at(candidates, thread, 4 * _EACH)
     counts = p.load_vector(mine, "s32", _EACH)
     p.store(mine, *[0] * _EACH)
-    start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
-    (totals,) = sums_ptx.of_warps(p, [total], scratch, lane=LANES - 1)
-    sums_ptx.add_lower_warps(p, start, totals)
+    start, total = p.scan(p.reduce("add", counts))
+    (totals,) = p.of_warps([total], scratch, lane=LANES - 1)
+    p.add_lower_warps(start, totals)
     before, bucket = start + above, thread * _EACH
     for i, count in enumerate(counts):
         reach = before + count

@@ -1,10 +1,10 @@
 """Inline PTX that ranks many candidates by buckets, with the 128 threads of a CTA. `ranking_ptx` calls it.
 
-The range of the candidates is cut into buckets of equal length, one for each slot. Candidates are counted by bucket. A
-running sum of the counts is the rank at which each bucket starts. Within a bucket, each candidate is compared with all
-others. An example with keys from 9 to 1 and 4 buckets:
+The range of the candidates is cut into buckets of equal length, one for each entry of the list. Candidates are counted
+by bucket. A running sum of the counts is the rank at which each bucket starts. Within a bucket, each candidate is
+compared with all others. An example with keys from 9 to 1 and 4 buckets:
 
-    slots      3  8  1  9  5  2  9'      in any order
+    list       3  8  1  9  5  2  9'      in any order
     bucket     2  0  3  0  1  3  0       (9 - key) / 2.25
     counts     3  1  1  2
     starts     0  3  4  5
@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
-from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import sums_ptx
-from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, store_winners
 
 _CHUNK = 4  # candidates that a thread handles together
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
@@ -38,12 +38,12 @@ _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 #     from `_group` | candidates in its bucket                   | where its bucket starts |
 _HALF, _LOWER = 16, 0xFFFF
 
-_OF_ZERO = 2**31  # the key of +0 in a slot; the key of -0 is one less
+_OF_ZERO = 2**31  # the key of +0 in an entry; the key of -0 is one less
 _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
 
 
 def rank_by_buckets(
-    p: Program,
+    p: CtaProgram,
     capacity: int,
     k: int,
     padded: int,
@@ -52,13 +52,13 @@ def rank_by_buckets(
     most: int,
     otherwise: Callable[[Value], None],
 ) -> None:
-    """Writes the k best of the first <n> slots to <ranked>. A thread handles slots thread, thread + 128, ...
+    """Writes the k best of the first <n> candidates to <ranked>. A thread handles entries thread, thread + 128, ...
 
     Args:
-      capacity: number of slots, and number of words in <buckets>.
+      capacity: capacity of the list, and number of words in <buckets>.
       padded, dtype, vocab: as in `ranking_ptx.rank`.
       most: if a bucket has more candidates than this, buckets are too slow.
-      otherwise: called with the condition that a bucket has more. Jumps out if it holds, with the slots unchanged.
+      otherwise: called with the condition that a bucket has more. Jumps out if it holds, with the list unchanged.
     """
     thread, buckets = p.operands("u32", "thread", "buckets")
     each = capacity // WARPGROUP
@@ -73,7 +73,7 @@ def rank_by_buckets(
         _compare(p, have, values[chunk], places[chunk], k, padded)
 
 
-def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
+def _chunks(p: CtaProgram, each: int) -> Iterator[tuple[list[Value], slice]]:
     """Yields a thread's `each` candidates in chunks: one condition each, whether the thread has it, and their slice.
 
     Work on the candidates of one chunk is independent, so it overlaps. All threads leave at the first chunk that is
@@ -88,28 +88,28 @@ def _chunks(p: Program, each: int) -> Iterator[tuple[list[Value], slice]]:
             yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
-def _load_and_bracket(p: Program, each: int) -> tuple[list[Value], Value, Value]:
-    """Loads the thread's slots. Returns them, and the greatest and the least key of all slots, in slot form."""
-    thread, slots, ranked = p.operands("u32", "thread", "slots", "ranked")
+def _load_and_bracket(p: CtaProgram, each: int) -> tuple[list[Value], Value, Value]:
+    """Loads the thread's candidates. Returns them, and the upper words of the greatest and the least of all."""
+    thread, candidates, ranked = p.operands("u32", "thread", "candidates", "ranked")
     greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
-    own = p.at(slots, thread, SLOT_BYTES)
+    own = p.at(candidates, thread, CANDIDATE_BYTES)
     values = []
     for have, chunk in _chunks(p, each):
         turns = range(chunk.start, chunk.stop)
-        values += [p.load(own, "u64", offset=SLOT_BYTES * WARPGROUP * i) for i in turns]
+        values += [p.load(own, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i) for i in turns]
         for has, value in zip(have, values[chunk]):
             _, key = p.split(value)
             p.update(greatest, "max", key, when=has)
             p.update(least, "min", key, when=has)
     of_warp = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-    greater, smaller = sums_ptx.of_warps(p, of_warp, ranked, lane=0)
+    greater, smaller = p.of_warps(of_warp, ranked, lane=0)
     return values, p.reduce("max", greater), p.reduce("min", smaller)
 
 
 def _distances(
-    p: Program, greatest: Value, least: Value, dtype, vocab: int | None
+    p: CtaProgram, greatest: Value, least: Value, dtype, vocab: int | None
 ) -> tuple[Callable[[Value], Value], Value]:
-    """Returns a function from a slot to its distance from the best one, and the number of distances, a float.
+    """Returns a function from a candidate to its distance from the best one, and the number of distances, a float.
 
     Distances are below 2^32. A better candidate must not have a larger distance; otherwise distances are free. Keys
     from `last` to `first` count as 0 and have one distance. Other keys are measured from the nearer end:
@@ -131,8 +131,8 @@ def _distances(
         shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
         indices = (vocab - 1 >> shift) + 1
 
-    def distance(slot: Value) -> Value:
-        complement, key = p.split(slot)
+    def distance(candidate: Value) -> Value:
+        complement, key = p.split(candidate)
         at = nearest(key)
         between = best - (key - at)
         if indices == 1:
@@ -144,15 +144,17 @@ def _distances(
     return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
 
 
-def _factor(p: Program, distances: Value, capacity: int) -> Value:
+def _factor(p: CtaProgram, distances: Value, capacity: int) -> Value:
     """Returns the factor that turns distances into buckets: bucket = distance * factor / 2^32.
 
-    It is slots * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
+    It is capacity * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
     """
     return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
 
 
-def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], factor: Value) -> list[Value]:
+def _count(
+    p: CtaProgram, values: list[Value], distance: Callable[[Value], Value], factor: Value
+) -> list[Value]:
     """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
     buckets = p.operand("buckets", "u32")
     places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
@@ -167,17 +169,17 @@ def _count(p: Program, values: list[Value], distance: Callable[[Value], Value], 
     return places
 
 
-def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
+def _start(p: CtaProgram, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
     The starts are running sums: over the thread's counts, then the lower lanes, then the lower warps (in <ranked>).
     """
     counts = p.load_vector(mine, "u32", each)
-    start, total = sums_ptx.in_lower_lanes(p, p.reduce("add", counts))
+    start, total = p.scan(p.reduce("add", counts))
     held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = sums_ptx.of_warps(p, [total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
+    (words,) = p.of_warps([total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
-    sums_ptx.add_lower_warps(p, start, list(totals))
+    p.add_lower_warps(start, totals)
     otherwise(p.reduce("max", held) > most)
     starts = []
     for count in counts:
@@ -187,34 +189,34 @@ def _start(p: Program, mine: Value, each: int, most: int, otherwise: Callable[[V
     p.barrier()
 
 
-def _group(p: Program, values: list[Value], places: list[Value]) -> None:
-    """Writes the candidates back to the slots, grouped by bucket.
+def _group(p: CtaProgram, values: list[Value], places: list[Value]) -> None:
+    """Writes the candidates back to the list, grouped by bucket.
 
     Afterwards a place has the start of the bucket, and in the upper half the number of candidates in it.
     """
-    buckets, slots = p.operands("u32", "buckets", "slots")
+    buckets, candidates = p.operands("u32", "buckets", "candidates")
     for have, chunk in _chunks(p, len(values)):
         before = []
         for has, place in zip(have, places[chunk]):
             before.append(place >> _HALF)
             p.load_into(place, p.at(buckets, place & _LOWER, 4), when=has)
         for has, value, place, number in zip(have, values[chunk], places[chunk], before):
-            p.store(p.at(slots, (place & _LOWER) + number, SLOT_BYTES), value, when=has)
+            p.store(p.at(candidates, (place & _LOWER) + number, CANDIDATE_BYTES), value, when=has)
     p.barrier()
 
 
 def _compare(
-    p: Program, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
+    p: CtaProgram, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
 ) -> None:
     """Compares each candidate with all others in its bucket, and writes it at its rank.
 
     Buckets that start at rank k or later are skipped.
     """
-    slots, ranked = p.operands("u32", "slots", "ranked")
+    candidates = p.operand("candidates", "u32")
     ranks, addresses, counts = [], [], []
     for has, place in zip(have, places):
         rank = place & _LOWER
-        address = p.at(slots, rank, SLOT_BYTES)
+        address = p.at(candidates, rank, CANDIDATE_BYTES)
         counts.append(p.select(has & (rank < k), place >> _HALF, 0))
         ranks.append(p.var(rank))
         addresses.append(p.var(address))
@@ -226,14 +228,10 @@ def _compare(
             for count, address in zip(counts, addresses):
                 inside.append(turn < count)
                 others.append(p.load(address, "u64", when=inside[-1]))
-                p.increase(address, SLOT_BYTES)
+                p.increase(address, CANDIDATE_BYTES)
             for value, other, rank, within in zip(values, others, ranks, inside):
                 p.increase(rank, 1, when=within & (other > value))
             p.increase(turn, 1)
             again(turn < most)
         for value, count, rank in zip(values, counts, ranks):
-            wins = (count > 0) & (rank < k)
-            index, key = index_and_key(p, value)
-            at = p.at(ranked, rank, 4)
-            p.store(at, key, when=wins)
-            p.store(at, index, offset=4 * padded, when=wins)
+            store_winners(p, [value], rank, k, padded, when=count > 0)

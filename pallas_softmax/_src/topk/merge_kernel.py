@@ -86,7 +86,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     k, interpret = request.k, request.interpret
     rows, merges = len(lists.m) // count, -(-count // fan_in)
     final = merges == 1
-    slots = power_of_two(fan_in * k, 2 * WARPGROUP)
+    capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
 
     def topk_merge(
         lists_gmem,
@@ -99,7 +99,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         best_smem,
         buckets_smem,
         counts_smem,
-        slots_smem,
+        candidates_smem,
     ):
         row = lax.axis_index("row")
         number = jnp.int32(0) if final else lax.axis_index("merge")
@@ -108,10 +108,10 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         row_scale = scale_gmem[row if scale.size > 1 else 0]
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
-        normalizer = online.across(lane, scale=row_scale)
+        normalizer = online.combine_lanes(lane, scale=row_scale)
         if final and searches_lists(fan_in, k):
             selection.rank_lists(
-                slots_smem,
+                candidates_smem,
                 best_smem,
                 lists_gmem.values,
                 lists_gmem.indices,
@@ -122,7 +122,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
             )
         else:
             _rank_by_bound(
-                lists_gmem, row, first, held, slots_smem, counts_smem, buckets_smem, best_smem, request
+                lists_gmem, row, first, held, candidates_smem, counts_smem, buckets_smem, best_smem, request
             )
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
@@ -135,9 +135,9 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         out_type=lists_type(rows * merges, request, final),
         scratch_types={
             "best_smem": plgpu.SMEM((2 * padded_winners(k),), jnp.int32),
-            "buckets_smem": plgpu.SMEM((slots,), jnp.int32),
+            "buckets_smem": plgpu.SMEM((capacity,), jnp.int32),
             "counts_smem": plgpu.SMEM((WARPGROUP,), jnp.int32),
-            "slots_smem": plgpu.SMEM((2 * slots,), jnp.int32),
+            "candidates_smem": plgpu.SMEM((2 * capacity,), jnp.int32),
         },
         approximate=True,
         interpret=interpret,
@@ -149,7 +149,7 @@ def _rank_by_bound(
     row,
     first,
     held,
-    slots_smem,
+    candidates_smem,
     counts_smem,
     buckets_smem,
     best_smem,
@@ -157,14 +157,14 @@ def _rank_by_bound(
 ) -> None:
     """Ranks the winners that reach a bound, in lists `first` to `first + held - 1` of a row, and writes the k best."""
     k, interpret = request.k, request.interpret
-    selection.clear(slots_smem, counts_smem, interpret=interpret)
+    selection.clear(candidates_smem, counts_smem, interpret=interpret)
     bound = _bound(lists_gmem.values, row, first, held, k, interpret)
     selection.collect_winners(
-        slots_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
+        candidates_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
         interpret=interpret,
     )  # fmt: skip
     n, dtype = counts_smem[0], request.logits_dtype
-    selection.rank(slots_smem, n, buckets_smem, best_smem, k, dtype, None, interpret=interpret)
+    selection.rank(candidates_smem, n, buckets_smem, best_smem, k, dtype, None, interpret=interpret)
 
 
 def _bound(keys_gmem, row, first, held, k: int, interpret):

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import mending_ptx, packed_ptx, sorting_ptx
+from pallas_softmax._src.topk import mending_ptx, packed_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST
 from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
 
@@ -53,22 +53,24 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
     """Returns packed keys of the k best of each row of a tile. For the arguments see `selection.take_words`."""
-    return packed_ptx.insert_in_tile(text_of_words(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row)
+    return packed_ptx.insert_in_tile(
+        take_words_program(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row
+    )
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row):
     """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `selection.take`."""
-    return packed_ptx.insert_in_tile(text(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
+    return packed_ptx.insert_in_tile(take_program(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
 
 
-def text(tile: Tile, vocab: int, k: int) -> Program:
+def take_program(tile: Tile, vocab: int, k: int) -> Program:
     """Returns the program of `take`.
 
     <x{row}_{i}> has key i of a row of the thread. <winner{row}_{i}> gets the column of winner lane * held + i.
     """
     p = Program()
     lane, first_column = packed_ptx.lane_and_first_column(p, tile)
-    bits, rows = packed_ptx.column_bits(tile, narrow=False), packed_ptx.rows_of_thread(tile)
+    bits, rows = packed_ptx.column_bits(tile), packed_ptx.rows_of_thread(tile)
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
     # as well (`maybe_short`).
@@ -78,7 +80,7 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
     found = []
     maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether any list may be or is
     for row in range(rows):
-        words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits, narrow=False)
+        words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits)
         listed = packed_ptx.best(p, words, length)
         winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
         pairs = mending_ptx.near_ties(p, winners, lane, ones, min(k, vocab) - 1)
@@ -90,8 +92,8 @@ def text(tile: Tile, vocab: int, k: int) -> Program:
         for i, word in enumerate(listed):
             p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_near_tie))
         if length < len(words):
-            too_short |= listed[-1] >= worst
-            maybe_short |= listed[-1] >= worst & ~ones
+            too_short = too_short | (listed[-1] >= worst)
+            maybe_short = maybe_short | (listed[-1] >= worst & ~ones)
         found.append(_Found(winners, pairs, listed, others))
     numbers = [f.pairs for f in found] + [f.others for f in found]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
@@ -152,7 +154,7 @@ def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, i
         p.set(winners[place[1]], word, when=larger & own_lane.equals(last_lane))
 
 
-def text_of_words(tile: Tile, vocab: int, k: int) -> Program:
+def take_words_program(tile: Tile, vocab: int, k: int) -> Program:
     """Returns the program of `take_words`.
 
     <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread. <winner{row}_{i}> gets the packed key of winner
@@ -261,7 +263,7 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
         for flip in bitonic:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
             held = _exchanged(p, held, lane, flip, turned, mirrored=flip == run)
-        held = sorting_ptx.exchanged_in_lane(p, held, sorting_ptx.bitonic(len(held)))
+        held = _exchanged_in_lane(p, held, _bitonic(len(held)))
         run *= 2
     if flips == sorted(flips, reverse=True):
         return held
@@ -286,8 +288,15 @@ def _exchanged(
     larger = (lane & flip).equals(0)
     if turned is not None:
         larger = larger ^ turned
-    pairs = [(p.max(a, b), p.min(a, b)) if a and b else (a or b, LOWEST) for a, b in zip(words, others)]
-    return [p.select(larger, a, b) for a, b in pairs]
+    out = []
+    for word, other in zip(words, others):
+        if word and other:
+            out.append(p.var(word))
+            p.update(out[-1], "max", other, when=larger)
+            p.update(out[-1], "min", other, when=~larger)
+        else:
+            out.append(p.select(larger, word or other, LOWEST))
+    return out
 
 
 def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int) -> list[Value]:
@@ -298,4 +307,19 @@ def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value
     while flip:
         words = _exchanged(p, words, lane, flip, None, mirrored=False)
         flip //= 2
-    return sorting_ptx.exchanged_in_lane(p, words, sorting_ptx.bitonic(len(words)))
+    return _exchanged_in_lane(p, words, _bitonic(len(words)))
+
+
+def _bitonic(n: int) -> list[tuple[int, int]]:
+    """Returns the comparisons that sort n bitonic elements."""
+    strides = [n >> level for level in range(1, n.bit_length())]
+    return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
+
+
+def _exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
+    """Returns the words after these comparisons (i, j). Each puts the larger of two words at i."""
+    out = list(words)
+    for i, j in comparisons:
+        a, b = out[i], out[j]
+        out[j], out[i] = p.min(a, b), p.max(a, b)
+    return out

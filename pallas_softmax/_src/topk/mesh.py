@@ -34,7 +34,7 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
         position = jnp.where(mask_at(where, logits, indices), position, ~position)
     for mesh_axis in mesh_axes[:0:-1]:
         won, position, tops, d = _gather((won, position, top, d), mesh_axis)
-        _, d = online.merge_normalizers(Normalizer(online.to_float(tops, (-1,)), d), temperature)
+        _, d = online.combine_parts(Normalizer(online.to_float(tops, (-1,)), d), temperature)
         top = jnp.max(tops, -1, keepdims=True)
         order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))

@@ -25,11 +25,10 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk.slots import LOWEST_KEY
+from pallas_softmax._src.topk.candidates import LOWEST_KEY
 
 LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the column of positions beyond the row
 _LOWEST_WIDE = -(2**63)
-_HALF_BITS = 16  # bits in the key of a 16-bit float
 
 
 def rows_of_thread(tile: Tile) -> int:
@@ -101,23 +100,18 @@ def keys_of_thread(p: Program, tile: Tile, row: int) -> list[Value]:
     return [p.operand(f"x{row}_{i}", "s32") for i in range(tile.steps * tile.vec)]
 
 
-def column_bits(tile: Tile, narrow: bool) -> int:
+def column_bits(tile: Tile) -> int:
     """Returns the number of bits of a column in a packed key."""
-    return _HALF_BITS if narrow else (tile.shape[1] - 1).bit_length()
+    return (tile.shape[1] - 1).bit_length()
 
 
-def packed_keys(
-    p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int, narrow: bool
-) -> list[Value]:
+def packed_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int) -> list[Value]:
     """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     ones = (1 << bits) - 1
     packed = []
     for key, column in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
         complement = ones - column - first_column
-        if narrow:
-            packed.append(key << _HALF_BITS | complement)
-        else:
-            packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
+        packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
     lower_beyond_row(p, tile, vocab, packed, first_column)
     return packed
 

@@ -1,29 +1,7 @@
 """How the rows of top-k lie over the GPU: `plan_topk`, a pure function of shape, dtype and device.
 
 A short row lies in the registers of up to 32 threads (a `Tile`, see `tile_plan.py`). A longer row lies in the shared
-memory of a CTA, or is cut into `count` parts with a CTA each. A `Window` describes the shared-memory array that holds a
-row or a part:
-
-    position  0          low      head                      head + body      high          size
-              |           |         |                             |            |              |
-    contents  | -inf -inf | x x x x | x x x x x x x ... x x x x x | x x x x x  | -inf .. -inf |
-              '-------- head -------'------------ body -----------'----------- tail ----------'
-              written one element     copied in bulk: it starts     written one element
-              at a time               at a multiple of 16 bytes     at a time
-
-    blocks    |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |   8   |   vec elements a thread
-    steps     |            step 0             |            step 1             | last  |   step_blocks = 4 blocks
-    groups    |    group 0    |    group 1    |    group 2    |    group 3    | last  |   group_blocks = 2 blocks
-
-A position counts in the window; an index counts in the row. Position p holds the element of index p + origin if
-low <= p < high. Every other position holds -inf. The head exists only if some part does not start at a multiple of
-16 bytes. Then the body starts at the first multiple of 16 bytes in the part, so fewer than `vec` elements of the part
-lie before it.
-
-Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy brings one step. A group
-is the elements of one thread in `group_blocks` blocks. While a step arrives, the thread keeps the largest element of
-each of its groups. Group number g * 128 + t belongs to thread t and blocks g * group_blocks to
-(g + 1) * group_blocks - 1.
+memory of a CTA, or is cut into `count` parts with a CTA each: `gpu/window.py` draws the array, a `Window`.
 """
 
 import dataclasses
@@ -38,7 +16,8 @@ from pallas_softmax._src.gpu.hardware import (
     WARPGROUP,
     smem_of_each,
 )
-from pallas_softmax._src.gpu.layout import Cut, Tile, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, power_of_two
+from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.tile_plan import plan_tile
 
 # These constants rest on device times of one H100 80GB HBM3. The times are in benchmarks/results/topk_targets and
@@ -120,89 +99,6 @@ MERGED_PER_CTA = 4_096  # winners
 # For 4000 x 25000 float32 and k = 64, the maxima of groups of 32 elements leave 67 candidates and take 137 µs. One
 # maximum per thread left 90 to 180 candidates and took 178 µs.
 STEP_ELEMENTS = 32  # elements of a thread in a step, and most elements of a group
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """How rows of top-k lie in shared memory, whole or in parts. A drawing is at the top of this file.
-
-    Attributes:
-      vocab: number of elements of a row.
-      vec: number of elements that a thread loads at once, 16 bytes.
-      step_blocks: number of blocks of a step.
-      group_blocks: number of blocks of a group; it divides step_blocks.
-      count: number of parts of a row, each in a CTA of its own.
-      compact: whether candidates are listed by 16-bit positions until the row is no longer needed. Then their slots
-        take the place of the row. Only whole float32 rows have compact windows.
-    """
-
-    vocab: int
-    vec: int
-    step_blocks: int
-    group_blocks: int
-    count: int = 1
-    compact: bool = False
-
-    @property
-    def block(self) -> int:
-        """Number of elements of a block: a vector for each thread."""
-        return WARPGROUP * self.vec
-
-    @property
-    def cut(self) -> Cut:
-        """How the row is cut into parts: at multiples of 16 bytes, if rows start there."""
-        return Cut(self.vocab, 1 if self.vocab % self.vec else self.vec, self.count)
-
-    @property
-    def head(self) -> int:
-        """Number of positions before the body; 0 if all parts start at a multiple of 16 bytes."""
-        return self.vec if self.cut.unit == 1 else 0
-
-    @property
-    def body(self) -> int:
-        """Number of elements that are copied in bulk, the same for every part."""
-        shortest = self.cut.shortest
-        return max(0, shortest - (self.vec - 1)) // self.vec * self.vec if self.head else shortest
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that hold the head and the longest part."""
-        return -(-(self.head + self.cut.longest) // self.block)
-
-    @property
-    def full(self) -> int:
-        """Number of steps that lie whole in the head and the body."""
-        return (self.head + self.body) // (self.block * self.step_blocks)
-
-    @property
-    def rest(self) -> int:
-        """Number of blocks after the full steps, from 0 to step_blocks + 1; they make one last step."""
-        return self.blocks - self.full * self.step_blocks
-
-    @property
-    def group_size(self) -> int:
-        """Number of elements of a group, a power of two."""
-        return self.group_blocks * self.vec
-
-    @property
-    def groups_per_thread(self) -> int:
-        """Number of groups of one thread, which keeps the maximum of each."""
-        return -(-self.blocks // self.group_blocks)
-
-    @property
-    def groups(self) -> int:
-        """Number of groups of all threads."""
-        return self.groups_per_thread * WARPGROUP
-
-    @property
-    def size(self) -> int:
-        """Number of positions."""
-        return self.blocks * self.block
-
-    def copies(self) -> list[tuple[int, int]]:
-        """Returns the first position and the number of elements of each bulk copy: one per step, for the body only."""
-        step, end = self.block * self.step_blocks, self.head + self.body if self.body else 0
-        return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
 
 
 def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
@@ -287,10 +183,10 @@ def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 
-def candidate_slots(k: int) -> int:
+def candidate_capacity(k: int) -> int:
     """Returns the capacity of a window's list of candidates: a power of two, because the sort needs one.
 
-    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than slots, the search is
+    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than candidates, the search is
     repeated.
     """
     return power_of_two(2 * k, 256)
@@ -340,8 +236,8 @@ def group_words(window: Window, k: int) -> int:
 
 
 def ordering_words(k: int) -> tuple[int, int, int]:
-    """Returns the words of slots, buckets and ranked winners. In a compact window, they take the place of the row."""
-    return 2 * candidate_slots(k), candidate_slots(k), 2 * padded_winners(k)
+    """Returns the words of candidates, buckets and ranked winners, which replace the row in a compact window."""
+    return 2 * candidate_capacity(k), candidate_capacity(k), 2 * padded_winners(k)
 
 
 def listed_items(window: Window, k: int) -> tuple[int, int]:
@@ -350,10 +246,10 @@ def listed_items(window: Window, k: int) -> tuple[int, int]:
     An item is a 32-bit word, and a candidate takes two of them. In a compact window, an item is a 16-bit number, and a
     candidate takes one. In 25,000 numbers, k = 1024 with groups of 16 makes 1,593 candidates, standard deviation 33.
     """
-    slots = candidate_slots(k)
+    capacity = candidate_capacity(k)
     if not window.compact:
-        return 2 * slots, slots
-    return max(MIN_POSITIONS, slots - slots // 8), padded_winners(k + k // 4)
+        return 2 * capacity, capacity
+    return max(MIN_POSITIONS, capacity - capacity // 8), padded_winners(k + k // 4)
 
 
 def selection_bytes(window: Window, k: int) -> int:

@@ -1,10 +1,11 @@
 """Inline PTX that ranks the candidates, with the 128 threads of a CTA: `selection.rank`."""
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.buckets_ptx import rank_by_buckets
-from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, store_winners
 
 # Cycles on an H100, 4000 x 25000 float32, with two CTAs on a multiprocessor:
 #
@@ -15,23 +16,23 @@ from pallas_softmax._src.topk.slots import SLOT_BYTES, index_and_key
 #          2,400                 12,800     30,300
 _COUNTED = 96  # up to this many candidates, counting is faster than buckets
 _COMPARED = 256  # up to this many candidates, counting is faster than sorting
-_AT_ONCE = 4  # slots that a thread compares with its own at once
+_AT_ONCE = 4  # candidates that a thread compares with its own at once
 _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 
 
-def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | None) -> None:
+def rank(candidates, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | None) -> None:
     """Writes the k best candidates in order. The number of candidates and their spread select the method:
 
         up to 96 candidates        counting
         more, no bucket is full    buckets
-        more, a bucket is full     buckets are abandoned for counting (slots for 256 candidates) or sorting (more slots)
+        more, a bucket is full     buckets are abandoned for counting (lists of 256) or sorting (longer lists)
 
     Args:
       dtype: dtype of the logits.
       vocab: an exclusive upper bound of the indices, or None.
     """
-    capacity = slots.shape[0] // 2
-    p = Program()
+    capacity = candidates.shape[0] // 2
+    p = CtaProgram()
     countable = p.operand("n", "u32") <= _COUNTED
     with p.block() as finish:
         if capacity <= _COMPARED:
@@ -52,52 +53,39 @@ def rank(slots, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | Non
                 finish()
             _rank_by_sorting(p, capacity, k, padded)
     p.barrier()
-    insert_ptx(p, {"slots": slots, "buckets": buckets, "ranked": ranked}, {"n": n})
-
-
-def _write_ranked(p: Program, values: list[Value], rank: Value, k: int, padded: int) -> None:
-    """Writes the keys and indices of slots with ranks `rank`, rank + 1, ... to <ranked>. Ranks from k on are skipped.
-
-    <ranked>  | key of rank 0, 1, ... padded - 1 | index of rank 0, 1, ... padded - 1 |
-    """
-    at = p.at(p.operand("ranked", "u32"), rank, 4)
-    for i, value in enumerate(values):
-        wins = rank.bits("s32") < k - i
-        index, key = index_and_key(p, value)
-        p.store(at, key, offset=4 * i, when=wins)
-        p.store(at, index, offset=4 * (padded + i), when=wins)
+    insert_ptx(p, {"candidates": candidates, "buckets": buckets, "ranked": ranked}, {"n": n})
 
 
 # ---- by counting
 
 
-def _rank_by_counting(p: Program, k: int, padded: int) -> None:
-    """Ranks each slot by counting the slots that are better:
+def _rank_by_counting(p: CtaProgram, k: int, padded: int) -> None:
+    """Ranks each candidate by counting the better ones:
 
     for own = thread, thread + 128, ... below n:
-        rank = number of slots greater than slot `own`, among the first n rounded up to four   (empty slots are 0)
-        write slot `own` at its rank, if the rank is below k
+        rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
+        write entry `own` at its rank, if the rank is below k
     """
-    thread, n, slots = p.operands("u32", "thread", "n", "slots")
-    own, last = p.var(thread), p.at(slots, n, SLOT_BYTES)
+    thread, n, candidates = p.operands("u32", "thread", "n", "candidates")
+    own, last = p.var(thread), p.at(candidates, n, CANDIDATE_BYTES)
     with p.loop() as leave:
         leave(own >= n)
-        value = p.load(p.at(slots, own, SLOT_BYTES), "u64")
-        rank, at = p.var(0, "u32"), p.var(slots)
+        value = p.load(p.at(candidates, own, CANDIDATE_BYTES), "u64")
+        rank, at = p.var(0, "u32"), p.var(candidates)
         with p.repeat() as again:
             for other in p.load_vector(at, "u64", _AT_ONCE):
                 p.increase(rank, 1, when=other > value)
-            p.increase(at, _AT_ONCE * SLOT_BYTES)
+            p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
-        _write_ranked(p, [value], rank, k, padded)
+        store_winners(p, [value], rank, k, padded)
         p.increase(own, WARPGROUP)
 
 
 # ---- by sorting
 
 
-def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
-    """Sorts all slots in registers by a bitonic sort, the largest first. A thread holds size / 128 neighbours.
+def _rank_by_sorting(p: CtaProgram, size: int, k: int, padded: int) -> None:
+    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds size / 128 neighbours.
 
     sort the values of each thread                            a run of one thread
     for run = 2, 4, ..., 128 threads:                         its halves are sorted, in opposite directions
@@ -108,10 +96,10 @@ def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
     Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
     execute the same comparisons.
     """
-    thread, slots = p.operands("u32", "thread", "slots")
-    own = p.at(slots, thread, SLOT_BYTES)
-    # The initial order is free. Loads of slots 128 apart have no bank conflicts.
-    values = [p.load(own, "u64", offset=SLOT_BYTES * i) for i in range(0, size, WARPGROUP)]
+    thread, candidates = p.operands("u32", "thread", "candidates")
+    own = p.at(candidates, thread, CANDIDATE_BYTES)
+    # The initial order is free. Loads of entries 128 apart have no bank conflicts.
+    values = [p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, size, WARPGROUP)]
     _sort_halves_of_thread(p, values)
     run = p.var(1, "u32")
     _complement_odd_runs(p, values, run)
@@ -128,10 +116,10 @@ def _rank_by_sorting(p: Program, size: int, k: int, padded: int) -> None:
         _sort_bitonic(p, values)
         _complement_odd_runs(p, values, run)
         next_run(run < WARPGROUP)
-    _write_ranked(p, values, thread * len(values), k, padded)
+    store_winners(p, values, thread * len(values), k, padded)
 
 
-def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
+def _compare_and_swap(p: CtaProgram, a: Value, b: Value) -> None:
     """Puts the larger of two values into register a, and the smaller into b."""
     swap = a < b
     larger = p.select(swap, b, a)
@@ -139,7 +127,7 @@ def _compare_and_swap(p: Program, a: Value, b: Value) -> None:
     p.set(a, larger)
 
 
-def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
+def _sort_halves_of_thread(p: CtaProgram, values: list[Value]) -> None:
     """Sorts the first half of a thread's values in descending order, the second half in ascending order.
 
     Together the halves are bitonic. The number of values is a power of two. Runs of 2, 4, ... values are sorted, every
@@ -159,7 +147,7 @@ def _sort_halves_of_thread(p: Program, values: list[Value]) -> None:
         length *= 2
 
 
-def _sort_bitonic(p: Program, values: list[Value]) -> None:
+def _sort_bitonic(p: CtaProgram, values: list[Value]) -> None:
     """Sorts a thread's values in descending order. They must be bitonic, and a power of two in number."""
     half = len(values)
     while half > 1:
@@ -169,7 +157,7 @@ def _sort_bitonic(p: Program, values: list[Value]) -> None:
                 _compare_and_swap(p, values[i], values[i + half])
 
 
-def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
+def _complement_odd_runs(p: CtaProgram, values: list[Value], run: Value) -> None:
     """Complements the values of threads in runs with odd numbers. A run has `run` threads."""
     odd = (p.operand("thread", "u32") & run).differs(0)
     ones = p.select(odd, -1, 0, "u64")
@@ -177,31 +165,31 @@ def _complement_odd_runs(p: Program, values: list[Value], run: Value) -> None:
         p.set(value, value ^ ones)
 
 
-def _exchange(p: Program, values: list[Value], stride: Value, own: Value) -> None:
+def _exchange(p: CtaProgram, values: list[Value], stride: Value, own: Value) -> None:
     """Exchanges values with thread ^ stride. The lower thread keeps the larger value of each pair.
 
-    Threads of one warp exchange by shuffles. Threads of different warps exchange through the slots.
+    Threads of one warp exchange by shuffles. Threads of different warps exchange through the list.
 
     Args:
       stride: a power of two.
-      own: the address of this thread's slot.
+      own: the address of this thread's first entry.
     """
-    thread, slots = p.operands("u32", "thread", "slots")
+    thread, candidates = p.operands("u32", "thread", "candidates")
     upper = (thread & stride).differs(0)
 
     def keep(value: Value, other: Value) -> None:
         p.set(value, p.select((value < other) ^ upper, other, value))
 
     with p.block() as exchanged:
-        with p.block() as through_slots:
-            through_slots(stride >= LANES)
+        with p.block() as through_list:
+            through_list(stride >= LANES)
             for value in values:
                 keep(value, p.shuffle(value, "bfly", stride))
             exchanged()
         p.barrier()
         for i, value in enumerate(values):
-            p.store(own, value, offset=SLOT_BYTES * WARPGROUP * i)
+            p.store(own, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
         p.barrier()
-        partner = p.at(slots, thread ^ stride, SLOT_BYTES)
+        partner = p.at(candidates, thread ^ stride, CANDIDATE_BYTES)
         for i, value in enumerate(values):
-            keep(value, p.load(partner, "u64", offset=SLOT_BYTES * WARPGROUP * i))
+            keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i))

@@ -2,14 +2,15 @@
 
 `window_kernel.py` shows the usual way on an example. The candidate count reveals failure. There are two kinds:
 
-  * More elements reach the bound than the list has slots. Either many elements are equal, or the best ones are
+  * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
     concentrated in a few groups.
   * Fewer than k elements reach the bound. One cause is that group maxima count a NaN as the highest key, and a masked
     element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
     chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
 Then bisection finds an exact bound. It counts over all elements. It ends as soon as at least k elements reach the
-bound, and one more condition holds: the elements that reach the bound fit into the slots, or fewer than k exceed it.
+bound, and one more condition holds: the elements that reach the bound fit into the list, or fewer than k exceed
+it.
 
     key     low                 middle                high
              |--------------------|--------------------|         at least k elements reach low,
@@ -29,9 +30,10 @@ from jax import lax
 
 from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.window import Extent, Window
 from pallas_softmax._src.topk import selection
-from pallas_softmax._src.topk.plan import Window, bound_rank
-from pallas_softmax._src.topk.slots import capacity_of
+from pallas_softmax._src.topk.candidates import capacity_of
+from pallas_softmax._src.topk.plan import bound_rank
 
 
 class _Bracket(NamedTuple):
@@ -63,18 +65,18 @@ class WindowSearch:
     """
 
     window: Window
-    extent: selection.Extent
+    extent: Extent
     owned: Any
     counts_smem: Any
     group_keys_smem: Any
     hits_smem: Any
-    slots_smem: Any
+    candidates_smem: Any
     x_smem: Any
     interpret: Any
 
     def find(self, k: int):
         """Collects candidates that include the k best. Returns their number, at least k."""
-        capacity = capacity_of(self.slots_smem)
+        capacity = capacity_of(self.candidates_smem)
         bound = self._usual_bound(bound_rank(self.window, k, capacity))
         self._collect(bound)
         n = self.counts_smem[0]
@@ -86,13 +88,18 @@ class WindowSearch:
         if groups < rank:
             return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
         return selection.bound(
-            self.group_keys_smem, self.slots_smem, self.counts_smem, groups, rank, interpret=self.interpret
+            self.group_keys_smem,
+            self.candidates_smem,
+            self.counts_smem,
+            groups,
+            rank,
+            interpret=self.interpret,
         )
 
     def _collect(self, bound, *, all_groups=False):
         """Appends the elements that reach the bound to the candidates."""
         selection.collect(
-            self.window, self.x_smem, self.group_keys_smem, self.hits_smem, self.slots_smem, self.counts_smem,
+            self.window, self.x_smem, self.group_keys_smem, self.hits_smem, self.candidates_smem, self.counts_smem,
             bound, self.extent, all_groups=all_groups, interpret=self.interpret,
         )  # fmt: skip
 
@@ -101,12 +108,12 @@ class WindowSearch:
 
         Args:
           failed: the bound of the usual way.
-          capacity: number of slots of the list.
+          capacity: number of entries of the list.
         """
         found = self._bisect(failed, k, capacity)
         bound, all_fit = found.low, found.reach <= capacity
         _, above = self._count(bound)  # `found.exceed` was not counted if low is still the lowest key
-        selection.clear(self.slots_smem, self.counts_smem, interpret=self.interpret)
+        selection.clear(self.candidates_smem, self.counts_smem, interpret=self.interpret)
         lax.cond(
             all_fit | (above > 0),
             lambda: self._collect(jnp.where(all_fit, bound, bound + 1), all_groups=True),
@@ -168,8 +175,8 @@ class WindowSearch:
         return reach - jnp.where(neg_inf >= bound, around, 0), exceed - jnp.where(neg_inf > bound, around, 0)
 
     def _collect_ties(self, bound, first, k: int):
-        """Fills slots `first` to k - 1 with the elements that equal the bound, in order of index."""
+        """Fills entries `first` to k - 1 with the elements that equal the bound, in order of index."""
         selection.collect_ties(
-            self.window, self.x_smem, self.hits_smem, self.slots_smem, bound, self.extent, first, k,
+            self.window, self.x_smem, self.hits_smem, self.candidates_smem, bound, self.extent, first, k,
             interpret=self.interpret,
         )  # fmt: skip

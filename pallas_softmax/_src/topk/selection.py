@@ -3,31 +3,28 @@
 On the GPU the steps are inline PTX, because Pallas has no scatter, sort or warp operations there. The interpreter runs
 the JAX versions in this file. The steps by file, in the order of execution:
 
-    arrival_ptx.py     fill_edges, clear, mask_step, absorb_step    while a row arrives in shared memory
+    arrival_ptx.py     clear, add_step                             while a row arrives in shared memory
     bound_ptx.py       bound                                        the search for the candidates in it
-    selection_ptx.py   collect, count, collect_ties, fill_slots
+    selection_ptx.py   collect, count, collect_ties, expand_positions
                        collect_winners                              the candidates of a merge
     ranking_ptx.py     rank                                         the order of the candidates: by counting, sorting,
     buckets_ptx.py                                                  or buckets
     lists_ptx.py       rank_lists                                   the order of the winners of a few lists
     merging_ptx.py     take, take_words                             the k best of rows in registers
-    sorting_ptx.py     take                                         the same, if most of a row are winners
 
-`plan.py` has a drawing of the window, its positions and groups. `slots.py` has a drawing of the list of candidates. The
-steps take references to these arrays in shared memory:
+`gpu/window.py` has a drawing of the window, its positions and groups. `candidates.py` has a drawing of the list of
+candidates. The steps take references to these arrays in shared memory:
 
     x_smem      (window.size,): the elements of the part, and -inf around them. A masked element is the float of the
                 lowest key.
     group_keys  (>= window.groups,) int32: the largest key of each group. A NaN counts as the highest key.
-    slots       int32, two words for each of candidate_slots(k): the list of candidates
+    candidates  int32, two words for each of candidate_capacity(k): the list of candidates
     hits        int32, scratch: the numbers of the groups that reach the bound
     counts      (128,) int32: the number of candidates, and the number of groups in `hits`. The rest is scratch.
 
-`plan.listed_items` has the lengths of `slots` and `hits`. In a compact window both are int16, and `slots` has one
-number for each candidate, its position.
+`plan.listed_items` has the lengths of `candidates` and `hits`. In a compact window both are int16, and `candidates` has
+one number for each candidate, its position.
 """
-
-from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -37,6 +34,7 @@ from jax import lax
 from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.window import Extent, Window
 from pallas_softmax._src.topk import (
     arrival_ptx,
     bound_ptx,
@@ -44,87 +42,25 @@ from pallas_softmax._src.topk import (
     merging_ptx,
     ranking_ptx,
     selection_ptx,
-    sorting_ptx,
 )
-from pallas_softmax._src.topk.plan import Window, padded_winners
-from pallas_softmax._src.topk.slots import ranked_slots, write_slots
-from pallas_softmax._src.topk.tile_plan import merged_tile, sorts, winners_tile
+from pallas_softmax._src.topk.candidates import ranked_candidates, write_candidates
+from pallas_softmax._src.topk.plan import padded_winners
+from pallas_softmax._src.topk.tile_plan import merged_tile
 from pallas_softmax.online import Normalizer, shift
-
-
-class Extent(NamedTuple):
-    """Where the elements of a part lie in its window.
-
-    Attributes:
-      low: position of the first element.
-      high: position after the last element.
-      origin: index in the row that position 0 has; it may be negative.
-    """
-
-    low: Any
-    high: Any
-    origin: Any
-
 
 # ---- while the row arrives
 
 
-def fill_edges(
-    window: Window, x_gmem, first, x_smem, extent: Extent, mask, *, infinite: bool = False, interpret
-):
-    """Writes the head and the tail of the window: the few elements outside the body, and -inf around them.
-
-    Args:
-      x_gmem: one-dimensional device memory. The part starts at element `first`.
-      mask: None, or (reference to the mask, its row). A masked element becomes the float of the lowest key.
-      infinite: whether a masked element becomes -inf instead.
-    """
-    if not interpret:
-        return arrival_ptx.fill_edges(window, x_gmem, first, x_smem, extent, mask, infinite)
-    for start, end in ((0, window.head), (window.head + window.body, window.size)):
-        if start == end:
-            continue
-        position = jnp.arange(start, end)
-        inside = (position >= extent.low) & (position < extent.high)
-        x = jnp.where(inside, x_gmem[...][jnp.where(inside, first + position - extent.low, 0)], -jnp.inf)
-        if mask is not None:
-            mask_gmem, row = mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
-        x_smem[start:end] = x.astype(x_smem.dtype)
-
-
-def clear(slots, counts, *, interpret):
+def clear(candidates, counts, *, interpret):
     """Empties the list of candidates."""
     if interpret:
-        slots[...] = jnp.zeros_like(slots[...])
+        candidates[...] = jnp.zeros_like(candidates[...])
         counts[...] = jnp.zeros_like(counts[...])
     else:
-        arrival_ptx.clear(slots, counts)
+        arrival_ptx.clear(candidates, counts)
 
 
-def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret):
-    """Writes the float of the lowest key to the masked positions of a step that lie in the body.
-
-    Args:
-      keep: the mask, one block of int8 for each block of the step. 0 means masked.
-      infinite: whether to write -inf instead.
-    """
-    if not interpret:
-        return arrival_ptx.mask_step(window, x_smem, step, keep, infinite)
-    start, size = step * window.step_blocks * window.block, len(keep) * window.block
-    position = start + jnp.arange(size)
-    body = (position >= window.head) & (position < window.head + window.body)
-    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, _of_masked(x.dtype, infinite), x)
-
-
-def _of_masked(dtype, infinite: bool):
-    """Returns the value of a masked element: -inf, or the float of the lowest key."""
-    return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
-
-
-def absorb_step(
+def add_step(
     window: Window, x_smem, group_keys, step, blocks: int, lane: Normalizer, scale, *, masked: bool, interpret
 ):
     """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
@@ -137,7 +73,7 @@ def absorb_step(
       masked: whether there is a mask. Then an element with the lowest key is masked, and counts as -inf.
     """
     if not interpret:
-        return arrival_ptx.absorb_step(window, x_smem, group_keys, step, blocks, lane, scale, masked)
+        return arrival_ptx.add_step(window, x_smem, group_keys, step, blocks, lane, scale, masked)
     x = x_smem[pl.ds(step * window.step_blocks * window.block, blocks * window.block)]
     x = x.reshape(blocks, WARPGROUP, window.vec)
     key, lowest = sort_keys.key(x), sort_keys.lowest_key(x.dtype)
@@ -159,33 +95,35 @@ def absorb_step(
 # ---- the search
 
 
-def bound(group_keys, slots, counts, groups: int, k: int, *, interpret):
+def bound(group_keys, candidates, counts, groups: int, k: int, *, interpret):
     """Returns a key that at least k of the first `groups` group_keys reach, and not many more.
 
     Args:
-      slots: an empty list. Its first 512 words are scratch, and empty again afterwards.
+      candidates: an empty list. Its first 512 words are scratch, and empty again afterwards.
       counts: all words except the two counts are scratch.
     """
     if not interpret:
-        return bound_ptx.bound(group_keys, slots, counts, groups, k)
+        return bound_ptx.bound(group_keys, candidates, counts, groups, k)
     return lax.sort(group_keys[:groups])[groups - k]
 
 
-def collect(window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups, interpret):
+def collect(
+    window: Window, x_smem, group_keys, hits, candidates, counts, bound, extent, *, all_groups, interpret
+):
     """Appends the elements with keys that reach the bound to the list, in any order.
 
-    If they do not fit, counts[0], the number of candidates, ends up larger than the number of slots.
+    If they do not fit, counts[0], the number of candidates, ends up larger than the capacity.
 
     Args:
       all_groups: whether to look at every group, in case `hits` is too short for the groups that reach the bound.
     """
     if not interpret:
         return selection_ptx.collect(
-            window, x_smem, group_keys, hits, slots, counts, bound, extent, all_groups=all_groups
+            window, x_smem, group_keys, hits, candidates, counts, bound, extent, all_groups=all_groups
         )
     key = sort_keys.key(x_smem[: window.size])
     chosen = _inside(window, extent) & (key >= bound)
-    write_slots(slots, counts[0] + jnp.cumsum(chosen) - 1, chosen, key, _indices(window, extent))
+    write_candidates(candidates, counts[0] + jnp.cumsum(chosen) - 1, chosen, key, _indices(window, extent))
     counts[0] = counts[0] + jnp.sum(chosen, dtype=jnp.int32)
 
 
@@ -199,35 +137,37 @@ def count(window: Window, x_smem, group_keys, bound, *, interpret):
     return jnp.sum(reach, dtype=jnp.int32), jnp.sum(exceed, dtype=jnp.int32)
 
 
-def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int, *, interpret):
-    """Writes the elements that equal the bound to slots `first` to k - 1, in order of index.
+def collect_ties(window: Window, x_smem, scratch, candidates, bound, extent, first, k: int, *, interpret):
+    """Writes the elements that equal the bound to entries `first` to k - 1, in order of index.
 
     Args:
       scratch: shared memory of at least 8 words.
     """
     if not interpret:
-        return selection_ptx.collect_ties(window, x_smem, scratch, slots, bound, extent, first, k)
+        return selection_ptx.collect_ties(window, x_smem, scratch, candidates, bound, extent, first, k)
     key = sort_keys.key(x_smem[: window.size])
     tied = _inside(window, extent) & (key == bound)
-    slot = first + jnp.cumsum(tied) - 1
-    write_slots(slots, slot, tied & (slot < k), key, _indices(window, extent))
+    place = first + jnp.cumsum(tied) - 1
+    write_candidates(candidates, place, tied & (place < k), key, _indices(window, extent))
 
 
-def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound, *, interpret):
+def collect_winners(candidates, counts, keys_gmem, indices_gmem, row, first, n, bound, *, interpret):
     """Lists those among n winners in device memory that reach the bound. counts[0] gets their number.
 
     Args:
-      slots, counts: an empty list, with at least n slots.
+      candidates, counts: an empty list, with room for n.
       keys_gmem, indices_gmem: (rows, winners) int32.
       row, first: the n winners start at [row, first] of these arrays.
     """
     if not interpret:
-        return selection_ptx.collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound)
-    capacity = slots.size // 2
+        return selection_ptx.collect_winners(
+            candidates, counts, keys_gmem, indices_gmem, row, first, n, bound
+        )
+    capacity = candidates.size // 2
     inside = jnp.arange(capacity) < n
     at = jnp.where(inside, first + jnp.arange(capacity), 0)
     chosen = inside & (keys_gmem[row][at] >= bound)
-    write_slots(slots, jnp.cumsum(chosen) - 1, chosen, keys_gmem[row][at], indices_gmem[row][at])
+    write_candidates(candidates, jnp.cumsum(chosen) - 1, chosen, keys_gmem[row][at], indices_gmem[row][at])
     counts[0] = jnp.sum(chosen, dtype=jnp.int32)
 
 
@@ -240,65 +180,62 @@ def _indices(window: Window, extent: Extent):
     return extent.origin + jnp.arange(window.size, dtype=jnp.int32)
 
 
-def fill_slots(x_smem, positions, slots, n, origin):
-    """Turns a list of n positions into slots. They overwrite the row in shared memory.
+def expand_positions(x_smem, positions, candidates, n, origin):
+    """Turns a list of n positions into a list of candidates. It overwrites the row in shared memory.
 
-    Only the GPU needs this: in the interpreter, the list always has slots.
+    Only the GPU needs this: the interpreter never lists positions.
     """
-    selection_ptx.fill_slots(x_smem, positions, slots, n, origin)
+    selection_ptx.expand_positions(x_smem, positions, candidates, n, origin)
 
 
 # ---- the order
 
 
-def rank(slots, n, buckets, ranked, k: int, dtype, vocab: int | None, *, interpret):
-    """Writes the k best of the first n slots to `ranked`, in order: keys, then indices from padded_winners(k) on.
+def rank(candidates, n, buckets, ranked, k: int, dtype, vocab: int | None, *, interpret):
+    """Writes the k best of the first n candidates to `ranked`, in order: keys, then indices from padded_winners(k) on.
 
     Args:
-      buckets: scratch in shared memory, one word for each slot.
+      buckets: scratch in shared memory, one word for each candidate.
       ranked: shared memory, at least 2 * padded_winners(k) words.
       dtype: dtype of the logits.
       vocab: an exclusive upper bound of the indices, or None.
     """
     padded = padded_winners(k)
     if not interpret:
-        return ranking_ptx.rank(slots, n, buckets, ranked, k, padded, dtype, vocab)
-    key, index = ranked_slots(slots, n)
+        return ranking_ptx.rank(candidates, n, buckets, ranked, k, padded, dtype, vocab)
+    key, index = ranked_candidates(candidates, n)
     ranked[:k] = key[:k]
     ranked[padded : padded + k] = index[:k]
 
 
-def rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, *, interpret):
+def rank_lists(candidates, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, *, interpret):
     """Writes the k best winners in the lists of a row to `ranked`, in the format of `rank`.
 
     Args:
-      slots: scratch in shared memory, at least lists * k slots.
+      candidates: scratch in shared memory, with room for lists * k.
       keys_gmem, indices_gmem: (rows, lists * k) int32, device memory. Each list has k winners, in order.
     """
     padded = padded_winners(k)
     if not interpret:
-        return lists_ptx.rank_lists(slots, ranked, keys_gmem, indices_gmem, row, lists, k, padded)
+        return lists_ptx.rank_lists(candidates, ranked, keys_gmem, indices_gmem, row, lists, k, padded)
     at = jnp.arange(lists * k)
-    write_slots(slots, at, at >= 0, keys_gmem[row], indices_gmem[row])
-    key, index = ranked_slots(slots, lists * k)
+    write_candidates(candidates, at, at >= 0, keys_gmem[row], indices_gmem[row])
+    key, index = ranked_candidates(candidates, lists * k)
     ranked[:k] = key[:k]
     ranked[padded : padded + k] = index[:k]
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpret):
-    """Returns indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked (see `tiles.store`).
+def take(tile: Tile, vocab: int, k: int, key, per_row, *, interpret):
+    """Returns indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked (see `tiles.store`).
 
     Args:
       vocab: number of elements of a row. The tile may have more columns.
       key: tile with the keys of the row's elements.
       per_row: tiles that hold one number for each row. They are returned spread over the winners' tile.
-      itemsize: bytes of an element: 4, or 2 if the row is sorted.
     """
     if not interpret:
-        if sorts(vocab, k):
-            return sorting_ptx.take(tile, vocab, k, key, per_row, narrow=itemsize == 2)
         return merging_ptx.take(tile, vocab, k, key, per_row)
-    out = winners_tile(tile, vocab, k)
+    out = merged_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
     best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
@@ -306,7 +243,7 @@ def take(tile: Tile, vocab: int, k: int, key, per_row, *, itemsize: int, interpr
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
-    """Returns keys and indices of the k best of each row, and per_row, as tiles of `winners_tile`, blocked.
+    """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
 
     Args:
       bits: tile with the bits of the row's 16-bit elements, all ones for masked elements.

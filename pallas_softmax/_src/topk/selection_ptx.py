@@ -5,7 +5,7 @@ at once, and makes a mask with one bit for each. An example with four groups of 
 
     its groups    12         71         130        388
     mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
-    slots         | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, two or four at a time
+    candidates    | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, two or four at a time
 """
 
 from collections.abc import Callable
@@ -13,26 +13,26 @@ from collections.abc import Callable
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import sums_ptx
-from pallas_softmax._src.topk.plan import Window
-from pallas_softmax._src.topk.slots import (
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk.candidates import (
+    CANDIDATE_BYTES,
     LOWEST_KEY,
     POSITION_BYTES,
-    SLOT_BYTES,
+    candidate_of,
     capacity_of,
     lists_positions,
-    slot_of,
+    store_candidate,
     store_position,
-    store_slot,
 )
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
 # Up to this capacity of the list, a thread has so few candidates that it appends two at once, instead of four.
-_FEW_SLOTS = 256
+_FEW_CANDIDATES = 256
 _LOADED_AT_ONCE = 8  # loads that a thread has in flight
 
 _GROUPS_BYTE = (
@@ -44,7 +44,7 @@ _GROUPS_BYTE = (
 
 
 def collect(
-    window: Window, x_smem, group_keys, hits, slots, counts, bound, extent, *, all_groups: bool
+    window: Window, x_smem, group_keys, hits, candidates, counts, bound, extent, *, all_groups: bool
 ) -> None:
     """Appends elements that reach the bound. A thread handles 32 elements at once, from one or several groups:
 
@@ -52,14 +52,14 @@ def collect(
     for turn = 0, 128 * groups at once, ... below n:
         mask = a bit for each of the thread's 32 elements that is in the extent and reaches the bound
         place = reserve as many places as mask has bits
-        while mask: clear its lowest bit, write that element to slot `place`, place += 1
+        while mask: clear its lowest bit, write that element to entry `place`, place += 1
 
-    If `hits` is too short for the groups, all threads leave at once. If there are too few slots, further candidates are
-    only counted.
+    If `hits` is too short for the groups, all threads leave at once. If the list is full, further candidates
+    are only counted.
     """
-    kind, capacity = Elements(x_smem.dtype), capacity_of(slots)
-    p = Program()
-    thread, candidates = p.operands("u32", "thread", "counts")
+    element, capacity = Elements(x_smem.dtype), capacity_of(candidates)
+    p = CtaProgram()
+    thread, count_at = p.operands("u32", "thread", "counts")
     with p.block() as finish:
         if all_groups:
             n = p.var(window.groups, "u32")
@@ -68,28 +68,28 @@ def collect(
         finish((thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
         turn = p.var(thread)
         with p.repeat() as again:
-            mask = _mask_turn(p, window, kind, turn, n, None if all_groups else hits)
+            mask = _mask_turn(p, window, element, turn, n, None if all_groups else hits)
             count = p.count_ones(mask)
-            place = p.take_from(candidates, count, when=count.differs(0))
-            _append(p, window, kind, mask, turn, place, slots, None if all_groups else hits)
+            place = p.take_from(count_at, count, when=count.differs(0))
+            _append(p, window, element, mask, turn, place, candidates, None if all_groups else hits)
             p.increase(turn, _BITS // window.group_size * WARPGROUP)
             again((turn & -LANES) < n)
     p.barrier()
     insert_ptx(
         p,
-        {"x": x_smem, "group_keys": group_keys, "hits": hits, "slots": slots, "counts": counts},
+        {"x": x_smem, "group_keys": group_keys, "hits": hits, "candidates": candidates, "counts": counts},
         {"bound": bound, "low": extent.low, "high": extent.high, "origin": extent.origin},
     )
 
 
-def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
+def _list_hits(p: CtaProgram, window: Window, hits, capacity: int, give_up: Callable[..., None]) -> Value:
     """Lists the numbers of the groups that reach <bound> in `hits`, in any order. Returns how many there are.
 
     A warp counts its groups that reach the bound, and reserves as many places. If all warps' groups together do not
     fit, the number of candidates is set to more than the capacity, and all threads give up.
 
     Args:
-      capacity: number of slots for candidates.
+      capacity: capacity of the list of candidates.
       give_up: leaves the search.
     """
     thread, group_keys, counts = p.operands("u32", "thread", "group_keys", "counts")
@@ -105,7 +105,7 @@ def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callabl
             reach.append(key >= bound)
             ballot = p.ballot(reach[-1])
             before.append(p.count_ones(ballot & lower_lanes) + count)
-            count += p.count_ones(ballot)
+            count = count + p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
             p.set(place, 0)
@@ -123,14 +123,14 @@ def _list_hits(p: Program, window: Window, hits, capacity: int, give_up: Callabl
     return n
 
 
-def _store_hit(p: Program, hits, at: Value, group: Value, when: Value) -> None:
+def _store_hit(p: CtaProgram, hits, at: Value, group: Value, when: Value) -> None:
     """Writes the number of a group to entry `at` of `hits`, the list of groups that reach the bound."""
     itemsize = np.dtype(hits.dtype).itemsize
     value = group if itemsize == 4 else p.convert(group, "u16")
     p.store(p.at(p.operand("hits", "u32"), at, itemsize), value, when=when)
 
 
-def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = None) -> Value:
+def _load_hit(p: CtaProgram, hits, at: Value, when: Value, default: int | None = None) -> Value:
     """Returns entry `at` of `hits`. If `when` does not hold: the default, or an undefined number without a default."""
     itemsize = np.dtype(hits.dtype).itemsize
     address = p.at(p.operand("hits", "u32"), at, itemsize)
@@ -142,7 +142,7 @@ def _load_hit(p: Program, hits, at: Value, when: Value, default: int | None = No
     return address
 
 
-def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value, hits) -> Value:
+def _mask_turn(p: CtaProgram, window: Window, element: Elements, turn: Value, n: Value, hits) -> Value:
     """Returns a mask of the elements in groups turn, turn + 128, ... that are in the extent and reach <bound>.
 
     The group numbers index `hits`, or count all groups if `hits` is None. Raw bits are compared instead of keys:
@@ -168,31 +168,31 @@ def _mask_turn(p: Program, window: Window, kind: Elements, turn: Value, n: Value
     for group in groups:
         first = _first_position(p, window, group)
         firsts.append(first)
-        vectors.append(_group_words(p, window, kind, first, p.at(x, first, kind.itemsize)))
-    mask, flip = p.var(0, "u32"), bound.sign() & kind.flip
-    bound = bound << (16 if kind.halves else 0)
+        vectors.append(_group_words(p, window, element, first, p.at(x, first, element.itemsize)))
+    mask, flip = p.var(0, "u32"), bound.sign() & element.flip
+    bound = bound << (16 if element.halves else 0)
     for i, (first, has, words) in enumerate(zip(firsts, have, vectors)):
-        bits = _bits_reaching(p, kind, words, bound, flip)
+        bits = _bits_reaching(p, element, words, bound, flip)
         if window.groups * window.group_size > window.cut.shortest:  # some are outside
             bits = _in_extent(p, window, first, bits)
         mask = mask | p.select(has, bits, 0) << i * window.group_size
     return mask
 
 
-def _bits_reaching(p: Program, kind: Elements, words: list[Value], bound: Value, flip: Value) -> Value:
+def _bits_reaching(p: CtaProgram, element: Elements, words: list[Value], bound: Value, flip: Value) -> Value:
     """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
     each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
     for word in words:
         turned = word ^ flip
-        elements += [turned << 16, turned] if kind.halves else [turned]
+        elements += [turned << 16, turned] if element.halves else [turned]
     bits = [p.var(0, "u32") for _ in range(0, len(elements), each)]
-    for i, element in enumerate(elements):
-        p.update(bits[i // each], "or", 1 << i, when=element >= bound)
+    for i, x in enumerate(elements):
+        p.update(bits[i // each], "or", 1 << i, when=x >= bound)
     return p.reduce("or", bits)
 
 
-def _first_position(p: Program, window: Window, group: Value) -> Value:
+def _first_position(p: CtaProgram, window: Window, group: Value) -> Value:
     """Returns the first position of a group."""
     of_first_block = (group >> _log2(WARPGROUP)) * (window.group_blocks * window.block)
     return p.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
@@ -203,28 +203,30 @@ def _log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-def _group_words(p: Program, window: Window, kind: Elements, first: Value, address: Value) -> list[Value]:
+def _group_words(
+    p: CtaProgram, window: Window, element: Elements, first: Value, address: Value
+) -> list[Value]:
     """Returns the words of a group, loaded 16 bytes at a time.
 
     Args:
       first: the first position of the group.
       address: the address of this position.
     """
-    offsets = [b * window.block * kind.itemsize for b in range(window.group_blocks)]
+    offsets = [b * window.block * element.itemsize for b in range(window.group_blocks)]
     words = []
     if window.blocks % window.group_blocks == 0:
         for offset in offsets:
-            words += kind.vector(p, address, offset)
+            words += element.vector(p, address, offset)
         return words
     # Reads beyond the last block are redirected to it. Positions beyond it are never in the extent.
     in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
-    last = p.at(p.operand("x", "u32"), in_last_block, kind.itemsize)
+    last = p.at(p.operand("x", "u32"), in_last_block, element.itemsize)
     for offset in offsets:
-        words += kind.vector(p, p.min(address + offset, last))
+        words += element.vector(p, p.min(address + offset, last))
     return words
 
 
-def _in_extent(p: Program, window: Window, first: Value, bits: Value) -> Value:
+def _in_extent(p: CtaProgram, window: Window, first: Value, bits: Value) -> Value:
     """Clears the bits of a group's elements outside the extent: before <low>, and from <high> on.
 
     Positions increase with the bits. Positions before <low> are in the first vector of the window.
@@ -239,9 +241,9 @@ def _in_extent(p: Program, window: Window, first: Value, bits: Value) -> Value:
 
 
 def _append(
-    p: Program,
+    p: CtaProgram,
     window: Window,
-    kind: Elements,
+    element: Elements,
     mask: Value,
     turn: Value,
     place: Value,
@@ -249,12 +251,12 @@ def _append(
     hits,
 ) -> None:
     """Appends the elements with bits in `mask` at `place`, two or four at once. Clears `mask` and advances `place`."""
-    slots, origin = p.operands("u32", "slots", "origin")
+    candidates, origin = p.operands("u32", "candidates", "origin")
     capacity = capacity_of(listed)
     with p.loop() as leave:
         leave(mask.equals(0) | (place >= capacity))
         chosen, bits, groups = [], [], []
-        for i in range(2 if capacity <= _FEW_SLOTS else 4):
+        for i in range(2 if capacity <= _FEW_CANDIDATES else 4):
             inside = place + i < capacity
             chosen.append(inside & mask.differs(0))
             bits.append(p.lowest_bit(mask))
@@ -268,15 +270,15 @@ def _append(
             block, in_vector = in_group >> _log2(window.vec), in_group & (window.vec - 1)
             positions.append(position + p.multiply_add(block, window.block, in_vector))
             if lists_positions(listed):
-                store_position(p, slots, place, positions[-1], when=choose)
+                store_position(p, candidates, place, positions[-1], when=choose)
                 p.increase(place, 1)
                 continue
             # The element is loaded again, because registers cannot be indexed.
-            at = p.at(p.operand("x", "u32"), positions[-1], kind.itemsize)
-            keys.append(kind.load_bits(p, at, when=choose))
+            at = p.at(p.operand("x", "u32"), positions[-1], element.itemsize)
+            keys.append(element.load_bits(p, at, when=choose))
         for choose, key, position in zip(chosen, keys, positions):
-            p.set(key, kind.key(key))
-            store_slot(p, slots, place, key, position + origin, when=choose)
+            p.set(key, element.key(key))
+            store_candidate(p, candidates, place, key, position + origin, when=choose)
             p.increase(place, 1)
 
 
@@ -288,11 +290,11 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
 
     for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
     """
-    kind, p = Elements(x_smem.dtype), Program()
+    element, p = Elements(x_smem.dtype), CtaProgram()
     thread, x, keys_at = p.operands("u32", "thread", "x", "group_keys")
     limit = p.operand("bound", "s32")
     reach, exceed = p.operands("u32", "reach", "exceed")
-    block_bytes = window.block * kind.itemsize
+    block_bytes = window.block * element.itemsize
     p.set(reach, 0)
     p.set(exceed, 0)
     address, group = p.at(x, thread, 16), p.at(keys_at, thread, 4)
@@ -307,7 +309,7 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
                 p.set(address, p.at(address, blocks, block_bytes))
                 counted()
             with p.repeat() as next_block:
-                for key in kind.keys(kind.vector(p, address)):
+                for key in element.keys(element.vector(p, address)):
                     p.increase(reach, 1, when=key >= limit)
                     p.increase(exceed, 1, when=key > limit)
                 p.increase(address, block_bytes)
@@ -319,50 +321,54 @@ def count(window: Window, x_smem, group_keys, bound) -> tuple:
     return insert_ptx(p, refs, {"bound": bound}, results={"reach": "i32", "exceed": "i32"})
 
 
-def collect_ties(window: Window, x_smem, scratch, slots, bound, extent, first, k: int) -> None:
+def collect_ties(window: Window, x_smem, scratch, candidates, bound, extent, first, k: int) -> None:
     """Goes through the blocks in order, and numbers the elements that equal the bound, the ties:
 
     base = first
     for each block, while base < k:
         before = base + ties of lower lanes of this warp + ties of lower warps
         for each tie in the thread's vector:
-            if before < k: write it to slot `before`
+            if before < k: write it to entry `before`
             before += 1
         base += ties in the block
     """
-    kind, p = Elements(x_smem.dtype), Program()
-    thread, x, slots_at = p.operands("u32", "thread", "x", "slots")
+    element, p = Elements(x_smem.dtype), CtaProgram()
+    thread, x, candidates_at = p.operands("u32", "thread", "x", "candidates")
     tie, origin, number = p.operands("s32", "bound", "origin", "first")
     base, parity = p.var(number), p.var(0, "u32")
-    lower_lanes, warp = p.special("lanemask_lt"), sums_ptx.warp_of_thread(p)
+    lower_lanes, scratch_at = p.special("lanemask_lt"), p.operand("scratch", "u32")
     first_position = (thread * window.vec).bits("s32")
     address, block = p.at(x, thread, 16), p.var(0, "u32")
     with p.loop() as leave:
         leave((block >= window.blocks) | (base >= k))
-        keys = kind.keys(kind.vector(p, address))
+        keys = element.keys(element.vector(p, address))
         tied, before, in_warp = _tied_in_warp(p, keys, first_position, lower_lanes)
-        _add_lower_warps(p, before, in_warp, base, parity, warp, lower_lanes)
+        # Two places alternate, so that one barrier for each block suffices.
+        (totals,) = p.of_warps([in_warp], p.at(scratch_at, parity, 4 * WARPS), lane=0)
+        p.increase(before, base)
+        p.add_lower_warps(before, totals)
+        p.increase(base, p.reduce("add", totals))
         for j, is_tied in enumerate(tied):
             with p.when(is_tied & (before < k)):
-                if lists_positions(slots):
-                    store_position(p, slots_at, before, first_position + j)
+                if lists_positions(candidates):
+                    store_position(p, candidates_at, before, first_position + j)
                 else:
-                    store_slot(p, slots_at, before, tie, first_position + j + origin)
+                    store_candidate(p, candidates_at, before, tie, first_position + j + origin)
             p.increase(before, 1, when=is_tied)
-        p.increase(address, window.block * kind.itemsize)
+        p.increase(address, window.block * element.itemsize)
         p.increase(first_position, window.block)
         p.increase(block, 1)
         p.update(parity, "xor", 1)
     p.barrier()
     insert_ptx(
         p,
-        {"x": x_smem, "scratch": scratch, "slots": slots},
+        {"x": x_smem, "scratch": scratch, "candidates": candidates},
         {"bound": bound, "low": extent.low, "high": extent.high, "origin": extent.origin, "first": first},
     )
 
 
 def _tied_in_warp(
-    p: Program, keys: list[Value], first_position: Value, lower_lanes: Value
+    p: CtaProgram, keys: list[Value], first_position: Value, lower_lanes: Value
 ) -> tuple[list[Value], Value, Value]:
     """Finds a thread's keys that equal <bound> and are in the extent. The first key is at `first_position`.
 
@@ -383,53 +389,37 @@ def _tied_in_warp(
     return tied, before, in_warp
 
 
-def _add_lower_warps(
-    p: Program, before: Value, in_warp: Value, base: Value, parity: Value, warp: Value, lower_lanes: Value
-) -> None:
-    """Adds `base` and the counts `in_warp` of lower warps to `before`. Then adds the counts of all warps to `base`.
+# ---- from positions to candidates
 
-    Warps exchange counts in <scratch>. Calls alternate between two places, selected by `parity` (0 or 1), so that one
-    barrier per call suffices. Lane 0 writes for its warp: it has no lower lanes, so its `lower_lanes` is 0.
+
+def expand_positions(x_smem, positions, candidates, n, origin) -> None:
+    """Loads every 128th candidate of a thread to registers. After a barrier, the list overwrites the row.
+
+    Entries after the last candidate become empty, as they are in a window that is not compact.
     """
-    place = p.at(p.operand("scratch", "u32"), parity, 4 * WARPS)
-    p.store(p.at(place, warp, 4), in_warp, when=lower_lanes.equals(0))
-    p.barrier()
-    totals = p.load_vector(place, "s32", WARPS)
-    p.increase(before, base)
-    for i, total in enumerate(totals):
-        p.increase(before, total, when=warp > i)
-        p.increase(base, total)
-
-
-# ---- from positions to slots
-
-
-def fill_slots(x_smem, positions, slots, n, origin) -> None:
-    """Loads every 128th candidate of a thread to registers. After a barrier, their slots overwrite the row.
-
-    Slots after the candidates become empty, as they are after a search that lists slots.
-    """
-    kind, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
-    p = Program()
+    element, each = Elements(x_smem.dtype), capacity_of(positions) // WARPGROUP
+    p = CtaProgram()
     thread, x, own, first_index = p.operands("u32", "thread", "x", "positions", "origin")
-    candidates = p.operand("n", "u32")
+    count_at = p.operand("n", "u32")
     own = p.at(own, thread, POSITION_BYTES)
-    values = [p.var(0, "u64") for _ in range(capacity_of(slots) // WARPGROUP)]
+    values = [p.var(0, "u64") for _ in range(capacity_of(candidates) // WARPGROUP)]
     with p.block() as leave:
         for first in range(0, each, _LOADED_AT_ONCE):
-            leave(candidates <= WARPGROUP * first)
+            leave(count_at <= WARPGROUP * first)
             loaded = []
             for i in range(first, min(first + _LOADED_AT_ONCE, each)):
-                listed = thread + WARPGROUP * i < candidates
+                listed = thread + WARPGROUP * i < count_at
                 offset = POSITION_BYTES * WARPGROUP * i
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
-                loaded.append((i, listed, position, kind.load_bits(p, p.at(x, position, kind.itemsize))))
+                loaded.append(
+                    (i, listed, position, element.load_bits(p, p.at(x, position, element.itemsize)))
+                )
             for i, listed, position, bits in loaded:
-                p.set(values[i], slot_of(p, kind.key(bits), position + first_index), when=listed)
+                p.set(values[i], candidate_of(p, element.key(bits), position + first_index), when=listed)
     p.barrier()
-    at = p.at(x, thread, SLOT_BYTES)
+    at = p.at(x, thread, CANDIDATE_BYTES)
     for i, value in enumerate(values):
-        p.store(at, value, offset=SLOT_BYTES * WARPGROUP * i)
+        p.store(at, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
     p.barrier()
     insert_ptx(p, {"x": x_smem, "positions": positions}, {"n": n, "origin": origin})
 
@@ -437,17 +427,17 @@ def fill_slots(x_smem, positions, slots, n, origin) -> None:
 # ---- the winners of other CTAs
 
 
-def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound) -> None:
+def collect_winners(candidates, counts, keys_gmem, indices_gmem, row, first, n, bound) -> None:
     """Loads every 128th winner per thread, eight at a time, and appends the winners that reach the bound.
 
     The list must be empty, and all threads must have passed the barrier at the end of `clear`.
     """
-    p = Program()
+    p = CtaProgram()
     thread, row_number, first_winner, winners = p.operands("u32", "thread", "row", "first", "n")
-    slots_at, candidates = p.operands("u32", "slots", "counts")
+    candidates_at, count_at = p.operands("u32", "candidates", "counts")
     keys_at, indices_at = p.operands("u64", "keys", "indices")
     least = p.operand("bound", "s32")
-    each = slots.shape[0] // 2 // WARPGROUP
+    each = candidates.shape[0] // 2 // WARPGROUP
     number = p.multiply_wide(row_number, keys_gmem.shape[1]) + p.convert(first_winner, "u64")
     own = number + p.convert(thread, "u64") << 2  # bytes
     keys, indices = ([p.fresh("s32") for _ in range(min(each, _LOADED_AT_ONCE))] for _ in range(2))
@@ -462,11 +452,11 @@ def collect_winners(slots, counts, keys_gmem, indices_gmem, row, first, n, bound
             p.load_into(index, own + indices_at, offset=offset, when=listed[-1], space="global")
         for is_listed, key, index in zip(listed, keys, indices):
             with p.when(is_listed & (key >= least)):
-                place = p.take_from(candidates, 1)
-                store_slot(p, slots_at, place, key, index)
+                place = p.take_from(count_at, 1)
+                store_candidate(p, candidates_at, place, key, index)
     p.barrier()
     insert_ptx(
         p,
-        {"slots": slots, "counts": counts, "keys": keys_gmem, "indices": indices_gmem},
+        {"candidates": candidates, "counts": counts, "keys": keys_gmem, "indices": indices_gmem},
         {"row": row, "first": first, "n": n, "bound": bound},
     )

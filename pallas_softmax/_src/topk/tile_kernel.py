@@ -1,8 +1,8 @@
 """The kernel of softmax fused with top-k for short rows in registers, with several rows per CTA.
 
-Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`), or by sorting
-the row if most of it are winners (`sorting_ptx`). The other steps are the same as for softmax: elements are loaded with
--inf beyond the end of the row, and the normalizers of the lanes of a row are combined by ⊕.
+Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`). The other
+steps are the same as for softmax: elements are loaded with -inf beyond the end of the row, and the normalizers of the
+lanes of a row are combined by ⊕.
 """
 
 import functools
@@ -18,7 +18,7 @@ from pallas_softmax._src.gpu import sort_keys, tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.topk import selection
-from pallas_softmax._src.topk.tile_plan import sorts, winners_tile
+from pallas_softmax._src.topk.tile_plan import merged_tile
 from pallas_softmax._src.topk.winners import probability
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -29,9 +29,8 @@ def topk_rows(
     """Returns the k best of each row, and the normalizers. `window_kernel.topk_rows` documents all but `plan`."""
     rows, vocab = x.shape
     scale = 1 / temperature
-    itemsize = x.dtype.itemsize
-    by_words = itemsize == 2 and not sorts(vocab, k)  # keys come packed, two elements at a time
-    winners = winners_tile(plan, vocab, k)
+    by_words = x.dtype.itemsize == 2  # keys come packed, two elements at a time
+    winners = merged_tile(plan, k)
 
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
@@ -48,9 +47,7 @@ def topk_rows(
         if by_words:
             key, index, per_row = selection.take_words(plan, vocab, k, held, per_row, interpret=interpret)
         else:
-            index, per_row = selection.take(
-                plan, vocab, k, held, per_row, itemsize=itemsize, interpret=interpret
-            )
+            index, per_row = selection.take(plan, vocab, k, held, per_row, interpret=interpret)
             key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, rows, interpret)
         m, d, row_scale = per_row
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
@@ -91,7 +88,7 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[An
         row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
-    m, d = map(broadcast, online.across(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
+    m, d = map(broadcast, online.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
     return m, d, row_scale
 
 

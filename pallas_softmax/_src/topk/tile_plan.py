@@ -1,9 +1,8 @@
 """How short rows of top-k and their winners lie in registers: pure functions of V, k and dtype.
 
 A row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The winners
-are found by merging one list per lane, or by sorting the row (`sorts`). They lie over the same lanes, in order, as
-another tile (`winners_tile`). Only its first k elements count. An example with ten elements a to j over 4 lanes, which
-load two elements at once:
+are found by merging one list per lane. They lie over the same lanes, in order, as another tile (`merged_tile`). Only
+its first k elements count. An example with ten elements a to j over 4 lanes, which load two elements at once:
 
     row        a b | c d | e f | g h      step 0
                i j |     |     |          step 1
@@ -67,8 +66,8 @@ TOO_SHORT = {
     2: 0.01,
 }  # highest share of warps with too short a list, for rows in any order, by bytes
 
-# A row is sorted if most of it are winners. A sort is faster with fewer elements in a lane: 65536 x 256 float32,
-# k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. So longer rows are merged for any k:
+# If most of a row are winners, lists are whole rows of lanes, and fewer elements in a lane are faster: 65536 x 256
+# float32, k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. TODO
 #
 #                               k      sort      merges
 #     32768 x 512 float32      512    101 µs      112 µs
@@ -79,15 +78,15 @@ TOO_SHORT = {
 #     16384 x 1000 bfloat16    600    122 µs      106 µs
 #     16384 x 1000 bfloat16    900    139 µs      127 µs
 #     16384 x 2048 bfloat16   2048    327 µs      308 µs    (1,810 µs in a window)
-SORTED_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
-MAX_SORTED_LANE_ELEMENTS = 16  # the same if a row lies over all 32 lanes
+CROWDED_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
+MAX_CROWDED_LANE_ELEMENTS = 16  # the same if a row lies over all 32 lanes
 
 
 def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
     """Returns the tile for the k best of rows of `vocab` elements, or None if a window is faster."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
-    if sorts(vocab, k):
-        return _tile(vocab, vec, SORTED_LANE_ELEMENTS[itemsize], SORTED_LANE_ELEMENTS[itemsize])
+    if mostly_winners(vocab, k):
+        return _tile(vocab, vec, CROWDED_LANE_ELEMENTS[itemsize], CROWDED_LANE_ELEMENTS[itemsize])
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
     few = LANE_ELEMENTS[itemsize]
     tile = _tile(vocab, vec, few, most)
@@ -117,9 +116,9 @@ def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
     return row_tile(vocab, vec, lanes)
 
 
-def sorts(vocab: int, k: int) -> bool:
-    """Returns whether the winners of a row in a tile are found by sorting the row, instead of merging lists."""
-    return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_SORTED_LANE_ELEMENTS
+def mostly_winners(vocab: int, k: int) -> bool:
+    """Returns whether most of a row are winners, and the row is short enough for few elements in each lane."""
+    return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
 
 
 def list_length(tile: Tile, k: int, itemsize: int) -> int:
@@ -137,16 +136,6 @@ def _too_short(tile: Tile, k: int, length: int) -> float:
     share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
     return LANES * (1 - fewer)
-
-
-def winners_tile(tile: Tile, vocab: int, k: int) -> Tile:
-    """Returns the tile that holds the winners of each row of a tile, in order. Neighbours share a lane."""
-    return sorted_tile(tile) if sorts(vocab, k) else merged_tile(tile, k)
-
-
-def sorted_tile(tile: Tile) -> Tile:
-    """Returns the tile that holds the sorted rows of a tile. Each lane has a power of two of neighbours."""
-    return Tile(tile.rows, tile.lanes, 1, power_of_two(tile.steps * tile.vec, 1))
 
 
 def merged_tile(tile: Tile, k: int) -> Tile:

@@ -54,7 +54,7 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype):
       temperature, k, log, dtype: as for `topk`.
     """
     tops, d = parts
-    normalizer = online.merge_normalizers(Normalizer(online.to_float(tops, (-1,)), d), temperature)
+    normalizer = online.combine_parts(Normalizer(online.to_float(tops, (-1,)), d), temperature)
     order = best_order(won, kept, k)
     kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
     winners = online.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 
 _BITS = {
     **{"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1},
@@ -83,7 +83,7 @@ class Value:
         return self.program.op("xor", self.kind, self, other)
 
     def __invert__(self) -> "Value":
-        if self.kind == "pred":  # no instruction: most others accept a negated condition; see `_text`
+        if self.kind == "pred":  # no instruction: most others accept a negated condition; see `_ptx_of`
             return Value(self.program, f"!{self.name}".removeprefix("!!"), "pred")
         return self.program.op("not", self.kind, self)
 
@@ -92,6 +92,12 @@ class Value:
 
     def __rshift__(self, by: Any) -> "Value":
         return self.program.shift(f"shr.{self.kind}", self, by)
+
+    def _rebind(self, _: Any) -> Any:
+        """Raises: `x += y` would bind the name x to a new register, and a loop on the GPU would not see the change."""
+        raise TypeError("a PTX value cannot be changed by +=, -= and so on; call increase, update or set")
+
+    __iadd__ = __isub__ = __imul__ = __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _rebind
 
     def sign(self) -> "Value":
         """Returns as many bits: all ones if this is negative, else zeros. Each half of a pair has its own sign."""
@@ -165,7 +171,7 @@ class Program:
 
     def set(self, register: Value, value: Any, when: Condition = None) -> None:
         """Sets a register to a value, where `when` holds."""
-        self += f"{_if(when)}mov.{_untyped(register.kind)} {register}, {_text(value, register.kind)};"
+        self += f"{_if(when)}mov.{_untyped(register.kind)} {register}, {_ptx_of(value, register.kind)};"
 
     def increase(self, register: Value, by: Any, when: Condition = None) -> None:
         """Adds to a register, where `when` holds."""
@@ -174,7 +180,7 @@ class Program:
     def update(self, register: Value, op: str, value: Any, when: Condition = None) -> None:
         """Applies an instruction, like "max", to a register and a value, in place, where `when` holds."""
         typed = _typed(op, register.kind)
-        self += f"{_if(when)}{typed} {register}, {register}, {_text(value, register.kind)};"
+        self += f"{_if(when)}{typed} {register}, {register}, {_ptx_of(value, register.kind)};"
 
     def special(self, name: str) -> Value:
         """Returns a special register of PTX, like "lanemask_lt"."""
@@ -187,7 +193,7 @@ class Program:
     def op(self, op: str, kind: str, *arguments: Any) -> Value:
         """Returns the result of an instruction; its operands and its result have the same kind."""
         out = self.fresh(kind)
-        self += f"{_typed(op, kind)} {out}, {', '.join(_text(a, kind) for a in arguments)};"
+        self += f"{_typed(op, kind)} {out}, {', '.join(_ptx_of(a, kind) for a in arguments)};"
         return out
 
     def bitwise3(self, function: Callable[[Any, Any, Any], Any], *arguments: Any) -> Value:
@@ -195,7 +201,7 @@ class Program:
         kind = arguments[0].kind
         table = function(0xF0, 0xCC, 0xAA) & 0xFF  # the truth table: all combinations of three bits
         out = self.fresh(kind)
-        self += f"lop3.b32 {out}, {', '.join(_text(a, kind) for a in arguments)}, {table};"
+        self += f"lop3.b32 {out}, {', '.join(_ptx_of(a, kind) for a in arguments)}, {table};"
         return out
 
     def and_or(self, op: str, a: Value, b: Any) -> Value:
@@ -205,7 +211,7 @@ class Program:
             return self.op(op, a.kind, a, b)
         _, relation, x, y = comparison
         out = self.fresh("pred")
-        self += f"setp.{relation}.{op}.{x.kind} {out}, {x}, {_text(y, x.kind)}, {a};"
+        self += f"setp.{relation}.{op}.{x.kind} {out}, {x}, {_ptx_of(y, x.kind)}, {a};"
         return out
 
     def sign_of_halves(self, x: Value) -> Value:
@@ -217,13 +223,13 @@ class Program:
     def shift(self, op: str, x: Value, by: Any) -> Value:
         """Returns the result of a shift by an unsigned number of bits."""
         out = self.fresh(x.kind)
-        self += f"{op} {out}, {x}, {_text(by, 'u32')};"
+        self += f"{op} {out}, {x}, {_ptx_of(by, 'u32')};"
         return out
 
     def compare(self, x: Value, relation: str, y: Any) -> Value:
         """Returns a condition: whether a relation, like "lt", holds between x and y."""
         out = self.fresh("pred")
-        self += f"setp.{relation}.{x.kind} {out}, {x}, {_text(y, x.kind)};"
+        self += f"setp.{relation}.{x.kind} {out}, {x}, {_ptx_of(y, x.kind)};"
         out.comparison = len(self.lines), relation, x, y
         return out
 
@@ -274,7 +280,7 @@ class Program:
         kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
         out = self.fresh(kind)
         typed = kind if kind == "f32" else _untyped(kind)
-        self += f"selp.{typed} {out}, {_text(a, kind)}, {_text(b, kind)}, {_text(condition, 'pred')};"
+        self += f"selp.{typed} {out}, {_ptx_of(a, kind)}, {_ptx_of(b, kind)}, {_ptx_of(condition, 'pred')};"
         return out
 
     def exp2(self, x: Value) -> Value:
@@ -456,13 +462,13 @@ class Program:
     ) -> None:
         """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time."""
         kind = values[0].kind if isinstance(values[0], Value) else "u32"
-        for byte, vector, names in _vectors([_text(value, kind) for value in values], kind):
+        for byte, vector, names in _vectors([_ptx_of(value, kind) for value in values], kind):
             self += f"{_if(when)}st.{space}{vector}.b{_BITS[kind]} [{address}+{offset + byte}], {names};"
 
     def add_to(self, address: Value, number: Any, when: Condition = None, *, offset: int = 0) -> None:
         """Adds atomically to the number in shared memory at address + offset."""
         add = "red.relaxed.cta.shared::cta.add.u32"
-        self += f"{_if(when)}{add} [{address}+{offset}], {_text(number, 'u32')};"
+        self += f"{_if(when)}{add} [{address}+{offset}], {_ptx_of(number, 'u32')};"
 
     def take_from(self, address: Value, number: Any, *, when: Condition = None, default: Any = None) -> Value:
         """Adds atomically to a number in shared memory and returns its old value; otherwise like `load`."""
@@ -475,17 +481,13 @@ class Program:
     ) -> None:
         """Adds atomically to a number in shared memory and puts its old value into a register, where `when` holds."""
         add = "atom.relaxed.cta.shared::cta.add.u32"
-        self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_text(number, 'u32')};"
+        self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_ptx_of(number, 'u32')};"
 
     def in_cta(self, address: Value, cta: Any) -> Value:
         """Returns the address, for space="shared::cluster", of the same location in another CTA of the cluster."""
         return self.op("mapa.shared::cluster", "u32", address, cta)
 
-    # --- Warps and CTAs
-
-    def barrier(self) -> None:
-        """Synchronizes all threads of a CTA that has one warpgroup."""
-        self += f"bar.sync 1, {WARPGROUP};"  # Mosaic's first barrier has number 1
+    # --- Warps
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
         """Returns the value of another lane, number lane ^ by ("bfly"), lane + by ("down") or by ("idx")."""
@@ -493,7 +495,7 @@ class Program:
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
         out = self.fresh(x.kind)
-        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_text(by, 'u32')}, {LANES - 1}, {WHOLE_WARP};"
+        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_ptx_of(by, 'u32')}, {LANES - 1}, {WHOLE_WARP};"
         return out
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
@@ -546,7 +548,7 @@ def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
         yield (itemsize * i, f".v{size}", f"{{{names}}}") if size > 1 else (itemsize * i, "", names)
 
 
-def _text(value: Any, kind: str) -> str:
+def _ptx_of(value: Any, kind: str) -> str:
     """Returns the name of a register, or a number in PTX syntax."""
     if isinstance(value, Value):
         if value.name.startswith("!"):

@@ -1,0 +1,216 @@
+"""Draws docs/overview.svg from the recorded results: python docs/overview_picture.py.
+
+The README's table and the tests read the same `COMPARISONS`, so the picture, the table and the CSVs agree.
+"""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "overview.svg"
+
+JAX, OURS, TEXT = "#D55E00", "#0072B2", "#333333"  # vermilion and blue of Okabe and Ito
+
+
+class Comparison(NamedTuple):
+    """A call in plain JAX and in this package, as one benchmark recorded the two.
+
+    Attributes:
+      name: the call, as the README writes it.
+      shape: rows x V, or tokens x D x V.
+      dtype: of the logits, or of x and w.
+      file: the CSV, below benchmarks/results.
+      case: the columns and values that select the case.
+      jax: the contender that is plain JAX.
+      drawn: whether the picture shows the case.
+    """
+
+    name: str
+    shape: str
+    dtype: str
+    file: str
+    case: dict[str, str]
+    jax: str = "jax"
+    drawn: bool = False
+
+
+def _rows(batch: int, vocab: int, dtype: str, **case: str) -> dict[str, str]:
+    return {"batch": str(batch), "vocab": str(vocab), "dtype": dtype, "direction": "forward", **case}
+
+
+_LOSS = {"tokens": "8192", "reduction": "mean", "direction": "both"}
+_LOSS_SHAPE = "8192 x 4096 x 128,256"
+
+COMPARISONS = (
+    Comparison(
+        "`softmax`",
+        "4096 x 128,256",
+        "bfloat16",
+        "targets/softmax.csv",
+        _rows(4096, 128256, "bfloat16"),
+        drawn=True,
+    ),
+    Comparison(
+        "`softmax`, backward",
+        "4096 x 128,256",
+        "bfloat16",
+        "targets/softmax.csv",
+        _rows(4096, 128256, "bfloat16", direction="backward"),
+    ),
+    Comparison(
+        "`fused_topk`, k = 5",
+        "4000 x 25,000",
+        "float32",
+        "topk_targets/topk.csv",
+        _rows(4000, 25000, "float32", k="5"),
+        jax="jax_stable",
+        drawn=True,
+    ),
+    Comparison(
+        "`fused_topk`, k = 64",
+        "4096 x 128,256",
+        "float32",
+        "topk_targets/topk.csv",
+        _rows(4096, 128256, "float32", k="64"),
+        jax="jax_stable",
+    ),
+    Comparison(
+        "`sample`, top_p = 0.9",
+        "64 x 128,256",
+        "float32",
+        "sample/sample.csv",
+        _rows(64, 128256, "float32", function="top_p"),
+        drawn=True,
+    ),
+    Comparison(
+        "`linear_cross_entropy`, forward and backward",
+        _LOSS_SHAPE,
+        "bfloat16",
+        "linear/linear.csv",
+        _LOSS,
+        jax="jax_float32",
+        drawn=True,
+    ),
+    Comparison(
+        "the same, against bfloat16 logits in JAX",
+        _LOSS_SHAPE,
+        "bfloat16",
+        "linear/linear.csv",
+        _LOSS,
+        jax="jax_inexact",
+    ),
+)
+
+
+def read(file: str) -> list[dict[str, str]]:
+    """Returns the rows of a CSV below benchmarks/results. Nothing else here knows how the files are written."""
+    with open(ROOT / "benchmarks" / "results" / file, newline="") as text:
+        return list(csv.DictReader(text))
+
+
+def recorded(file: str, **case: str) -> dict[str, str]:
+    """Returns the one row of a CSV with these values."""
+    [row] = [row for row in read(file) if all(row[name] == value for name, value in case.items())]
+    return row
+
+
+def microseconds(comparison: Comparison) -> tuple[float, float]:
+    """Returns the median times of plain JAX and of this package."""
+    jax, ours = (
+        float(recorded(comparison.file, contender=contender, **comparison.case)["p50_us"])
+        for contender in (comparison.jax, "auto")
+    )
+    return jax, ours
+
+
+def gibibytes(contender: str) -> float:
+    """Returns the temporary memory of a contender for the loss."""
+    return float(recorded("linear/linear.csv", contender=contender, **_LOSS)["memory_mib"]) / 1024
+
+
+def times(ratio: float) -> str:
+    """Returns a speed-up as text, with two or three digits."""
+    return f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.1f}"
+
+
+def message() -> str:
+    """Returns the title of the picture."""
+    ratios = [jax / ours for jax, ours in map(microseconds, (c for c in COMPARISONS if c.drawn))]
+    return (
+        f"On one H100: {min(ratios):.0f} to {max(ratios):.0f} times as fast as plain JAX, "
+        f"and the loss needs {gibibytes('auto'):.1f} GiB instead of {gibibytes('jax_float32'):.1f}"
+    )
+
+
+def description() -> str:
+    """Returns the numbers of the picture as text. The file holds it, which shows that the picture is current."""
+    lines = [message()]
+    for c in COMPARISONS:
+        if c.drawn:
+            jax, ours = microseconds(c)
+            lines.append(f"{c.name}, {c.shape}, {c.dtype}: JAX {jax:,.0f} µs, pallas_softmax {ours:,.0f} µs")
+    return "; ".join(lines).replace("`", "")
+
+
+def duration(us: float) -> str:
+    """Returns a time with its unit and three digits."""
+    return f"{us / 1000:#.3g} ms" if us >= 1000 else f"{us:.0f} µs"
+
+
+def draw() -> None:
+    """Writes the picture. Its white ground keeps it readable on a dark page."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "overview", "font.size": 10, "text.color": TEXT})
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(8.33, 3.5), width_ratios=(3, 1), facecolor="white")
+    figure.subplots_adjust(left=0.3, right=0.97, top=0.8, bottom=0.2, wspace=0.45)
+    figure.suptitle(message(), fontsize=11, fontweight="bold", x=0.02, y=0.97, ha="left")
+
+    drawn = [c for c in COMPARISONS if c.drawn]
+    for y, c in enumerate(drawn):
+        jax, ours = microseconds(c)
+        time.plot([ours, jax], [y, y], color="#BBBBBB", linewidth=3, zorder=1)
+        points = (("plain JAX", jax, JAX, "s", 8, "left"), ("pallas_softmax", ours, OURS, "o", -8, "right"))
+        for label, us, color, marker, shift, side in points:
+            time.scatter(us, y, s=70, color=color, marker=marker, label=label if y == 0 else None)
+            time.annotate(duration(us), (us, y), (shift, 0), textcoords="offset points", ha=side, va="center")
+        speedup = f"{times(jax / ours)}×"
+        at_the_right = ("axes fraction", "data")
+        time.annotate(
+            speedup, (1.03, y), xycoords=at_the_right, va="center", color=OURS, size=12, fontweight="bold"
+        )
+    labels = [f"{c.name.partition(', forward')[0]}\n{c.shape}, {c.dtype}".replace("`", "") for c in drawn]
+    time.set_yticks(range(len(drawn)), labels)
+    time.set_ylim(len(drawn) - 0.4, -0.6)
+    time.set_xscale("log")
+    time.set_xlim(5, 1e6)
+    time.set_xticks([1e1, 1e2, 1e3, 1e4, 1e5], ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms"])
+    time.minorticks_off()
+    time.grid(axis="x", color="#E5E5E5")
+    time.set_axisbelow(True)
+    time.set_xlabel("time of a call")
+    time.legend(loc="lower right", bbox_to_anchor=(1.2, 1), ncols=2, frameon=False, borderpad=0)
+
+    bars = [gibibytes("jax_float32"), gibibytes("auto")]
+    memory.bar([0, 1], bars, width=0.6, color=[JAX, OURS])
+    for x, height in enumerate(bars):
+        memory.annotate(f"{height:.1f} GiB", (x, height), (0, 3), textcoords="offset points", ha="center")
+    memory.set_xticks([0, 1], ["plain\nJAX", "pallas_\nsoftmax"], size=9)
+    memory.set_yticks([])
+    memory.set_xlim(-0.6, 1.6)
+    memory.set_ylim(0, 9)
+    memory.set_title("memory of the loss", fontsize=10)
+    memory.spines["left"].set_visible(False)
+    for axes in (time, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0)
+    facts = {"Title": message(), "Description": description(), "Date": None, "Creator": None}
+    figure.savefig(PICTURE, metadata=facts)
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,120 @@
+"""Each measured number of the README and of the short pages is in the recorded results."""
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.docs.test_docs import README, ROOT
+
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("index", "install", "migration", "recipes", "faq")))
+UNITS = r"(?:µs|us|ms|GiB|GB|MiB|MB|%|times|s|seconds)"
+
+
+def load_overview():
+    spec = importlib.util.spec_from_file_location("overview_picture", ROOT / "docs" / "overview_picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+overview = load_overview()
+
+
+def comparison(name: str):
+    """Returns the first comparison of this function."""
+    return next(c for c in overview.COMPARISONS if c.name.startswith(f"`{name}`"))
+
+
+def speedup(name: str) -> str:
+    jax, ours = overview.microseconds(comparison(name))
+    return overview.times(jax / ours)
+
+
+def share(name: str) -> str:
+    """Returns the share of the bandwidth of a copy, in percent."""
+    c = comparison(name)
+    return f"{100 * float(overview.recorded(c.file, contender='auto', **c.case)['share_of_copy']):.0f}%"
+
+
+def seconds(contender: str, *files: str) -> float:
+    """Returns the longest time to a first result."""
+    rows = [row for file in files for row in overview.read(file) if row["contender"] == contender]
+    return max(float(row["first_result_s"]) for row in rows if row["first_result_s"])
+
+
+def unstable_us() -> str:
+    row = overview.recorded(
+        "topk_targets/topk.csv",
+        contender="jax_unstable",
+        batch="4096",
+        vocab="128256",
+        dtype="float32",
+        k="64",
+    )
+    return f"{float(row['p50_us']):,.0f}"
+
+
+# the sentences with measured numbers, without their line breaks, made from the results
+README_SENTENCES = (
+    f"softmax {speedup('softmax')} times as fast as plain JAX, top-k {speedup('fused_topk')} times, "
+    f"sampling {speedup('sample')} times",
+    f"The loss is {speedup('linear_cross_entropy')} times as fast as with float32 logits in JAX, and needs "
+    f"{overview.gibibytes('auto'):.1f} GiB of memory instead of {overview.gibibytes('jax_float32'):.1f} GiB",
+    f"With `is_stable=False`, JAX takes {unstable_us()} µs for k = 64",
+    f"takes {overview.gibibytes('auto'):.1f} GiB. JAX with float32 logits takes "
+    f"{overview.gibibytes('jax_float32'):.1f} GiB. JAX with bfloat16 logits takes "
+    f"{overview.gibibytes('jax_inexact'):.1f} GiB",
+    f"moves data at {share('softmax')} of the speed of a plain copy",
+)
+NOT_MEASURED = ("creates an environment (700 MB)", "(Linux, 1 GB)")  # .ci/run checks the first one
+
+
+def one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    rows = []
+    for c in overview.COMPARISONS:
+        jax, ours = overview.microseconds(c)
+        rows.append(
+            f"| {c.name} | {c.shape} | {c.dtype} | {jax:,.0f} | {ours:,.0f} | {overview.times(jax / ours)} |"
+        )
+    assert re.findall(r"^\|.*\| [\d.]+ \|$", README, re.MULTILINE) == rows
+
+
+@pytest.mark.parametrize("sentence", README_SENTENCES)
+def test_a_sentence_of_the_readme_is_true(sentence):
+    assert sentence in one_line(README)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_other_number_is_measured(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = one_line(text)
+    for sentence in (*README_SENTENCES, *NOT_MEASURED):
+        text = text.replace(sentence, "")
+    assert not re.findall(rf"\d[\d.,]* ?{UNITS}(?!\w)", text)
+
+
+def test_the_times_to_a_first_result():
+    topk = "topk_targets/topk.csv", "topk_sweep/topk.csv"
+    times = {
+        "`softmax` along the last axis, forward or backward": ("jax", "targets/softmax.csv"),
+        "`fused_topk`, k up to 2048": ("jax_stable", *topk),
+        "`sample`": ("jax", "sample/sample.csv"),
+        "`linear_cross_entropy`, forward and backward": ("jax_float32", "linear/linear.csv"),
+    }
+    rows = [
+        f"| {call} | {seconds('auto', *files):.1f} | {seconds(jax, *files):.1f} |"
+        for call, (jax, *files) in times.items()
+    ]
+    assert (
+        re.findall(r"^\| `.* \| [\d.]+ \| [\d.]+ \|$", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
+        == rows
+    )
+
+
+def test_the_picture_is_that_of_the_results():
+    assert overview.description() in overview.PICTURE.read_text()
