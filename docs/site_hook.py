@@ -24,6 +24,7 @@ BESIDE_DOCS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "benchmarks/results/**/README.md",
+    "benchmarks/results/NOTES.md",
     "benchmarks/results/**/*.png",
 )
 TYPES = {

@@ -19,7 +19,11 @@ import pallas_softmax as ps
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
+]
 RUNNABLE = [name for name in DOCUMENTS[1:] if "\n```python\n" in (ROOT / name).read_text()]
 RUNNABLE.remove("docs/recipes.md")  # its programs run one by one, in test_recipes.py
 HEAVY = ("triton", "jax_triton", "matplotlib", "tqdm", "absl", "torch", "jax.experimental.pallas")
