@@ -20,9 +20,9 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 STYLES = {
     "auto": ("pallas_softmax", BLUE, "-"),
     "ours": ("pallas_softmax", BLUE, "-"),
-    "mosaic_gpu": ("pallas_softmax, Mosaic GPU kernels", SKY, "-"),
-    "triton": ("pallas_softmax, Triton kernels", GREEN, "-."),
-    "xla": ("pallas_softmax, plain JAX", SKY, ":"),
+    "mosaic_gpu": ("Mosaic GPU kernels of pallas_softmax", SKY, "-"),
+    "triton": ("Triton kernels of pallas_softmax", GREEN, "-."),
+    "xla": ("pallas_softmax as plain JAX", SKY, ":"),
     "jax": ("plain JAX", BLACK, "--"),
     "jax.nn.softmax": ("jax.nn.softmax alone", GREEN, "--"),
     "jax_stable": ("jax.nn.softmax + lax.top_k", BLACK, "--"),
@@ -39,9 +39,9 @@ STYLES = {
     "safe_unfused": ("safe softmax and a separate top-k", RED, "-"),
     "safe_fused": ("safe softmax fused with top-k", PINK, "-"),
     "online_fused": ("online softmax fused with top-k", ORANGE, "-"),
-    "matmul": ("the projection alone", SKY, "-"),
+    "matmul": ("the projection alone", SKY, ":"),
     "jax_scan": ("plain JAX, scan, float32 logits", BLACK, "-"),
-    "jax_float32": ("plain JAX, float32 logits", RED, "-"),
+    "jax_float32": ("plain JAX, float32 logits", SKY, "-"),
     "jax_inexact": ("plain JAX, 16-bit logits", ORANGE, "-"),
     "torch_compile": ("torch.compile, 16-bit logits", PINK, "-"),
     "liger": ("Liger", GREEN, "-"),
@@ -142,8 +142,10 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
         _heat(axis, table, name, cached)
         axis.set_title(titles[name], fontsize=10)
         axis.set_yticks(range(len(down_order)), down_order)
-    for axis in axes if stacked else axes[:1]:
+    for axis in () if len(down_order) == 1 else axes if stacked else axes[:1]:
         axis.set_ylabel("rows × elements of a row" if many else "logits")
+    if ours.contender.iloc[0] != "auto":
+        what = f"{words(ours.contender.iloc[0])}: {what}"
     if measure == "speedup":
         claim = f"{what}: {span(ours.speedup)} as fast as {baseline}, median {ours.speedup.median():.1f}"
     else:
