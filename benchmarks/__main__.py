@@ -24,7 +24,6 @@ from benchmarks.support import flags
 
 
 def define_flags() -> None:
-    """Defines the flags of both benchmarks."""
     flags.define("batch", "vocab", "k", "shapes", "dtype", "function", "where", "axis", "direction")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(softmax.PEERS, topk.PEERS)

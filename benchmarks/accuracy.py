@@ -76,7 +76,6 @@ BENCHMARK = driver.Benchmark(
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("batch", "vocab", "shapes", "dtype", "function", "where", "axis", "direction")
     flags.define("implementations", "logits", "seed")
 

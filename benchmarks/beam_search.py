@@ -2,10 +2,8 @@
 
 A small language model (a GRU) trains for --training_steps on the text in data/, then decodes --batch prompts.
 A prompt has --k beams, and a hypothesis has --sequence tokens. Every step selects from real logits of shape
-(batch, beams, V). The text has only about 3,500 different tokens (words, punctuation, line ends). The output
-layer has all --vocab tokens, and learns by the full cross entropy that the others are improbable. No token ends
-a hypothesis: its length is fixed, so that every choice of every step counts. A search, from the prompts to the
-traced hypotheses, is one jitted program. The contenders differ in the selection:
+(batch, beams, V). No token ends a hypothesis: its length is fixed, so that every choice of every step counts. A
+search, from the prompts to the traced hypotheses, is one jitted program. The contenders differ in the selection:
 
 jax        log_softmax, then lax.top_k over the beams * V scores of a prompt
 jax_rows   log_softmax, lax.top_k of every row, then the best of the remaining beams * beams
@@ -21,13 +19,10 @@ Tokens per second are --batch times --sequence, over the wall time of a call. Th
 Romeo and Juliet, in the public domain, from data/tinyshakespeare of github.com/karpathy/char-rnn.
 """
 
-import collections
 import dataclasses
 import functools
-import re
+import itertools
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -37,18 +32,26 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags, timing
+from benchmarks.support import driver, flags
 from benchmarks.support.contenders import Call, jax_call, named
+from benchmarks.support.language_model import (
+    Weights,
+    add_tokens_per_s,
+    as_text,
+    choose_prompts,
+    measure_decoding,
+    model,
+    prefill,
+    token_ids,
+    trained,
+)
 from benchmarks.support.result import Record, View
 
-TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
-UNKNOWN = 0
-PROMPT = 8  # tokens of a prompt: the speaker and the first words of a speech
-_TRAINED = 32  # tokens of a training sequence
 _SHOWN = 4  # hypotheses printed
 
 # (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
-Select = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+Arrays = tuple[jax.Array, ...]
+Select = Callable[[jax.Array, jax.Array], Arrays]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,122 +65,25 @@ class Search:
     sequence: int
 
 
-@functools.cache
-def text_tokens() -> tuple[list[str], list[str]]:
-    """Returns the text as tokens, and the vocabulary: the unknown token, then the others from the most frequent on."""
-    text = re.findall(r"\n\n|\n|--|[\w']+(?:-[\w']+)*|[^\w\s]", TEXT.read_text())
-    return text, ["<unknown>", *(word for word, _ in collections.Counter(text).most_common())]
-
-
-def token_ids(vocab: int) -> np.ndarray:
-    """Returns the text as ids below vocab."""
-    text, words = text_tokens()
-    known = {word: i for i, word in enumerate(words[:vocab])}
-    return np.array([known.get(word, UNKNOWN) for word in text], np.int32)
-
-
-def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
-    """Returns the first tokens of `batch` speeches, spread evenly over the text."""
-    text, _ = text_tokens()
-    ends = np.flatnonzero([word == "\n\n" for word in text])
-    starts = ends[:-1][np.diff(ends) > PROMPT] + 1
-    chosen = starts[np.arange(batch) * len(starts) // batch]
-    return ids[chosen[:, None] + np.arange(PROMPT)]
-
-
-def as_text(ids: np.ndarray) -> str:
-    """Returns ids as one line of text: / marks the end of a line, // the end of a speech."""
-    _, words = text_tokens()
-    line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
-    return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
-
-
-def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> jax.Array:
-    """Returns the next hidden state of a gated recurrent unit."""
-    x = weights["embed"][token].astype(jnp.float32) @ weights["input"] + weights["bias"]
-    h = hidden @ weights["hidden"]
-    x_update, x_reset, x_new = jnp.split(x, 3, -1)
-    h_update, h_reset, h_new = jnp.split(h, 3, -1)
-    update = jax.nn.sigmoid(x_update + h_update)
-    new = jnp.tanh(x_new + jax.nn.sigmoid(x_reset + h_reset) * h_new)
-    return update * hidden + (1 - update) * new
-
-
-def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the next hidden state, and the logits in the dtype of the output layer (the embedding).
-
-    The barriers give all programs the same logits: the compiler can neither fuse the model with a selection nor
-    skip the rounding to a 16-bit dtype.
-    """
-    hidden, token = lax.optimization_barrier((hidden, token))
-    hidden = _gru(weights, hidden, token)
-    embed = weights["embed"]
-    return lax.optimization_barrier((hidden, hidden.astype(embed.dtype) @ embed.T))
-
-
-def train(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
-    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
-    width, steps = chosen.width, chosen.training_steps
-    ids = jnp.asarray(token_ids(vocab))
-    keys = iter(jax.random.split(jax.random.key(chosen.seed), 4))
-    weights = {
-        "embed": width**-0.5 * jax.random.normal(next(keys), (vocab, width)),
-        "input": width**-0.5 * jax.random.normal(next(keys), (width, 3 * width)),
-        "hidden": width**-0.5 * jax.random.normal(next(keys), (width, 3 * width)),
-        "bias": jnp.zeros(3 * width),
-    }
-    starts = jax.random.randint(
-        next(keys), (steps, max(1, chosen.tokens // _TRAINED)), 0, len(ids) - _TRAINED
-    )
-
-    def loss(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
-        text = ids[start + jnp.arange(_TRAINED + 1)[:, None]]
-
-        def step(hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-            hidden = _gru(weights, hidden, token)
-            return hidden, hidden
-
-        _, hidden = lax.scan(step, jnp.zeros((len(start), width)), text[:-1])
-        logits = hidden @ weights["embed"].T
-        at_label = jnp.take_along_axis(logits, text[1:, :, None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - at_label)
-
-    def adam(state: Any, now: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        weights, mean, square = state
-        i, start = now
-        value, grads = jax.value_and_grad(loss)(weights, start)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
-        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
-        rate = 5e-3 * (1 - i / steps) * jnp.sqrt(1 - 0.99 ** (i + 1)) / (1 - 0.9 ** (i + 1))
-        weights = jax.tree.map(lambda w, m, s: w - rate * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
-        return (weights, mean, square), value
-
-    zeros = jax.tree.map(jnp.zeros_like, weights)
-    state = (weights, zeros, zeros)
-    (weights, _, _), losses = jax.jit(lambda *args: lax.scan(adam, *args))(state, (jnp.arange(steps), starts))
-    return weights, float(jnp.mean(losses[-20:]))
-
-
 def all_scores(scores: jax.Array, logits: jax.Array) -> jax.Array:
-    """Returns the scores of all candidates, (batch, beams, V)."""
     return scores[..., None] + jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
-def select_at_once(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def select_at_once(scores: jax.Array, logits: jax.Array) -> Arrays:
     """Selects the best of all beams * V candidates of each prompt."""
     batch, beams, vocab = logits.shape
     scores, best = lax.top_k(all_scores(scores, logits).reshape(batch, -1), beams)
     return scores, best // vocab, best % vocab
 
 
-def select_by_rows(winners: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]) -> Select:
+def select_by_rows(winners: Callable[[jax.Array, int], Arrays]) -> Select:
     """Returns a selection in two steps: `winners` of each row, then the best of a prompt's beams * beams winners.
 
     Args:
       winners: maps the logits and k to the k best entries of every row, as float32 log p and tokens.
     """
 
-    def select(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def select(scores: jax.Array, logits: jax.Array) -> Arrays:
         batch, beams, _ = logits.shape
         log_p, tokens = winners(logits, beams)
         scores, best = lax.top_k((scores[..., None] + log_p).reshape(batch, -1), beams)
@@ -186,14 +92,12 @@ def select_by_rows(winners: Callable[[jax.Array, int], tuple[jax.Array, jax.Arra
     return select
 
 
-def _jax_rows(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _jax_rows(logits: jax.Array, k: int) -> Arrays:
     log_p, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
     return log_p, tokens
 
 
-def _ours(
-    logits: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None
-) -> tuple[jax.Array, jax.Array]:
+def _ours(logits: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None) -> Arrays:
     log_p, tokens = pallas_softmax.fused_topk(
         logits, k, log=True, dtype=jnp.float32, implementation=implementation
     )
@@ -209,15 +113,7 @@ def selection(contender: str) -> Select:
     return select_by_rows(functools.partial(_ours, implementation=named(contender)))
 
 
-def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:
-    """Returns the hidden state before the last token of each prompt, (batch, width)."""
-    hidden = jnp.zeros((len(prompts), weights["hidden"].shape[0]))
-    return lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)[0]
-
-
-def _start(
-    weights: dict[str, jax.Array], prompts: jax.Array, beams: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
     batch, hidden = len(prompts), prefill(weights, prompts)
     scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
@@ -228,12 +124,10 @@ def _start(
     )
 
 
-def decode(
-    select: Select, search: Search, weights: dict[str, jax.Array], prompts: jax.Array
-) -> dict[str, jax.Array]:
+def decode(select: Select, search: Search, weights: Weights, prompts: jax.Array) -> Weights:
     """Searches. Returns the hypotheses, best first, and each step's choices. All are (sequence, batch, beams)."""
 
-    def step(carry: Any, _: None) -> tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]:
+    def step(carry: Any, _: None) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
         hidden, logits = model(weights, hidden, token)
         scores, parents, token = select(scores, logits)
@@ -242,7 +136,7 @@ def decode(
     start = _start(weights, prompts, search.beams)
     _, (tokens, parents, scores) = lax.scan(step, start, length=search.sequence)
 
-    def trace(beam: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def trace(beam: jax.Array, chosen: Any) -> tuple[jax.Array, jax.Array]:
         token, parent = chosen
         return _of(parent, beam), _of(token, beam)
 
@@ -258,11 +152,11 @@ def _of(state: jax.Array, beams: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def replay(
-    search: Search, weights: dict[str, jax.Array], prompts: jax.Array, tokens: jax.Array, parents: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    search: Search, weights: Weights, prompts: jax.Array, tokens: jax.Array, parents: jax.Array
+) -> Arrays:
     """Returns jax.nn's scores of each step's choices and of its best candidates, each (sequence, batch, beams)."""
 
-    def step(carry: Any, chosen: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    def step(carry: Any, chosen: Arrays) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
         hidden, logits = model(weights, hidden, token)
         scores = all_scores(scores, logits).reshape(search.batch, -1)
@@ -303,22 +197,16 @@ def check(search: Search, found: Mapping[str, Any], scores: Any, best: Any) -> t
 
 
 def make_searches(chosen: Any) -> list[Search]:
-    """Returns one search per combination of the flags' values."""
     if max(chosen.k) > min(chosen.vocab):
         raise ValueError(f"--k={max(chosen.k)} is more than the vocabulary V={min(chosen.vocab)}")
+    lists = chosen.vocab, chosen.dtype, chosen.batch, chosen.k, chosen.sequence
     return [
         Search(batch, beams, vocab, dtype, sequence)
-        for vocab in chosen.vocab
-        for dtype in chosen.dtype
-        for batch in chosen.batch
-        for beams in chosen.k
-        for sequence in chosen.sequence
+        for vocab, dtype, batch, beams, sequence in itertools.product(*lists)
     ]
 
 
-def _prepare(
-    record: Record, weights: dict[str, jax.Array], starts: jax.Array, jaxs: dict[str, np.ndarray]
-) -> Call:
+def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str, np.ndarray]) -> Call:
     """Compiles and checks a contender's search, and describes it in its record.
 
     Args:
@@ -349,36 +237,6 @@ def _prepare(
     if reason:
         raise driver.Wrong(reason)  # timing a wrong search would be pointless
     return call
-
-
-def measure_decoding(
-    records: list[Record], prepare: Callable[[Record], Call], chosen: Any, steps: int
-) -> None:
-    """Prepares and times the contenders by wall time, and on a GPU by the device time of a step as well."""
-    calls = driver.measure(records, prepare, chosen, timing.wall_times)
-    if not timing.on_gpu():
-        return
-    found = {record.contender: record for record in records}
-
-    def failed(name: str, error: Exception) -> None:
-        found[name].reason = f"no device time: {error}"
-
-    for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed).items():
-        found[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / steps)
-
-
-def add_tokens_per_s(rows: Any, of: Callable) -> None:
-    """Adds the tokens that all requests get in a second."""
-    rows["tokens_per_s"] = (rows.batch * rows.sequence / rows.p50_us * 1e6).astype(float)
-
-
-_trained = functools.cache(lambda vocab, *sizes: train(vocab, SimpleNamespace(**dict(sizes))))
-
-
-def trained(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
-    """Returns what `train` returns. The same model is trained once."""
-    sizes = ("width", "training_steps", "tokens", "seed")
-    return _trained(vocab, *((name, getattr(chosen, name)) for name in sizes))
 
 
 def run_search(search: Search, chosen: Any) -> list[Record]:
@@ -420,7 +278,6 @@ def examples(search: Search, hypotheses: np.ndarray) -> str:
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
     flags.define(
         batch="How many prompts a search has.",

@@ -40,10 +40,10 @@ from absl import flags as absl_flags
 from jax import lax
 
 import pallas_softmax
-from benchmarks import beam_search
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.contenders import Call, fetch_jax, jax_call, named
 from benchmarks.support.driver import Benchmark
+from benchmarks.support.language_model import adam, token_ids
 from benchmarks.support.result import Record, View
 
 # Width D and columns V of models' heads.
@@ -258,7 +258,6 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
 
 
 def _derive(rows: Any, of: Callable) -> None:
-    """Adds the time relative to the projection alone."""
     rows["products"] = rows.p50_us / of("p50_us", "matmul")
 
 
@@ -323,7 +322,7 @@ def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarr
       The losses, the seconds of a step, and the MiB of its temporaries.
     """
     width, steps = chosen.width, chosen.training_steps
-    ids = jnp.asarray(beam_search.token_ids(vocab))
+    ids = jnp.asarray(token_ids(vocab))
     keys = jax.random.split(jax.random.key(chosen.seed), 4)
     weights = {
         "embed": width**-0.5 * jax.random.normal(keys[0], (vocab, width)),
@@ -341,17 +340,12 @@ def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarr
             return jnp.mean(_plain(x, embed.T, text[:, -1], jnp.float32))
         return pallas_softmax.linear_cross_entropy(x, embed, text[:, -1], transpose_w=True)
 
-    def adam(state: tuple, i: jax.Array, start: jax.Array) -> tuple[tuple, jax.Array]:
-        weights, mean, square = state
-        value, grads = jax.value_and_grad(loss)(weights, start)
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
-        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
-        rate = 2e-3 * jnp.sqrt(1 - 0.99 ** (i + 1)) / (1 - 0.9 ** (i + 1))
-        weights = jax.tree.map(lambda w, m, s: w - rate * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
-        return (weights, mean, square), value
-
     state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)))
-    step = jax.jit(adam, donate_argnums=0).lower(state, jnp.float32(0), starts[0]).compile()
+    step = (
+        jax.jit(adam(loss, lambda i: 2e-3), donate_argnums=0)
+        .lower(state, jnp.float32(0), starts[0])
+        .compile()
+    )
     memory = step.memory_analysis()
     values, begin = [], 0.0
     for i, start in enumerate(starts):
@@ -366,7 +360,6 @@ def train(contender: str, vocab: int, dtype: str, chosen: Any) -> tuple[np.ndarr
 
 
 def run_training(training: Training, chosen: Any) -> list[Record]:
-    """Trains with the plain loss (float32 logits) and with ours, from the same weights on the same text."""
     records, reference = [], np.zeros(0)
     for contender in ("jax", "ours"):
         losses, seconds, memory = train(contender, training.vocab, training.dtype, chosen)
@@ -383,7 +376,6 @@ def run_training(training: Training, chosen: Any) -> list[Record]:
 
 
 def make_trainings(chosen: Any) -> list[Training]:
-    """Returns the training runs that the flags ask for."""
     found = itertools.product(chosen.vocab if chosen.training_steps else (), chosen.dtype)
     return [
         Training(vocab, chosen.width, dtype, chosen.tokens, chosen.training_steps) for vocab, dtype in found
@@ -399,7 +391,6 @@ TRAINING = Benchmark(
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("dtype", "implementations", "seed", "repeats")
     flags.define(
         batch="How many tokens are projected.",

@@ -15,7 +15,7 @@ from absl import app
 from absl.flags import ValidationError, register_validator
 
 from benchmarks import softmax, topk
-from benchmarks.support import driver, flags, plot, result, timing
+from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
 from benchmarks.support.contenders import Contender, prepare_jax
@@ -63,43 +63,6 @@ def _pair(rows: Frame) -> tuple[str, str]:
     return ("online", "safe") if rows.k.iloc[0] is None else ("online_fused", "safe_unfused")
 
 
-def _about(rows: Frame) -> str:
-    """Returns a line that says what ran as plain jax.numpy, or ""."""
-    return f"{_CPU}\n" if (rows.contender.isin(list(_ALGORITHMS)) & (rows.ran == "xla")).any() else ""
-
-
-def table(rows: Frame) -> str:
-    """Returns the rows in the format of the paper's own program: a line per V (or K), a column per contender.
-
-    If one table would be too wide, a second one shows ours and the peers.
-    """
-    over, (fast, slow) = _over(rows), _pair(rows)
-    text = _about(rows)
-    by = ["batch", "vocab" if over == "k" else "k"]
-    for panel, own in rows.groupby(by, dropna=False, sort=False):
-        rates = (
-            own.assign(rate=own.elements_per_s / 1e9) if "elements_per_s" in own else own.assign(rate=None)
-        )
-        rates = rates.pivot(index=over, columns="contender", values="rate")[list(own.contender.unique())]
-        parts = [rates.map(result.number).to_string()]
-        if max(map(len, parts[0].split("\n"))) > result.WIDTH:
-            names = [name for name in rates if name in _ALGORITHMS]
-            parts = [
-                rates[some].map(result.number).to_string() for some in (names, rates.columns.drop(names))
-            ]
-        fixed = ", ".join(f"{name} {value}" for name, value in zip(by, panel) if value == value)
-        text += f"{fixed}; 10^9 elements/s\n" + "\n".join(parts) + "\n"
-        bars = own[own.contender == fast]
-        if "speedup" in bars and bars.speedup.notna().any():
-            ratios = ", ".join(f"{value:.2f}x at {x}" for x, value in zip(bars[over], bars.speedup))
-            text += result.wrapped(f"speed-up of {fast} over {slow}: {ratios}") + "\n"
-    bad = rows[rows.status != "ok"]
-    for (name, status, reason), own in bad.groupby(["contender", "status", "reason"], sort=False):
-        sizes = ", ".join(map(str, own[over]))
-        text += result.wrapped(f"{name} at {over} {sizes}: {status}, {reason}") + "\n"
-    return text.rstrip()
-
-
 def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
     """Draws the figure. Its title gives the paper's speed-up, and ours, at the end of the axis."""
     over, (fast, slow) = _over(rows), _pair(rows)
@@ -107,7 +70,8 @@ def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
     if over == "vocab":
         own = own[own.k.map(str) == str(own.k.iloc[0])]
     whole = own.pivot(index=over, columns="contender", values="elements_per_s").astype(float)
-    title = _about(rows).strip()
+    plain = rows.contender.isin(list(_ALGORITHMS)) & (rows.ran == "xla")
+    title = _CPU if plain.any() else ""
     if {fast, slow} <= set(whole):
         ratio = (whole[fast] / whole[slow]).dropna()
         name = {"vocab": "V", "k": "k"}[over]
@@ -120,7 +84,11 @@ def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
     plot.over_sizes(own, document, file, over, baseline, title.strip())
 
 
-VIEW = View(columns=softmax.VIEW.columns, baselines=("safe", "safe_unfused"), draw=_draw, table=table)
+VIEW = View(
+    ("ran", "status", "error_eps", "p50_us", "elements_per_s", "share_of_copy", "speedup"),
+    baselines=("safe", "safe_unfused"),
+    draw=_draw,
+)
 BENCHMARK = Benchmark(
     "paper", make_paper_cases, _run, VIEW, lambda cases: ("copy",) if cases[0].k is None else ("copy", "read")
 )
@@ -135,7 +103,6 @@ def _not_mixed(algorithms: tuple[str, ...]) -> bool:
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("batch", "vocab", "k", "shapes", "implementations", "logits", "seed", "repeats")
     flags.define_list(
         "algorithms",

@@ -67,7 +67,6 @@ def functions(implementation: str) -> SimpleNamespace:
 
 
 def _normed(x: jax.Array) -> jax.Array:
-    """Returns x divided by its root mean square along the last axis."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
@@ -218,7 +217,6 @@ BENCHMARK = driver.Benchmark(
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("dtype", "implementations", "seed", "repeats", "width")
     flags.define(
         sequence="Sequence lengths of the transformer block and of attention.",

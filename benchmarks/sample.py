@@ -160,7 +160,6 @@ def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]
 
 
 def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns our draws, computed by the named implementation."""
     return {"sample": pallas_softmax.sample(key, x, **given, implementation=named(name))}
 
 
@@ -187,7 +186,6 @@ def check(result: dict[str, Any], fetch: Callable, case: Case, key, x, given) ->
 
 
 def _run(case: Case, chosen: Any) -> list[Record]:
-    """Checks every contender of one case, then times them together."""
     key, x, given = jax.random.key(case.seed), cases.logits(case), parameters(case)
     records = [Record(case, name, ours=True) for name in chosen.implementations]
     records += [Record(case, name, ours=False) for name in chosen.peers]
@@ -210,7 +208,6 @@ BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("batch", "vocab", "shapes", "dtype", "implementations", "logits", "seed", "repeats")
     flags.define_list("filters", flags.words(FILTERS), ",".join(FILTERS), "Which filters restrict the draw.")
     flags.define_peers(PEERS)

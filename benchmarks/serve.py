@@ -1,6 +1,6 @@
 """How fast does a server decode with sample? python -m benchmarks.serve --flagfile=configs/serve.flags
 
-The language model of benchmarks.beam_search continues --batch requests together, by --sequence tokens each. A
+The language model of support.language_model continues --batch requests together, by --sequence tokens each. A
 request has its own temperature, top_k, top_p and min_p, which are all traced. It also has its own seed, so that
 its text does not depend on the other requests of the batch. One jitted program computes the texts from the
 prompts. The contenders draw a token in different ways:
@@ -25,10 +25,17 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks import beam_search
-from benchmarks.beam_search import choose_prompts, measure_decoding, model, prefill, token_ids
 from benchmarks.support import driver, flags
 from benchmarks.support.contenders import Call, jax_call, named
+from benchmarks.support.language_model import (
+    add_tokens_per_s,
+    choose_prompts,
+    measure_decoding,
+    model,
+    prefill,
+    token_ids,
+    trained,
+)
 from benchmarks.support.result import Record, View
 from tests.support import bounds
 
@@ -57,13 +64,11 @@ class Service:
 
 
 def requests(batch: int) -> dict[str, jax.Array]:
-    """Returns the parameters of the requests, by the argument names of `sample`."""
     columns = zip(*(_KINDS[i % len(_KINDS)] for i in range(batch)))
     return {name: jnp.array(column) for name, column in zip(_NAMES, columns)}
 
 
 def keys_of(seeds: jax.Array, step: Any) -> jax.Array:
-    """Returns each request's key for one step."""
     return jax.vmap(jax.random.fold_in, (0, None))(seeds, step)
 
 
@@ -154,12 +159,11 @@ def _prepare(record: Record, *arguments: Any) -> Call:
 
 
 def run_service(service: Service, chosen: Any) -> list[Record]:
-    """Checks every contender of one service, then times them together."""
     records = [
         Record(service, name, ours=name != "sort", required=True)
         for name in ["sort", *chosen.implementations]
     ]
-    weights, _ = beam_search.trained(service.vocab, chosen)
+    weights, _ = trained(service.vocab, chosen)
     weights = weights | {"embed": weights["embed"].astype(service.dtype)}
     prompts = jnp.asarray(choose_prompts(token_ids(service.vocab), service.batch))
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
@@ -169,7 +173,6 @@ def run_service(service: Service, chosen: Any) -> list[Record]:
 
 
 def make_services(chosen: Any) -> list[Service]:
-    """Returns one service per combination of the flags' values."""
     lists = chosen.vocab, chosen.dtype, chosen.batch, chosen.sequence
     return [
         Service(batch, vocab, dtype, sequence) for vocab, dtype, batch, sequence in itertools.product(*lists)
@@ -183,13 +186,12 @@ BENCHMARK = driver.Benchmark(
     View(
         ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
         baselines=("sort",),
-        derive=beam_search.add_tokens_per_s,
+        derive=add_tokens_per_s,
     ),
 )
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("vocab", "width", "training_steps", "dtype", "implementations", "seed", "repeats", "tokens")
     flags.define(
         batch="How many requests are decoded together.",

@@ -129,7 +129,6 @@ def repeated(function: Callable[[jax.Array], Any], calls: int) -> Callable[[jax.
 
 
 def compile_repeated(function: Callable[[jax.Array], Any], calls: int, x: jax.Array) -> Any:
-    """Returns the compiled program of `calls` calls."""
     # On a GPU, XLA drops the barriers after scheduling. On a CPU it would drop them before it merges equal calls.
     options = {} if timing.on_gpu() else {"xla_disable_hlo_passes": "cse_barrier_expander"}
     return jax.jit(repeated(function, calls)).lower(x).compile(compiler_options=options)
@@ -222,7 +221,6 @@ def run_layout(layout: Layout, chosen: Any) -> list[Record]:
 
 
 def compare(rows: Any, of: Callable) -> None:
-    """Adds the columns that compare the times of a row with those of other rows."""
     for name in {"wall_p50_us", "device_us"} - set(rows):
         rows[name] = np.nan
     for name, column in (("speedup_wall", "wall_p50_us"), ("speedup_device", "device_us")):
@@ -306,7 +304,6 @@ BENCHMARK = driver.Benchmark("sharded", make_layouts, run_layout, VIEW, several=
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("batch", "vocab", "k", "shapes", "dtype", "seed", "repeats")
     flags.define_list(
         "sharding",

@@ -76,7 +76,6 @@ BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",)
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("batch", "vocab", "shapes", "dtype", "function", "where", "axis", "direction")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(PEERS)

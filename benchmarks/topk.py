@@ -117,7 +117,6 @@ BENCHMARK = Benchmark(
 
 
 def define_flags() -> None:
-    """Defines the flags of this benchmark."""
     flags.define("batch", "vocab", "k", "shapes", "dtype", "direction")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(PEERS)

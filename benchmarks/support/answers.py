@@ -20,7 +20,6 @@ class Check:
 
 
 def all_of(checks: list[Check]) -> Check:
-    """Combines several verdicts on the same rows into one."""
     return Check(
         ok=all(check.ok for check in checks),
         rows=checks[0].rows,
@@ -78,7 +77,6 @@ class Expected:
         return Check(share <= 1, rows, float(np.max(self._errors(got, eps))), share, detail)
 
     def at(self, indices: np.ndarray) -> "Expected":
-        """Returns the expectation for the elements at these indices of each row."""
 
         def taken(a: np.ndarray) -> np.ndarray:
             return np.take_along_axis(a, indices, axis=-1)
@@ -191,7 +189,6 @@ class Answer:
         return self.output.at(self.indices)
 
     def check_output(self, got: np.ndarray) -> Check:
-        """Checks y, or the k values of top-k."""
         if self.indices is None:
             return self.output.check("y", got)
         return self.winners.check("values", got)

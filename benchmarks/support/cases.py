@@ -160,7 +160,6 @@ def logits(case: Case) -> jax.Array:
 
 
 def cotangent(case: Case) -> jax.Array:
-    """Returns a random cotangent for the case's differentiable output."""
     return _draw(_key(case, "cotangent"), case.output_shape, "normal", case.dtype, case.axis)
 
 

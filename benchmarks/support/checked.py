@@ -121,7 +121,6 @@ def require_name(contender: Contender, case: Case, choices: list[Any], ran: str)
 
 
 def _memory() -> int:
-    """Returns the bytes of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -197,6 +197,7 @@ def show(benchmark: Benchmark, directory: Path) -> None:
         )
         return
     document = result.read(file)
-    print(f"\n{result.heading(document)}")
+    run = document["runs"][0]
+    print(f"\n{benchmark.name} on {run['device']}, jax {run['jax']}")
     print(result.show(document, benchmark.view, directory))
     print(f"files: {directory}/{benchmark.name}.*")

@@ -136,7 +136,6 @@ _INTEGERS = {
 
 
 def define_list(name: str, parser: Items, default: str, text: str) -> None:
-    """Defines a list flag of one benchmark."""
     flags.DEFINE(parser, name, default, text, serializer=flags.ListSerializer(","))
 
 

@@ -137,7 +137,6 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the whole call. Its parts run one after another."""
         return self.read + self.latency + self.links + self.merge
 
 

@@ -63,7 +63,6 @@ def pyplot() -> Any:
 
 
 def words(contender: str) -> str:
-    """Returns a contender's name in words."""
     return STYLES[contender][0] if contender in STYLES else contender
 
 

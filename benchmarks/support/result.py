@@ -35,6 +35,7 @@ COLUMNS = {
     "error": "the largest error of a loss or a gradient against plain JAX: the norm of the difference, over the norm",
     "rows_checked": "how many rows were compared with the float64 oracle",
     "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
+    "elements_per_s": "the elements of all rows, divided by that time",
     "tb_per_s": "the fewest bytes that a call must move, divided by its time",
     "share_of_copy": "tb_per_s over that of a plain copy of 1 GB",
     "share_of_read": "tb_per_s over that of a plain read of 1 GB, in a sum",
@@ -82,7 +83,6 @@ class Record:
     required: bool | None = None  # whether a failure fails the run; None: if ours
 
     def add(self, **found: Any) -> None:
-        """Adds measured columns."""
         self.found |= found
 
     def __post_init__(self) -> None:
@@ -90,7 +90,6 @@ class Record:
 
     @property
     def fails(self) -> bool:
-        """Whether this record makes the run fail."""
         return bool(self.required) and self.status in ("FAILED", "WORSE", "error")
 
 
@@ -154,7 +153,6 @@ def provenance(commit: str = "", devices: int = 1) -> dict[str, Any]:
 
 
 def write(directory: str, name: str, records: list[Record], run: dict[str, Any]) -> None:
-    """Writes name.json."""
     rows = []
     for record in records:
         columns = {"contender": record.contender, "ours": record.ours, "ran": record.ran}
@@ -173,14 +171,7 @@ def as_text(document: dict[str, Any]) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Reads a result's JSON."""
     return json.loads(file.read_text())
-
-
-def heading(document: dict[str, Any]) -> str:
-    """Returns the line above a table: what ran where."""
-    run = document["runs"][0]
-    return f"{document['benchmark']} on {run['device']}, jax {run['jax']}"
 
 
 # --- What pandas makes of it ----------------------------------------------------------------------------
@@ -195,14 +186,12 @@ class View:
       baselines: the contenders with speed-up 1. The first of them that the result has is its baseline.
       derive: (rows, of) -> None. It adds columns to the rows; see `frame` for `of`.
       draw: (rows, document, file) -> None. It writes the picture.
-      table: (rows) -> the text of the table, in place of the usual one.
     """
 
     columns: tuple[str, ...]
     baselines: tuple[str, ...] = ()
     derive: Callable[[Frame, Callable[..., Frame]], None] | None = None
     draw: Callable[[Frame, dict[str, Any], Path], None] | None = None
-    table: Callable[[Frame], str] | None = None
 
 
 def case_columns(rows: Frame) -> list[str]:
@@ -233,12 +222,10 @@ def frame(document: dict[str, Any], view: View) -> Frame:
     if "bytes" in rows:
         rows["elements_per_s"] = (rows.batch * rows.vocab / rows.p50_us * 1e6).astype(float)
         rows["tb_per_s"] = rows.bytes / rows.p50_us / 1e6
+        runs = pd.DataFrame(document["runs"]).iloc[rows["run"] if "run" in rows else [0] * len(rows)]
         for name in ("copy", "read"):
-            limits = [run.get(f"{name}_tb_per_s") for run in document["runs"]]
-            if limits[0]:
-                rows[f"share_of_{name}"] = rows.tb_per_s / rows.get("run", pd.Series(0, rows.index)).map(
-                    limits.__getitem__
-                )
+            if f"{name}_tb_per_s" in runs:
+                rows[f"share_of_{name}"] = rows.tb_per_s / runs[f"{name}_tb_per_s"].to_numpy()
         if rows.logits.nunique() > 1 and "normal" in rows.logits.values:
             slowdown = rows.p50_us / of("p50_us", logits="normal")
             rows["slowdown"] = slowdown.where(rows.logits != "normal")
@@ -248,7 +235,6 @@ def frame(document: dict[str, Any], view: View) -> Frame:
 
 
 def _key(cases: Frame) -> Frame:
-    """Returns one string for each case."""
     import pandas as pd
 
     texts = ["|".join(map(str, row)) for row in cases.to_numpy().tolist()]
@@ -261,7 +247,7 @@ def show(document: dict[str, Any], view: View, directory: Path) -> str:
     rows.to_csv(directory / f"{document['benchmark']}.csv", index=False, lineterminator="\n")
     if view.draw:
         view.draw(rows, document, directory / f"{document['benchmark']}.png")
-    return view.table(rows) if view.table else table(rows, view)
+    return table(rows, view)
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -289,11 +275,9 @@ def table(rows: Frame, view: View) -> str:
     text = rows[varying + ["contender"] + shown].copy()
     for name in shown:
         text[name] = rows[name].map(number)
-    if "ran" in shown:
-        text["ran"] = rows.ran.where(rows.ours, "")
     marks = rows.reason.map(lambda reason: f" [{reasons.index(reason) + 1}]" if reason else "")
-    if "status" in shown:
-        text["status"] = rows.status + marks
+    written = {"ran": rows.ran.where(rows.ours, ""), "status": rows.status + marks}
+    text = text.assign(**{name: written[name] for name in written if name in shown})
     text = text.astype(str).set_index([*varying, "contender"])
     while max(map(len, (lines := [text.to_string()])[0].split("\n"))) > WIDTH:  # the CSV has every column
         text = text[(shown := shown[:-1])]

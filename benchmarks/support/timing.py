@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ Name = TypeVar("Name")
 
 
 def on_gpu() -> bool:
-    """Whether the default device is a GPU."""
     return jax.default_backend() == "gpu"
 
 
@@ -98,14 +97,7 @@ def interleave(
 
 
 def percentiles_us(seconds: list[float]) -> list[float]:
-    """Returns the 20th, 50th and 80th percentile of `seconds`, in microseconds."""
     return (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
-
-
-def write_samples(row: Any, seconds: list[float]) -> None:
-    """Writes the number of samples and their percentiles into a row."""
-    row.samples = len(seconds)
-    row.p20_us, row.p50_us, row.p80_us = percentiles_us(seconds)
 
 
 def _gigabyte() -> jax.Array:

@@ -10,6 +10,7 @@ import pytest
 import pallas_softmax
 from benchmarks import beam_search
 from benchmarks.beam_search import Search
+from benchmarks.support import language_model
 
 FUSED_TOPK = pallas_softmax.fused_topk
 slow = pytest.mark.slow
@@ -41,7 +42,7 @@ def search_of(**changed) -> Search:
 
 
 def decoded(search: Search, contender: str, weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    starts = beam_search.choose_prompts(beam_search.token_ids(search.vocab), search.batch)
+    starts = language_model.choose_prompts(language_model.token_ids(search.vocab), search.batch)
     select = beam_search.selection(contender)
     found = jax.jit(lambda *args: beam_search.decode(select, search, *args))(weights, jnp.asarray(starts))
     return {name: np.asarray(value) for name, value in found.items()}
@@ -49,7 +50,7 @@ def decoded(search: Search, contender: str, weights: dict[str, jax.Array]) -> di
 
 def held_against_replay(search: Search, contender: str, weights: dict[str, jax.Array]):
     found = decoded(search, contender, weights)
-    starts = jnp.asarray(beam_search.choose_prompts(beam_search.token_ids(search.vocab), search.batch))
+    starts = jnp.asarray(language_model.choose_prompts(language_model.token_ids(search.vocab), search.batch))
     replayed = beam_search.replay(search, weights, starts, found["tokens"], found["parents"])
     return beam_search.check(search, found, *replayed)
 
@@ -133,7 +134,7 @@ def test_near_ties_may_swap_but_no_others():
     search = search_of()
     weights = weights_of(90)
     found = decoded(search, "auto", weights)
-    starts = jnp.asarray(beam_search.choose_prompts(beam_search.token_ids(90), 3))
+    starts = jnp.asarray(language_model.choose_prompts(language_model.token_ids(90), 3))
     scores, best = map(
         np.asarray, beam_search.replay(search, weights, starts, found["tokens"], found["parents"])
     )
@@ -156,7 +157,7 @@ def test_hypotheses_are_the_best_of_all(contender):
     search = search_of(beams=7, vocab=7, sequence=2, batch=2)
     weights = weights_of(7)
     found = decoded(search, contender, weights)
-    ids = beam_search.choose_prompts(beam_search.token_ids(7), 2)
+    ids = language_model.choose_prompts(language_model.token_ids(7), 2)
     for b in range(2):
         every = {
             (i, j): log_p(weights, [*ids[b]], i) + log_p(weights, [*ids[b], i], j)
@@ -182,29 +183,29 @@ def log_p(weights: dict[str, jax.Array], text: list[int], token: int) -> float:
 
 @slow
 def test_training_learns_the_tokens_of_the_text(parse):
-    vocab, words = 5000, beam_search.text_tokens()[1]
+    vocab, words = 5000, language_model.text_tokens()[1]
     chosen = parse(beam_search, "--width=32", "--tokens=256", "--training_steps=60")
-    weights, loss = beam_search.train(vocab, chosen)
+    weights, loss = language_model.train(vocab, chosen)
     assert loss < 7 < np.log(vocab)
     hidden = jnp.zeros((3, 32))
-    for token in beam_search.choose_prompts(beam_search.token_ids(vocab), 3).T:
-        hidden, logits = beam_search.model(weights, hidden, jnp.asarray(token))
+    for token in language_model.choose_prompts(language_model.token_ids(vocab), 3).T:
+        hidden, logits = language_model.model(weights, hidden, jnp.asarray(token))
     padding = np.arange(vocab) >= len(words)
     assert np.mean(padding) > 0.3
     assert (np.sum(jax.nn.softmax(logits)[:, padding], axis=-1) < 0.1).all()
 
 
 def test_the_whole_text_is_read():
-    text, words = beam_search.text_tokens()
+    text, words = language_model.text_tokens()
     assert len(words) == len(set(words))
-    ids = beam_search.token_ids(len(words))
-    assert beam_search.UNKNOWN not in ids and [words[i] for i in ids] == text
-    assert (beam_search.token_ids(50) < 50).all()
-    starts = beam_search.choose_prompts(ids, 5)
-    assert starts.shape == (5, beam_search.PROMPT)
-    assert beam_search.as_text(starts[0]) == "GREGORY: / No, for then we"
+    ids = language_model.token_ids(len(words))
+    assert language_model.UNKNOWN not in ids and [words[i] for i in ids] == text
+    assert (language_model.token_ids(50) < 50).all()
+    starts = language_model.choose_prompts(ids, 5)
+    assert starts.shape == (5, language_model.PROMPT)
+    assert language_model.as_text(starts[0]) == "GREGORY: / No, for then we"
     ids = np.array([len(words), words.index("\n\n"), words.index("the"), words.index(".")])
-    assert beam_search.as_text(ids) == f"<{len(words)}> // the."
+    assert language_model.as_text(ids) == f"<{len(words)}> // the."
 
 
 def test_more_beams_than_tokens_are_refused(run_benchmark):

@@ -53,36 +53,24 @@ def test_lists_become_tuples(parse):
 MODULES = (accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk)
 BINARIES = {"benchmarks": both} | {module.__name__: module for module in MODULES}
 
-INPUT = {"batch", "vocab", "shapes", "dtype", "logits", "seed"}
-CALL = {"direction", "implementations"}
-SAMPLING = {"repeats", "seconds"}
-OUTPUT = {"output_dir", "commit"}
-MODEL = {"tokens", "width", "training_steps"}
-DECODING = MODEL | {"batch", "vocab", "sequence", "dtype", "implementations", "seed"}
-FLAGS = {
-    "benchmarks.accuracy": INPUT | CALL | OUTPUT | {"function", "where", "axis"},
-    "benchmarks.beam_search": SAMPLING | OUTPUT | DECODING | {"k"},
-    "benchmarks.linear": SAMPLING
-    | CALL
-    | OUTPUT
-    | {"head", "batch", "reduction", "dtype", "peers", "training_steps", "tokens", "width", "vocab", "seed"},
-    "benchmarks.paper": (INPUT - {"dtype"})
-    | SAMPLING
-    | OUTPUT
-    | {"k", "algorithms", "implementations", "peers"},
-    "benchmarks.programs": SAMPLING
-    | OUTPUT
-    | {"programs", "sequence", "vocab", "tokens", "heads", "width", "dtype", "implementations", "seed"},
-    "benchmarks.sample": INPUT | SAMPLING | OUTPUT | {"filters", "implementations", "peers"},
-    "benchmarks.serve": SAMPLING | OUTPUT | DECODING,
-    "benchmarks.sharded": (INPUT - {"logits"})
-    | SAMPLING
-    | OUTPUT
-    | {"k", "sharding", "devices", "axis_type"},
-    "benchmarks.softmax": INPUT | CALL | SAMPLING | OUTPUT | {"function", "where", "axis", "peers"},
-    "benchmarks.topk": INPUT | CALL | SAMPLING | OUTPUT | {"k", "peers"},
+INPUT = "batch vocab shapes dtype logits seed "
+TIMING = "repeats seconds "
+DECODING = TIMING + "tokens width training_steps batch vocab sequence dtype implementations seed "
+OWN = {
+    "accuracy": INPUT + "direction implementations function where axis",
+    "beam_search": DECODING + "k",
+    "linear": TIMING
+    + "direction implementations head batch reduction dtype peers training_steps tokens width"
+    " vocab seed",
+    "paper": TIMING + "batch vocab shapes logits seed k algorithms implementations peers",
+    "programs": TIMING + "programs sequence vocab tokens heads width dtype implementations seed",
+    "sample": INPUT + TIMING + "filters implementations peers",
+    "serve": DECODING,
+    "sharded": TIMING + "batch vocab shapes dtype seed k sharding devices axis_type",
+    "softmax": INPUT + TIMING + "direction implementations function where axis peers",
+    "topk": INPUT + TIMING + "direction implementations k peers",
 }
-
+FLAGS = {f"benchmarks.{name}": {*own.split(), "output_dir", "commit"} for name, own in OWN.items()}
 FLAGS["benchmarks"] = FLAGS["benchmarks.softmax"] | FLAGS["benchmarks.topk"]
 
 FLAG_FILES = sorted((ROOT / "configs").glob("*.flags"))

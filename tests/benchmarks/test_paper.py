@@ -1,7 +1,6 @@
 """The benchmark of the paper's figures on the CPU."""
 
 import dataclasses
-import re
 
 import jax
 import numpy as np
@@ -35,15 +34,16 @@ def test_figures_of_the_paper(run_benchmark, tmp_path, monkeypatch, capsys, args
     assert code == 0 and all(row["status"] == "ok" and row["dtype"] == "float32" for row in rows)
     p50 = {(row["batch"], row["vocab"], row["k"], row["contender"]): row["p50_us"] for row in rows}
     frame = result.frame(result.read(tmp_path / "paper.json"), paper.VIEW)
-    printed = capsys.readouterr().out
     for row in frame.itertuples():
         np.testing.assert_allclose(row.elements_per_s, row.batch * row.vocab / row.p50_us * 1e6)
         np.testing.assert_allclose(row.speedup, p50[row.batch, row.vocab, row.k, baseline] / row.p50_us)
-        if row.contender == fast:
-            assert f"{row.speedup:.2f}x at {getattr(row, over)}" in printed
     (title,) = titles
-    assert "CPU figures" in title and "batch 6" in title and "CPU figures" in printed
-    assert re.search(rf"^{over} ", printed, re.MULTILINE) and f"speed-up of {fast} over {baseline}" in printed
+    ratio = frame[frame.contender == fast].sort_values(over).speedup
+    assert (
+        "CPU figures" in title and "batch 6" in title and f"at {'V' if over == 'vocab' else 'k'} = " in title
+    )
+    assert len({row["batch"] for row in rows}) > 1 or f"{ratio.iloc[-1]:.1f} times as fast as" in title
+    assert "elements_per_s" in capsys.readouterr().out
 
 
 def _softmax_too(x, k):

@@ -1,0 +1,166 @@
+"""A small language model (a GRU), trained on the text in data/, and the timing of its decoding.
+
+The text has only about 3,500 different tokens (words, punctuation, line ends). The output layer has all V tokens, and
+learns by the full cross entropy that the others are improbable.
+"""
+
+import collections
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.support import driver, timing
+from benchmarks.support.contenders import Call
+from benchmarks.support.result import Record
+
+TEXT = Path(__file__).parents[1] / "data" / "romeo_and_juliet.txt"
+UNKNOWN = 0
+PROMPT = 8  # tokens of a prompt: the speaker and the first words of a speech
+_TRAINED = 32  # tokens of a training sequence
+
+Weights = dict[str, jax.Array]
+
+
+@functools.cache
+def text_tokens() -> tuple[list[str], list[str]]:
+    """Returns the text as tokens, and the vocabulary: the unknown token, then the others from the most frequent on."""
+    text = re.findall(r"\n\n|\n|--|[\w']+(?:-[\w']+)*|[^\w\s]", TEXT.read_text())
+    return text, ["<unknown>", *(word for word, _ in collections.Counter(text).most_common())]
+
+
+def token_ids(vocab: int) -> np.ndarray:
+    """Returns the text as ids below vocab."""
+    text, words = text_tokens()
+    known = {word: i for i, word in enumerate(words[:vocab])}
+    return np.array([known.get(word, UNKNOWN) for word in text], np.int32)
+
+
+def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
+    """Returns the first tokens of `batch` speeches, spread evenly over the text."""
+    text, _ = text_tokens()
+    ends = np.flatnonzero([word == "\n\n" for word in text])
+    starts = ends[:-1][np.diff(ends) > PROMPT] + 1
+    chosen = starts[np.arange(batch) * len(starts) // batch]
+    return ids[chosen[:, None] + np.arange(PROMPT)]
+
+
+def as_text(ids: np.ndarray) -> str:
+    """Returns ids as one line of text: / marks the end of a line, // the end of a speech."""
+    _, words = text_tokens()
+    line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
+    return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
+
+
+def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> jax.Array:
+    x = weights["embed"][token].astype(jnp.float32) @ weights["input"] + weights["bias"]
+    h = hidden @ weights["hidden"]
+    x_update, x_reset, x_new = jnp.split(x, 3, -1)
+    h_update, h_reset, h_new = jnp.split(h, 3, -1)
+    update = jax.nn.sigmoid(x_update + h_update)
+    new = jnp.tanh(x_new + jax.nn.sigmoid(x_reset + h_reset) * h_new)
+    return update * hidden + (1 - update) * new
+
+
+def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the next hidden state, and the logits in the dtype of the output layer (the embedding).
+
+    The barriers give all programs the same logits: the compiler can neither fuse the model with a selection nor
+    skip the rounding to a 16-bit dtype.
+    """
+    hidden, token = lax.optimization_barrier((hidden, token))
+    hidden = _gru(weights, hidden, token)
+    embed = weights["embed"]
+    return lax.optimization_barrier((hidden, hidden.astype(embed.dtype) @ embed.T))
+
+
+def adam(loss: Callable[..., jax.Array], rate: Callable[[Any], Any]) -> Callable[..., tuple[Any, jax.Array]]:
+    """Returns a step of Adam: ((weights, mean, square), i, batch) -> (the next ones, the loss).
+
+    Args:
+      loss: maps weights and a batch to a number.
+      rate: maps the number of the step to the learning rate.
+    """
+
+    def step(state: Any, i: jax.Array, batch: jax.Array) -> tuple[Any, jax.Array]:
+        weights, mean, square = state
+        value, grads = jax.value_and_grad(loss)(weights, batch)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g**2, square, grads)
+        size = rate(i) * jnp.sqrt(1 - 0.99 ** (i + 1)) / (1 - 0.9 ** (i + 1))
+        weights = jax.tree.map(lambda w, m, s: w - size * m / (jnp.sqrt(s) + 1e-8), weights, mean, square)
+        return (weights, mean, square), value
+
+    return step
+
+
+def train(vocab: int, chosen: Any) -> tuple[Weights, float]:
+    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
+    width, steps = chosen.width, chosen.training_steps
+    ids = jnp.asarray(token_ids(vocab))
+    keys = jax.random.split(jax.random.key(chosen.seed), 4)
+    shapes = {"embed": (vocab, width), "input": (width, 3 * width), "hidden": (width, 3 * width)}
+    weights = {name: width**-0.5 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys)}
+    weights["bias"] = jnp.zeros(3 * width)
+    count = max(1, chosen.tokens // _TRAINED)
+    starts = jax.random.randint(keys[3], (steps, count), 0, len(ids) - _TRAINED)
+
+    def loss(weights: Weights, start: jax.Array) -> jax.Array:
+        text = ids[start + jnp.arange(_TRAINED + 1)[:, None]]
+
+        def step(hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+            hidden = _gru(weights, hidden, token)
+            return hidden, hidden
+
+        _, hidden = lax.scan(step, jnp.zeros((len(start), width)), text[:-1])
+        logits = hidden @ weights["embed"].T
+        at_label = jnp.take_along_axis(logits, text[1:, :, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - at_label)
+
+    step = adam(loss, lambda i: 5e-3 * (1 - i / steps))
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    scanned = jax.jit(lambda state, over: lax.scan(lambda state, now: step(state, *now), state, over))
+    (weights, _, _), losses = scanned((weights, zeros, zeros), (jnp.arange(steps), starts))
+    return weights, float(jnp.mean(losses[-20:]))
+
+
+_trained = functools.cache(lambda vocab, *sizes: train(vocab, SimpleNamespace(**dict(sizes))))
+
+
+def trained(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
+    """Returns what `train` returns. The same model is trained once."""
+    sizes = ("width", "training_steps", "tokens", "seed")
+    return _trained(vocab, *((name, getattr(chosen, name)) for name in sizes))
+
+
+def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:
+    """Returns the hidden state before the last token of each prompt, (batch, width)."""
+    hidden = jnp.zeros((len(prompts), weights["hidden"].shape[0]))
+    return lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)[0]
+
+
+def measure_decoding(
+    records: list[Record], prepare: Callable[[Record], Call], chosen: Any, steps: int
+) -> None:
+    """Prepares and times the contenders by wall time, and on a GPU by the device time of a step as well."""
+    calls = driver.measure(records, prepare, chosen, timing.wall_times)
+    if not timing.on_gpu():
+        return
+    found = {record.contender: record for record in records}
+
+    def failed(name: str, error: Exception) -> None:
+        found[name].reason = f"no device time: {error}"
+
+    for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed).items():
+        found[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / steps)
+
+
+def add_tokens_per_s(rows: Any, of: Callable) -> None:
+    rows["tokens_per_s"] = (rows.batch * rows.sequence / rows.p50_us * 1e6).astype(float)
