@@ -213,7 +213,7 @@ def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str
       record: the contender's record.
       weights: the model's weights. The output layer is in the dtype of the search.
       starts: the prompts, (batch, PROMPT).
-      jaxs: receives jax's hypotheses, with which those of the others are compared.
+      jaxs: receives jax's hypotheses. The others are compared with them.
     """
     search, name = record.case, record.contender
     program = functools.partial(decode, selection(name), search)

@@ -263,7 +263,9 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
     plot.legend(figure, axes[1], rows)
     spread = rows[(rows.contender == OURS) & (rows.sharding != ALONE)].speedup_device.dropna()
     what, over = ("fused_topk", f", k = {case.k}") if case.k else ("softmax", "")
-    title = f"{what}: {plot.span(spread)} less device time than plain JAX on several GPUs"
+    title = f"{what}: device time on several GPUs"
+    if len(spread):
+        title = f"{what}: {plot.span(spread)} less device time than plain JAX on several GPUs"
     title += f" ({case.batch:,} × {case.vocab:,} {case['dtype']}{over})"
     plot.finish(figure, file, document, title)
 

@@ -102,8 +102,8 @@ def _open(path: str) -> np.ndarray:
 def make_cases(chosen: Any, ks: tuple[int | None, ...] = (None,), shapes: Any = None) -> list[Case]:
     """Returns the cases that the flags ask for: every combination of the items of their lists.
 
-    A file of logits determines V, and limits the number of rows. Function, mask and axis are those of softmax,
-    because top-k has none of them.
+    A file of logits determines V, and limits the number of rows. For top-k, function, mask and axis keep their
+    defaults, because it has none of them.
 
     Args:
       chosen: the parsed flags.

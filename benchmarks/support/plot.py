@@ -1,6 +1,6 @@
 """The pictures of results: heat maps over shapes, lines over sizes, and bars. Every title states the finding.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart. A peer has a dashed line.
+Colour-blind readers can tell the colours apart: they are by Okabe and Ito. A peer has a dashed line.
 """
 
 import logging
