@@ -25,7 +25,7 @@ FOLDER = {"ids": lambda file: file.parent.name}
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Returns a function that draws the picture of a result, such as targets/softmax, or of rows, and returns the figure."""
+    """Draws the picture of a result, such as targets/softmax, or of rows; returns the figure."""
     plt = plot.pyplot()
     close = plt.close
     monkeypatch.setattr(plt, "close", lambda figure: None)
