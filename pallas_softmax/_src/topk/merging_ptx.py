@@ -1,4 +1,4 @@
-"""Inline PTX for the k best of rows in registers, by merging short lists: `selection.take`, `selection.take_words`.
+"""Inline PTX for the k best of rows in registers, by merging short lists.
 
 A row lies over the `lanes` lanes of a tile. Each lane lists its best few elements. Then runs of lanes are merged in
 pairs: element i of one run is compared with element -1 - i of the other. `size` is k rounded up to a power of two. A
@@ -52,14 +52,14 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
-    """Returns packed keys of the k best of each row of a tile. For the arguments see `selection.take_words`."""
+    """Returns packed keys of the k best of each row of a tile. For the arguments see `tile_kernel`."""
     return packed_ptx.insert_in_tile(
         take_words_program(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row
     )
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row):
-    """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `selection.take`."""
+    """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `tile_kernel`."""
     return packed_ptx.insert_in_tile(take_program(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
 
 
