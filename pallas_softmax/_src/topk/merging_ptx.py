@@ -85,17 +85,12 @@ def take_program(tile: Tile, vocab: int, k: int) -> Program:
         winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
         pairs = mending_ptx.near_ties(p, winners, lane, ones, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
-        least_near_tie = worst & ~ones
-        if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
-            least_near_tie = p.max(least_near_tie, LOWEST + 1)
-        others = p.var(0, "u32")
-        for i, word in enumerate(listed):
-            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_near_tie))
+        others = _other_near_ties(p, tile, vocab, listed, worst, ones) if k < vocab else None
         if length < len(words):
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~ones)
         found.append(_Found(winners, pairs, listed, others))
-    numbers = [f.pairs for f in found] + [f.others for f in found]
+    numbers = [f.pairs for f in found] + [f.others for f in found if f.others]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
 
     def keep(row):
@@ -127,7 +122,20 @@ class _Found(NamedTuple):
     winners: list[Value]  # the packed keys of the lane's winners
     pairs: Value  # has bit i set if winners i and i + 1 nearly tie
     listed: list[Value]  # the lane's list
-    others: Value  # has bit i set if listed element i did not win, but nearly ties with the last winner
+    others: Value | None  # see `_other_near_ties`; None if all elements of the row are winners
+
+
+def _other_near_ties(
+    p: Program, tile: Tile, vocab: int, listed: list[Value], worst: Value, ones: int
+) -> Value:
+    """Returns a word with bit i set if listed element i did not win, but nearly ties with the last winner, `worst`."""
+    least = worst & ~ones
+    if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
+        least = p.max(least, LOWEST + 1)
+    others = p.var(0, "u32")
+    for i, word in enumerate(listed):
+        p.update(others, "or", 1 << i, when=(word < worst) & (word >= least))
+    return others
 
 
 def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, int], ones: int) -> None:
@@ -139,6 +147,9 @@ def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, i
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
+    if others is None:
+        mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
+        return
     with p.loop() as leave:
         mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
         lanes = p.ballot(others.differs(0))
