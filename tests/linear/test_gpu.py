@@ -12,7 +12,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import mosaic_gpu
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import linear
-from tests.support.gpu import run_under
+from tests.support.gpu import much_memory, one_process, run_under
 from tests.support.lowering import kernel_names
 from tests.support.oracle import wide
 from tests.support.racecheck import hazards
@@ -144,6 +144,7 @@ def test_not_finite(where):
     assert bad.all() if where == "inf in w" else (np.flatnonzero(bad) == [77]).all()
 
 
+@much_memory
 def test_kernels_run_and_memory():
     """At Llama 3's size only exponentials run. They take 0.5 of the 0.6 GiB of memory in addition to a float32 dw."""
     x, w = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 128256), "bfloat16")
@@ -154,6 +155,7 @@ def test_kernels_run_and_memory():
     assert memory.temp_size_in_bytes <= 4 * 4096 * 128256 + 0.6 * 2**30
 
 
+@one_process("sanitizers of projections")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(tool):
     options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=mosaic_gpu"]
