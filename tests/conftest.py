@@ -29,7 +29,7 @@ def locked(path, how):
 
 @pytest.fixture(autouse=True)
 def _share_the_gpu(request):
-    """Runs a GPU test beside those of other processes; a test marked `alone` waits for them, and they wait for it."""
+    """Lets the processes run GPU tests side by side. No GPU test runs during a test marked `alone`."""
     if not request.node.get_closest_marker("gpu") or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
