@@ -1,11 +1,46 @@
 """Fixtures of all tests. Tests without the mark `gpu` compute on the CPU, even if a GPU is visible."""
 
+import contextlib
+import fcntl
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
 from tests.support.gpu import SIDE_BY_SIDE, THREADS, unavailable
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU's memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_collection_modifyitems(items):
+    """Moves the tests that run alone to the end, where few processes have to wait for them."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+
+
+@contextlib.contextmanager
+def locked(path, how):
+    """Holds a lock of the file (`fcntl.LOCK_SH` or `LOCK_EX`)."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, how)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _share_the_gpu(request):
+    """Lets the processes run GPU tests side by side. No GPU test runs during a test marked `alone`."""
+    if not request.node.get_closest_marker("gpu") or "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    alone = request.node.get_closest_marker("alone")
+    folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent  # of all processes
+    door, gpu = folder / "door.lock", folder / "gpu.lock"
+    with contextlib.ExitStack() as stack:
+        # A test that waits for the GPU keeps the door closed, so that no other test begins.
+        with locked(door, fcntl.LOCK_EX):
+            stack.enter_context(locked(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        yield
 
 
 @pytest.fixture(autouse=True)

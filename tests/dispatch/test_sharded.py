@@ -85,6 +85,7 @@ def test_on_eight_cpu_devices(report, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("several GPUs")
 @pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_gpus(name, implementation, monkeypatch):
@@ -199,6 +200,7 @@ def test_two_processes():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("several GPUs")
 def test_two_processes_on_gpus():
     """The same with NCCL."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:

@@ -13,15 +13,18 @@ from jax.sharding import AbstractMesh, AxisType
 import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import _scale, chunk_rows, gradient_rows
+from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support.covering import first, slow
 from tests.support.linear import (
     FEATURES,
     MEMORY,
     arrays,
     assert_losses_and_gradients,
+    gradient_bound,
     losses_and_gradients,
     of_size,
     plain,
+    rounded_errors,
     value_and_grads,
     workspace,
 )
@@ -410,6 +413,33 @@ def test_the_caller_chooses_the_precision_of_float32():
     assert set(precisions()) == {"[HIGHEST, HIGHEST"} and len(precisions()) >= 3
     with jax.default_matmul_precision("high"):
         assert set(precisions()) == {"[HIGH, HIGH"}
+
+
+def test_the_forward_may_round_float32_logits_differently():
+    """On a GPU, XLA may pick another matrix product for the backward. Here, the forward sums D in another order.
+
+    With the forward's m and d, the backward of peaked rows would have ten times the error of plain JAX.
+    """
+    n, depth, vocab = 101, 1000, 1003
+    x, w, labels, _ = arrays(n, depth, vocab, "float32", peak=40)
+    weights = np.random.default_rng(1).standard_normal(n).astype("float32")
+    static = {"head": Head(precision="highest"), "workspace_bytes": workspace(vocab)}
+    operations, tokens, order = (
+        xla_projection.functions,
+        Tokens(labels),
+        np.random.default_rng(2).permutation(depth),
+    )
+    known = jax.jit(functools.partial(operations["projection"], **static))(
+        x[:, order], w[order], None, tokens
+    )
+    dx, *_ = jax.jit(functools.partial(operations["projection_grad"], **static))(
+        x, w, None, tokens, weights, known
+    )
+    theirs = jax.jit(jax.grad(lambda x: jnp.sum(weights * plain(x, w, labels))))(x)
+    _, size, want, *_ = losses_and_gradients(x, w, labels, weights)
+    assert rounded_errors(dx, want) <= gradient_bound(
+        "x", "float32", rounded_errors(theirs, want), size.max()
+    )
 
 
 # --- Choice, and bad input ----------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def test_paper_overflow():
     paper_checks.check_overflow(lambda name, x: jax.jit(paper.SOFTMAX[name].kernel)(x))
 
 
+@pytest.mark.alone
 def test_paper_accesses():
     """The GPU's counters of device memory agree with the bytes that the paper counts."""
     counters = ["dram__bytes_read.sum", "dram__bytes_write.sum"]

@@ -11,6 +11,7 @@ import pallas_softmax as ps
 from tests.support import bounds, cases, kernels
 from tests.support.cases import BF16, F16, F32
 from tests.support.draws import all_combinations, assert_draws, chi_square
+from tests.support.gpu import much_memory
 from tests.support.lowering import kernel_names
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -91,6 +92,7 @@ def test_public(rows, dtype):
         bounds.assert_sample(draw(x), x, np.asarray(u), range(rows), **filters)
 
 
+@much_memory
 def test_more_than_2_to_the_31_elements():
     """Eight rows and keys are repeated: all copies have the same bits, and the first ones are right."""
     rows, v, few = 70_000, 30_720, 8

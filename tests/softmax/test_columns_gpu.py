@@ -12,6 +12,7 @@ import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import pairs
+from tests.support.gpu import much_memory
 from tests.support.kernels import Strips, Tile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -88,6 +89,7 @@ def test_more_clusters_than_fit():
         np.testing.assert_allclose(dx[0, :, :8], want, rtol=1e-4, atol=1e-2)
 
 
+@much_memory
 @pytest.mark.parametrize("shape", [(1, 1000, 2_200_000), (30_000, 21, 4096), (2, 25_000, 48_000)], ids=str)
 def test_more_than_2_to_the_31_elements(shape):
     """Eight columns are repeated: all copies have the same bits, and the first ones are right."""

@@ -24,6 +24,15 @@ both = pytest.mark.parametrize("implementation", [*CAPABILITY])
 only_triton = pytest.mark.parametrize("implementation", ["triton"])
 
 
+def one_process(name):
+    """Gives all tests of this name to one process, one after the other (with `--dist loadgroup`)."""
+    return pytest.mark.xdist_group(name)
+
+
+# Beside such a test, the GPU's memory has room for the other tests, but not for another such test.
+much_memory = one_process("much memory")
+
+
 def unavailable(implementation):
     """Returns why the implementation's kernels cannot run on this machine; None if they can."""
     gpus = [d for d in jax.devices() if d.platform == "gpu"]

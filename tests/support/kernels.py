@@ -12,6 +12,7 @@ import numpy as np
 from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
 from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
@@ -26,17 +27,20 @@ from pallas_softmax._src.softmax.formulas import FORMULAS
 from pallas_softmax._src.softmax.plan import Parts, approximate
 from pallas_softmax._src.topk import (
     bound_ptx,
+    collect_ptx,
     lists_ptx,
     merge_kernel,
     merging_ptx,
     ranking_ptx,
-    selection_ptx,
+    search_ptx,
     tile_plan,
     window_kernel,
 )
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import tile_grad_kernel as grad_kernel
 from pallas_softmax._src.topk import tile_kernel as topk_tile_kernel
+from pallas_softmax._src.topk.candidates import CandidateList
+from pallas_softmax._src.topk.window_ptx import WindowProgram
 from tests.support import bounds, cases, oracle
 from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -198,18 +202,36 @@ def candidate_capacity(k):
     return topk_plan.candidate_capacity(k)
 
 
-def ptx_of(monkeypatch, step, *args, **kwargs):
-    """Returns the text that a step of the search puts into the kernel."""
-    module = {"rank": ranking_ptx, "rank_lists": lists_ptx}.get(step, selection_ptx)
-    texts = []
-    monkeypatch.setattr(module, "insert_ptx", lambda code, *_, **__: texts.append(code))
-    getattr(module, step)(*args, **kwargs)
-    return texts.pop()
+def rank_ptx_of(capacity, k, dtype, vocab):
+    """Returns the text that ranks the first <n> entries of the list <candidates>, with scratch <buckets>."""
+    p = CtaProgram()
+    candidates, n, buckets, ranked = p.operands("u32", "candidates", "n", "buckets", "ranked")
+    ranking_ptx.rank(p, CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, vocab))
+    return p
 
 
-def bound_ptx_of(groups, k):
+def lists_ptx_of(lists, k):
+    """Returns the text that ranks the winners of a few lists."""
+    return lists_ptx.search_lists_program(lists, k)
+
+
+def bound_ptx_of(window, k):
     """Returns the text of the search for a bound; <bound> receives it."""
-    return bound_ptx.bound_program(groups, k)
+    p = WindowProgram(window, "float32", k)
+    p.set(p.operand("bound", "s32"), bound_ptx.find_bound(p, k))
+    return p
+
+
+def collect_ptx_of(window, dtype, k, everywhere):
+    """Returns the text that lists the elements that reach <bound>."""
+    p = WindowProgram(window, dtype, k)
+    collect_ptx.collect(p, p.operand("bound", "s32"), all_groups=everywhere)
+    return p
+
+
+def search_ptx_of(window, dtype, k):
+    """Returns the text of a whole search."""
+    return search_ptx.search_program(window, np.dtype(dtype), k)
 
 
 def merging_words_ptx_of(tile, vocab, k):

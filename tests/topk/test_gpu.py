@@ -9,7 +9,17 @@ import pallas_softmax as ps
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
-from tests.support.gpu import VERY_LONG, assert_topk, both, refused, rows_to_test, side_by_side, topk
+from tests.support.covering import pairs
+from tests.support.gpu import (
+    VERY_LONG,
+    assert_topk,
+    both,
+    much_memory,
+    refused,
+    rows_to_test,
+    side_by_side,
+    topk,
+)
 from tests.support.kernels import CROWDED, TOPK_SHORT, WINDOWS, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -63,8 +73,11 @@ TOPK_MASKED += [(50257, BF16, 64, pattern) for pattern in ("bhqv", "b11v", "1h11
 TOPK_MASKED += [(129, F16, 129, "bhqv"), (131072, F32, 2048, "bhqv")]
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize(("v", "dtype", "k", "pattern"), TOPK_MASKED, ids=str)
+@pytest.mark.parametrize(
+    ("v", "dtype", "k", "pattern", "log"),
+    [(*case, i % 2 == 1) for i, case in enumerate(TOPK_MASKED)],
+    ids=str,
+)
 @both
 @side_by_side
 def test_where(implementation, v, dtype, k, pattern, log):
@@ -83,13 +96,14 @@ def test_where(implementation, v, dtype, k, pattern, log):
     assert_topk(got, rows, k, [f"row {at}" for at in np.ndindex(cases.BATCH)], t.ravel(), where, log)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize(("v", "k"), [(100, 5), (20011, 5), (50257, 300)], ids=str)
-@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    ("case", "log", "dtype"), pairs([(100, 5), (20011, 5), (50257, 300)], [False, True], [F32, F16]), ids=str
+)
 @both
 @side_by_side
-def test_values_of_another_dtype(implementation, v, k, log, dtype):
+def test_values_of_another_dtype(implementation, case, log, dtype):
     """One temperature for all rows."""
+    v, k = case
     if refused(implementation, v, k):
         return
     x = cases.rows(rows_to_test(v), v, BF16)
@@ -196,9 +210,7 @@ def test_winners_in_one_bucket(v, k):
     assert_topk(topk("mosaic_gpu", np.stack([*rows.values()]), k), np.stack([*rows.values()]), k, [*rows])
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("v", [100, 1000, 50257])
+@pytest.mark.parametrize(("v", "masked", "log"), pairs([100, 1000, 50257], [False, True], [False, True]))
 @both
 @side_by_side
 def test_gradient(implementation, v, masked, log):
@@ -245,9 +257,10 @@ def test_gradient_of_routers(v, dtype, k, log):
     np.testing.assert_array_equal(got.view("u1"), np.asarray(grad(x, g)).view("u1"))
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "v", "k"), [(1031, 100, 5), (1031, 25000, 64), (1031, 50257, 5), (3, 262144, 300)], ids=str
+    ("rows", "v", "k", "masked"),
+    [(1031, 100, 5, True), (1031, 25000, 64, False), (1031, 50257, 5, True), (3, 262144, 300, False)],
+    ids=str,
 )
 @both
 @side_by_side
@@ -264,10 +277,14 @@ def test_repeated_runs_give_the_same_bits(implementation, rows, v, k, masked):
 MANY_OF_TOPK = [(4_194_312, 512), (70000, 30720), (42744, 50257), (8200, 262144)]
 
 
+@much_memory
 @pytest.mark.parametrize(
-    ("implementation", "masked"), [("mosaic_gpu", False), ("mosaic_gpu", True), ("triton", True)]
+    ("implementation", "masked", "rows", "v"),
+    [
+        *((name, True, *shape) for name in ("mosaic_gpu", "triton") for shape in MANY_OF_TOPK),
+        *(("mosaic_gpu", False, *shape) for shape in MANY_OF_TOPK[::3]),
+    ],
 )
-@pytest.mark.parametrize(("rows", "v"), MANY_OF_TOPK, ids=str)
 def test_more_than_2_to_the_31_elements(implementation, rows, v, masked):
     """Eight rows are repeated, and all copies have the same bits: in registers, in one CTA, in two and more parts."""
     few, k = 8, 5
@@ -287,6 +304,7 @@ def test_more_than_2_to_the_31_elements(implementation, rows, v, masked):
     assert all(alike)
 
 
+@much_memory
 def test_more_than_2_to_the_31_elements_of_a_gradient():
     (rows, v), few, k = MANY_OF_TOPK[0], 8, 5
     x, g = np.random.default_rng(2).standard_normal((few, v)).astype(BF16), cases.cotangent((few, k), BF16)

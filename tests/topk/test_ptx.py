@@ -3,7 +3,6 @@
 In the interpreter the kernels run twins of this PTX in plain JAX. These tests run the PTX itself without a GPU.
 """
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,13 +11,6 @@ from tests.support.cases import BF16, F32
 from tests.support.kernels import Extent, Tile, Window
 
 SMEM = 200 * 1024
-
-
-class Ref:
-    """A reference to shared memory, with the attributes that the PTX text depends on."""
-
-    def __init__(self, size, dtype="int32"):
-        self.shape, self.dtype = (size,), jnp.dtype(dtype)
 
 
 def words(memory, at, count, dtype="uint32"):
@@ -69,7 +61,7 @@ def keys_of(rng, n, kind):
         pytest.param(1024, 1400, "uniform", marks=pytest.mark.slow),
     ],
 )
-def test_rank(monkeypatch, k, n, kind):
+def test_rank(k, n, kind):
     """The k best are ranked by counting, by buckets, and if one bucket has too many, by counting or sorting."""
     rng = np.random.default_rng(k)
     capacity, padded = kernels.candidate_capacity(k), -(-k // 128) * 128
@@ -79,9 +71,7 @@ def test_rank(monkeypatch, k, n, kind):
     memory = np.zeros(SMEM, "u1")
     words(memory, candidates, n, "uint64")[:] = candidates_of(keys, indices)
     words(memory, buckets, capacity)[:] = 0xDEADBEEF
-    code = kernels.ptx_of(
-        monkeypatch, "rank", Ref(2 * capacity), n, Ref(capacity), Ref(2 * padded), k, padded, *dtype_and_vocab
-    )
+    code = kernels.rank_ptx_of(capacity, k, *dtype_and_vocab)
     machine = ptx.run(code, memory, candidates=candidates, buckets=buckets, ranked=ranked, n=n)
     if kind in ("around 0", "bfloat16", "uniform"):
         assert machine.steps < 8 * n  # a sort takes three times as many
@@ -91,7 +81,7 @@ def test_rank(monkeypatch, k, n, kind):
 
 
 @pytest.mark.parametrize(("lists", "k"), [(2, 128), (3, 100), (4, 5), (2, 1)])
-def test_rank_lists(monkeypatch, lists, k):
+def test_rank_lists(lists, k):
     """The k best of sorted lists, with ties in and between lists; the lower index comes first."""
     rng, padded = np.random.default_rng(k), -(-k // 128) * 128
     keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
@@ -103,10 +93,8 @@ def test_rank_lists(monkeypatch, lists, k):
     memory = np.zeros(SMEM, "u1")
     words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
     words(memory, indices_at, lists * k, "int32")[:] = indices.ravel()
-    code = kernels.ptx_of(monkeypatch, "rank_lists", *[None] * 4, 0, lists, k, padded)
-    code.lines = [
-        line.replace("ld.global", "ld.shared") for line in code.lines
-    ]  # the machine can only load shared memory
+    # the machine can only load shared memory
+    code = str(kernels.lists_ptx_of(lists, k)).replace("ld.global", "ld.shared")
     ptx.run(code, memory, candidates=candidates, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
     best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
@@ -129,12 +117,37 @@ def test_bound(groups, k, kind):
     memory = np.zeros(SMEM, "u1")
     words(memory, 0, groups, "int32")[:] = keys
     candidates, counts = 4 * groups, SMEM - 512
-    code = kernels.bound_ptx_of(groups, k)
+    code = kernels.bound_ptx_of(Window(4 * groups, 4, 1, 1), k)
     machine = ptx.run(code, memory, group_keys=0, candidates=candidates, counts=counts, bound=0)
     (bound,) = set(machine.registers["%bound"].astype("uint32").view("int32").tolist())
     ties = int(np.sum(keys == bound))
     assert k <= np.sum(keys >= bound) < k + max(2, k // 16) + ties
     assert not words(memory, candidates, 512).any()
+
+
+def search_memory(window, x, k, low):
+    """Returns shared memory with a part that has arrived, and the operands of its search."""
+    capacity = kernels.candidate_capacity(k)
+    full = np.full(window.size, -np.inf).astype(x.dtype)
+    full[low : low + window.vocab] = x
+    keys, at = oracle.order_key(full), np.arange(window.size)
+    keys[np.isnan(full)] = keys.dtype.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
+    group_keys = np.full(window.groups, -(2**31))
+    np.maximum.at(
+        group_keys, at // window.block // window.group_blocks * 128 + at % window.block // window.vec, keys
+    )
+    sizes = {
+        "x": max(full.nbytes, 16 * capacity + 8 * k + 2048),
+        "group_keys": max(4 * window.groups, 8 * (k + 128)),
+        "hits": 4 * capacity,
+        "candidates": 8 * capacity,
+        "counts": 512,
+    }
+    starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 16) * 16 for size in sizes.values())]).tolist()))
+    memory = np.zeros(SMEM, "u1")
+    memory[: full.nbytes] = full.view("u1")
+    words(memory, starts["group_keys"], window.groups, "int32")[:] = group_keys
+    return memory, {**starts, **Extent(low, low + window.vocab, 7)._asdict()}
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -152,54 +165,63 @@ def test_bound(groups, k, kind):
         pytest.param(Window(2048, 8, 2, 2), BF16, 100, marks=pytest.mark.slow),
         (Window(2007, 4, 8, 4, compact=True), F32, 130),
         pytest.param(Window(4001, 4, 8, 1, compact=True), F32, 255, marks=pytest.mark.slow),
-        pytest.param(Window(1024, 4, 2, 2, compact=True), F32, 1000, marks=pytest.mark.slow),
+        pytest.param(Window(2048, 4, 2, 2, compact=True), F32, 1500, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_collect(monkeypatch, window, dtype, best, everywhere):
-    """The elements that reach a bound are listed, from the groups that reach it. Outside the row the window has -inf.
-
-    A compact window lists positions, and the list then replaces the row in shared memory.
-    """
-    capacity, low = kernels.candidate_capacity(128), window.head // 2
-    x = np.full(window.size, -np.inf).astype(dtype)
-    x[low : low + window.vocab] = np.random.default_rng(best).standard_normal(window.vocab).astype(dtype)
-    keys, at = oracle.order_key(x), np.arange(window.size)
+def test_collect(window, dtype, best, everywhere):
+    """The elements that reach a bound are listed, from the groups that reach it. A compact window lists positions."""
+    k, low = 128, window.head // 2
+    x = np.random.default_rng(best).standard_normal(window.vocab).astype(dtype)
+    memory, operands = search_memory(window, x, k, low)
+    keys = oracle.order_key(x)
     bound = np.sort(keys)[-best]
-    group_keys = np.full(window.groups, -(2**31))
-    np.maximum.at(
-        group_keys, at // window.block // window.group_blocks * 128 + at % window.block // window.vec, keys
-    )
-    memory = np.zeros(SMEM, "u1")
-    sizes = {
-        "x": x.nbytes,
-        "group_keys": 4 * window.groups,
-        "hits": 4 * capacity,
-        "candidates": 8 * capacity,
-        "counts": 16,
-    }
-    starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 16) * 16 for size in sizes.values())]).tolist()))
-    memory[: x.nbytes] = x.view("u1")
-    words(memory, starts["group_keys"], window.groups, "int32")[:] = group_keys
-    short = ["int16"] * window.compact
-    listed = Ref(capacity if window.compact else 2 * capacity, *short)
-    refs = [Ref(window.size, dtype), Ref(window.groups), Ref(capacity, *short), listed, Ref(128)]
-    extent = Extent(low, low + window.vocab, 7)
-    code = kernels.ptx_of(monkeypatch, "collect", window, *refs, bound, extent, all_groups=everywhere)
-    ptx.run(code, memory, **starts, bound=int(bound), **extent._asdict())
-    reach = np.flatnonzero((keys >= bound) & (at >= low) & (at < extent.high))
-    (n,) = words(memory, starts["counts"], 1)
-    if len(reach) > capacity:
-        assert n > capacity
-    else:
-        if window.compact:
-            code = kernels.ptx_of(
-                monkeypatch, "expand_positions", refs[0], listed, Ref(2 * capacity), n, extent.origin
-            )
-            ptx.run(code, memory, x=0, positions=starts["candidates"], n=int(n), origin=extent.origin)
-        candidates = words(memory, 0 if window.compact else starts["candidates"], capacity, "uint64")
-        np.testing.assert_array_equal(np.sort(candidates[:n]), np.sort(candidates_of(keys[reach], reach + 7)))
-        assert not candidates[n:].any()  # a sort of the whole list relies on empty entries
+    code = kernels.collect_ptx_of(window, dtype, k, everywhere)
+    ptx.run(code, memory, **operands, bound=int(bound))
+    reach = np.flatnonzero(keys >= bound)
+    (n,) = words(memory, operands["counts"], 1)
+    if len(reach) > code.capacity:
+        assert n > code.capacity
+        return
+    listed = words(memory, operands["candidates"], code.capacity, "uint16" if window.compact else "uint64")
+    expected = reach + low if window.compact else candidates_of(keys[reach], reach + low + 7)
+    np.testing.assert_array_equal(np.sort(listed[:n]), np.sort(expected))
+    assert not listed[n:].any()  # a sort of the whole list relies on empty entries
+
+
+SEARCHES = [
+    (Window(2007, 4, 8, 4), F32, 5),
+    (Window(2007, 4, 8, 4), F32, 130),
+    (Window(2048, 8, 4, 2), BF16, 64),
+    (Window(3001, 4, 8, 2, compact=True), F32, 300),
+    (Window(300, 4, 1, 1), F32, 200),  # fewer groups than winners
+]
+
+
+@pytest.mark.parametrize("kind", ["normal", "quantized", "crowded"])
+@pytest.mark.parametrize(("window", "dtype", "k"), SEARCHES, ids=str)
+def test_search(window, dtype, k, kind):
+    """The k best of a part, in order, ties by index: by the usual bound, or by an exact one."""
+    rng, low = np.random.default_rng(k), window.head // 2
+    normal = rng.standard_normal(window.vocab)
+    match kind:
+        case "normal":
+            rows = [normal]
+        case "quantized":
+            rows = [np.round(2 * normal)]
+        case _:
+            rows = [row for named in kernels.crowded(window.vocab, k, dtype) for row in named.values()]
+    code = kernels.search_ptx_of(window, dtype, k)
+    padded = -(-k // 128) * 128
+    for row in rows:
+        x = row.astype(dtype)
+        memory, operands = search_memory(window, x, k, low)
+        ptx.run(code, memory, **operands)
+        keys = oracle.order_key(x)
+        best = np.lexsort((np.arange(len(keys)), -keys.astype("int64")))[:k]
+        at = 12 * kernels.candidate_capacity(k) if window.compact else operands["group_keys"]
+        np.testing.assert_array_equal(words(memory, at, k, "int32"), keys[best])
+        np.testing.assert_array_equal(words(memory, at + 4 * padded, k), best + low + 7)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from pallas_softmax._src.triton import plan as triton_plan
 from tests.support import bounds, cases, oracle
 from tests.support import triton_kernels as triton
 from tests.support.cases import BF16, F32
-from tests.support.gpu import THREADS, only_triton
+from tests.support.gpu import THREADS, one_process, only_triton
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
+# A test compiles in many threads. Groups also begin first, and these tests are long.
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu"), one_process("every plan of triton")]
 
 
 def failures(check, plans):

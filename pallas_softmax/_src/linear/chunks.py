@@ -148,10 +148,14 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     Args:
       pieces, x, w, bias, tokens: as for `_projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
-      statistics: the result of `_projection`.
+      statistics: the result of `_projection`. Only gradients of 16-bit x use it.
       **static: as for `_projection`; and `with_dw`.
     """
-    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, statistics)[1:]
+    # XLA may compute float32 logits by other matrix product algorithms here than in the forward pass, and round them
+    # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
+    # of 0. So the gradient computes statistics of its own logits. This costs little beside float32 products.
+    known = statistics if x.dtype.itemsize == 2 else None
+    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, known)[1:]
 
 
 def _projection_with_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, **static):

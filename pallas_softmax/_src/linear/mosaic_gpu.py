@@ -13,7 +13,7 @@ from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.linear.chunks import operations_of
 from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.linear.pieces import pieces
-from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
+from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
 
 HOPPER = 9  # major compute capability of the GPUs that have wgmma
 
@@ -30,8 +30,7 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
         return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
     if 0 in (call.rows, call.vocab, call.depth):
         return Refusal("an array is empty")
-    # Most of a tile would be idle. Also, gradients of 1 or 2 columns are wrong on a GPU, for an unknown reason: see
-    # `test_few_columns` and `test_one_column`.
+    # Most of a tile would be idle.
     if call.vocab < TILE_N:
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
     return None
@@ -55,6 +54,7 @@ def _on_whole_atoms(
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
+    wide = max(wide, FEWEST_COLUMNS)
     if (rows, deep, wide) == (n, depth, vocab):
         return operation(x, w, bias, tokens, *of_rows, head=head, **static)
 

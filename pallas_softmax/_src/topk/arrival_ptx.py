@@ -1,4 +1,4 @@
-"""Inline PTX for the steps of `selection` while a row arrives. Thread t handles vector t of every block."""
+"""Inline PTX for the steps of a search while a row arrives. Thread t handles vector t of every block."""
 
 import math
 
@@ -8,26 +8,19 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk import candidates
 from pallas_softmax.online import Normalizer
 
 
-def clear(candidates, counts) -> None:
-    """Sets all entries of the list to 0, 16 bytes per thread at a time. Thread 0 sets both counts to 0."""
-    (items,) = candidates.shape
+def clear(list_smem, counts_smem) -> None:
+    """Empties the list of candidates."""
     p = CtaProgram()
-    thread, candidates_at, counts_at = p.operands("u32", "thread", "candidates", "counts")
-    p.barrier()
-    address, turn = p.at(candidates_at, thread, ACCESS_BYTES), p.var(thread)
-    with p.repeat() as again:
-        p.store(address, 0, 0, 0, 0)
-        p.increase(address, ACCESS_BYTES * WARPGROUP)
-        p.increase(turn, WARPGROUP)
-        again(turn < items * np.dtype(candidates.dtype).itemsize // ACCESS_BYTES)
-    p.store(counts_at, 0, 0, when=thread.equals(0))
-    p.barrier()
-    insert_ptx(p, {"candidates": candidates, "counts": counts})
+    (items,) = list_smem.shape
+    size = items * np.dtype(list_smem.dtype).itemsize
+    candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+    insert_ptx(p, {"candidates": list_smem, "counts": counts_smem})
 
 
 def add_step(
@@ -41,7 +34,7 @@ def add_step(
 
     Also writes the largest key of each of the thread's groups in the step.
     """
-    element, p = Elements(x_smem.dtype), CtaProgram()
+    element, p = Elements(x_smem.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
     x_at, keys_at = _step_addresses(p, window, element)
     vectors = [element.vector(p, x_at, b * window.block * element.itemsize) for b in range(blocks)]
@@ -65,7 +58,7 @@ def add_step(
     return Normalizer(*new)
 
 
-def _step_addresses(p: CtaProgram, window: Window, element: Elements) -> tuple[Value, Value]:
+def _step_addresses(p: Program, window: Window, element: Elements) -> tuple[Value, Value]:
     """Returns the addresses of the thread's first vector and first group key of step <step>."""
     thread, step, x, group_keys = p.operands("u32", "thread", "step", "x", "group_keys")
     step_bytes = window.step_blocks * window.block * element.itemsize
@@ -75,7 +68,7 @@ def _step_addresses(p: CtaProgram, window: Window, element: Elements) -> tuple[V
 
 
 def _largest_of_groups(
-    p: CtaProgram,
+    p: Program,
     window: Window,
     element: Elements,
     vectors: list[list[Value]],

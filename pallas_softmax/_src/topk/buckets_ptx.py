@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, store_winners
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, store_winners
 
-_CHUNK = 4  # candidates that a thread handles together
+_BATCH = 4  # candidates that a thread handles together
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
 _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
@@ -42,67 +42,55 @@ _OF_ZERO = 2**31  # the key of +0 in an entry; the key of -0 is one less
 _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
 
 
-def rank_by_buckets(
-    p: CtaProgram,
-    capacity: int,
-    k: int,
-    padded: int,
-    dtype,
-    vocab: int | None,
-    most: int,
-    otherwise: Callable[[Value], None],
-) -> None:
-    """Writes the k best of the first <n> candidates to <ranked>. A thread handles entries thread, thread + 128, ...
+def rank_by_buckets(p: CtaProgram, of: CandidateList, most: int, otherwise: Callable[[Value], None]) -> None:
+    """Writes the k best candidates in order. A thread handles entries thread, thread + 128, ...
 
     Args:
-      capacity: capacity of the list, and number of words in <buckets>.
-      padded, dtype, vocab: as in `ranking_ptx.rank`.
+      of: the candidates.
       most: if a bucket has more candidates than this, buckets are too slow.
       otherwise: called with the condition that a bucket has more. Jumps out if it holds, with the list unchanged.
     """
-    thread, buckets = p.operands("u32", "thread", "buckets")
-    each = capacity // WARPGROUP
-    mine = p.at(buckets, thread, 4 * each)  # the thread's counters
+    each = of.capacity // WARPGROUP
+    mine = p.at(of.buckets, p.thread, 4 * each)  # the thread's counters
     p.store(mine, *[0] * each)
-    values, greatest, least = _load_and_bracket(p, each)
-    distance, distances = _distances(p, greatest, least, dtype, vocab)
-    places = _count(p, values, distance, _factor(p, distances, capacity))
-    _start(p, mine, each, most, otherwise)
-    _group(p, values, places)
-    for have, chunk in _chunks(p, each):
-        _compare(p, have, values[chunk], places[chunk], k, padded)
+    values, greatest, least = _load_and_bracket(p, of, each)
+    distance, distances = _distances(p, greatest, least, of.dtype, of.vocab)
+    places = _count(p, of, values, distance, _factor(p, distances, of.capacity))
+    _start(p, of, mine, each, most, otherwise)
+    _group(p, of, values, places)
+    for have, batch in _batches(p, of, each):
+        _compare(p, of, have, values[batch], places[batch])
 
 
-def _chunks(p: CtaProgram, each: int) -> Iterator[tuple[list[Value], slice]]:
-    """Yields a thread's `each` candidates in chunks: one condition each, whether the thread has it, and their slice.
+def _batches(p: CtaProgram, of: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
+    """Yields a thread's `each` candidates in batches: one condition each, whether the thread has it, and their slice.
 
-    Work on the candidates of one chunk is independent, so it overlaps. All threads leave at the first chunk that is
+    Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
     empty for all of them.
     """
-    thread, n = p.operands("s32", "thread", "n")
+    thread, n = p.thread.bits("s32"), of.n.bits("s32")
     with p.block() as leave:
-        for first in range(0, each, _CHUNK):
+        for first in range(0, each, _BATCH):
             remaining = n - WARPGROUP * first
             leave(remaining <= 0)
-            some = slice(first, min(first + _CHUNK, each))
+            some = slice(first, min(first + _BATCH, each))
             yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
-def _load_and_bracket(p: CtaProgram, each: int) -> tuple[list[Value], Value, Value]:
+def _load_and_bracket(p: CtaProgram, of: CandidateList, each: int) -> tuple[list[Value], Value, Value]:
     """Loads the thread's candidates. Returns them, and the upper words of the greatest and the least of all."""
-    thread, candidates, ranked = p.operands("u32", "thread", "candidates", "ranked")
     greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
-    own = p.at(candidates, thread, CANDIDATE_BYTES)
+    own = of.at(p, p.thread)
     values = []
-    for have, chunk in _chunks(p, each):
-        turns = range(chunk.start, chunk.stop)
+    for have, batch in _batches(p, of, each):
+        turns = range(batch.start, batch.stop)
         values += [p.load(own, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i) for i in turns]
-        for has, value in zip(have, values[chunk]):
+        for has, value in zip(have, values[batch]):
             _, key = p.split(value)
             p.update(greatest, "max", key, when=has)
             p.update(least, "min", key, when=has)
     of_warp = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-    greater, smaller = p.of_warps(of_warp, ranked, lane=0)
+    greater, smaller = p.of_warps(of_warp, of.ranked, lane=0)
     return values, p.reduce("max", greater), p.reduce("min", smaller)
 
 
@@ -153,31 +141,33 @@ def _factor(p: CtaProgram, distances: Value, capacity: int) -> Value:
 
 
 def _count(
-    p: CtaProgram, values: list[Value], distance: Callable[[Value], Value], factor: Value
+    p: CtaProgram, of: CandidateList, values: list[Value], distance: Callable[[Value], Value], factor: Value
 ) -> list[Value]:
     """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
-    buckets = p.operand("buckets", "u32")
-    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_CHUNK]]
-    for have, chunk in _chunks(p, len(values)):
-        for has, value, place, number in zip(have, values[chunk], places[chunk], before):
+    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_BATCH]]
+    for have, batch in _batches(p, of, len(values)):
+        for has, value, place, number in zip(have, values[batch], places[batch], before):
             p.set(place, p.multiply_high(distance(value), factor))
-            p.take_into(number, p.at(buckets, place, 4), 1, when=has)
-        for place, number in zip(places[chunk], before):
+            p.take_into(number, p.at(of.buckets, place, 4), 1, when=has)
+        for place, number in zip(places[batch], before):
             p.set(number, number << _HALF)
             p.update(place, "or", number)
     p.barrier()
     return places
 
 
-def _start(p: CtaProgram, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]) -> None:
+def _start(
+    p: CtaProgram, of: CandidateList, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]
+) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
-    The starts are running sums: over the thread's counts, then the lower lanes, then the lower warps (in <ranked>).
+    The starts are running sums: over the thread's counts, then the lower lanes, then the lower warps, which exchange
+    their sums in the memory of the winners.
     """
     counts = p.load_vector(mine, "u32", each)
     start, total = p.scan(p.reduce("add", counts))
     held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = p.of_warps([total | held << _HALF], p.operand("ranked", "u32"), lane=LANES - 1)
+    (words,) = p.of_warps([total | held << _HALF], of.ranked, lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
     p.add_lower_warps(start, totals)
     otherwise(p.reduce("max", held) > most)
@@ -189,35 +179,33 @@ def _start(p: CtaProgram, mine: Value, each: int, most: int, otherwise: Callable
     p.barrier()
 
 
-def _group(p: CtaProgram, values: list[Value], places: list[Value]) -> None:
+def _group(p: CtaProgram, of: CandidateList, values: list[Value], places: list[Value]) -> None:
     """Writes the candidates back to the list, grouped by bucket.
 
     Afterwards a place has the start of the bucket, and in the upper half the number of candidates in it.
     """
-    buckets, candidates = p.operands("u32", "buckets", "candidates")
-    for have, chunk in _chunks(p, len(values)):
+    for have, batch in _batches(p, of, len(values)):
         before = []
-        for has, place in zip(have, places[chunk]):
+        for has, place in zip(have, places[batch]):
             before.append(place >> _HALF)
-            p.load_into(place, p.at(buckets, place & _LOWER, 4), when=has)
-        for has, value, place, number in zip(have, values[chunk], places[chunk], before):
-            p.store(p.at(candidates, (place & _LOWER) + number, CANDIDATE_BYTES), value, when=has)
+            p.load_into(place, p.at(of.buckets, place & _LOWER, 4), when=has)
+        for has, value, place, number in zip(have, values[batch], places[batch], before):
+            p.store(of.at(p, (place & _LOWER) + number), value, when=has)
     p.barrier()
 
 
 def _compare(
-    p: CtaProgram, have: list[Value], values: list[Value], places: list[Value], k: int, padded: int
+    p: CtaProgram, of: CandidateList, have: list[Value], values: list[Value], places: list[Value]
 ) -> None:
     """Compares each candidate with all others in its bucket, and writes it at its rank.
 
     Buckets that start at rank k or later are skipped.
     """
-    candidates = p.operand("candidates", "u32")
     ranks, addresses, counts = [], [], []
     for has, place in zip(have, places):
         rank = place & _LOWER
-        address = p.at(candidates, rank, CANDIDATE_BYTES)
-        counts.append(p.select(has & (rank < k), place >> _HALF, 0))
+        address = of.at(p, rank)
+        counts.append(p.select(has & (rank < of.k), place >> _HALF, 0))
         ranks.append(p.var(rank))
         addresses.append(p.var(address))
     most, turn = p.reduce("max", counts), p.var(0, "u32")
@@ -234,4 +222,4 @@ def _compare(
             p.increase(turn, 1)
             again(turn < most)
         for value, count, rank in zip(values, counts, ranks):
-            store_winners(p, [value], rank, k, padded, when=count > 0)
+            store_winners(p, of.ranked, [value], rank, of.k, when=count > 0)

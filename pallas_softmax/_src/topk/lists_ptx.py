@@ -1,46 +1,69 @@
-"""Inline PTX that ranks the winners of a few sorted lists by binary search: `selection.rank_lists`.
+"""Inline PTX that merges lists of winners of a row. Each list has k winners, in order, in device memory.
 
-A winner's rank is the number of better winners in all lists. A binary search counts them in each list. For k = 4:
+A few lists are ranked by binary search. A winner's rank is the number of better winners in all lists. A binary search
+counts them in each list. For k = 4:
 
     lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is better
     rank      0 3 4 . | 1 2 .  .        6: one better winner in its own list, two in the other
     ranked    9 8 7 6
+
+More lists are ranked like the candidates of a window: those winners that reach a bound.
 """
+
+import functools
+
+import numpy as np
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, candidate_of, store_winners
+from pallas_softmax._src.topk.candidates import (
+    CANDIDATE_BYTES,
+    LOWEST_KEY,
+    CandidateList,
+    candidate_of,
+    clear,
+    store_winners,
+)
+from pallas_softmax._src.topk.ranking_ptx import rank
+
+_LOADED_AT_ONCE = 8  # loads that a thread has in flight
 
 
-def rank_lists(candidates, ranked, keys_gmem, indices_gmem, row, lists: int, k: int, padded: int) -> None:
-    """Each thread handles every 128th winner, and counts the better winners list by list."""
+@functools.lru_cache(maxsize=16)
+def search_lists_program(lists: int, k: int) -> CtaProgram:
+    """Returns the program that writes the k best winners in the lists of row <row> to <ranked>, by binary search.
+
+    <keys>, <indices>     (rows, lists * k) int32, device memory
+    <candidates>          scratch in shared memory, with room for lists * k
+    <ranked>              see `CandidateList`
+
+    Each thread handles every 128th winner, and counts the better winners list by list.
+    """
     p = CtaProgram()
-    thread, row_number, candidates_at = p.operands("u32", "thread", "row", "candidates")
     keys, indices = p.operands("u64", "keys", "indices")
-    own = p.multiply_wide(row_number, lists * k) + p.convert(thread, "u64") << 2  # bytes
+    candidates, ranked = p.operands("u32", "candidates", "ranked")
+    own = p.multiply_wide(p.operand("row", "u32"), lists * k) + p.convert(p.thread, "u64") << 2  # bytes
     turns = range(-(-lists * k // WARPGROUP))
-    listed = [thread < lists * k - i * WARPGROUP for i in turns]
+    listed = [p.thread < lists * k - i * WARPGROUP for i in turns]
     loaded = [
         [p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=listed[i], space="global") for i in turns]
         for at in (keys, indices)
     ]
     values = [candidate_of(p, key, index) for key, index in zip(*loaded)]
-    own_candidate = p.at(candidates_at, thread, CANDIDATE_BYTES)
+    own_candidate = p.at(candidates, p.thread, CANDIDATE_BYTES)
     for i, value in enumerate(values):
         p.store(own_candidate, value, offset=CANDIDATE_BYTES * WARPGROUP * i, when=listed[i])
     p.barrier()
     ranks = [p.var(0, "u32") for _ in turns]
     for number in range(lists):
-        better = _better(p, candidates_at + CANDIDATE_BYTES * k * number, k, values)
-        for rank, of_list in zip(ranks, better):
-            p.increase(rank, of_list)
-    for value, rank, is_listed in zip(values, ranks, listed):
-        store_winners(p, [value], rank, k, padded, when=is_listed)
+        better = _better(p, candidates + CANDIDATE_BYTES * k * number, k, values)
+        for rank_, of_list in zip(ranks, better):
+            p.increase(rank_, of_list)
+    for value, rank_, is_listed in zip(values, ranks, listed):
+        store_winners(p, ranked, [value], rank_, k, when=is_listed)
     p.barrier()
-    refs = {"candidates": candidates, "ranked": ranked, "keys": keys_gmem, "indices": indices_gmem}
-    insert_ptx(p, refs, {"row": row})
+    return p
 
 
 def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Value]:
@@ -55,3 +78,47 @@ def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Va
             p.increase(end, CANDIDATE_BYTES * step, when=inside & (other > value))
         step //= 2
     return [(end - start) >> (CANDIDATE_BYTES.bit_length() - 1) for end in ends]
+
+
+@functools.lru_cache(maxsize=16)
+def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> CtaProgram:
+    """Returns the program that writes the k best of n winners to <ranked>. At least k of them must reach <bound>.
+
+    <keys>, <indices>     (rows, winners) int32, device memory; the <n> winners start at [row, first] of these arrays
+    <row>, <first>, <n>   numbers
+    <candidates>          shared memory for the winners that reach the bound, `capacity` entries
+    <counts>, <buckets>   scratch in shared memory
+    <ranked>              see `CandidateList`
+    """
+    p = CtaProgram()
+    candidates, counts, buckets, ranked = p.operands("u32", "candidates", "counts", "buckets", "ranked")
+    clear(p, candidates, CANDIDATE_BYTES * capacity, counts)
+    _collect(p, winners, candidates, counts, capacity)
+    n = p.load(counts, "u32")
+    rank(p, CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, None))
+    return p
+
+
+def _collect(p: CtaProgram, winners: int, candidates: Value, counts: Value, capacity: int) -> None:
+    """Loads every 128th winner per thread, eight at a time, and appends the winners that reach <bound> to the list."""
+    row, first, n = p.operands("u32", "row", "first", "n")
+    keys_at, indices_at = p.operands("u64", "keys", "indices")
+    bound = p.operand("bound", "s32")
+    each = capacity // WARPGROUP
+    number = p.multiply_wide(row, winners) + p.convert(first, "u64")
+    own = number + p.convert(p.thread, "u64") << 2  # bytes
+    keys, indices = ([p.fresh("s32") for _ in range(min(each, _LOADED_AT_ONCE))] for _ in range(2))
+    for start in range(0, each, _LOADED_AT_ONCE):
+        turns, listed = range(start, min(start + _LOADED_AT_ONCE, each)), []
+        for i, key, index in zip(turns, keys, indices):
+            listed.append(p.thread + i * WARPGROUP < n)
+            p.set(key, LOWEST_KEY)
+            p.set(index, 0)
+            offset = 4 * WARPGROUP * i
+            p.load_into(key, own + keys_at, offset=offset, when=listed[-1], space="global")
+            p.load_into(index, own + indices_at, offset=offset, when=listed[-1], space="global")
+        for is_listed, key, index in zip(listed, keys, indices):
+            with p.when(is_listed & (key >= bound)):
+                place = p.take_from(counts, 1)
+                p.store(p.at(candidates, place, CANDIDATE_BYTES), candidate_of(p, key, index))
+    p.barrier()

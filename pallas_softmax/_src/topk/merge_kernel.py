@@ -26,7 +26,8 @@ from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
-from pallas_softmax._src.topk import selection
+from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
 from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners, searches_lists
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax.online import Candidates, Normalizer
@@ -109,21 +110,18 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.combine_lanes(lane, scale=row_scale)
-        if final and searches_lists(fan_in, k):
-            selection.rank_lists(
-                candidates_smem,
-                best_smem,
-                lists_gmem.values,
-                lists_gmem.indices,
-                row,
-                fan_in,
-                k,
-                interpret=interpret,
-            )
+        if interpret:
+            _sort(lists_gmem, row, first * k, held * k, best_smem, k)
+        elif final and searches_lists(fan_in, k):
+            refs = {"candidates": candidates_smem, "ranked": best_smem}
+            refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
+            insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
-            _rank_by_bound(
-                lists_gmem, row, first, held, candidates_smem, counts_smem, buckets_smem, best_smem, request
-            )
+            refs = {"candidates": candidates_smem, "counts": counts_smem, "buckets": buckets_smem}
+            refs |= {"ranked": best_smem, "keys": lists_gmem.values, "indices": lists_gmem.indices}
+            bound = _bound(lists_gmem.values, row, first, held, k, interpret)
+            program = rank_lists_program(count * k, capacity, k, jnp.dtype(request.logits_dtype))
+            insert_ptx(program, refs, {"row": row, "first": first * k, "n": held * k, "bound": bound})
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
             best_smem, normalizer, row_scale, request, final,
@@ -144,27 +142,15 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
 
 
-def _rank_by_bound(
-    lists_gmem: WinnerLists,
-    row,
-    first,
-    held,
-    candidates_smem,
-    counts_smem,
-    buckets_smem,
-    best_smem,
-    request: Request,
-) -> None:
-    """Ranks the winners that reach a bound, in lists `first` to `first + held - 1` of a row, and writes the k best."""
-    k, interpret = request.k, request.interpret
-    selection.clear(candidates_smem, counts_smem, interpret=interpret)
-    bound = _bound(lists_gmem.values, row, first, held, k, interpret)
-    selection.collect_winners(
-        candidates_smem, counts_smem, lists_gmem.values, lists_gmem.indices, row, first * k, held * k, bound,
-        interpret=interpret,
-    )  # fmt: skip
-    n, dtype = counts_smem[0], request.logits_dtype
-    selection.rank(candidates_smem, n, buckets_smem, best_smem, k, dtype, None, interpret=interpret)
+def _sort(lists_gmem: WinnerLists, row, first, n, best_smem, k: int) -> None:
+    """Writes the k best of n winners of a row to shared memory, by a sort; only the interpreter runs this."""
+    keys, indices = lists_gmem.values[row], lists_gmem.indices[row]
+    number = jnp.arange(keys.size)
+    outside = (number < first) | (number >= first + n)
+    _, keys, indices = lax.sort((outside, ~keys, indices), num_keys=3)
+    padded = padded_winners(k)
+    best_smem[:k] = ~keys[:k]
+    best_smem[padded : padded + k] = indices[:k]
 
 
 def _bound(keys_gmem, row, first, held, k: int, interpret):

@@ -1,4 +1,4 @@
-"""Inline PTX for the k best of rows in registers, by merging short lists: `selection.take`, `selection.take_words`.
+"""Inline PTX for the k best of rows in registers, by merging short lists.
 
 A row lies over the `lanes` lanes of a tile. Each lane lists its best few elements. Then runs of lanes are merged in
 pairs: element i of one run is compared with element -1 - i of the other. `size` is k rounded up to a power of two. A
@@ -52,14 +52,14 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
-    """Returns packed keys of the k best of each row of a tile. For the arguments see `selection.take_words`."""
+    """Returns packed keys of the k best of each row of a tile. For the arguments see `tile_kernel`."""
     return packed_ptx.insert_in_tile(
         take_words_program(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row
     )
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row):
-    """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `selection.take`."""
+    """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `tile_kernel`."""
     return packed_ptx.insert_in_tile(take_program(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
 
 
@@ -85,17 +85,12 @@ def take_program(tile: Tile, vocab: int, k: int) -> Program:
         winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
         pairs = mending_ptx.near_ties(p, winners, lane, ones, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
-        least_near_tie = worst & ~ones
-        if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
-            least_near_tie = p.max(least_near_tie, LOWEST + 1)
-        others = p.var(0, "u32")
-        for i, word in enumerate(listed):
-            p.update(others, "or", 1 << i, when=(word < worst) & (word >= least_near_tie))
+        others = _other_near_ties(p, tile, vocab, listed, worst, ones) if k < vocab else None
         if length < len(words):
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~ones)
         found.append(_Found(winners, pairs, listed, others))
-    numbers = [f.pairs for f in found] + [f.others for f in found]
+    numbers = [f.pairs for f in found] + [f.others for f in found if f.others]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
 
     def keep(row):
@@ -127,7 +122,20 @@ class _Found(NamedTuple):
     winners: list[Value]  # the packed keys of the lane's winners
     pairs: Value  # has bit i set if winners i and i + 1 nearly tie
     listed: list[Value]  # the lane's list
-    others: Value  # has bit i set if listed element i did not win, but nearly ties with the last winner
+    others: Value | None  # see `_other_near_ties`; None if all elements of the row are winners
+
+
+def _other_near_ties(
+    p: Program, tile: Tile, vocab: int, listed: list[Value], worst: Value, ones: int
+) -> Value:
+    """Returns a word with bit i set if listed element i did not win, but nearly ties with the last winner, `worst`."""
+    least = worst & ~ones
+    if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
+        least = p.max(least, LOWEST + 1)
+    others = p.var(0, "u32")
+    for i, word in enumerate(listed):
+        p.update(others, "or", 1 << i, when=(word < worst) & (word >= least))
+    return others
 
 
 def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, int], ones: int) -> None:
@@ -139,6 +147,9 @@ def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, i
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
+    if others is None:
+        mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
+        return
     with p.loop() as leave:
         mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
         lanes = p.ballot(others.differs(0))

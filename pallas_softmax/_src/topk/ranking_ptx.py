@@ -1,11 +1,10 @@
-"""Inline PTX that ranks the candidates, with the 128 threads of a CTA: `selection.rank`."""
+"""Inline PTX that puts the candidates in order, with the 128 threads of a CTA."""
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.buckets_ptx import rank_by_buckets
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, store_winners
+from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, store_winners
 
 # Cycles on an H100, 4000 x 25000 float32, with two CTAs on a multiprocessor:
 #
@@ -20,72 +19,63 @@ _AT_ONCE = 4  # candidates that a thread compares with its own at once
 _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 
 
-def rank(candidates, n, buckets, ranked, k: int, padded: int, dtype, vocab: int | None) -> None:
+def rank(p: CtaProgram, of: CandidateList) -> None:
     """Writes the k best candidates in order. The number of candidates and their spread select the method:
 
-        up to 96 candidates        counting
-        more, no bucket is full    buckets
-        more, a bucket is full     buckets are abandoned for counting (lists of 256) or sorting (longer lists)
-
-    Args:
-      dtype: dtype of the logits.
-      vocab: an exclusive upper bound of the indices, or None.
+    up to 96 candidates        counting
+    more, no bucket is full    buckets
+    more, a bucket is full     buckets are abandoned for counting (lists of 256) or sorting (longer lists)
     """
-    capacity = candidates.shape[0] // 2
-    p = CtaProgram()
-    countable = p.operand("n", "u32") <= _COUNTED
     with p.block() as finish:
-        if capacity <= _COMPARED:
+        if of.capacity <= _COMPARED:
             with p.block() as count:
-                count(countable)
+                count(of.n <= _COUNTED)
                 with p.block() as crowded:
-                    rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=crowded)
+                    rank_by_buckets(p, of, _IN_BUCKET, otherwise=crowded)
                     finish()
-                p.barrier()  # all threads have read what they reduced in <ranked>
-            _rank_by_counting(p, k, padded)
+                p.barrier()  # all threads have read what they reduced in the memory of the winners
+            _rank_by_counting(p, of)
         else:
             with p.block() as sort:
                 with p.block() as count:
-                    count(countable)
-                    rank_by_buckets(p, capacity, k, padded, dtype, vocab, _IN_BUCKET, otherwise=sort)
+                    count(of.n <= _COUNTED)
+                    rank_by_buckets(p, of, _IN_BUCKET, otherwise=sort)
                     finish()
-                _rank_by_counting(p, k, padded)
+                _rank_by_counting(p, of)
                 finish()
-            _rank_by_sorting(p, capacity, k, padded)
+            _rank_by_sorting(p, of)
     p.barrier()
-    insert_ptx(p, {"candidates": candidates, "buckets": buckets, "ranked": ranked}, {"n": n})
 
 
 # ---- by counting
 
 
-def _rank_by_counting(p: CtaProgram, k: int, padded: int) -> None:
+def _rank_by_counting(p: CtaProgram, of: CandidateList) -> None:
     """Ranks each candidate by counting the better ones:
 
     for own = thread, thread + 128, ... below n:
         rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
         write entry `own` at its rank, if the rank is below k
     """
-    thread, n, candidates = p.operands("u32", "thread", "n", "candidates")
-    own, last = p.var(thread), p.at(candidates, n, CANDIDATE_BYTES)
+    own, last = p.var(p.thread), of.at(p, of.n)
     with p.loop() as leave:
-        leave(own >= n)
-        value = p.load(p.at(candidates, own, CANDIDATE_BYTES), "u64")
-        rank, at = p.var(0, "u32"), p.var(candidates)
+        leave(own >= of.n)
+        value = p.load(of.at(p, own), "u64")
+        rank, at = p.var(0, "u32"), p.var(of.address)
         with p.repeat() as again:
             for other in p.load_vector(at, "u64", _AT_ONCE):
                 p.increase(rank, 1, when=other > value)
             p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
-        store_winners(p, [value], rank, k, padded)
+        store_winners(p, of.ranked, [value], rank, of.k)
         p.increase(own, WARPGROUP)
 
 
 # ---- by sorting
 
 
-def _rank_by_sorting(p: CtaProgram, size: int, k: int, padded: int) -> None:
-    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds size / 128 neighbours.
+def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:
+    """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds capacity / 128 neighbours.
 
     sort the values of each thread                            a run of one thread
     for run = 2, 4, ..., 128 threads:                         its halves are sorted, in opposite directions
@@ -96,10 +86,9 @@ def _rank_by_sorting(p: CtaProgram, size: int, k: int, padded: int) -> None:
     Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
     execute the same comparisons.
     """
-    thread, candidates = p.operands("u32", "thread", "candidates")
-    own = p.at(candidates, thread, CANDIDATE_BYTES)
+    own = of.at(p, p.thread)
     # The initial order is free. Loads of entries 128 apart have no bank conflicts.
-    values = [p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, size, WARPGROUP)]
+    values = [p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, of.capacity, WARPGROUP)]
     _sort_halves_of_thread(p, values)
     run = p.var(1, "u32")
     _complement_odd_runs(p, values, run)
@@ -110,13 +99,13 @@ def _rank_by_sorting(p: CtaProgram, size: int, k: int, padded: int) -> None:
         _complement_odd_runs(p, values, run)
         stride = p.var(run >> 1)
         with p.repeat() as next_stride:
-            _exchange(p, values, stride, own)
+            _exchange(p, of, values, stride, own)
             p.set(stride, stride >> 1)
             next_stride(stride.differs(0))
         _sort_bitonic(p, values)
         _complement_odd_runs(p, values, run)
         next_run(run < WARPGROUP)
-    store_winners(p, values, thread * len(values), k, padded)
+    store_winners(p, of.ranked, values, p.thread * len(values), of.k)
 
 
 def _compare_and_swap(p: CtaProgram, a: Value, b: Value) -> None:
@@ -159,13 +148,13 @@ def _sort_bitonic(p: CtaProgram, values: list[Value]) -> None:
 
 def _complement_odd_runs(p: CtaProgram, values: list[Value], run: Value) -> None:
     """Complements the values of threads in runs with odd numbers. A run has `run` threads."""
-    odd = (p.operand("thread", "u32") & run).differs(0)
+    odd = (p.thread & run).differs(0)
     ones = p.select(odd, -1, 0, "u64")
     for value in values:
         p.set(value, value ^ ones)
 
 
-def _exchange(p: CtaProgram, values: list[Value], stride: Value, own: Value) -> None:
+def _exchange(p: CtaProgram, of: CandidateList, values: list[Value], stride: Value, own: Value) -> None:
     """Exchanges values with thread ^ stride. The lower thread keeps the larger value of each pair.
 
     Threads of one warp exchange by shuffles. Threads of different warps exchange through the list.
@@ -174,8 +163,7 @@ def _exchange(p: CtaProgram, values: list[Value], stride: Value, own: Value) -> 
       stride: a power of two.
       own: the address of this thread's first entry.
     """
-    thread, candidates = p.operands("u32", "thread", "candidates")
-    upper = (thread & stride).differs(0)
+    upper = (p.thread & stride).differs(0)
 
     def keep(value: Value, other: Value) -> None:
         p.set(value, p.select((value < other) ^ upper, other, value))
@@ -190,6 +178,6 @@ def _exchange(p: CtaProgram, values: list[Value], stride: Value, own: Value) -> 
         for i, value in enumerate(values):
             p.store(own, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
         p.barrier()
-        partner = p.at(candidates, thread ^ stride, CANDIDATE_BYTES)
+        partner = of.at(p, p.thread ^ stride)
         for i, value in enumerate(values):
             keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i))

@@ -1,4 +1,4 @@
-"""How a CTA finds the k best of its part: by a bound and candidates, with bisection as the fallback.
+"""How a CTA finds the k best of its part of a row: by a bound and candidates, with bisection as the fallback.
 
 `window_kernel.py` shows the usual way on an example. The candidate count reveals failure. There are two kinds:
 
@@ -9,8 +9,7 @@
     chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
 
 Then bisection finds an exact bound. It counts over all elements. It ends as soon as at least k elements reach the
-bound, and one more condition holds: the elements that reach the bound fit into the list, or fewer than k exceed
-it.
+bound, and one more condition holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
 
     key     low                 middle                high
              |--------------------|--------------------|         at least k elements reach low,
@@ -18,165 +17,110 @@ it.
 
 If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
 candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
+
+On the GPU the search is one program of inline PTX (`search_ptx.py`), because Pallas has no scatter, sort or warp
+operations there. The interpreter sorts the part instead.
 """
 
-import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_softmax._src.gpu import blocks, sort_keys
+from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx.insert import insert_ptx
 from pallas_softmax._src.gpu.window import Extent, Window
-from pallas_softmax._src.topk import selection
-from pallas_softmax._src.topk.candidates import capacity_of
-from pallas_softmax._src.topk.plan import bound_rank
+from pallas_softmax._src.topk import arrival_ptx
+from pallas_softmax._src.topk.plan import ordering_words, padded_winners
+from pallas_softmax._src.topk.search_ptx import search_program
+from pallas_softmax.online import Normalizer, shift
 
 
-class _Bracket(NamedTuple):
-    """The interval of keys that the bisection narrows, and counts for its lower end. All fields are int32.
-
-    Attributes:
-      low: a key that at least k elements reach.
-      high: a key not below low. Fewer than k elements reach high + 1.
-      reach: number of elements that reach low.
-      exceed: number of elements that exceed low. For the initial low, which is not counted, the number of all elements.
-      turn: number of keys tried so far.
-    """
-
-    low: Any
-    high: Any
-    reach: Any
-    exceed: Any
-    turn: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowSearch:
-    """A part in shared memory, and the scratch memory of its search. `selection.py` describes these arrays.
+class SearchMemory(NamedTuple):
+    """References to the shared memory of a search.
 
     Attributes:
-      window: layout of the part.
-      extent: where in the window the part lies.
-      owned: number of elements in the part.
+      x: (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
+      group_keys: int32, the largest key of each group. A NaN counts as the highest key. Later the winners.
+      candidates: the list of candidates, int32; in a compact window a list of positions, int16.
+      hits: scratch of the same dtype: the numbers of the groups that reach the bound.
+      counts: (128,) int32: the number of candidates, and the number of groups in `hits`. The rest is scratch.
+
+    `plan.listed_items` has the lengths of `candidates` and `hits`.
     """
 
-    window: Window
-    extent: Extent
-    owned: Any
-    counts_smem: Any
-    group_keys_smem: Any
-    hits_smem: Any
-    candidates_smem: Any
-    x_smem: Any
-    interpret: Any
+    x: Any
+    group_keys: Any
+    candidates: Any
+    hits: Any
+    counts: Any
 
-    def find(self, k: int):
-        """Collects candidates that include the k best. Returns their number, at least k."""
-        capacity = capacity_of(self.candidates_smem)
-        bound = self._usual_bound(bound_rank(self.window, k, capacity))
-        self._collect(bound)
-        n = self.counts_smem[0]
-        return lax.cond((n < k) | (n > capacity), lambda: self._find_exactly(bound, k, capacity), lambda: n)
 
-    def _usual_bound(self, rank: int):
-        """Returns a key that the maxima of at least `rank` groups reach, or the lowest key if groups are fewer."""
-        groups = self.window.groups
-        if groups < rank:
-            return jnp.int32(sort_keys.lowest_key(self.x_smem.dtype))
-        return selection.bound(
-            self.group_keys_smem,
-            self.candidates_smem,
-            self.counts_smem,
-            groups,
-            rank,
-            interpret=self.interpret,
-        )
+def clear(memory: SearchMemory, *, interpret) -> None:
+    """Empties the list of candidates."""
+    if not interpret:
+        arrival_ptx.clear(memory.candidates, memory.counts)
 
-    def _collect(self, bound, *, all_groups=False):
-        """Appends the elements that reach the bound to the candidates."""
-        selection.collect(
-            self.window, self.x_smem, self.group_keys_smem, self.hits_smem, self.candidates_smem, self.counts_smem,
-            bound, self.extent, all_groups=all_groups, interpret=self.interpret,
-        )  # fmt: skip
 
-    def _find_exactly(self, failed, k: int, capacity: int):
-        """Collects again with an exact bound, so that the candidates are enough and fit. Returns their number.
+def add_step(
+    window: Window,
+    memory: SearchMemory,
+    step,
+    count: int,
+    lane: Normalizer,
+    scale,
+    *,
+    masked: bool,
+    interpret,
+) -> Normalizer:
+    """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
 
-        Args:
-          failed: the bound of the usual way.
-          capacity: number of entries of the list.
-        """
-        found = self._bisect(failed, k, capacity)
-        bound, all_fit = found.low, found.reach <= capacity
-        _, above = self._count(bound)  # `found.exceed` was not counted if low is still the lowest key
-        selection.clear(self.candidates_smem, self.counts_smem, interpret=self.interpret)
-        lax.cond(
-            all_fit | (above > 0),
-            lambda: self._collect(jnp.where(all_fit, bound, bound + 1), all_groups=True),
-            lambda: None,
-        )
-        lax.cond(all_fit, lambda: None, lambda: self._collect_ties(bound, above, k))
-        return jnp.where(all_fit, found.reach, k)
+    Args:
+      step: number of the step.
+      count: number of blocks in the step.
+      lane: the normalizer of each thread (128,) before the step.
+      scale: d is the sum of 2^((x - m) * scale).
+      masked: whether there is a mask. Then an element with the lowest key is masked, and counts as -inf.
+    """
+    if not interpret:
+        return arrival_ptx.add_step(window, memory.x, memory.group_keys, step, count, lane, scale, masked)
+    x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
+    x = x.reshape(count, WARPGROUP, window.vec)
+    if masked:
+        x = jnp.where(sort_keys.key(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+    x = x.astype(jnp.float32)
+    m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
+    s = shift(m)
+    terms = jnp.exp2((x - s[:, None]) * scale)
+    return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
 
-    def _bisect(self, failed, k: int, capacity: int) -> _Bracket:
-        """Returns a bracket with an exact low: at most `capacity` elements reach it, or fewer than k exceed it."""
-        dtype = self.x_smem.dtype
-        lowest = sort_keys.lowest_key(dtype)
-        # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound,
-        # fewer than k unmasked elements, or NaNs.
-        likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
 
-        def is_open(bracket: _Bracket):
-            too_many = (bracket.reach > capacity) & (bracket.exceed >= k)
-            return too_many & (bracket.low != bracket.high)
+def find_winners(window: Window, memory: SearchMemory, extent: Extent, k: int, *, interpret):
+    """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
-        def halve(bracket: _Bracket):
-            low, high, reach, exceed, turn = bracket
-            gap = high - low  # to be read as unsigned: it may exceed 2^31
-            middle = low + lax.shift_right_logical(gap, jnp.int32(1)) + (gap & 1)
-            for i, likely in enumerate(likely_keys):
-                middle = jnp.where((turn == i) & (likely > low) & (likely <= high), likely, middle)
-            reach_middle, exceed_middle = self._count(middle)
-            enough = reach_middle >= k
-            return _Bracket(
-                jnp.where(enough, middle, low),
-                jnp.where(enough, high, middle - 1),
-                jnp.where(enough, reach_middle, reach),
-                jnp.where(enough, exceed_middle, exceed),
-                turn + 1,
-            )
+    All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
+    """
+    if interpret:
+        _sort(window, memory, extent, k)
+        return memory.group_keys
+    program = search_program(window, jnp.dtype(memory.x.dtype), k)
+    insert_ptx(program, memory._asdict(), extent._asdict())
+    return pieces(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
 
-        start = _Bracket(jnp.int32(lowest), self._highest_key(), self.owned, self.owned, jnp.int32(0))
-        return lax.while_loop(is_open, halve, start)
 
-    def _highest_key(self):
-        """Returns a key that no element exceeds."""
+def _sort(window: Window, memory: SearchMemory, extent: Extent, k: int) -> None:
+    """Writes the k best of the part to `memory.group_keys`, by a sort of the window."""
+    position = jnp.arange(window.size)
+    outside = (position < extent.low) | (position >= extent.high)
+    _, key, position = lax.sort((outside, ~sort_keys.key(memory.x[: window.size]), position), num_keys=3)
+    padded = padded_winners(k)
+    memory.group_keys[:k] = ~key[:k]
+    memory.group_keys[padded : padded + k] = position[:k] + extent.origin
 
-        def load(i):
-            block = self.group_keys_smem.at[pl.ds(i * WARPGROUP, WARPGROUP)]
-            return blocks.load(block, interpret=self.interpret)
 
-        of_thread = lax.fori_loop(
-            1, self.window.groups_per_thread, lambda i, best: jnp.maximum(best, load(i)), load(0)
-        )
-        return jnp.max(of_thread)
-
-    def _count(self, bound):
-        """Returns how many elements reach the bound, and how many exceed it."""
-        reach, exceed = selection.count(
-            self.window, self.x_smem, self.group_keys_smem, bound, interpret=self.interpret
-        )
-        around = self.window.size - self.owned  # positions without an element, which hold -inf
-        neg_inf = sort_keys.key_of(-np.inf, self.x_smem.dtype)
-        return reach - jnp.where(neg_inf >= bound, around, 0), exceed - jnp.where(neg_inf > bound, around, 0)
-
-    def _collect_ties(self, bound, first, k: int):
-        """Fills entries `first` to k - 1 with the elements that equal the bound, in order of index."""
-        selection.collect_ties(
-            self.window, self.x_smem, self.hits_smem, self.candidates_smem, bound, self.extent, first, k,
-            interpret=self.interpret,
-        )  # fmt: skip
+def pieces(ref, *sizes: int) -> list:
+    """Returns references to consecutive pieces of a one-dimensional array, with these lengths."""
+    return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]

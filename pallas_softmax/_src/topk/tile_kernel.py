@@ -17,7 +17,7 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import sort_keys, tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.topk import selection
+from pallas_softmax._src.topk import merging_ptx
 from pallas_softmax._src.topk.tile_plan import merged_tile
 from pallas_softmax._src.topk.winners import probability
 from pallas_softmax.online import Candidates, Normalizer
@@ -45,9 +45,9 @@ def topk_rows(
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
         per_row = m, d, row_scale
         if by_words:
-            key, index, per_row = selection.take_words(plan, vocab, k, held, per_row, interpret=interpret)
+            key, index, per_row = _take_words(plan, vocab, k, held, per_row, interpret=interpret)
         else:
-            index, per_row = selection.take(plan, vocab, k, held, per_row, interpret=interpret)
+            index, per_row = _take(plan, vocab, k, held, per_row, interpret=interpret)
             key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, rows, interpret)
         m, d, row_scale = per_row
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
@@ -108,3 +108,39 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, ro
         return key
     keep = gather(mask_gmem, ref_row=mask.row)
     return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
+
+
+def _take(tile: Tile, vocab: int, k: int, key, per_row, *, interpret):
+    """Returns indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked (see `tiles.store`).
+
+    Args:
+      vocab: number of elements of a row. The tile may have more columns.
+      key: tile with the keys of the row's elements.
+      per_row: tiles that hold one number for each row. They are returned spread over the winners' tile.
+    """
+    if not interpret:
+        return merging_ptx.take(tile, vocab, k, key, per_row)
+    out = merged_tile(tile, k)
+    columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
+    _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
+    best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
+    return best, [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+
+
+def _take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
+    """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
+
+    Args:
+      bits: tile with the bits of the row's 16-bit elements, all ones for masked elements.
+      vocab, per_row: as in `_take`.
+    """
+    if not interpret:
+        word, per_row = merging_ptx.take_words(tile, vocab, k, bits, per_row)
+    else:
+        key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
+        words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
+        out = merged_tile(tile, k)
+        best = ~lax.sort(~words)[:, :k]
+        word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
+        per_row = [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+    return word >> 16, ~word & 0xFFFF, per_row

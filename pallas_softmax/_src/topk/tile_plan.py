@@ -66,18 +66,8 @@ TOO_SHORT = {
     2: 0.01,
 }  # highest share of warps with too short a list, for rows in any order, by bytes
 
-# If most of a row are winners, lists are whole rows of lanes, and fewer elements in a lane are faster: 65536 x 256
-# float32, k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. TODO
-#
-#                               k      sort      merges
-#     32768 x 512 float32      512    101 µs      112 µs
-#     32768 x 512 bfloat16     512     85.7 µs    104 µs
-#     32768 x 512 float32      260     95.6 µs     98.4 µs
-#     32768 x 512 bfloat16     260     83.8 µs     81.8 µs
-#     16384 x 1000 float32     600    235 µs      189 µs
-#     16384 x 1000 bfloat16    600    122 µs      106 µs
-#     16384 x 1000 bfloat16    900    139 µs      127 µs
-#     16384 x 2048 bfloat16   2048    327 µs      308 µs    (1,810 µs in a window)
+# If most of a row are winners, lists hold all elements of a lane, and fewer elements in a lane are faster: 65536 x 256
+# float32, k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. Longer rows have no lanes to spare.
 CROWDED_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
 MAX_CROWDED_LANE_ELEMENTS = 16  # the same if a row lies over all 32 lanes
 

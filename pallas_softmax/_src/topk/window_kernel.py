@@ -22,9 +22,7 @@ drawing of windows, blocks, steps and groups. `candidates.py` has a drawing of t
 
 import dataclasses
 import functools
-import itertools
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -44,9 +42,9 @@ from pallas_softmax._src.gpu.window_arrival import (
     part_of,
     start_copies,
 )
-from pallas_softmax._src.topk import merge_kernel, selection
-from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items, ordering_words
-from pallas_softmax._src.topk.search import WindowSearch
+from pallas_softmax._src.topk import merge_kernel
+from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items
+from pallas_softmax._src.topk.search import SearchMemory, add_step, clear, find_winners, pieces
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -89,22 +87,13 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         groups_smem, arrived, lists_smem, x_smem,
     ):  # fmt: skip
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        group_keys_smem, counts_smem = _pieces(groups_smem, words, WARPGROUP)
-        candidates_smem, hits_smem = _pieces(lists_smem, *listed_items(window, k))
-        search = WindowSearch(
-            window, part.extent, part.place.owned, counts_smem, group_keys_smem, hits_smem, candidates_smem, x_smem,
-            interpret,
-        )  # fmt: skip
+        group_keys_smem, counts_smem = pieces(groups_smem, words, WARPGROUP)
+        candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
+        memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
         row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
-        normalizer = _arrive(part, search, arrived, row_scale)
-        n = search.find(k)
-        buckets_smem, ranked_smem = hits_smem, group_keys_smem
-        if window.compact:
-            positions_smem = candidates_smem
-            candidates_smem, buckets_smem, ranked_smem = _pieces(x_smem, *ordering_words(k))
-            selection.expand_positions(x_smem, positions_smem, candidates_smem, n, part.extent.origin)
+        normalizer = _arrive(window, part, memory, arrived, row_scale, interpret)
+        ranked_smem = find_winners(window, memory, part.extent, k, interpret=interpret)
         number = part.place.row * window.count + part.place.index
-        selection.rank(candidates_smem, n, buckets_smem, ranked_smem, k, x.dtype, vocab, interpret=interpret)
         write_winners(
             WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), number, ranked_smem, normalizer, row_scale,
             request, final,
@@ -127,27 +116,21 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     )(x.reshape(view), scale, None if mask is None else mask.array)
 
 
-def _pieces(ref, *sizes: int) -> list:
-    """Returns references to consecutive pieces of a one-dimensional array, with these lengths."""
-    return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]
-
-
-def _arrive(part: Part, search: WindowSearch, arrived, scale) -> Normalizer:
+def _arrive(window: Window, part: Part, memory: SearchMemory, arrived, scale, interpret) -> Normalizer:
     """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
-    window, x_smem, interpret = search.window, search.x_smem, search.interpret
-    start_copies(window, part, x_smem, arrived)
-    fill_edges(window, part, x_smem, interpret=interpret)
-    selection.clear(search.candidates_smem, search.counts_smem, interpret=interpret)
+    start_copies(window, part, memory.x, arrived)
+    fill_edges(window, part, memory.x, interpret=interpret)
+    clear(memory, interpret=interpret)
 
-    def add_step(i, blocks, copied, carry):
+    def take_step(i, blocks, copied, carry):
         lane, keep = carry
         next_keep = mask_of_step(window, part, i + 1, interpret)  # its loads are in flight during this step
         if copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            mask_step(window, x_smem, i, [*keep[:blocks]], interpret=interpret)
-        lane = selection.add_step(
-            window, x_smem, search.group_keys_smem, i, blocks, lane, scale * online.LOG2_E,
+            mask_step(window, memory.x, i, [*keep[:blocks]], interpret=interpret)
+        lane = add_step(
+            window, memory, i, blocks, lane, scale * online.LOG2_E,
             masked=part.mask is not None, interpret=interpret,
         )  # fmt: skip
         return lane, next_keep
@@ -155,8 +138,8 @@ def _arrive(part: Part, search: WindowSearch, arrived, scale) -> Normalizer:
     empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
     carry = Normalizer(*empty), mask_of_step(window, part, 0, interpret)
     if window.full:
-        full_step = functools.partial(add_step, blocks=window.step_blocks, copied=True)
+        full_step = functools.partial(take_step, blocks=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, lambda i, carry: full_step(i, carry=carry), carry)
     if window.rest:
-        carry = add_step(jnp.int32(window.full), window.rest, len(window.copies()) > window.full, carry)
+        carry = take_step(jnp.int32(window.full), window.rest, len(window.copies()) > window.full, carry)
     return online.combine_lanes(carry[0], scale=scale)

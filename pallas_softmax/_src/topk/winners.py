@@ -74,7 +74,7 @@ def write_winners(
     Args:
       lists_gmem: references to the arrays of `lists_type`.
       at: number of the list.
-      ranked: the winners in shared memory, in the format of `selection.rank`, as int32 or float32.
+      ranked: the winners in shared memory, in the format of `CandidateList.ranked`, as int32 or float32.
       normalizer: the normalizer of the row, or of the part that the winners came from.
       scale: 1 / temperature of the row.
       request: the settings of the call.

@@ -21,6 +21,7 @@ class Elements:
     """Writes programs for elements of one dtype.
 
     Attributes:
+      dtype: the dtype.
       name: the dtype in PTX: "f32", "bf16" or "f16".
       itemsize: bytes of an element.
       halves: whether a word has two elements.
@@ -31,6 +32,7 @@ class Elements:
     """
 
     def __init__(self, dtype):
+        self.dtype = np.dtype(dtype)
         self.name = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
         self.itemsize = np.dtype(dtype).itemsize
         self.halves = self.itemsize == 2

@@ -1,0 +1,310 @@
+"""Inline PTX that lists the candidates of a part, with the 128 threads of a CTA.
+
+The groups that reach the bound are listed, and each thread takes every 128th group of the list. It handles 32 elements
+at once, and makes a mask with one bit for each. An example with four groups of 8 elements:
+
+    its groups    12         71         130        388
+    mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
+    candidates    | 12: 0 | 12: 5 | 71: 1 | 130: 0 | 388: 6 |     appended, two or four at a time
+"""
+
+from collections.abc import Callable
+
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.topk.candidates import (
+    CANDIDATE_BYTES,
+    LOWEST_KEY,
+    POSITION_BYTES,
+    CandidateList,
+    candidate_of,
+)
+from pallas_softmax._src.topk.window_ptx import HITS_BYTE, SCRATCH_BYTE, WindowProgram, log2
+
+_BITS = 32  # elements that a thread tests together, one for each bit of a word
+_ALL_ONES = 2**32 - 1
+# Up to this capacity of the list, a thread has so few candidates that it appends two at once, instead of four.
+_FEW_CANDIDATES = 256
+_LOADED_AT_ONCE = 8  # loads that a thread has in flight
+
+
+def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None:
+    """Appends the elements that reach the bound to the list. A thread handles 32 at once, from one or several groups:
+
+    n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
+    for turn = 0, 128 * groups at once, ... below n:
+        mask = a bit for each of the thread's 32 elements that is in the part and reaches the bound
+        place = reserve as many places as mask has bits
+        while mask: clear its lowest bit, write that element to entry `place`, place += 1
+
+    The first word of <counts> gets the number of candidates. If they do not fit, it is larger than the capacity:
+    further candidates are only counted. The list of groups may be too short for the groups. Then all threads leave at
+    once, and the number is the capacity + 1. `all_groups` needs no list of groups.
+    """
+    with p.block() as finish:
+        n = p.var(p.window.groups, "u32") if all_groups else _list_hits(p, bound, finish)
+        finish((p.thread & (WARPGROUP - LANES)) >= n)  # the first thread of the warp has no group
+        turn = p.var(p.thread)
+        with p.repeat() as again:
+            mask = _mask_turn(p, bound, turn, n, listed=not all_groups)
+            count = p.count_ones(mask)
+            place = p.take_from(p.counts, count, when=count.differs(0))
+            _append(p, mask, turn, place, listed=not all_groups)
+            p.increase(turn, _BITS // p.window.group_size * WARPGROUP)
+            again((turn & -LANES) < n)
+    p.barrier()
+
+
+def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
+    """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
+
+    A warp counts its groups that reach the bound, and reserves as many places. If all warps' groups together do not
+    fit, the number of candidates is set to more than the capacity, and all threads give up.
+
+    Args:
+      give_up: leaves the search.
+    """
+    own = p.at(p.group_keys, p.thread, 4)
+    lower_lanes, place = p.special("lanemask_lt"), p.fresh("u32")
+    each = p.window.groups_per_thread
+    for start in range(0, each, _LOADED_AT_ONCE):
+        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+        keys = [p.load(own, "s32", offset=4 * WARPGROUP * i) for i in turns]
+        count, before, reach = p.var(0, "u32"), [], []
+        for key in keys:
+            reach.append(key >= bound)
+            ballot = p.ballot(reach[-1])
+            before.append(p.count_ones(ballot & lower_lanes) + count)
+            count = count + p.count_ones(ballot)
+        with p.block() as leave:
+            leave(count.equals(0))
+            p.set(place, 0)
+            p.take_into(place, p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0))
+            first = p.shuffle(place, "idx", 0)
+            for i, reaches, lower in zip(turns, reach, before):
+                at = lower + first
+                p.store_hit(at, p.thread + WARPGROUP * i, when=reaches & (at < p.room))
+    p.barrier()
+    n = p.load(p.counts, "u32", offset=HITS_BYTE)
+    with p.when(n > p.room):
+        p.store(p.counts, p.capacity + 1, when=p.thread.equals(0))
+        give_up()
+    return n
+
+
+def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed: bool) -> Value:
+    """Returns a mask of the elements in groups turn, turn + 128, ... that are in the part and reach the bound.
+
+    The numbers turn, turn + 128, ... count the listed groups if `listed`, else all groups. Raw bits are compared
+    instead of keys:
+
+      * If the bound is not negative, this gives the same result. As integers, the bits of negative elements are < 0.
+      * If the bound is negative, all bits except the signs are inverted first. This turns negative elements into their
+        keys, and leaves the others above the bound.
+    """
+    window, element = p.window, p.element
+    groups, have = [], []
+    for i in range(_BITS // window.group_size):
+        number = turn + i * WARPGROUP
+        has = number < n
+        if listed:
+            groups.append(p.load_hit(number, has, default=0))
+        else:
+            key = p.load(p.at(p.group_keys, number, 4), "s32", when=has, default=LOWEST_KEY)
+            has = has & (key >= bound)
+            groups.append(p.select(has, number, 0))
+        have.append(has)
+    firsts, vectors = [], []
+    for group in groups:
+        first = p.first_position(group)
+        firsts.append(first)
+        vectors.append(_group_words(p, first))
+    mask, flip = p.var(0, "u32"), bound.sign() & element.flip
+    bound = bound << (16 if element.halves else 0)
+    for i, (first, has, words) in enumerate(zip(firsts, have, vectors)):
+        bits = _bits_reaching(p, words, bound, flip)
+        if window.groups * window.group_size > window.cut.shortest:  # some are outside
+            bits = _in_part(p, first, bits)
+        mask = mask | p.select(has, bits, 0) << i * window.group_size
+    return mask
+
+
+def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Value) -> Value:
+    """Returns a mask of the elements of the words that are not below `bound`, after an xor with `flip`."""
+    each = _BITS // 4  # bits per register: several registers make shorter dependency chains
+    elements = []
+    for word in words:
+        turned = word ^ flip
+        elements += [turned << 16, turned] if p.element.halves else [turned]
+    bits = [p.var(0, "u32") for _ in range(0, len(elements), each)]
+    for i, x in enumerate(elements):
+        p.update(bits[i // each], "or", 1 << i, when=x >= bound)
+    return p.reduce("or", bits)
+
+
+def _group_words(p: WindowProgram, first: Value) -> list[Value]:
+    """Returns the words of the group with this first position, loaded 16 bytes at a time."""
+    window, element, address = p.window, p.element, p.address(first)
+    offsets = [b * p.block_bytes for b in range(window.group_blocks)]
+    words = []
+    if window.blocks % window.group_blocks == 0:
+        for offset in offsets:
+            words += element.vector(p, address, offset)
+        return words
+    # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
+    in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
+    last = p.address(in_last_block)
+    for offset in offsets:
+        words += element.vector(p, p.min(address + offset, last))
+    return words
+
+
+def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
+    """Clears the bits of a group's elements outside the part: before <low>, and from <high> on.
+
+    Positions increase with the bits. Positions before <low> are in the first vector of the window.
+    """
+    window = p.window
+    starts = first.equals(0)
+    p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=starts)
+    rest = p.max(p.high - first.bits("s32"), 0).bits("u32")
+    blocks = rest >> log2(window.block)
+    in_vector = p.min(rest & (window.block - 1), window.vec)
+    return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
+
+
+def _append(p: WindowProgram, mask: Value, turn: Value, place: Value, *, listed: bool) -> None:
+    """Appends the elements with bits in `mask` at `place`, two or four at once. Clears `mask` and advances `place`."""
+    window = p.window
+    with p.loop() as leave:
+        leave(mask.equals(0) | (place >= p.capacity))
+        chosen, bits, groups = [], [], []
+        for i in range(2 if p.capacity <= _FEW_CANDIDATES else 4):
+            inside = place + i < p.capacity
+            chosen.append(inside & mask.differs(0))
+            bits.append(p.lowest_bit(mask))
+            p.update(mask, "and", mask - 1)
+            group = p.multiply_add(bits[-1] >> log2(window.group_size), WARPGROUP, turn)
+            groups.append(p.load_hit(group, chosen[-1]) if listed else group)
+        keys, positions = [], []
+        for choose, bit, group in zip(chosen, bits, groups):
+            in_group = bit & (window.group_size - 1)
+            block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
+            position = p.first_position(group) + p.multiply_add(block, window.block, in_vector)
+            if window.compact:
+                _store_position(p, place, position, choose)
+                p.increase(place, 1)
+                continue
+            # The element is loaded again, because registers cannot be indexed.
+            positions.append(position)
+            keys.append(p.element.load_bits(p, p.address(position), when=choose))
+        for choose, key, position in zip(chosen, keys, positions):
+            _store_candidate(p, place, p.element.key(key), position, choose)
+            p.increase(place, 1)
+
+
+def _store_position(p: WindowProgram, place: Value, position: Value, when: Condition) -> None:
+    """Writes a position as entry `place` of the list of a compact window."""
+    p.store(p.at(p.candidates, place, POSITION_BYTES), p.convert(position, "u16"), when=when)
+
+
+def _store_candidate(p: WindowProgram, place: Value, key: Value, position: Value, when: Condition) -> None:
+    """Writes an element as entry `place` of the list."""
+    candidate = candidate_of(p, key, position.bits("s32") + p.origin)
+    p.store(p.at(p.candidates, place, CANDIDATE_BYTES), candidate, when=when)
+
+
+# ---- ties
+
+
+def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
+    """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
+
+    Goes through the blocks in order, and numbers the ties:
+
+    base = first
+    for each block, while base < k:
+        before = base + ties of lower lanes of this warp + ties of lower warps
+        for each tie in the thread's vector:
+            if before < k: write it to entry `before`
+            before += 1
+        base += ties in the block
+    """
+    window, k = p.window, p.k
+    base, parity = p.var(first), p.var(0, "u32")
+    lower_lanes, scratch = p.special("lanemask_lt"), p.counts + SCRATCH_BYTE
+    position = (p.thread * window.vec).bits("s32")
+    address, block = p.at(p.x, p.thread, ACCESS_BYTES), p.var(0, "u32")
+    with p.loop() as leave:
+        leave((block >= window.blocks) | (base >= k))
+        keys = p.element.keys(p.element.vector(p, address))
+        tied, before, in_warp = _tied_in_warp(p, keys, tie, position, lower_lanes)
+        # Two places alternate, so that one barrier for each block suffices.
+        (totals,) = p.of_warps([in_warp], p.at(scratch, parity, 4 * WARPS), lane=0)
+        p.increase(before, base)
+        p.add_lower_warps(before, totals)
+        p.increase(base, p.reduce("add", totals))
+        for j, is_tied in enumerate(tied):
+            with p.when(is_tied & (before < k)):
+                if window.compact:
+                    _store_position(p, before, position + j, None)
+                else:
+                    _store_candidate(p, before, tie, position + j, None)
+            p.increase(before, 1, when=is_tied)
+        p.increase(address, p.block_bytes)
+        p.increase(position, window.block)
+        p.increase(block, 1)
+        p.update(parity, "xor", 1)
+    p.barrier()
+
+
+def _tied_in_warp(
+    p: WindowProgram, keys: list[Value], tie: Value, first_position: Value, lower_lanes: Value
+) -> tuple[list[Value], Value, Value]:
+    """Finds a thread's keys that equal `tie` and are in the part. The first key is at `first_position`.
+
+    Returns one condition for each key, the number of such keys in the lower lanes of the warp, and their number in the
+    whole warp. `lower_lanes` is the bit mask of the lower lanes.
+    """
+    in_warp, before = p.var(0, "s32"), p.var(0, "s32")
+    tied = []
+    for j, key in enumerate(keys):
+        position = first_position + j
+        equal = key.equals(tie)
+        from_low = equal & (position >= p.low)
+        tied.append(from_low & (position < p.high))
+        ballot = p.ballot(tied[-1])
+        p.increase(in_warp, p.count_ones(ballot))
+        p.increase(before, p.count_ones(ballot & lower_lanes))
+    return tied, before, in_warp
+
+
+# ---- from positions to candidates
+
+
+def expand_positions(p: WindowProgram, of: CandidateList) -> None:
+    """Turns the list of positions into the list of candidates `of`, which overwrites the row.
+
+    Loads every 128th candidate of a thread to registers, and writes it after a barrier. Entries after the last
+    candidate become empty, as they are in a window that is not compact.
+    """
+    each = p.capacity // WARPGROUP
+    own = p.at(p.candidates, p.thread, POSITION_BYTES)
+    values = [p.var(0, "u64") for _ in range(of.capacity // WARPGROUP)]
+    with p.block() as leave:
+        for first in range(0, each, _LOADED_AT_ONCE):
+            leave(of.n <= WARPGROUP * first)
+            loaded = []
+            for i in range(first, min(first + _LOADED_AT_ONCE, each)):
+                listed = p.thread + WARPGROUP * i < of.n
+                offset = POSITION_BYTES * WARPGROUP * i
+                position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
+                loaded.append((i, listed, position, p.element.load_bits(p, p.address(position))))
+            for i, listed, position, bits in loaded:
+                candidate = candidate_of(p, p.element.key(bits), position.bits("s32") + p.origin)
+                p.set(values[i], candidate, when=listed)
+    p.barrier()
+    at = of.at(p, p.thread)
+    for i, value in enumerate(values):
+        p.store(at, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
+    p.barrier()

@@ -1,0 +1,171 @@
+"""The program that finds the k best of the part of a row in a window, and puts them in order.
+
+    stage                                                          file
+    a bound that at least k elements reach, and few more           bound_ptx
+    the elements that reach it: the candidates                     collect_ptx
+    if they are fewer than k, or do not fit: an exact bound        here
+    the order of the candidates                                    ranking_ptx, buckets_ptx
+
+`search.py` explains the search. All stages use `window_ptx`.
+"""
+
+import functools
+
+import numpy as np
+
+from pallas_softmax._src.gpu import sort_keys
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk.bound_ptx import find_bound
+from pallas_softmax._src.topk.candidates import CandidateList, clear
+from pallas_softmax._src.topk.collect_ptx import collect, collect_ties, expand_positions
+from pallas_softmax._src.topk.plan import bound_rank, ordering_words
+from pallas_softmax._src.topk.ranking_ptx import rank
+from pallas_softmax._src.topk.window_ptx import SCRATCH_BYTE, WindowProgram
+
+
+@functools.lru_cache(maxsize=16)
+def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
+    """Returns the program. `search.py` describes the arrays <x>, <group_keys>, <candidates>, <hits> and <counts>.
+
+    <low>, <high> and <origin> are the `Extent` of the part. The k best end up in <group_keys>, or in a compact window
+    after the other arrays of `plan.ordering_words` at the start of <x>: keys, then indices from padded_winners(k) on.
+    """
+    p = WindowProgram(window, dtype, k)
+    lowest = sort_keys.lowest_key(dtype)
+    bound_at = bound_rank(window, k, p.capacity)
+    bound = find_bound(p, bound_at) if window.groups >= bound_at else p.var(lowest, "s32")
+    collect(p, bound)
+    n = p.var(p.load(p.counts, "u32"))
+    with p.when((n < k) | (n > p.capacity)):
+        _find_exactly(p, bound, n)
+    listed = _candidates(p, n)
+    if window.compact:
+        expand_positions(p, listed)
+    rank(p, listed)
+    return p
+
+
+def _candidates(p: WindowProgram, n: Value) -> CandidateList:
+    """Returns the list of n candidates; in a compact window, the one that takes the place of the row."""
+    window, k, vocab = p.window, p.k, p.window.vocab
+    if not window.compact:
+        return CandidateList(p.candidates, n, p.capacity, p.hits, p.group_keys, k, p.element.dtype, vocab)
+    words, bucket_words, _ = ordering_words(k)
+    buckets = p.x + 4 * words
+    ranked = buckets + 4 * bucket_words
+    return CandidateList(p.x, n, words // 2, buckets, ranked, k, p.element.dtype, vocab)
+
+
+# ---- an exact bound
+
+
+def _find_exactly(p: WindowProgram, failed: Value, n: Value) -> None:
+    """Collects again with an exact bound, so that the candidates are enough and fit. Sets `n` to their number.
+
+    Args:
+      failed: the bound that failed.
+      n: changed.
+    """
+    bound, reach, exceed = _bisect(p, failed)
+    all_fit = p.var(reach <= p.capacity)
+    clear(p, p.candidates, p.list_bytes, p.counts)
+    with p.when(all_fit | (exceed > 0)):
+        collect(p, p.select(all_fit, bound, bound + 1), all_groups=True)
+    with p.when(~all_fit):
+        collect_ties(p, bound, exceed)
+    p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
+
+
+def _bisect(p: WindowProgram, failed: Value) -> tuple[Value, Value, Value]:
+    """Returns an exact bound, how many elements reach it, and how many exceed it.
+
+    At least k elements reach the bound. Either all of them fit into the list, or fewer than k exceed the bound. low and
+    high bracket it: at least k elements reach low, and fewer than k exceed high.
+    """
+    k, dtype = p.k, p.element.dtype
+    lowest = sort_keys.lowest_key(dtype)
+    # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer
+    # than k unmasked elements, or NaNs.
+    likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
+    low, high = p.var(lowest, "s32"), p.var(_highest_key(p))
+    reach, exceed = (p.var(p.high - p.low) for _ in range(2))
+    turn = p.var(0, "u32")
+    with p.loop() as leave:
+        too_many = (reach > p.capacity) & (exceed >= k)
+        leave(~(too_many & low.differs(high)))
+        gap = (high - low).bits("u32")  # it may exceed 2^31
+        middle = p.var(low + ((gap >> 1) + (gap & 1)).bits("s32"))
+        for i, likely in enumerate(likely_keys):
+            likely = likely if isinstance(likely, Value) else p.var(likely, "s32")
+            inside = (likely > low) & (likely <= high)
+            p.set(middle, likely, when=inside & turn.equals(i))
+        reach_middle, exceed_middle = _count(p, middle, turn)
+        enough = p.var(reach_middle >= k)
+        for register, found in ((low, middle), (reach, reach_middle), (exceed, exceed_middle)):
+            p.set(register, found, when=enough)
+        p.set(high, middle - 1, when=~enough)
+        p.increase(turn, 1)
+    with p.when(low.equals(lowest)):  # not counted yet
+        p.set(exceed, _count(p, low, turn)[1])
+    return low, reach, exceed
+
+
+def _highest_key(p: WindowProgram) -> Value:
+    """Returns a key that no element exceeds: the largest of the group_keys."""
+    address, groups = p.at(p.group_keys, p.thread, 4), p.var(0, "u32")
+    highest = p.load(address, "s32")
+    with p.repeat() as again:
+        p.update(highest, "max", p.load(address, "s32"))
+        p.increase(address, 4 * WARPGROUP)
+        p.increase(groups, 1)
+        again(groups < p.window.groups_per_thread)
+    (of_warps,) = p.of_warps([p.over_lanes("max", highest)], _place(p, 1), lane=0)
+    return p.reduce("max", of_warps)
+
+
+def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
+    """Returns how many elements of the part reach the bound, and how many exceed it.
+
+    for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
+
+    Args:
+      turn: the number of the call, from 0 on.
+    """
+    window, element = p.window, p.element
+    reach, exceed = (p.var(0, "s32") for _ in range(2))
+    address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
+    blocks_left = p.var(window.blocks, "u32")
+    with p.repeat() as next_group:
+        largest = p.load(group, "s32")
+        blocks = p.min(blocks_left, window.group_blocks)
+        p.update(blocks_left, "sub", blocks)
+        with p.block() as counted:
+            with p.when(largest < bound):
+                p.set(address, p.at(address, blocks, p.block_bytes))
+                counted()
+            with p.repeat() as next_block:
+                for key in element.keys(element.vector(p, address)):
+                    p.increase(reach, 1, when=key >= bound)
+                    p.increase(exceed, 1, when=key > bound)
+                p.increase(address, p.block_bytes)
+                p.update(blocks, "sub", 1)
+                next_block(blocks.differs(0))
+        p.increase(group, 4 * WARPGROUP)
+        next_group(blocks_left.differs(0))
+    of_warp = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
+    reaches, exceeds = p.of_warps(of_warp, _place(p, turn & 1), lane=0)
+    # Positions outside the part hold -inf, and are counted as well.
+    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of(-np.inf, element.dtype)
+    outside_reach = p.select(bound <= neg_inf, around, 0)
+    outside_exceed = p.select(bound < neg_inf, around, 0)
+    return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed
+
+
+def _place(p: WindowProgram, number: Value | int) -> Value:
+    """Returns the address of place 0 or 1 for sums of warps. Calls alternate, so that each needs one barrier only."""
+    size = 2 * 4 * WARPS
+    if isinstance(number, int):
+        return p.counts + (SCRATCH_BYTE + size * number)
+    return p.at(p.counts + SCRATCH_BYTE, number, size)

@@ -1,0 +1,79 @@
+"""The base of all stages of the program that searches a window: addresses, extent, positions and groups."""
+
+from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.topk.plan import listed_items
+
+SCRATCH_BYTE = 16  # offset of the scratch in <counts>
+HITS_BYTE = (
+    4  # offset in <counts> of the number of groups that reach the bound; the number of candidates is before
+)
+
+
+class WindowProgram(CtaProgram):
+    """A program for the part of a row in a `Window`. `search_ptx.search_program` describes its operands.
+
+    Attributes:
+      window: how the part lies in shared memory.
+      element: writes programs for elements of the dtype.
+      k: number of winners.
+      capacity, room: how many entries the lists of candidates and of groups have room for.
+      list_bytes: bytes of the list of candidates.
+      x, group_keys, candidates, hits, counts: addresses.
+      low, high: the first position of the part, and the position after it.
+      origin: the index in the row of position 0.
+    """
+
+    def __init__(self, window: Window, dtype, k: int):
+        super().__init__()
+        self.window, self.element, self.k = window, Elements(dtype), k
+        items, self.room = listed_items(window, k)
+        self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
+        self.x, self.group_keys = self.operands("u32", "x", "group_keys")
+        self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
+        self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
+
+    # --- Positions and groups
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.window.block * self.element.itemsize
+
+    def address(self, position: Value) -> Value:
+        """Returns the address of a position."""
+        return self.at(self.x, position, self.element.itemsize)
+
+    def first_position(self, group: Value) -> Value:
+        """Returns the first position of a group."""
+        window = self.window
+        of_first_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
+        return self.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
+
+    # --- The list of groups that reach the bound, and the list of candidates
+
+    def store_hit(self, at: Value, group: Value, when: Value) -> None:
+        """Writes the number of a group to entry `at` of the list of groups."""
+        value = self.convert(group, "u16") if self.window.compact else group
+        self.store(self._hit(at), value, when=when)
+
+    def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
+        """Returns a group from the list. If `when` does not hold: the default, or an undefined number without one."""
+        address = self._hit(at)
+        if self.window.compact:
+            return self.convert(self.load(address, "u16", when=when, default=default), "u32")
+        if default is not None:
+            return self.load(address, "u32", when=when, default=default)
+        self.load_into(address, address, when=when)  # overwriting the address saves a register
+        return address
+
+    def _hit(self, at: Value) -> Value:
+        return self.at(self.hits, at, 2 if self.window.compact else 4)
+
+
+def log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1
