@@ -76,9 +76,6 @@ class Loss:
     direction: str  # forward or both
 
 
-# --- The contenders -------------------------------------------------------------------------------------
-
-
 def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
     """Returns one loss per token. The logits are in memory, in `dtype`."""
     z = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
@@ -197,9 +194,6 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     return Call(run=run, wait=wait, fetch=fetch_jax, ran="torch")
 
 
-# --- One loss -------------------------------------------------------------------------------------------
-
-
 def make_losses(chosen: Any) -> list[Loss]:
     """Returns every loss that the flags ask for.
 
@@ -297,8 +291,6 @@ VIEW = View(
 )
 BENCHMARK = Benchmark("linear", make_losses, run_loss, VIEW)
 
-
-# --- A language model -----------------------------------------------------------------------------------
 
 _CONTEXT = 8  # previous tokens that the model sees
 _LAST = 10  # the final loss is the mean over this many steps

@@ -39,9 +39,6 @@ class Wrong(Exception):
     """A result is wrong. The contender is not timed."""
 
 
-# --- One case -------------------------------------------------------------------------------------------
-
-
 def measure(
     records: Iterable[Record],
     prepare: Callable[[Record], Call | None],
@@ -140,9 +137,6 @@ def relative_errors(got: Any, want: Any) -> Any:
 def largest_error(got: Any, want: Any) -> float:
     """Returns the largest relative error over the arrays of two trees. A NaN is the largest."""
     return float(np.max([np.asarray(error) for error in jax.tree.leaves(relative_errors(got, want))]))
-
-
-# --- The run --------------------------------------------------------------------------------------------
 
 
 def progress(todo: list[Any], name: str) -> Iterator[Any]:

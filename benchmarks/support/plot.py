@@ -92,9 +92,6 @@ def ours_of(rows: Frame) -> Frame:
     return rows[rows.contender == ("auto" if "auto" in names else names[0])] if names else rows[:0]
 
 
-# --- Heat maps ------------------------------------------------------------------------------------------
-
-
 def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what: str) -> None:
     """Draws the speed-up of ours, and the share of the memory's bandwidth that it reaches, over all cases.
 
@@ -190,9 +187,6 @@ def _logits(kind: str) -> str:
     return f"{kind} ({LOGITS.get(kind, 'a file')})"
 
 
-# --- Lines ----------------------------------------------------------------------------------------------
-
-
 def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
     """Draws a line for each contender over logarithmic axes. A hollow point's result differs from the oracle's."""
     for name, own in rows[rows[y].notna()].groupby("contender", sort=False):
@@ -246,9 +240,6 @@ def over_sizes(rows: Frame, document: dict[str, Any], file: Path, x: str, baseli
         bottom.set_xticks(sorted(rows.k.unique()), [f"{k:.0f}" for k in sorted(rows.k.unique())])
     legend(figure, bottom, rows)
     finish(figure, file, document, title)
-
-
-# --- Bars -----------------------------------------------------------------------------------------------
 
 
 def bars(axis: Any, rows: Frame, values: Frame, unit: str) -> None:

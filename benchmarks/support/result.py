@@ -102,9 +102,6 @@ def flat(case: Any) -> dict[str, Any]:
     return columns
 
 
-# --- Provenance and JSON --------------------------------------------------------------------------------
-
-
 def _output_of(*command: str) -> str:
     """Returns the output of a command, or "" if it fails."""
     try:
@@ -172,9 +169,6 @@ def as_text(document: dict[str, Any]) -> str:
 
 def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
-
-
-# --- What pandas makes of it ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,9 +57,6 @@ def texts(figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
 
 
-# --- Pictures -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", first_values(3, PICTURES))
 def test_a_picture_states_its_finding_and_its_provenance(drawn, name):
     figure = drawn(name)
@@ -135,9 +132,6 @@ def test_the_model_says_where_it_is_off(drawn):
     assert "-50% on 1, +0% on 8" in sharded.misses({1: 20.0, 8: 10.0}, lambda n: 10.0)
 
 
-# --- Results and tables ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("file", FILES, **FOLDER)
 def test_a_csv_follows_from_its_json(file):
     document = result.read(file)
@@ -191,9 +185,6 @@ def test_wide_tables_fit():
 )
 def test_numbers(value, text):
     assert result.number(value) == text
-
-
-# --- Help -----------------------------------------------------------------------------------------------
 
 
 def test_help_lists_every_benchmark():

@@ -43,9 +43,6 @@ def test_on_eight_devices():
     assert len(report) == 15 and not failures, "\n".join(failures)
 
 
-# --- Reading compiled programs --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "line, expected",
     [
@@ -122,9 +119,6 @@ def test_bytes_that_a_device_receives(kind, received):
     assert Collective(kind, 100, 4).received == received
     if kind != "collective-permute":
         assert Collective(kind, 100, 1).received == 0
-
-
-# --- Measurements ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -238,9 +232,6 @@ def test_how_rows_compare(parse):
     assert np.isnan(found[4, "jax"].of_linear) and found[4, "jax.nn.softmax"].of_linear == 50 / 80
 
 
-# --- The command line -----------------------------------------------------------------------------------
-
-
 def test_flags_become_layouts(parse, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     chosen = parse(sharded, "--shapes=8x64x5,12x20", "--devices=4,1,8,4", "--dtype=float32,bfloat16")
@@ -279,9 +270,6 @@ def test_flag_files_have_the_documented_shapes(parse, monkeypatch):
         for each in sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded_bf16.flags"))
     }
     assert bf16.dtype == "bfloat16" and (bf16.batch, bf16.vocab, bf16.k) == sharded.PICTURED
-
-
-# --- Predictions ----------------------------------------------------------------------------------------
 
 
 def predict(mesh, machine=MACHINE, k=64):
