@@ -71,9 +71,9 @@ def _last_key(f: FilterSearch, high: Value, low: Value, above: Value) -> Value:
     Returns:
       How many entries with that key are kept.
     """
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     masses = Masses(p, high)
-    sums = p.var(p.word(layout.histogram))
+    sums = p.var(p.word(plan.histogram))
     other_sums = p.var(sums + 4 * 2 * DIGIT)
     extent = p.var(high.bits("u32") - low.bits("u32"))
     rest = f.goal - above  # what the range must reach
@@ -91,16 +91,16 @@ def _last_key(f: FilterSearch, high: Value, low: Value, above: Value) -> Value:
         leave(extent.equals(0))
         shift = p.max(p.highest_bit(extent).bits("s32") - (_DIGIT_BITS - 1), 0).bits("u32")
         zero = p.var(0, "u32")
-        for first in range(0, 2 * DIGIT, layout.threads):
+        for first in range(0, 2 * DIGIT, plan.threads):
             p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
         p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
         p.sync_cluster()
         with p.when(p.warp.equals(0)):
             bucket, left = _bucket_that_reaches(p, sums, rest)
-            p.store(p.word(layout.picked), bucket, left.bits("u32"), when=p.first_lane)
+            p.store(p.word(plan.picked), bucket, left.bits("u32"), when=p.first_lane)
         p.barrier()
-        bucket, left = p.load_vector(p.word(layout.picked), "u32", 2)
+        bucket, left = p.load_vector(p.word(plan.picked), "u32", 2)
         p.set(rest, left.bits("f32"))
         skipped = bucket << shift
         p.set(high, (high.bits("u32") - skipped).bits("s32"))
@@ -170,7 +170,7 @@ def _of_row(p: RowProgram, key: Value) -> tuple[Value, Value]:
             p.increase(number, 1, its.equals(key))
 
     p.sweep(take)
-    p.over_cta(["add", "add"], [above, number], [0.0, 0], p.layout.kept)
+    p.over_cta(["add", "add"], [above, number], [0.0, 0], p.plan.kept)
     p.sync_cluster()
-    above, number = p.of_ctas(p.layout.kept, 2)
+    above, number = p.of_ctas(p.plan.kept, 2)
     return above.bits("f32"), number

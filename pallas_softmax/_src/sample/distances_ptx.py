@@ -36,7 +36,7 @@ class Widths:
     """
 
     def __init__(self, p: RowProgram, total: Value):
-        depth = p.log2(p.divide(p.var(float(p.layout.window.vocab), "f32"), total))
+        depth = p.log2(p.divide(p.var(float(p.plan.window.vocab), "f32"), total))
         per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * SPAN, 2.0**-10))
         self.per_unit = p.min(p.scale * per_octave, 1e30)
         self.octaves = p.divide(p.scale, self.per_unit)
@@ -52,10 +52,10 @@ def zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
 
 def _count(f: FilterSearch, widths: Widths) -> None:
     """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     f.clear()
     # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
-    base = p.word(layout.histogram) - (4 * _MAGIC_BITS) % 2**32
+    base = p.word(plan.histogram) - (4 * _MAGIC_BITS) % 2**32
 
     def add(x):
         bits = p.multiply_add(p.top - x, widths.per_unit, _MAGIC).bits("u32")
@@ -83,13 +83,13 @@ def _measure_of(f: FilterSearch, widths: Widths, bucket: Value) -> Value:
 
 def _edges(f: FilterSearch, widths: Widths) -> tuple[Value, Value]:
     """Returns the least and the greatest element of the zone; warp 1 finds the least, warp 0 the greatest."""
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     with p.when(p.warp < 2):
         is_greatest = p.warp.equals(0)
         goal = f.measure(f.goal * _lean(f, widths, is_greatest), f.goal)
-        section, before = f.section_that_reaches(goal, p.var(layout.sections, "u32"))
+        section, before = f.section_that_reaches(goal, p.var(plan.sections, "u32"))
         bucket = section * _EACH + p.lane
-        address = p.word(layout.histogram, bucket)
+        address = p.word(plan.histogram, bucket)
         number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
         # The last bucket also has all elements further away: for the least element of the zone it counts as empty.
         number = p.select(~is_greatest & bucket.equals(BUCKETS - 1), 0, number)
@@ -103,9 +103,9 @@ def _edges(f: FilterSearch, widths: Widths) -> tuple[Value, Value]:
         edge = p.select(is_greatest, edge + slack, p.max(edge - slack, LEAST_FINITE))
         is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
         edge = p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), edge)
-        p.store(p.word(layout.picked, p.warp), edge, when=p.first_lane)
+        p.store(p.word(plan.picked, p.warp), edge, when=p.first_lane)
     p.barrier()
-    greatest, least = p.load_vector(p.word(layout.picked), "f32", 2)
+    greatest, least = p.load_vector(p.word(plan.picked), "f32", 2)
     return least, greatest
 
 

@@ -63,7 +63,7 @@ def apply_filters(
         goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
         retry, to_weight = (p.var(False, "pred") for _ in range(2))
         f = FilterSearch(p, kept, goal, is_mass)
-        if p.layout.by_value:
+        if p.plan.by_value:
             values_ptx.search_values(f, counted)
         else:
             with p.when(is_weight):
@@ -107,7 +107,7 @@ def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> t
                 p.increase(sums[i % 4], weight, weight >= least)
 
         p.sweep(add)
-        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.layout.least)
+        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.plan.least)
         p.sync_cluster()
-        kept.down_to_the_last(p.of_ctas(p.layout.least, 1)[0].bits("f32"))
+        kept.down_to_the_last(p.of_ctas(p.plan.least, 1)[0].bits("f32"))
     return least, is_stricter

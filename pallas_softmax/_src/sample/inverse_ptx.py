@@ -1,6 +1,6 @@
 """Finds the drawn entry: the first one, in the order of the row, at which the kept mass exceeds u times the total.
 
-The search has four steps: among the CTAs, the warps of one CTA, the chunks of one warp, and the lanes of one chunk:
+The search has four steps: among the CTAs, the warps of one CTA, the loads of one warp, and the lanes of one load:
 
     kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
     before it       0   | 0.5 | 2 | 2        the second one has the target, 1.3 into its mass
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx
-from pallas_softmax._src.sample.plan import CHUNK_BYTES
+from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
@@ -115,21 +115,21 @@ def _find(p: RowProgram, weight: Weight, target: Value, known: Known | None = No
 
     warp, target = go_on(_masses_of_warps(p, weight, known))
 
-    # The warps of the CTA share the chunks of that warp, one chunk each at a time.
-    span, chunks = p.span_of(warp)
-    masses = p.layout.drawn + LANES
-    chunk = p.var(p.warp)
+    # The warps of the CTA share the loads of that warp, one load each at a time.
+    span, loads = p.span_of(warp)
+    masses = p.plan.drawn + LANES
+    load = p.var(p.warp)
     with p.loop() as leave:
-        leave(chunk >= chunks.bits("u32"))
-        at = span + chunk * CHUNK_BYTES
+        leave(load >= loads.bits("u32"))
+        at = span + load * WARP_LOAD_BYTES
         of_lane = p.reduce("add", _masses(p, weight, p.vector(at), at))
-        p.store(p.word(masses, chunk), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
-        p.increase(chunk, p.warps)
+        p.store(p.word(masses, load), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
+        p.increase(load, p.warps)
     p.barrier()
-    inside = p.lane < chunks.bits("u32")
-    chunk, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
+    inside = p.lane < loads.bits("u32")
+    load, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
 
-    at = span + chunk * CHUNK_BYTES
+    at = span + load * WARP_LOAD_BYTES
     words = p.vector(at)
     of_elements = _masses(p, weight, words, at)
     lane, target = go_on(p.reduce("add", of_elements))
@@ -146,7 +146,7 @@ def _find(p: RowProgram, weight: Weight, target: Value, known: Known | None = No
 
 def _masses_of_warps(p: RowProgram, weight: Weight, known: Known | None) -> Value:
     """Returns the mass of each warp of the CTA, in the lane with its number."""
-    mass, drawn = p.var(0, "f32"), p.layout.drawn
+    mass, drawn = p.var(0, "f32"), p.plan.drawn
 
     def add_up():
         sums = [p.var(0, "f32") for _ in range(4)]
@@ -175,7 +175,7 @@ def _masses_of_warps(p: RowProgram, weight: Weight, known: Known | None) -> Valu
 
 def _weights(p: RowProgram, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
     """Returns weight(element, position) for each element of words that were loaded at once from an address."""
-    first, vec = _position_of(p, address), p.layout.window.vec
+    first, vec = _position_of(p, address), p.plan.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 
 

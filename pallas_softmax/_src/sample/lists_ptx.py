@@ -61,12 +61,12 @@ def zone_of(p: RowProgram) -> Zone:
 
 def have_room(p: RowProgram, zone: Zone) -> Value:
     """Returns whether the list of each CTA, and the merged list, have room for the zone."""
-    return (zone.number <= MAX_KEYS) & (zone.most <= p.layout.list_size)
+    return (zone.number <= MAX_KEYS) & (zone.most <= p.plan.list_size)
 
 
 def search_lists(f: FilterSearch, zone: Zone) -> None:
     """Keeps what the filter keeps; its last key must be in the lists."""
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     mass = p.max(zone.mass, 1e-30)
     per_unit, unit = p.divide(p.var(_LARGEST, "f32"), mass), mass * (1 / _LARGEST)
 
@@ -76,7 +76,7 @@ def search_lists(f: FilterSearch, zone: Zone) -> None:
 
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear(p)
-    p.store(p.word(layout.picked), 0, when=p.thread.equals(0))
+    p.store(p.word(plan.picked), 0, when=p.thread.equals(0))
     with p.when(~zone.known):
         _merge(f, zone, first_of_cta, mass_of)
         p.set(zone.known, True)
@@ -97,24 +97,24 @@ def search_lists(f: FilterSearch, zone: Zone) -> None:
         p.increase(slot, p.lane)
         with p.loop() as leave_keys:
             leave_keys(slot >= end)
-            its, amount = p.load_vector(p.word(layout.histogram, slot, 2), "u32", 2)
+            its, amount = p.load_vector(p.word(plan.histogram, slot, 2), "u32", 2)
             p.increase(mass_above, amount, its > distance)
             p.increase(equal, 1, its.equals(distance))
             p.increase(slot, LANES)
         p.store(
-            p.word(layout.counters, cta, 4), *p.over_warp(["add"] * 2, [mass_above, equal]), when=p.first_lane
+            p.word(plan.counters, cta, 4), *p.over_warp(["add"] * 2, [mass_above, equal]), when=p.first_lane
         )
         p.increase(cta, p.warps)
     p.barrier()
     mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
-    p.load_vector_into([mass_above, equal], p.word(layout.counters, p.lane, 4), when=p.lane < p.ctas)
+    p.load_vector_into([mass_above, equal], p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)
     key = (zone.least.bits("u32") + distance).bits("s32")
     f.kept.down_to(key, number, zone.mass_above_of_cta + p.convert(mass_above, "f32") * unit, equal)
 
 
 def _merge(f: FilterSearch, zone: Zone, first_of_cta: Value, mass_of) -> None:
     """Copies the keys of all lists to one list, with a mass for each, as distances from the least key."""
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     slot = p.var(p.thread)
     with p.loop() as leave:
         leave(slot - p.lane >= zone.number)
@@ -123,16 +123,16 @@ def _merge(f: FilterSearch, zone: Zone, first_of_cta: Value, mass_of) -> None:
             later = cta + (1 << bit)
             p.set(cta, later, is_key & (slot >= p.shuffle(first_of_cta, "idx", later)))
         slot_of_cta = slot - p.shuffle(first_of_cta, "idx", cta)
-        (key,) = p.of_cta(p.word(layout.keys, slot_of_cta), cta, "s32", when=is_key)
+        (key,) = p.of_cta(p.word(plan.keys, slot_of_cta), cta, "s32", when=is_key)
         distance = key.bits("u32") - zone.least.bits("u32")
-        p.store(p.word(layout.histogram, slot, 2), distance, mass_of(distance), when=is_key)
-        p.increase(slot, layout.threads)
+        p.store(p.word(plan.histogram, slot, 2), distance, mass_of(distance), when=is_key)
+        p.increase(slot, plan.threads)
 
 
 def _clear(p: RowProgram) -> None:
     """Clears the sums over buckets, and the list of the few keys that remain at the end."""
-    p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
-    p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
+    p.store(p.word(p.plan.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(p.plan.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
 def number_from(p: RowProgram, zone: Zone, least: Value) -> Value:
@@ -140,7 +140,7 @@ def number_from(p: RowProgram, zone: Zone, least: Value) -> Value:
     number, slot = p.var(0, "u32"), p.var(p.lane)
     with p.loop() as leave:
         leave(slot >= zone.number)
-        distance = p.load(p.word(p.layout.histogram, slot, 2), "u32")
+        distance = p.load(p.word(p.plan.histogram, slot, 2), "u32")
         key = (zone.least.bits("u32") + distance).bits("s32")
         p.increase(number, 1, p.weight(p.of_key(key)) >= least)
         p.increase(slot, LANES)
@@ -155,10 +155,10 @@ def _last(f: FilterSearch, zone: Zone, goal: Value) -> tuple[Value, Value]:
     the next range. Rounds end when the range is one distance, or has no more keys than a warp has lanes. In that case,
     each lane takes one key and adds up all keys from the greatest one down to it.
     """
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
-    keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
-    masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _BUCKETS)
+    keys, few_keys = p.word(plan.histogram), p.word(plan.histogram + 2 * MAX_KEYS)
+    masses, numbers = p.word(plan.drawn), p.word(plan.drawn + _BUCKETS)
     # The number of keys in the range, and the mass and the number of the keys above it.
     inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
     several = p.var(low.differs(high))
@@ -170,7 +170,7 @@ def _last(f: FilterSearch, zone: Zone, goal: Value) -> tuple[Value, Value]:
             its, amount = p.load_vector(keys + slot * 8, "u32", 2)
             with p.when(its - low <= high - low):
                 body(its, amount)
-            p.increase(slot, layout.threads)
+            p.increase(slot, plan.threads)
 
     with p.loop() as leave:
         leave((inside <= LANES) | ~several)
@@ -211,7 +211,7 @@ def _last(f: FilterSearch, zone: Zone, goal: Value) -> tuple[Value, Value]:
     with p.when(several):
 
         def copy(its, amount):
-            place = p.take_from(p.word(layout.picked), 1)
+            place = p.take_from(p.word(plan.picked), 1)
             p.store(few_keys + place * 8, its, f.measure(amount, 1))
 
         each_key(copy)

@@ -81,11 +81,11 @@ class FilterSearch:
 
     def clear(self) -> None:
         """Sets the numbers of elements in all buckets to 0."""
-        p, layout = self.p, self.p.layout
+        p, plan = self.p, self.p.plan
         zero = [p.var(0, "u32")] * 4
-        for first in range(0, layout.buckets, 4 * layout.threads):
-            inside = p.thread * 4 < layout.buckets - first
-            p.store(p.word(layout.histogram + first, p.thread, 4), *zero, when=inside)
+        for first in range(0, plan.buckets, 4 * plan.threads):
+            inside = p.thread * 4 < plan.buckets - first
+            p.store(p.word(plan.histogram + first, p.thread, 4), *zero, when=inside)
         p.barrier()
 
     def sum_buckets(self, of_eight: Callable[[Value, list[Value]], list[Value]]) -> None:
@@ -95,15 +95,15 @@ class FilterSearch:
           of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements.
             It writes one or two sums over the eight buckets.
         """
-        p, layout = self.p, self.p.layout
+        p, plan = self.p, self.p.plan
         p.barrier()
-        threads = layout.buckets // _EACH // SECTIONS  # neighbouring lanes that sum up one section
-        for first in range(0, layout.buckets // _EACH, layout.threads):
+        threads = plan.buckets // _EACH // SECTIONS  # neighbouring lanes that sum up one section
+        for first in range(0, plan.buckets // _EACH, plan.threads):
             group = p.thread + first
-            with p.when(group < layout.buckets // _EACH):
-                numbers = p.load_vector(p.word(layout.histogram, group, _EACH), "u32", _EACH)
+            with p.when(group < plan.buckets // _EACH):
+                numbers = p.load_vector(p.word(plan.histogram, group, _EACH), "u32", _EACH)
                 whole = (p.lane & (threads - 1)).equals(0)
-                at = p.word(layout.sections, group >> (threads.bit_length() - 1))
+                at = p.word(plan.sections, group >> (threads.bit_length() - 1))
                 for i, of_group in enumerate(of_eight(group * _EACH, numbers)):
                     for bit in range(threads.bit_length() - 1):
                         of_group = of_group + p.shuffle(of_group, "bfly", 1 << bit)

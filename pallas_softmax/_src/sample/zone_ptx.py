@@ -16,7 +16,7 @@ Every CTA reads the lists of all CTAs, and decides by itself (`lists_ptx`). Ther
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx, lists_ptx
 from pallas_softmax._src.sample.lists_ptx import Zone
-from pallas_softmax._src.sample.plan import CHUNK_BYTES
+from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
@@ -53,8 +53,8 @@ def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Val
 
     If the search `may_fail`, a CTA stops when its list overflows. Its number of keys is then too large for the list.
     """
-    p, layout = f.p, f.p.layout
-    p.store(p.word(layout.listed), 0, when=p.thread.equals(0))
+    p, plan = f.p, f.p.plan
+    p.store(p.word(plan.listed), 0, when=p.thread.equals(0))
     p.barrier()
     mass_above, above, mass, number = (p.var(0, "f32") for _ in range(4))
     least, greatest = p.var(_HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
@@ -71,7 +71,7 @@ def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Val
         with p.when(from_bound):  # most words have no element in the zone
             p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
             with p.when(may_fail & some.equals(1)):
-                fails = p.load(p.word(layout.listed), "u32") > layout.list_size
+                fails = p.load(p.word(plan.listed), "u32") > plan.list_size
                 p.increase(number, 1, fails)
                 p.set(some, 0, fails)
         with p.when(some.equals(1)):
@@ -90,8 +90,8 @@ def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Val
             with p.when(p.any(inside > 0)):
                 count = p.count_ones(inside)
                 p.increase(number, p.convert(count, "f32"))
-                slot = p.take_from(p.word(layout.listed), count, when=inside > 0, default=0)
-                has_room = p.var(slot + count <= layout.list_size)
+                slot = p.take_from(p.word(plan.listed), count, when=inside > 0, default=0)
+                has_room = p.var(slot + count <= plan.list_size)
                 with p.when(~has_room):  # in the same order as below, so that the mass has the same bits
                     for i, x in enumerate(p.floats(words)):
                         add(x, (inside & (1 << i)).differs(0))
@@ -99,23 +99,23 @@ def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Val
                     leave(inside.equals(0))
                     at = _address_of(p, address, p.lowest_bit(inside))
                     key = add(p.elements.float_of_bits(p, p.elements.load_bits(p, at)))
-                    p.store(p.word(layout.keys, slot), key)
+                    p.store(p.word(plan.keys, slot), key)
                     p.increase(slot, 1)
                     p.set(inside, inside & (inside - 1))
 
     p.sweep(take)
     number = p.convert(number, "u32")
     with p.when(from_bound):  # all else is known
-        p.over_cta(["add", "add"], [mass, number], [0.0, 0], layout.zone)
+        p.over_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone)
     with p.when(~from_bound):
         p.over_cta(
             ["add", "add", "add", "add", "min", "max"],
             [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
             [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
-            layout.zone,
+            plan.zone,
         )
     p.sync_cluster()
-    mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(layout.zone, 8)
+    mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(plan.zone, 8)
     mass, mass_above = mass.bits("f32"), mass_above.bits("f32")
     p.set(zone.number_of_cta, number)
     for found, value in zip(
@@ -143,9 +143,9 @@ def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Val
 
 def _address_of(p: RowProgram, address: Value, number: Value) -> Value:
     """Returns the address of one of the elements that `RowProgram.sweep` takes at once, by its number among them."""
-    vec, itemsize = p.layout.window.vec, p.elements.itemsize
-    chunk, element = number >> (vec.bit_length() - 1), number & (vec - 1)
-    return address + chunk * CHUNK_BYTES + element * itemsize
+    vec, itemsize = p.plan.window.vec, p.elements.itemsize
+    load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
+    return address + load * WARP_LOAD_BYTES + element * itemsize
 
 
 def _threshold(f: FilterSearch, zone: Zone, fits: Value) -> None:
@@ -178,10 +178,10 @@ def _of_two_keys(f: FilterSearch, zone: Zone) -> None:
                 p.increase(number, 1, p.key(x).equals(zone.greatest))
 
         p.sweep(take)
-        p.over_cta(["add"], [number], [0], p.layout.kept)
+        p.over_cta(["add"], [number], [0], p.plan.kept)
         p.set(zone.known, True)
         p.sync_cluster()
-    (greater,) = p.of_ctas(p.layout.kept, 1)
+    (greater,) = p.of_ctas(p.plan.kept, 1)
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
     above = zone.above + f.measure(of_greater * weight, of_greater)
