@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import SECTIONS
+from pallas_softmax._src.sample.plan import MAX_V, SECTIONS
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
 
 _EACH = 8  # buckets that a thread sums up
@@ -78,6 +78,22 @@ class FilterSearch:
     def measure(self, mass: Value, number: Value | float) -> Value:
         """Returns the mass or the number of entries, whichever the goal is."""
         return self.p.select(self.is_mass, mass, number)
+
+    def number_that_reaches(self, rest: Value, mass: Value) -> Value:
+        """Returns how many entries of this mass reach `rest`, a part of the goal; at least 1."""
+        p = self.p
+        number = self.measure(p.divide(rest, mass), rest)
+        return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
+
+    def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
+        """Keeps everything above a key, and as many entries with that key as reach the goal.
+
+        Args:
+          above: the measure above the key, in all CTAs.
+          mass_above, equal: the arguments `above` and `equal` of `Kept.down_to`.
+        """
+        number = self.number_that_reaches(self.goal - above, self.p.weight(self.p.of_key(key)))
+        self.kept.down_to(key, number, mass_above, equal)
 
     def clear(self) -> None:
         """Sets the numbers of elements in all buckets to 0."""

@@ -61,7 +61,7 @@ def search_values(f: FilterSearch, counted: Value) -> None:
     is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
     exact = is_one_value & (off <= all_mass_above * 2.0**-22)
     with p.when(exact):
-        digits_ptx.keep_down_to(f, p.key(_value(f, zero, bucket)), above, mass_above, equal)
+        f.keep_down_to(p.key(_value(f, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
         p.sync_cluster()  # other CTAs may still read the histogram, and the sums over digits overwrite it
         digits_ptx.search_row(f)

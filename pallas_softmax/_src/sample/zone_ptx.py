@@ -153,7 +153,7 @@ def _threshold(f: FilterSearch, zone: Zone, fits: Value) -> None:
     p = f.p
     one_key = p.var(zone.found & zone.least.equals(zone.greatest))
     with p.when(one_key):
-        digits_ptx.keep_down_to(f, zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
+        f.keep_down_to(zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
         p.set(zone.known, one_key)
     listed = p.var(fits & zone.found & ~one_key)
     with p.when(listed):
@@ -188,6 +188,6 @@ def _of_two_keys(f: FilterSearch, zone: Zone) -> None:
     mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
     is_greater = p.var(above >= f.goal)
     with p.when(is_greater):
-        digits_ptx.keep_down_to(f, zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+        f.keep_down_to(zone.greatest, zone.above, zone.mass_above_of_cta, greater)
     with p.when(~is_greater):
-        digits_ptx.keep_down_to(f, zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
+        f.keep_down_to(zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
