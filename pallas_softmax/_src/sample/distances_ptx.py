@@ -43,7 +43,7 @@ class Widths:
         self.total = total
 
 
-def zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
+def edges(f: FilterSearch, total: Value) -> tuple[Value, Value]:
     """Returns the least and the greatest element that may be the last entry; `total` is the mass of the row."""
     widths = Widths(f.p, total)
     _count(f, widths)

@@ -37,8 +37,6 @@ class Zone:
       mass: the mass of all elements in the zone.
       above: the measure of all elements above the zone, in all CTAs.
       mass_above_of_cta: the mass above the zone for each CTA, in the lane with its number.
-      known: a condition: whether all this is known. Then lists of several keys are merged, and if the zone has two keys
-        that do not fit in the lists, the greater key is counted.
     """
 
     found: Value
@@ -50,13 +48,12 @@ class Zone:
     mass: Value
     above: Value
     mass_above_of_cta: Value
-    known: Value
 
 
 def zone_of(p: RowProgram) -> Zone:
-    """Returns variables for a zone that is not known yet."""
+    """Returns variables for a zone."""
     kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
-    return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
+    return Zone(*[p.fresh(kind) for kind in kinds])
 
 
 def have_room(p: RowProgram, zone: Zone) -> Value:
@@ -64,8 +61,8 @@ def have_room(p: RowProgram, zone: Zone) -> Value:
     return (zone.number <= MAX_KEYS) & (zone.most <= p.plan.list_size)
 
 
-def search_lists(f: FilterSearch, zone: Zone) -> None:
-    """Keeps what the filter keeps; its last key must be in the lists."""
+def search_lists(f: FilterSearch, zone: Zone, again: Value) -> None:
+    """Keeps what the filter keeps; its last key must be in the lists. If `again`, the lists are already merged."""
     p, plan = f.p, f.p.plan
     mass = p.max(zone.mass, 1e-30)
     per_unit, unit = p.divide(p.var(_LARGEST, "f32"), mass), mass * (1 / _LARGEST)
@@ -76,9 +73,8 @@ def search_lists(f: FilterSearch, zone: Zone) -> None:
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear(p)
     p.store(p.word(plan.picked), 0, when=p.thread.equals(0))
-    with p.when(~zone.known):
+    with p.when(~again):
         _merge(p, zone, first_of_cta, mass_of)
-        p.set(zone.known, True)
     p.barrier()
     rest = f.goal - zone.above
     rest = p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0)

@@ -24,12 +24,12 @@ _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
-def search_values(f: FilterSearch, counted: Value) -> None:
-    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`.
+def search_values(f: FilterSearch, again: Value) -> Value:
+    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`; returns whether the histogram stays.
 
     Args:
       f: the search.
-      counted: a condition: whether the histogram of an earlier search is still there. This changes it.
+      again: a condition: whether the histogram of the last search is still there.
     """
     p, plan = f.p, f.p.plan
     zero = _zero_bucket(f)
@@ -44,7 +44,7 @@ def search_values(f: FilterSearch, counted: Value) -> None:
         mass = p.reduce("add", [n * _weight(f, x) for n, x in zip(numbers, values)])
         return [p.reduce("add", numbers), mass]
 
-    with p.when(~counted):
+    with p.when(~again):
         f.clear()
         _count(f, zero)
         f.sum_buckets(number_and_mass)
@@ -66,7 +66,7 @@ def search_values(f: FilterSearch, counted: Value) -> None:
         p.sync_cluster()  # other CTAs may still read the histogram, and the sums over digits overwrite it
         digits_ptx.search_row(f)
         p.sync_cluster()  # other CTAs may still read these sums, and a histogram may overwrite them
-    p.set(counted, exact)
+    return exact
 
 
 def _zero_bucket(f: FilterSearch) -> Value:
