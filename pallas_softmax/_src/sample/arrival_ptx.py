@@ -126,11 +126,9 @@ def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
     return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
 
 
-def of_warp(p: RowProgram) -> tuple[Value, Value]:
+def of_warp(p: RowProgram) -> list[Value]:
     """Returns the largest element of the warp with this lane's number, and the mass of the warp relative to it."""
-    at, inside = p.word(p.plan.warps, p.lane, p.plan.warp_words), p.lane < p.warps
-    m = p.load(at, "f32", when=inside, default=-INF)
-    return m, p.load(at, "f32", offset=4, when=inside, default=0)
+    return p.words_of_warp(["f32", "f32"], [-INF, 0])
 
 
 def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:

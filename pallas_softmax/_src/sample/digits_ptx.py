@@ -8,7 +8,7 @@ other adds up the upper 16 bits.
 """
 
 from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.ptx.narrow import bucket_that_reaches, key_range, narrow
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import DIGIT
 from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, RowProgram
@@ -33,7 +33,7 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
       above: the measure of all elements above the range.
     """
     p, plan = f.p, f.p.plan
-    keys, greatest = key_range(p, high, low), p.of_key(high)
+    keys, greatest = KeyRange(p, high, low), p.of_key(high)
     sums = p.var(p.word(plan.histogram))
     other_sums = p.var(sums + 4 * 2 * DIGIT)
     rest = f.goal - above  # what the range must reach

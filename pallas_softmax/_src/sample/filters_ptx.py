@@ -8,54 +8,36 @@ filter, and where the entry is looked for:
     TOP_K_BEST     top_k entries                     among the elements that reach the bound of the best CTA
     TOP_K          top_k entries                     in the row, by a histogram
     TOP_P          the share top_p of the kept mass  in the row, by a histogram
-    TOP_P_AGAIN    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
+    TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
     MIN_P          as many entries as min_p keeps    in the lists
 
 A turn follows if its filter is on. With lists, MIN_P follows only if min_p is stricter than the other filters:
 
-    small top_k ──► TOP_K_BOUND ──────┬──► TOP_P_AGAIN ──► MIN_P ──► DONE       the lists hold everything that is kept
+    small top_k ──► TOP_K_BOUND ──────┬──► TOP_P_REUSE ──► MIN_P ──► DONE       the lists hold everything that is kept
                       │ lists overflow│
                       ▼               │
                     TOP_K_BEST ───────┘
                       │ lists overflow
                       ▼
-    otherwise ────► TOP_K ───────────────► TOP_P ──► DONE                       TOP_P_AGAIN, if the histogram is there
+    otherwise ────► TOP_K ───────────────► TOP_P ──► DONE                       TOP_P_REUSE, if the histogram is there
 
 After the loop, `least_weight` applies min_p where it is still stricter than the other filters.
 """
 
-import dataclasses
-
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
 from pallas_softmax._src.sample.arrival_ptx import bound_of_best
+from pallas_softmax._src.sample.draw import SamplingParams
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
 
-TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_AGAIN, MIN_P, DONE = range(7)
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
 
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
-@dataclasses.dataclass(frozen=True)
-class Filters:
-    """The filters of a row.
-
-    Attributes:
-      top_k, top_p, min_p: their parameters.
-      by_number, by_mass, by_weight: conditions: whether top_k, top_p and min_p filter anything.
-    """
-
-    top_k: Value
-    by_number: Value
-    top_p: Value
-    by_mass: Value
-    min_p: Value
-    by_weight: Value
-
-
 def apply_filters(
-    p: RowProgram, kept: Kept, total: Value, filters: Filters, small_top_k: Value, bound: Value
+    p: RowProgram, kept: Kept, total: Value, params: SamplingParams, small_top_k: Value, bound: Value
 ) -> None:
     """Applies top_k, then top_p. Applies min_p after them if the lists hold everything that is kept.
 
@@ -63,37 +45,38 @@ def apply_filters(
       p: the program that is written.
       kept: what is kept, everything at first; this changes it.
       total: the mass of the row.
-      filters: the filters.
+      params: the parameters; a filter that is off has a value that filters nothing.
       small_top_k: whether top_k is small, at most `arrival_ptx.largest_small_top_k`.
       bound: if so, an element that at least top_k elements reach.
     """
-    stage = p.select(filters.by_number, TOP_K, p.select(filters.by_mass, TOP_P, DONE, "u32"))
+    stage = p.select(params.top_p < 1.0, TOP_P, DONE, "u32")
+    stage = p.select(params.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
-    bound, zone = p.var(p.max(bound, LEAST_FINITE)), lists_ptx.zone_of(p)
+    bound, zone = p.var(p.max(bound, LEAST_FINITE)), lists_ptx.Zone(p)
     with p.loop() as leave:
         leave(stage.equals(DONE))
-        is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_AGAIN)
+        is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
         _, all_kept = p.before(kept.mass)
-        of_mass = p.max(filters.top_p * all_kept, _LEAST_GOAL)
-        goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
+        of_mass = p.max(params.top_p * all_kept, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, of_mass, p.convert(params.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
         if p.plan.by_value:
-            stays = values_ptx.search_values(f, stage.equals(TOP_P_AGAIN))
-            top_p = p.select(stays, TOP_P_AGAIN, TOP_P, "u32")
-            p.set(stage, p.select(stage.equals(TOP_K) & filters.by_mass, top_p, DONE))
+            stays = values_ptx.search_values(f, stage.equals(TOP_P_REUSE))
+            top_p = p.select(stays, TOP_P_REUSE, TOP_P, "u32")
+            p.set(stage, p.select(stage.equals(TOP_K) & (params.top_p < 1.0), top_p, DONE))
         else:
-            _search_lists(f, stage, filters, total, bound, zone)
+            _search_lists(f, stage, params, total, bound, zone)
 
 
 def _search_lists(
-    f: FilterSearch, stage: Value, filters: Filters, total: Value, bound: Value, zone: lists_ptx.Zone
+    f: FilterSearch, stage: Value, params: SamplingParams, total: Value, bound: Value, zone: lists_ptx.Zone
 ) -> None:
     """Runs a turn for float32 and float16, and sets the stage to the next one.
 
     Args:
       f: the search of this turn.
       stage: the stage.
-      filters, total: the arguments of `apply_filters`.
+      params, total: the arguments of `apply_filters`.
       bound: in TOP_K_BOUND and TOP_K_BEST, an element that at least top_k elements reach.
       zone: where the last entry is expected.
     """
@@ -102,23 +85,23 @@ def _search_lists(
     with p.when(stage <= TOP_K_BEST):
         p.set(overflow, zone_ptx.sweep_few(p, zone, bound))
     with p.when(overflow & stage.equals(TOP_K_BOUND)):
-        p.set(bound, p.max(bound, bound_of_best(p, filters.top_k)))
+        p.set(bound, p.max(bound, bound_of_best(p, params.top_k)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
         zone_ptx.sweep_all(f, zone, *distances_ptx.edges(f, total))
     with p.when(stage.equals(MIN_P)):
-        p.set(f.goal, lists_ptx.number_from(p, zone, filters.min_p))
+        p.set(f.goal, lists_ptx.number_from(p, zone, params.min_p))
     with p.when(~overflow):
-        zone_ptx.search_zone(f, zone, again=stage > TOP_P)
+        zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
 
-    top_k_kept, listed = stage <= TOP_K_BEST, lists_ptx.have_room(p, zone)
-    is_stricter = filters.by_weight & listed & (p.weight(p.of_key(f.kept.key)) < filters.min_p)
-    following = p.select(is_stricter & (top_k_kept | stage.equals(TOP_P_AGAIN)), MIN_P, DONE, "u32")
-    following = p.select(filters.by_mass & top_k_kept, TOP_P_AGAIN, following)
-    following = p.select(filters.by_mass & stage.equals(TOP_K), TOP_P, following)
+    of_bound, by_mass = stage <= TOP_K_BEST, params.top_p < 1.0
+    is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < params.min_p)
+    following = p.select(is_stricter & (of_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
+    following = p.select(by_mass & of_bound, TOP_P_REUSE, following)
+    following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
     p.set(stage, p.select(overflow, stage + 1, following))
 
 
-def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
+def least_weight(p: RowProgram, kept: Kept, min_p: Value) -> tuple[Value, Value]:
     """Returns the least mass that min_p keeps, and whether min_p is stricter than the other filters.
 
     If min_p is stricter, `kept` becomes what it keeps, and the last sum over the CTA is the kept mass. Otherwise the
@@ -127,7 +110,7 @@ def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> t
     least = p.var(0, "f32")
     is_kept = p.weight(p.of_key(kept.key)) >= min_p
     enough = is_kept & kept.key.differs(KEEP_ALL)
-    is_stricter = p.var(by_weight & ~enough)
+    is_stricter = p.var((min_p > 0.0) & ~enough)
     with p.when(is_stricter):
         p.set(least, min_p)
         sums = [p.var(0, "f32") for _ in range(4)]

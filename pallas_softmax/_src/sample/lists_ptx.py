@@ -9,60 +9,57 @@ Masses are added as integers: keys come in any order, and integer sums always ha
 zone is 2^31 units.
 """
 
-import dataclasses
+from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.ptx.narrow import bucket_that_reaches, key_range, narrow
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import BUCKETS
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _BUCKETS = 2 * LANES  # buckets in a round, two for each lane
-# The histogram has room for these keys and for one more key of each lane, with a mass for each.
+# The words of the histogram hold the merged list, and then a shortlist with a key for each lane; masses follow keys.
 MAX_KEYS = BUCKETS // 2 - LANES
+_SHORTLIST = 2 * MAX_KEYS
 _LARGEST = 2.0**31  # the mass of the whole zone as an integer
 
 
-@dataclasses.dataclass(frozen=True)
 class Zone:
-    """A range of keys that may contain the key of the last entry.
+    """A range of keys that may contain the key of the last entry, in variables.
 
     Attributes:
       found: a condition: whether the goal is reached in the zone.
+      has_room: a condition: whether the list of each CTA, and the merged list, have room for the keys of the zone.
       least, greatest: the first and the last key of the range.
       number: how many elements have a key in the zone, in all CTAs.
       number_of_cta: the same number for each CTA, in the lane with its number.
-      most: the largest number_of_cta.
       mass: the mass of all elements in the zone.
       above: the measure of all elements above the zone, in all CTAs.
       mass_above_of_cta: the mass above the zone for each CTA, in the lane with its number.
     """
 
-    found: Value
-    least: Value
-    greatest: Value
-    number: Value
-    number_of_cta: Value
-    most: Value
-    mass: Value
-    above: Value
-    mass_above_of_cta: Value
+    def __init__(self, p: RowProgram):
+        self._p = p
+        self.found, self.has_room = p.fresh("pred"), p.fresh("pred")
+        self.least, self.greatest = p.fresh("s32"), p.fresh("s32")
+        self.number, self.number_of_cta = p.fresh("u32"), p.fresh("u32")
+        self.mass, self.above, self.mass_above_of_cta = p.fresh("f32"), p.fresh("f32"), p.fresh("f32")
+
+    def set(self, **values) -> None:
+        """Sets variables by their names."""
+        for name, value in values.items():
+            self._p.set(getattr(self, name), value)
+
+    def set_sums(self, mass: Value, number: Value) -> None:
+        """Sets what follows from the mass and the number of elements in the zone; a lane has those of one CTA."""
+        mass, all_, most = self._p.over_warp(["add", "add", "max"], [mass, number, number])
+        has_room = (all_ <= MAX_KEYS) & (most <= self._p.plan.list_size)
+        self.set(mass=mass, number=all_, number_of_cta=number, has_room=has_room)
 
 
-def zone_of(p: RowProgram) -> Zone:
-    """Returns variables for a zone."""
-    kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
-    return Zone(*[p.fresh(kind) for kind in kinds])
-
-
-def have_room(p: RowProgram, zone: Zone) -> Value:
-    """Returns whether the list of each CTA, and the merged list, have room for the zone."""
-    return (zone.number <= MAX_KEYS) & (zone.most <= p.plan.list_size)
-
-
-def search_lists(f: FilterSearch, zone: Zone, again: Value) -> None:
-    """Keeps what the filter keeps; its last key must be in the lists. If `again`, the lists are already merged."""
+def search_lists(f: FilterSearch, zone: Zone, merged: Value) -> None:
+    """Keeps what the filter keeps; its last key must be in the lists, which may be `merged` already."""
     p, plan = f.p, f.p.plan
     mass = p.max(zone.mass, 1e-30)
     per_unit, unit = p.divide(p.var(_LARGEST, "f32"), mass), mass * (1 / _LARGEST)
@@ -73,7 +70,7 @@ def search_lists(f: FilterSearch, zone: Zone, again: Value) -> None:
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear(p)
     p.store(p.word(plan.picked), 0, when=p.thread.equals(0))
-    with p.when(~again):
+    with p.when(~merged):
         _merge(p, zone, first_of_cta, mass_of)
     p.barrier()
     rest = f.goal - zone.above
@@ -102,31 +99,38 @@ def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
 
 
 def _clear(p: RowProgram) -> None:
-    """Clears the sums over buckets, and the list of the few keys that remain at the end."""
+    """Clears the sums over buckets, and the shortlist."""
     p.store(p.word(p.plan.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
-    p.store(p.word(_few(p), p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
+    p.store(p.word(p.plan.histogram + _SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
-def _few(p: RowProgram) -> int:
-    """Returns the first word of the list of the few keys that remain at the end."""
-    return p.plan.histogram + 2 * MAX_KEYS
+def _each_key(
+    p: RowProgram, first: Value, end: Value, step: int, body: Callable[[Value, Value], object]
+) -> None:
+    """Calls body(key, mass), which writes what is done with entries `first`, first + step, .. of the merged list."""
+    entry = p.var(first)
+    with p.loop() as leave:
+        leave(entry >= end)
+        key, mass = p.load_vector(p.word(p.plan.histogram, entry, 2), "u32", 2)
+        body(key.bits("s32"), mass)
+        p.increase(entry, step)
 
 
 def number_from(p: RowProgram, zone: Zone, least: Value) -> Value:
     """Returns how many keys of the merged list have at least this mass, as a float."""
-    number, entry = p.var(0, "u32"), p.var(p.lane)
-    with p.loop() as leave:
-        leave(entry >= zone.number)
-        key = p.load(p.word(p.plan.histogram, entry, 2), "s32")
+    number = p.var(0, "u32")
+
+    def count(key, _):
         p.increase(number, 1, p.weight(p.of_key(key)) >= least)
-        p.increase(entry, LANES)
+
+    _each_key(p, p.lane, zone.number, LANES, count)
     return p.convert(p.over_lanes("add", number), "f32")
 
 
 def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
     """Returns the last kept key, in all threads. Measures are integers.
 
-    If a range has no more keys than a warp has lanes, each lane takes one key and adds up all keys down to it.
+    Once a range has no more keys than a warp has lanes, they are copied to the shortlist.
 
     Args:
       f: the search.
@@ -134,17 +138,9 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
       rest: what the zone must reach. This becomes what the entries with the last key must reach.
     """
     p, plan = f.p, f.p.plan
-    keys, inside = key_range(p, zone.greatest, zone.least), p.var(zone.number)
+    keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
     whole = p.var(keys.extent)
     sums, numbers = p.word(plan.drawn), p.word(plan.drawn + _BUCKETS)
-
-    def each_key(body):
-        entry = p.var(p.thread)
-        with p.loop() as leave:
-            leave(entry >= zone.number)
-            key, mass = p.load_vector(p.word(plan.histogram, entry, 2), "u32", 2)
-            body(key.bits("s32"), mass)
-            p.increase(entry, plan.threads)
 
     def one_round(bucket_of):
         with p.when(keys.extent.differs(whole)):  # not the first round
@@ -158,7 +154,7 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
                 p.add_to(sums + bucket * 4, f.measure(mass, 1))
                 p.add_to(numbers + bucket * 4, 1)
 
-        each_key(add)
+        _each_key(p, p.thread, zone.number, plan.threads, add)
         p.barrier()
         bucket, new_rest = bucket_that_reaches(p, p.load_vector(sums + p.lane * 8, "u32", 2), rest)
         p.set(rest, new_rest)
@@ -171,20 +167,19 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
         def copy(key, mass):
             with p.when(keys.distance(key) <= keys.extent):
                 entry = p.take_from(p.word(plan.picked), 1)
-                p.store(p.word(_few(p), entry, 2), key, f.measure(mass, 1))
+                p.store(p.word(plan.histogram + _SHORTLIST, entry, 2), key, f.measure(mass, 1))
 
-        each_key(copy)
+        _each_key(p, p.thread, zone.number, plan.threads, copy)
         p.barrier()
-        p.set(keys.high, _among_few(p, inside, rest))
+        p.set(keys.high, _last_of_shortlist(p, inside, rest))
     return keys.high
 
 
-def _among_few(p: RowProgram, number: Value, rest: Value) -> Value:
-    """Does what `_last_key` does, with at most one key for each lane."""
-    few = p.word(_few(p))
-    own = p.load(few + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
+def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
+    """Does what `_last_key` does: each lane takes one key, and adds up all keys from the greatest one down to it."""
+    at, entry = p.var(p.word(p.plan.histogram + _SHORTLIST)), p.var(0, "u32")
+    own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
     before, upto = p.var(0, "u32"), p.var(0, "u32")
-    at, entry = p.var(few), p.var(0, "u32")
     with p.loop() as leave:
         leave(entry >= number)
         words = p.load_vector(at, "u32", 8)
@@ -207,15 +202,13 @@ def _of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) -> tu
     with p.loop() as leave:
         leave(cta >= p.ctas)
         mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
-        entry = p.var(p.shuffle(first_of_cta, "idx", cta))
-        end = entry + p.shuffle(zone.number_of_cta, "idx", cta)
-        p.increase(entry, p.lane)
-        with p.loop() as leave_keys:
-            leave_keys(entry >= end)
-            key, mass = p.load_vector(p.word(plan.histogram, entry, 2), "u32", 2)
-            p.increase(mass_above, mass, key.bits("s32") > last)
-            p.increase(equal, 1, key.bits("s32").equals(last))
-            p.increase(entry, LANES)
+        first = p.shuffle(first_of_cta, "idx", cta)
+
+        def add(key, mass):
+            p.increase(mass_above, mass, key > last)
+            p.increase(equal, 1, key.equals(last))
+
+        _each_key(p, first + p.lane, first + p.shuffle(zone.number_of_cta, "idx", cta), LANES, add)
         of_list = p.over_warp(["add", "add"], [mass_above, equal])
         p.store(p.word(plan.counters, cta, 4), *of_list, when=p.first_lane)
         p.increase(cta, p.warps)

@@ -69,13 +69,13 @@ class RowProgram(CtaProgram):
 
         The words are one vector from each of `loads_at_once` loads. The remaining loads come one at a time.
         """
-        at, left = self.var(self.span), self.var(self.loads)
+        at, remaining = self.var(self.span), self.var(self.loads)
         for loads in dict.fromkeys((self.plan.loads_at_once, 1)):
             with self.loop() as leave:
-                leave(left < loads)
+                leave(remaining < loads)
                 body([word for i in range(loads) for word in self.vector(at, i)], at)
                 self.increase(at, WARP_LOAD_BYTES * loads)
-                self.increase(left, -loads)
+                self.increase(remaining, -loads)
 
     def weight(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""
@@ -129,16 +129,14 @@ class RowProgram(CtaProgram):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
         with self.when(self.warp.equals(0)):
-            inside = self.lane < self.warps
-            of_warp = self.word(plan.warps, self.lane, plan.warp_words)
-            mine = [
-                self.load(of_warp, v.kind, offset=4 * i, when=inside, default=n)
-                for i, (v, n) in enumerate(zip(values, neutral))
-            ]
-            for i, value in enumerate(self.over_warp(ops, mine)):
+            words = self.words_of_warp([value.kind for value in values], neutral)
+            for i, value in enumerate(self.over_warp(ops, words)):
                 self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
 
-    def sum_of_warp(self) -> Value:
-        """Returns the first value of the last `over_cta`, reduced over the warp with this lane's number."""
-        at, inside = self.word(self.plan.warps, self.lane, self.plan.warp_words), self.lane < self.warps
-        return self.load(at, "f32", when=inside, default=0)
+    def words_of_warp(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""
+        at, exists = self.word(self.plan.warps, self.lane, self.plan.warp_words), self.lane < self.warps
+        return [
+            self.load(at, kind, offset=4 * i, when=exists, default=default)
+            for i, (kind, default) in enumerate(zip(kinds, neutral))
+        ]

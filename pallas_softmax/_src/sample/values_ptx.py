@@ -24,12 +24,12 @@ _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
-def search_values(f: FilterSearch, again: Value) -> Value:
+def search_values(f: FilterSearch, counted: Value) -> Value:
     """Keeps what the filter keeps, by the histogram or else by `digits_ptx`; returns whether the histogram stays.
 
     Args:
       f: the search.
-      again: a condition: whether the histogram of the last search is still there.
+      counted: a condition: whether the histogram of the last search is still there.
     """
     p, plan = f.p, f.p.plan
     zero = _zero_bucket(f)
@@ -44,7 +44,7 @@ def search_values(f: FilterSearch, again: Value) -> Value:
         mass = p.reduce("add", [n * _weight(f, x) for n, x in zip(numbers, values)])
         return [p.reduce("add", numbers), mass]
 
-    with p.when(~again):
+    with p.when(~counted):
         f.clear()
         _count(f, zero)
         f.sum_buckets(number_and_mass)
@@ -129,11 +129,6 @@ def _weight(f: FilterSearch, x: Value) -> Value:
     return f.p.min(f.p.weight(x), 1.0)
 
 
-def _measure_of(f: FilterSearch, zero: Value, bucket: Value) -> Value:
-    """Returns the measure of an element of a bucket."""
-    return f.measure(_weight(f, _value(f, zero, bucket)), 1.0)
-
-
 def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
@@ -143,7 +138,7 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     at = p.word(p.plan.histogram, bucket)
     numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
     first, second = (
-        p.convert(p.reduce("add", column), "f32") * _measure_of(f, zero, bucket + i)
+        p.convert(p.reduce("add", column), "f32") * f.measure(_weight(f, _value(f, zero, bucket + i)), 1.0)
         for i, column in enumerate(zip(*numbers))
     )
     lower, upto = p.scan(first + second)

@@ -51,13 +51,10 @@ def sweep_few(p: RowProgram, zone: Zone, low: Value) -> Value:
     p.over_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone)
     p.sync_cluster()
     mass, number = p.of_ctas(plan.zone, 2)
-    _set_sums(p, zone, mass.bits("f32"), number)
-    p.set(zone.least, p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low)))
-    p.set(zone.greatest, p.key(p.top))
-    for above in (zone.above, zone.mass_above_of_cta):
-        p.set(above, 0)
-    p.set(zone.found, True)
-    return may_overflow & ~lists_ptx.have_room(p, zone)
+    zone.set_sums(mass.bits("f32"), number)
+    least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
+    zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above_of_cta=0)
+    return may_overflow & ~zone.has_room
 
 
 def sweep_all(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
@@ -90,9 +87,8 @@ def sweep_all(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
         with p.when(p.any(inside > 0)):
             p.increase(number, p.count_ones(inside))
             unlisted = _list_keys(p, address, inside, add)
-            with p.when(
-                unlisted > 0
-            ):  # in the same order as in the lists, so that the mass has the same bits
+            with p.when(unlisted > 0):
+                # The order is the same as in `_list_keys`, so that the mass has the same bits.
                 for i, x in enumerate(p.floats(words)):
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
 
@@ -105,17 +101,15 @@ def sweep_all(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     )
     p.sync_cluster()
     mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(plan.zone, 8)
-    _set_sums(p, zone, mass.bits("f32"), number)
-    p.set(zone.mass_above_of_cta, mass_above.bits("f32"))
+    zone.set_sums(mass.bits("f32"), number)
+    zone.set(mass_above_of_cta=mass_above.bits("f32"))
     exists = p.lane < p.ctas
     edges = p.select(exists, least.bits("s32"), _HIGHEST), p.select(exists, greatest.bits("s32"), KEEP_ALL)
     sums = zone.mass_above_of_cta, above
     least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], [*edges, *sums])
-    p.set(zone.least, least)
-    p.set(zone.greatest, greatest)
-    p.set(zone.above, f.measure(mass_above, p.convert(above, "f32")))
+    zone.set(least=least, greatest=greatest, above=f.measure(mass_above, p.convert(above, "f32")))
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
-    p.set(zone.found, (reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
+    zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
 
 def _start_list(p: RowProgram) -> Value:
@@ -159,47 +153,38 @@ def _address_of(p: RowProgram, address: Value, number: Value) -> Value:
     return address + load * WARP_LOAD_BYTES + element * itemsize
 
 
-def _set_sums(p: RowProgram, zone: Zone, mass: Value, number: Value) -> None:
-    """Sets what follows from the mass and the number of elements in the zone, in each CTA."""
-    p.set(zone.number_of_cta, number)
-    sums = p.over_warp(["add", "add", "max"], [mass, number, number])
-    for register, value in zip((zone.mass, zone.number, zone.most), sums):
-        p.set(register, value)
-
-
-def search_zone(f: FilterSearch, zone: Zone, again: Value) -> None:
+def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     """Keeps what the filter keeps; its last entry may be outside the zone.
 
     Args:
       f: the search.
       zone: the zone, after a sweep.
-      again: a condition: whether the zone was searched before, for another filter.
+      searched: a condition: whether the zone was searched before, for another filter.
     """
     p = f.p
     nothing = zone.found & zone.number.equals(0)  # the row ends before it reaches the goal
     one_key = zone.found & ~nothing & zone.least.equals(zone.greatest)
     several = zone.found & ~nothing & ~one_key
-    fits = lists_ptx.have_room(p, zone)
-    listed = several & fits
-    two_keys = several & ~fits & (zone.greatest - zone.least).equals(1)
+    listed = several & zone.has_room
+    two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
     with p.when(nothing):
         f.kept.down_to_the_last(zone.mass_above_of_cta)
     with p.when(one_key):
         f.keep_down_to(zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
     with p.when(listed):
-        lists_ptx.search_lists(f, zone, again)
+        lists_ptx.search_lists(f, zone, searched)
     with p.when(two_keys):
-        _search_two_keys(f, zone, again)
+        _search_two_keys(f, zone, searched)
     with p.when(~(nothing | one_key | listed | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LEAST_FINITE, "f32")))
         digits_ptx.search_digits(f, high, low, p.select(zone.found, zone.above, 0.0))
 
 
-def _search_two_keys(f: FilterSearch, zone: Zone, again: Value) -> None:
-    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; a sweep counts the greater one."""
+def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
+    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; the greater one may be `counted`."""
     p = f.p
-    with p.when(~again):
+    with p.when(~counted):
         number = p.var(0, "u32")
 
         def take(words, _):

@@ -11,7 +11,6 @@ range:
 The caller says where the items and the sums are: in one CTA or in all CTAs of a cluster.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,47 +18,32 @@ from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 
-@dataclasses.dataclass(frozen=True)
 class KeyRange:
-    """A range of sort keys, in variables that `narrow` changes.
+    """A range of sort keys, in variables: from `high` ("s32") down to high - extent; `extent` is unsigned."""
 
-    Attributes:
-      high: the greatest key ("s32").
-      extent: the greatest key minus the least key ("u32").
-    """
-
-    high: Value
-    extent: Value
+    def __init__(self, p: CtaProgram, high: Value, low: Value):
+        self.high, self.extent = p.var(high), p.var((high - low).bits("u32"))
 
     def distance(self, key: Value) -> Value:
-        """Returns the greatest key minus a key. The key is in the range if the distance is at most `extent`."""
+        """Returns high - key. The key is in the range if this is at most `extent`."""
         return (self.high - key).bits("u32")
-
-
-def key_range(p: CtaProgram, high: Value, low: Value) -> KeyRange:
-    """Returns the range of keys from `high` down to `low`."""
-    return KeyRange(p.var(high), p.var((high - low).bits("u32")))
-
-
-# Called as bucket_of(key). Returns the number of the key's bucket, and whether the key is in the range.
-BucketOf = Callable[[Value], tuple[Value, Value]]
 
 
 def narrow(
     p: CtaProgram,
     keys: KeyRange,
     buckets: int,
-    one_round: Callable[[BucketOf], Value],
+    one_round: Callable[[Callable[[Value], tuple[Value, Value]]], Value],
     stop: Callable[[], Condition] | None = None,
 ) -> None:
-    """Narrows a range to one key, or stops earlier.
+    """Narrows a range to one key.
 
     Args:
       p: the program that is written.
-      keys: the range.
+      keys: the range; this changes it.
       buckets: number of buckets of a round, a power of two.
       one_round: called as one_round(bucket_of). It adds up the measures of the items in each bucket, and returns the
-        bucket that reaches the goal.
+        bucket that reaches the goal. bucket_of(key) returns a key's bucket, and whether the key is in the range.
       stop: returns a condition for ending before the range is one key.
     """
     with p.loop() as leave:
