@@ -11,17 +11,11 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import DIGIT
-from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _LARGEST = 2.0**31  # the largest mass as an integer
 _EACH = DIGIT // LANES  # buckets of a lane
-
-
-def search_row(f: FilterSearch) -> None:
-    """Keeps what the filter keeps, by a search of all elements of the row."""
-    p = f.p
-    search_digits(f, p.key(p.top), p.key(p.var(LEAST_FINITE, "f32")), p.var(0, "f32"))
 
 
 def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:

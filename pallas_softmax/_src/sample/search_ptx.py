@@ -37,11 +37,9 @@ class Kept:
 
     def down_to_the_last(self, mass: Value) -> None:
         """Keeps everything down to the last entry of the row; `mass` is the kept mass of each CTA."""
-        p = self._p
-        p.set(self.key, KEEP_ALL)
-        p.set(self.mass, mass)
-        p.set(self.equal, 0)
-        p.set(self.equal_kept, 0)
+        registers = self.key, self.mass, self.equal, self.equal_kept
+        for register, value in zip(registers, (KEEP_ALL, mass, 0, 0)):
+            self._p.set(register, value)
 
     def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
         """Keeps everything above a key, and the first `number` entries with that key.

@@ -16,6 +16,7 @@ mass is not known well enough.
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx
 from pallas_softmax._src.sample.plan import SECTIONS, VALUE_BUCKETS
+from pallas_softmax._src.sample.row_ptx import LEAST_FINITE
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _NEAR_ZERO = 14  # values up to 2^-14, and the next one, share a bucket
@@ -64,7 +65,8 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
         f.keep_down_to(p.key(_value(f, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
         p.sync_cluster()  # other CTAs may still read the histogram, and the sums over digits overwrite it
-        digits_ptx.search_row(f)
+        low = p.var(LEAST_FINITE, "f32")
+        digits_ptx.search_digits(f, p.key(p.top), p.key(low), p.var(0, "f32"))
         p.sync_cluster()  # other CTAs may still read these sums, and a histogram may overwrite them
     return exact
 

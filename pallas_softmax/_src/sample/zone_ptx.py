@@ -132,25 +132,20 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
     Returns:
       The bits of the elements that had no room: all bits or none.
     """
-    count = p.count_ones(inside)
+    elements, vec, count = p.elements, p.plan.window.vec, p.count_ones(inside)
     entry = p.take_from(p.word(p.plan.listed), count, when=inside > 0, default=0)
     with p.when(entry + count <= p.plan.list_size), p.loop() as leave:
         leave(inside.equals(0))
-        at = _address_of(p, address, p.lowest_bit(inside))
-        x = p.elements.float_of_bits(p, p.elements.load_bits(p, at))
+        number = p.lowest_bit(inside)
+        load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
+        at = address + load * WARP_LOAD_BYTES + element * elements.itemsize
+        x = elements.float_of_bits(p, elements.load_bits(p, at))
         key = p.key(x)
         add(x, key)
         p.store(p.word(p.plan.keys, entry), key)
         p.increase(entry, 1)
         p.set(inside, inside & (inside - 1))
     return inside
-
-
-def _address_of(p: RowProgram, address: Value, number: Value) -> Value:
-    """Returns the address of one of the elements that `RowProgram.sweep` takes at once, by its number among them."""
-    vec, itemsize = p.plan.window.vec, p.elements.itemsize
-    load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
-    return address + load * WARP_LOAD_BYTES + element * itemsize
 
 
 def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
