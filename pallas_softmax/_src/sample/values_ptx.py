@@ -161,22 +161,19 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
     with p.loop() as leave:
         leave(cta >= p.ctas)
         at = p.word(plan.sections, p.lane, 2)
-        numbers, masses = (p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2))
-        measures = [f.measure(*both) for both in zip(masses, numbers)]
+        of_sections = zip(*(p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2)))
         own = (bucket & -_EACH) + p.lane * 2
-        numbers = p.of_cta(p.word(plan.histogram, own), cta, "u32", 2)
-        measure, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
-        for i in range(2):
-            before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # the whole section
-            p.increase(measure, measures[i], before)
-            p.increase(mass, masses[i], before)
-            here = own + i
-            number = p.convert(numbers[i], "f32")
-            mass_here = number * _weight(f, _value(f, zero, here))
-            p.increase(measure, f.measure(mass_here, number), here < bucket)
-            p.increase(mass, mass_here, here < bucket)
-            p.set(equal, numbers[i], here.equals(bucket))
-        for i, value in enumerate(p.over_warp(["add"] * 3, [measure, mass, equal])):
+        of_buckets = p.of_cta(p.word(plan.histogram, own), cta, "u32", 2)
+        number, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
+        for i, (of_section, in_bucket) in enumerate(zip(of_sections, of_buckets)):
+            here, in_bucket_f32 = own + i, p.convert(in_bucket, "f32")
+            of_bucket = in_bucket_f32, in_bucket_f32 * _weight(f, _value(f, zero, here))
+            is_before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # the whole section
+            for sums, counts in ((of_section, is_before), (of_bucket, here < bucket)):
+                p.increase(number, sums[0], counts)
+                p.increase(mass, sums[1], counts)
+            p.set(equal, in_bucket, here.equals(bucket))
+        for i, value in enumerate(p.over_warp(["add"] * 3, [number, mass, equal])):
             p.store(p.word(plan.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
         near_zero = p.var(0, "u32")
         for one in _near_zero(zero):
@@ -187,7 +184,7 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
     p.barrier()
     inside = p.lane < p.ctas
     at = p.word(plan.counters, p.lane, 4)
-    measure, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
+    number, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
     equal, near_zero = (p.load(at, "u32", offset=4 * i, when=inside, default=0) for i in (2, 3))
-    above, all_mass, near_zero = p.over_warp(["add"] * 3, [measure, mass, near_zero])
-    return above, all_mass, mass, equal, p.convert(near_zero, "f32")
+    number, all_mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
+    return f.measure(all_mass, number), all_mass, mass, equal, p.convert(near_zero, "f32")
