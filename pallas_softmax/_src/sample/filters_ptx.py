@@ -83,11 +83,11 @@ def _search_lists(
     p = f.p
     overflow = p.var(False, "pred")
     with p.when(stage <= TOP_K_BEST):
-        p.set(overflow, zone_ptx.sweep_few(p, zone, bound))
+        p.set(overflow, zone_ptx.sweep_from_bound(p, zone, bound))
     with p.when(overflow & stage.equals(TOP_K_BOUND)):
         p.set(bound, p.max(bound, bound_of_best(p, params.top_k)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
-        zone_ptx.sweep_all(f, zone, *distances_ptx.edges(f, total))
+        zone_ptx.sweep_between(f, zone, *distances_ptx.edges(f, total))
     with p.when(stage.equals(MIN_P)):
         p.set(f.goal, lists_ptx.number_from(p, zone, params.min_p))
     with p.when(~overflow):

@@ -109,7 +109,8 @@ def scale_of(temperature):
 
 def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> None:
     """Synchronizes all warpgroups; then one of them draws in plain JAX and writes the results."""
-    _synchronize(barrier)
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def write():
@@ -117,12 +118,6 @@ def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> N
         index = jnp.where(position < 0, position, position + part.extent.origin)
         for gmem, result in zip(out, (index, *logs), strict=True):
             gmem[part.place.row] = result
-
-
-def _synchronize(barrier) -> None:
-    """Synchronizes all warpgroups of the CTA; only the interpreter runs this."""
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
 
 
 def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpret) -> None:
@@ -144,7 +139,8 @@ def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpr
 
     if part.mask is not None:
         if interpret:  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote
-            _synchronize(barrier)
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
         if window.full:
             pl.when(warpgroup < window.full)(functools.partial(mask, window.step_blocks))
         if window.rest:

@@ -27,8 +27,8 @@ from pallas_softmax._src.sample.search_ptx import FilterSearch
 _HIGHEST = 2**31 - 1  # a key above all others
 
 
-def sweep_few(p: RowProgram, zone: Zone, low: Value) -> Value:
-    """Lists the keys from `low` up, where at least top_k elements are; returns whether the lists overflow.
+def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
+    """Lists the keys from a bound up: at least top_k elements reach `low`. Returns whether the lists overflow.
 
     If they overflow, a CTA stops when its list is full. A single key needs no list, so it never overflows.
     """
@@ -57,7 +57,7 @@ def sweep_few(p: RowProgram, zone: Zone, low: Value) -> Value:
     return may_overflow & ~zone.has_room
 
 
-def sweep_all(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
+def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
     """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
 
     Args:

@@ -12,7 +12,6 @@ The caller says where the items and the sums are: in one CTA or in all CTAs of a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
@@ -62,7 +61,7 @@ def narrow(
         p.set(keys.extent, p.min(keys.extent - above, (p.var(1, "u32") << shift) - 1))
 
 
-def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Any) -> tuple[Value, Value]:
+def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tuple[Value, Value]:
     """Returns the bucket at which the sums reach a goal, and what it must reach of the goal; called in one warp.
 
     If all sums together are less than the goal, their total takes its place.
