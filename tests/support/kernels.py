@@ -12,6 +12,8 @@ import numpy as np
 from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram  # noqa: F401
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
 from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
 from pallas_softmax._src.sample import draw_ptx as sample_ptx

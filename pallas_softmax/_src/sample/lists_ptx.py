@@ -52,7 +52,7 @@ class Zone:
             self._p.set(getattr(self, name), value)
 
     def set_sums(self, mass: Value, number: Value) -> None:
-        """Sets what follows from the mass and the number of elements in the zone; a lane has those of one CTA."""
+        """Sets what follows from the mass and the number of elements in the zone; each lane passes one CTA."""
         mass, all_, most = self._p.over_warp(["add", "add", "max"], [mass, number, number])
         has_room = (all_ <= MAX_KEYS) & (most <= self._p.plan.list_size)
         self.set(mass=mass, number=all_, number_of_cta=number, has_room=has_room)
