@@ -139,8 +139,8 @@ def mosaic_gpu():
         x = np.random.default_rng(0).standard_normal((rows, v)).astype(dtype)
         x[0] = 1  # all elements tie
         where = np.broadcast_to(np.arange(v) % 3 > 0, x.shape) if masked else None
-        layout = kernels.sample_layout(v, dtype, count, warpgroups)
-        kernel = jax.jit(functools.partial(kernels.sample_rows, plan=layout, interpret=None))
+        plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
+        kernel = jax.jit(functools.partial(kernels.sample_rows, plan=plan, interpret=None))
         u = np.linspace(0, 0.9, rows, dtype="float32")
         for k, p, m in ((v, 1, 0), (9, 0.7, 0.01), (v // 2, 0.9, 0)):
             filters = np.int32([k]), np.float32([p]), np.float32([m])

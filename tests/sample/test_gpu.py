@@ -24,10 +24,10 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
         rows if where is None else cases.spoil_masked(rows, where), where
     )
     interpret: Any = None  # runs on the GPU
-    layout = kernels.sample_layout(v, dtype, count, warpgroups)
+    plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
     run = jax.jit(
         lambda x, u, parameters, where: kernels.sample_rows(
-            x, u, parameters, where, layout, interpret=interpret
+            x, u, parameters, where, plan, interpret=interpret
         )
     )
     per_call = 64 if v > 10_000 else len(x)

@@ -21,5 +21,5 @@ def test_interpreted(v, dtype, warpgroups, masked):
     some = slice(None, None, 29)  # 29 is prime, so that each row gets other filters
     x, u, names, parameters = x[some], u[some], names[some], [a[some] for a in parameters]
     where = None if where is None else where[some]
-    layout = kernels.sample_layout(v, dtype, 1, warpgroups)
-    assert_draws(kernels.sample_rows(x, u, parameters, where, layout), x, u, names, parameters, where)
+    plan = kernels.sample_plan_of(v, dtype, 1, warpgroups)
+    assert_draws(kernels.sample_rows(x, u, parameters, where, plan), x, u, names, parameters, where)

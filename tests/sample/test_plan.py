@@ -27,20 +27,20 @@ def test_plans(dtype, capability):
     smem = SMEM_BYTES[capability[0]]
     for rows in (1, 64, 256, 1024):
         for v in (1, 1003, 50257, 128256, 151936, 262144, 524288):
-            layout = kernels.plan_sample(rows, v, dtype, capability)
-            assert layout is not None or capability[0] == 12
-            if layout is not None:
-                assert layout.smem_bytes <= smem
-                assert layout.window.size <= 2**16  # 32 bits hold the sums of 16-bit numbers
-                assert layout.window.step_blocks <= 32  # each lane has the mass of one chunk of its warp
+            plan = kernels.plan_sample(rows, v, dtype, capability)
+            assert plan is not None or capability[0] == 12
+            if plan is not None:
+                assert plan.smem_bytes <= smem
+                assert plan.window.size <= 2**16  # 32 bits hold the sums of 16-bit numbers
+                assert plan.window.step_blocks <= 32  # each lane has the mass of one load of its warp
                 # each warpgroup has one step
-                assert layout.window.full + bool(layout.window.rest) <= layout.warpgroups
+                assert plan.window.full + bool(plan.window.rest) <= plan.warpgroups
     assert kernels.plan_sample(4, 2**21, dtype, capability) is None
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("v", [50257, 128256, 151936])
 def test_three_ctas_share_a_multiprocessor(v, dtype):
-    layout = kernels.plan_sample(1024, v, dtype)
-    assert layout is not None
-    assert 3 * (layout.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
+    plan = kernels.plan_sample(1024, v, dtype)
+    assert plan is not None
+    assert 3 * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024

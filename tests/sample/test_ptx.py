@@ -15,9 +15,9 @@ _X = 1024  # address of the part in shared memory
 _RESULTS = {"index": 1 << 32, "log_prob": 2 << 32, "log_mass": 3 << 32}  # addresses in device memory
 
 
-def part_of(layout, x, i):
+def part_of(plan, x, i):
     """Returns part i of a row, as shared memory holds it, and the index of the element at position 0."""
-    window = layout.window
+    window = plan.window
     start, end = int(window.cut.start(i)), int(window.cut.start(i + 1))
     low = window.head - -start % window.vec if window.head else 0
     part = np.full(window.size, -np.inf, x.dtype)
@@ -25,10 +25,10 @@ def part_of(layout, x, i):
     return part, start - low
 
 
-def machine_of(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
+def machine_of(plan, x, u, temperature, top_k, top_p, min_p, rng=None):
     """Returns a machine after a draw from a row x, which is -inf where masked."""
-    count = layout.window.count
-    parts, origins = zip(*(part_of(layout, x, i) for i in range(count)))
+    count = plan.window.count
+    parts, origins = zip(*(part_of(plan, x, i) for i in range(count)))
     size = parts[0].nbytes
     numbers = {"u": u, "temperature": temperature, "top_p": top_p, "min_p": min_p}
     operands = {
@@ -37,20 +37,18 @@ def machine_of(layout, x, u, temperature, top_k, top_p, min_p, rng=None):
         **{"row": 0, "part": np.arange(count), "origin": np.array(origins)},
         **{"x": _X, "scratch": _X + size, **_RESULTS},
     }
-    rubbish = np.random.default_rng(0).integers(
-        0, 256, (count, -(-(_X + size + 4 * layout.words) // 16) * 16)
-    )
+    rubbish = np.random.default_rng(0).integers(0, 256, (count, -(-(_X + size + 4 * plan.words) // 16) * 16))
     memory = rubbish.astype("u1")
     memory[:, _X : _X + size] = [part.view("u1") for part in parts]
-    text = kernels.sample_ptx_of(layout, x.dtype)
-    machine = ptx.Machine(text, memory, layout.threads, operands, rng)
+    text = kernels.sample_ptx_of(plan, x.dtype)
+    machine = ptx.Machine(text, memory, plan.threads, operands, rng)
     machine.run()
     return machine
 
 
-def draw(layout, x, *parameters, rng=None):
+def draw(plan, x, *parameters, rng=None):
     """Returns index, log probability and log of the kept share for a row x, which is -inf where masked."""
-    machine = machine_of(layout, x, *parameters, rng=rng)
+    machine = machine_of(plan, x, *parameters, rng=rng)
     assert sorted(machine.stored) == sorted(_RESULTS.values())
     index, *logs = (np.array([machine.stored[at]], "uint32") for at in _RESULTS.values())
     return index.view("int32"), *(bits.view("float32") for bits in logs)
@@ -63,10 +61,10 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, sta
     x, where, u, parameters, labels = all_combinations(
         rows if where is None else cases.spoil_masked(rows, where), where
     )
-    layout = kernels.sample_layout(v, dtype, count, warpgroups)
+    plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
     for i in range(start, len(x), step):
         kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
-        got = draw(layout, kept, u[i], *(a[i] for a in parameters), rng=rng)
+        got = draw(plan, kept, u[i], *(a[i] for a in parameters), rng=rng)
         one = slice(i, i + 1)
         mask = None if where is None else where[one]
         assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters], mask)
@@ -128,10 +126,10 @@ def test_ptx_of_long_rows(v, dtype, count, warpgroups):
 def test_ptx_of_values_near_zero(row, step):
     """bfloat16 values near 0 share buckets. These are the first buckets if the maximum is negative and near 0."""
     x, _, u, parameters, labels = all_combinations(np.array([row], BF16))
-    layout = kernels.sample_layout(len(row), BF16, 1, 1)
+    plan = kernels.sample_plan_of(len(row), BF16, 1, 1)
     for i in range(0, len(x), step):
         one = slice(i, i + 1)
-        got = draw(layout, x[i], u[i], *(a[i] for a in parameters))
+        got = draw(plan, x[i], u[i], *(a[i] for a in parameters))
         assert_draws(got, x[one], u[one], labels[one], [a[one] for a in parameters])
 
 
@@ -143,13 +141,13 @@ def test_ptx_of_values_near_zero(row, step):
 def test_ptx_of_zeros_is_fast(row, dtype, more):
     """Rows with many zeros, such as padding of a batch, need no slow search digit by digit."""
     v = 2100
-    layout = kernels.sample_layout(v, dtype, 2, 1)
+    plan = kernels.sample_plan_of(v, dtype, 2, 1)
     u, *parameters = 0.3, 1.0, v, 0.7, 0.0
     zeros, others = (np.resize(np.array(of, dtype), v) for of in (row, [3, 2]))
-    machines = [machine_of(layout, x, u, *parameters) for x in (zeros, others)]
+    machines = [machine_of(plan, x, u, *parameters) for x in (zeros, others)]
     barriers = [machine.arrived.max() for machine in machines]  # arrivals at the cluster's barrier
     assert barriers[0] == barriers[1] + more
-    got = draw(layout, zeros, u, *parameters)
+    got = draw(plan, zeros, u, *parameters)
     given = [np.array([a]) for a in parameters]
     assert_draws(got, zeros[None], np.array([u], F32), [str(row)], given)
 
@@ -162,11 +160,11 @@ def test_ptx_of_sorted_rows():
     barriers.
     """
     v, count = 4099, 3
-    layout = kernels.sample_layout(v, F32, count, 1)
-    assert v // count > layout.list_size
+    plan = kernels.sample_plan_of(v, F32, count, 1)
+    assert v // count > plan.list_size
     x = np.random.default_rng(0).standard_normal(v).astype(F32)
     rows = x, np.sort(x), -np.sort(-x)
-    barriers = [machine_of(layout, row, 0.3, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
+    barriers = [machine_of(plan, row, 0.3, 1.0, 5, 0.9, 0.0).arrived.max() for row in rows]
     assert barriers[1:] == [barriers[0] + 2] * 2
     # Among the 39 combinations of a row, this picks one with top_k = 5 and one with all filters.
     assert_drawn(["ascending", "descending"], v, F32, count, 1, masked=False, step=20, start=16)

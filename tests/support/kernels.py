@@ -13,6 +13,7 @@ from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
 from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
@@ -440,14 +441,14 @@ def plan_sample(rows, vocab, dtype, capability=HOPPER):
     return sample_plan.plan_sample(rows, vocab, dtype, capability)
 
 
-def sample_layout(vocab, dtype, count, warpgroups):
-    """Returns the layout of a row over `count` CTAs with `warpgroups` warpgroups each."""
-    return sample_plan.layout_of(vocab, dtype, count, warpgroups)
+def sample_plan_of(vocab, dtype, count, warpgroups):
+    """Returns the plan of a row over `count` CTAs with `warpgroups` warpgroups each."""
+    return sample_plan.plan_of(vocab, dtype, count, warpgroups)
 
 
-def sample_ptx_of(layout, dtype):
+def sample_ptx_of(plan, dtype):
     """Returns the text of the program for a part of a row."""
-    return sample_ptx.draw_program(layout, dtype)
+    return sample_ptx.draw_program(plan, dtype)
 
 
 def sample_scale(temperature):
@@ -463,7 +464,7 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
       u: (rows,).
       parameters: temperature, top_k, top_p and min_p, (rows,) or (1,).
       where: None, or (rows or 1, V or 1).
-      plan: the layout of a row over CTAs; by default the package's choice.
+      plan: how a row lies over CTAs; by default the package's choice.
     """
     x, request = jnp.asarray(x), SamplingParams(*map(jnp.asarray, (u, *parameters)))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)

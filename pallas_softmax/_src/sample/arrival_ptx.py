@@ -24,7 +24,7 @@ spread over all warps:
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import Layout
+from pallas_softmax._src.sample.plan import SamplePlan
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
 # A small top_k has a bound from the maxima of threads. For top_k = 50, about 120 keys are above the bound.
@@ -43,7 +43,7 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
       The mass of each CTA, in the lane with its number; and, if `small_top_k`, an element that at least `top_k`
       elements reach.
     """
-    layout = p.layout
+    plan = p.plan
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
 
     def add(words, _):
@@ -61,20 +61,20 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
     bound = p.var(largest)
     with p.when(small_top_k & (share_of_warp > 1)):
         p.set(bound, _in_rank(p, m, share_of_warp, LANES))
-    own = p.word(layout.warps, p.warp, layout.warp_words)
+    own = p.word(plan.warps, p.warp, plan.warp_words)
     p.store(own, largest, d, when=p.first_lane)
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
-        p.store(p.word(layout.total), *_over_warp(p, *of_warp(p)), when=p.first_lane)
+        p.store(p.word(plan.total), *_over_warp(p, *of_warp(p)), when=p.first_lane)
         with p.when(small_top_k):
-            of_warps, inside = p.word(layout.warps, p.lane, layout.warp_words), p.lane < p.warps
+            of_warps, inside = p.word(plan.warps, p.lane, plan.warp_words), p.lane < p.warps
             bounds = p.load(of_warps, "f32", offset=8, when=inside, default=-INF)
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
-            p.store(p.word(layout.total), bound, offset=8, when=p.first_lane)
+            p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
     p.sync_cluster()
-    m, d, bound, _ = (value.bits("f32") for value in p.of_ctas(layout.total, 4))
+    m, d, bound, _ = (value.bits("f32") for value in p.of_ctas(plan.total, 4))
     inside = p.lane < p.ctas
     m, d = _relative_to_largest(p, p.select(inside, m, -INF), d)
     p.top = m + 0.0  # +0 in place of -0
@@ -84,28 +84,28 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
 
 def bound_of_best(p: RowProgram, top_k: Value) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
-    layout = p.layout
+    plan = p.plan
     together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
     at = p.var(p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES)
-    end = p.x + layout.window.size * p.elements.itemsize
+    end = p.x + plan.window.size * p.elements.itemsize
     largest = p.var(LEAST_FINITE, "f32")
     with p.loop() as leave:
         leave(at >= end)
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
-        p.increase(at, layout.threads * ACCESS_BYTES)
+        p.increase(at, plan.threads * ACCESS_BYTES)
     share_of_warp = _divided(top_k + (p.warps - 1), p.warps)
-    p.over_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], layout.kept)
+    p.over_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
     p.sync_cluster()
-    (bound,) = p.of_ctas(layout.kept, 1)
+    (bound,) = p.of_ctas(plan.kept, 1)
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LEAST_FINITE)])
     return best
 
 
-def largest_small_top_k(layout: Layout) -> int:
+def largest_small_top_k(plan: SamplePlan) -> int:
     """Returns the largest top_k that the maxima of threads bound well."""
-    if layout.by_value:  # the histogram is as fast
+    if plan.by_value:  # the histogram is as fast
         return 0
-    return min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * layout.window.count * layout.threads // LANES)
+    return min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * plan.window.count * plan.threads // LANES)
 
 
 def _divided(number: Value, by: int) -> Value:
@@ -126,11 +126,9 @@ def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
     return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
 
 
-def of_warp(p: RowProgram) -> tuple[Value, Value]:
+def of_warp(p: RowProgram) -> list[Value]:
     """Returns the largest element of the warp with this lane's number, and the mass of the warp relative to it."""
-    at, inside = p.word(p.layout.warps, p.lane, p.layout.warp_words), p.lane < p.warps
-    m = p.load(at, "f32", when=inside, default=-INF)
-    return m, p.load(at, "f32", offset=4, when=inside, default=0)
+    return p.words_of_warp(["f32", "f32"], [-INF, 0])
 
 
 def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:

@@ -12,7 +12,7 @@ This file builds the histogram and finds the edges of the zone. `zone_ptx` does 
 
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.plan import BUCKETS, SECTIONS
-from pallas_softmax._src.sample.row_ptx import LEAST_FINITE, RowProgram
+from pallas_softmax._src.sample.row_ptx import LEAST_FINITE
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _EACH = BUCKETS // SECTIONS  # buckets of a section, one for each lane
@@ -26,90 +26,77 @@ _TOLERANCE = 1e-5  # relative error of a sum of 2048 masses in float32
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
 
 
-class Widths:
-    """The widths of the buckets of a row, from its whole mass.
-
-    Attributes:
-      per_unit: number of buckets in a difference of 1 between logits.
-      octaves: number of octaves of mass in a bucket.
-      total: the mass of the row.
-    """
-
-    def __init__(self, p: RowProgram, total: Value):
-        depth = p.log2(p.divide(p.var(float(p.layout.window.vocab), "f32"), total))
-        per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * SPAN, 2.0**-10))
-        self.per_unit = p.min(p.scale * per_octave, 1e30)
-        self.octaves = p.divide(p.scale, self.per_unit)
-        self.total = total
-
-
-def zone(f: FilterSearch, total: Value) -> tuple[Value, Value]:
+def edges(f: FilterSearch, total: Value) -> tuple[Value, Value]:
     """Returns the least and the greatest element that may be the last entry; `total` is the mass of the row."""
-    widths = Widths(f.p, total)
-    _count(f, widths)
-    return _edges(f, widths)
+    p = f.p
+    depth = p.log2(p.divide(p.var(float(p.plan.window.vocab), "f32"), total))
+    per_octave = p.divide(p.var(float(BUCKETS), "f32"), p.max(depth * SPAN, 2.0**-10))
+    per_unit = p.min(p.scale * per_octave, 1e30)  # number of buckets in a difference of 1 between logits
+    octaves = p.divide(p.scale, per_unit)  # number of octaves of mass in a bucket
+    _count(f, per_unit, octaves)
+    return _edges(f, per_unit, octaves, total)
 
 
-def _count(f: FilterSearch, widths: Widths) -> None:
+def _count(f: FilterSearch, per_unit: Value, octaves: Value) -> None:
     """Counts elements by their distance from the largest one, and sums up the sections of the histogram."""
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     f.clear()
     # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
-    base = p.word(layout.histogram) - (4 * _MAGIC_BITS) % 2**32
+    base = p.word(plan.histogram) - (4 * _MAGIC_BITS) % 2**32
 
     def add(x):
-        bits = p.multiply_add(p.top - x, widths.per_unit, _MAGIC).bits("u32")
+        bits = p.multiply_add(p.top - x, per_unit, _MAGIC).bits("u32")
         p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
 
     p.sweep(lambda words, _: [add(x) for x in p.floats(words)])
 
     # Horner's rule sums the masses, as if each element lay in the middle of its bucket.
-    ratio = f.measure(p.exp2(widths.octaves * -1), 1.0)
+    ratio = f.measure(p.exp2(octaves * -1), 1.0)
 
     def horner(bucket, numbers):
         sum_ = p.convert(numbers[-1], "f32")
         for number in numbers[-2::-1]:
             sum_ = p.multiply_add(sum_, ratio, p.convert(number, "f32"))
-        return [sum_ * _measure_of(f, widths, bucket)]
+        return [sum_ * _measure_of(f, octaves, bucket)]
 
     f.sum_buckets(horner)
 
 
-def _measure_of(f: FilterSearch, widths: Widths, bucket: Value) -> Value:
+def _measure_of(f: FilterSearch, octaves: Value, bucket: Value) -> Value:
     """Returns the measure of an element in the middle of a bucket."""
     p = f.p
-    return f.measure(p.exp2(p.convert(bucket, "f32") * widths.octaves * -1), 1.0)
+    return f.measure(p.exp2(p.convert(bucket, "f32") * octaves * -1), 1.0)
 
 
-def _edges(f: FilterSearch, widths: Widths) -> tuple[Value, Value]:
+def _edges(f: FilterSearch, per_unit: Value, octaves: Value, total: Value) -> tuple[Value, Value]:
     """Returns the least and the greatest element of the zone; warp 1 finds the least, warp 0 the greatest."""
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     with p.when(p.warp < 2):
         is_greatest = p.warp.equals(0)
-        goal = f.measure(f.goal * _lean(f, widths, is_greatest), f.goal)
-        section, before = f.section_that_reaches(goal, p.var(layout.sections, "u32"))
+        goal = f.measure(f.goal * _lean(f, octaves, total, is_greatest), f.goal)
+        section, before = f.section_that_reaches(goal, p.var(plan.sections, "u32"))
         bucket = section * _EACH + p.lane
-        address = p.word(layout.histogram, bucket)
+        address = p.word(plan.histogram, bucket)
         number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
         # The last bucket also has all elements further away: for the least element of the zone it counts as empty.
         number = p.select(~is_greatest & bucket.equals(BUCKETS - 1), 0, number)
-        _, upto = p.scan(p.convert(number, "f32") * _measure_of(f, widths, bucket))
+        _, upto = p.scan(p.convert(number, "f32") * _measure_of(f, octaves, bucket))
         bucket = section * _EACH + p.first_that(before + upto >= goal)
         # Rounding may put elements of the bucket slightly outside its edge.
         half = p.select(is_greatest, -0.5, 0.5, "f32")
-        distance = p.divide(p.convert(bucket, "f32") + half, widths.per_unit)
+        distance = p.divide(p.convert(bucket, "f32") + half, per_unit)
         edge = p.top - distance
         slack = p.absolute(edge) * 2.0**-23 + p.absolute(distance) * 2.0**-20 + 1e-44
         edge = p.select(is_greatest, edge + slack, p.max(edge - slack, LEAST_FINITE))
         is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))
         edge = p.select(is_outermost, p.select(is_greatest, p.top, LEAST_FINITE), edge)
-        p.store(p.word(layout.picked, p.warp), edge, when=p.first_lane)
+        p.store(p.word(plan.picked, p.warp), edge, when=p.first_lane)
     p.barrier()
-    greatest, least = p.load_vector(p.word(layout.picked), "f32", 2)
+    greatest, least = p.load_vector(p.word(plan.picked), "f32", 2)
     return least, greatest
 
 
-def _lean(f: FilterSearch, widths: Widths, is_greatest: Value) -> Value:
+def _lean(f: FilterSearch, octaves: Value, total: Value, is_greatest: Value) -> Value:
     """Returns a bound on the error of the goal, as a factor, if elements count as in the middle of their buckets.
 
     If all elements lay at the same edge, the error would be half a bucket. But the errors of many elements cancel. In a
@@ -118,7 +105,7 @@ def _lean(f: FilterSearch, widths: Widths, is_greatest: Value) -> Value:
     """
     p = f.p
     sign = p.select(is_greatest, -1.0, 1.0, "f32")
-    errors = widths.octaves * p.exp2(p.log2(widths.total) * -0.5) * _DEVIATIONS + _LEAST_ERROR
+    errors = octaves * p.exp2(p.log2(total) * -0.5) * _DEVIATIONS + _LEAST_ERROR
     if_cancelled = p.multiply_add(errors, sign, 1.0)
-    if_at_edge = p.exp2(widths.octaves * sign * 0.5) * p.multiply_add(sign, _TOLERANCE, 1.0)
+    if_at_edge = p.exp2(octaves * sign * 0.5) * p.multiply_add(sign, _TOLERANCE, 1.0)
     return p.select(is_greatest, p.max(if_at_edge, if_cancelled), p.min(if_at_edge, if_cancelled))

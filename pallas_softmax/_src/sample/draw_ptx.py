@@ -13,7 +13,7 @@
                                                                 (3 for bfloat16, 2 for a small top_k)
     the draw                              inverse_ptx       0
 
-All stages use `row_ptx` (elements, sums over warps, CTAs and clusters) and the words that `plan.Layout` draws. The mass
+All stages use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass
 of an element is 2^((x - top) * scale). Here scale is log2(e) / temperature, and top is the largest element of the row.
 Every decision rests on integers, or on sums in a fixed order. So a draw has the same bits each time.
 """
@@ -23,7 +23,8 @@ import functools
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, filters_ptx, inverse_ptx
-from pallas_softmax._src.sample.plan import Layout
+from pallas_softmax._src.sample.draw import SamplingParams
+from pallas_softmax._src.sample.plan import SamplePlan
 from pallas_softmax._src.sample.row_ptx import INF, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
@@ -33,63 +34,63 @@ _NAN = float("nan")
 
 
 @functools.lru_cache(maxsize=16)  # writing the program takes half a second
-def draw_program(layout: Layout, dtype) -> RowProgram:
+def draw_program(plan: SamplePlan, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
     Its operands, in addition to <x>, are:
 
-        <scratch>                  the words that `Layout` draws
+        <scratch>                  the words that `SamplePlan` draws
         <row>, <part>              the numbers of the row, and of the CTA in its cluster
         <origin>                   the index in the row of the element at position 0
         <scale>                    log2(e) / temperature, see `kernel.scale_of`
         <u>, <temperature>, <top_k>, <top_p>, <min_p>    the parameters of the row
         <index>, <log_prob>, <log_mass>                  device memory for the results
     """
-    p = RowProgram(layout, dtype)
+    p = RowProgram(plan, dtype)
     p.barrier()
+    u, temperature, top_p, min_p = p.operands("f32", "u", "temperature", "top_p", "min_p")
     # A temperature of 0 takes the first entry: it is a draw with top_k = 1.
-    greedy = p.var(p.operand("temperature", "f32").equals(0.0))
+    greedy = temperature.equals(0.0)
     top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
-    small_top_k = p.var((top_k <= arrival_ptx.largest_small_top_k(layout)) & (top_k < layout.window.vocab))
+    top_p, min_p = p.select(greedy, 1.0, top_p), p.select(greedy, 0.0, min_p)
+    params = SamplingParams(u, temperature, top_k, top_p, min_p)
+    small_top_k = p.var((top_k <= arrival_ptx.largest_small_top_k(plan)) & (top_k < plan.window.vocab))
     mass_of_cta, bound = arrival_ptx.arrive(p, small_top_k, top_k)
-    drawable = (p.absolute(p.top) < INF) & (p.operand("temperature", "f32") >= 0.0)
+    drawable = (p.absolute(p.top) < INF) & (temperature >= 0.0)
     with p.when(~drawable):
         with p.when(p.thread.equals(0) & p.cta.equals(0)):
             _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
         if p.ctas > 1:
             p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, mass_of_cta, greedy, top_k, small_top_k, bound)
+        _draw(p, params, mass_of_cta, small_top_k, bound)
     return p
 
 
 def _draw(
-    p: RowProgram, mass_of_cta: Value, greedy: Value, top_k: Value, small_top_k: Value, bound: Value
+    p: RowProgram, params: SamplingParams, mass_of_cta: Value, small_top_k: Value, bound: Value
 ) -> None:
     """Draws, and writes the results.
 
     Args:
+      p: the program that is written.
+      params: the parameters of the row.
       mass_of_cta, bound: the results of `arrival_ptx.arrive`.
-      greedy: whether the temperature is 0.
-      top_k, small_top_k: the arguments of `arrival_ptx.arrive`.
+      small_top_k: its argument.
     """
-    top_p = p.select(greedy, 1.0, p.operand("top_p", "f32"))
-    min_p = p.select(greedy, 0.0, p.operand("min_p", "f32"))
-    by_number, by_mass, by_weight = top_k < p.layout.window.vocab, top_p < 1.0, min_p > 0.0
-    filtered = by_number | by_mass | by_weight
-    filters = filters_ptx.Filters(top_k, by_number, top_p, by_mass, min_p, by_weight)
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.apply_filters(p, kept, total, filters, small_top_k, bound)
-    least, by_least = filters_ptx.least_weight(p, kept, min_p, by_weight)
-    known = inverse_ptx.Known(from_arrival=~filtered, from_filter=by_least)
+    filters_ptx.apply_filters(p, kept, total, params, small_top_k, bound)
+    least, by_least = filters_ptx.least_weight(p, kept, params.min_p)
+    filtered = (params.top_k < p.plan.window.vocab) | (params.top_p < 1.0) | (params.min_p > 0.0)
+    warp_masses = inverse_ptx.WarpMasses(from_arrival=~filtered, from_filter=by_least)
 
     before, all_kept = p.before(kept.mass)
-    cta, target = inverse_ptx.choose(p, kept.mass, before, p.operand("u", "f32") * all_kept)
+    cta, target = inverse_ptx.choose(p, kept.mass, before, params.u * all_kept)
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, known)
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, warp_masses)
         log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
         log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
         with p.when(p.thread.equals(0)):

@@ -1,93 +1,107 @@
-"""Applies the filters one after another: top_k, then top_p to what top_k keeps, then min_p."""
+"""Applies the filters one after another: top_k, then top_p to what top_k keeps, then min_p.
 
-import dataclasses
+The program has one search, in a loop. Each turn looks for the last entry that one filter keeps. The stage says which
+filter, and where the entry is looked for:
+
+    stage          goal                              where
+    TOP_K_BOUND    top_k entries                     among the elements that reach a bound of all CTAs
+    TOP_K_BEST     top_k entries                     among the elements that reach the bound of the best CTA
+    TOP_K          top_k entries                     in the row, by a histogram
+    TOP_P          the share top_p of the kept mass  in the row, by a histogram
+    TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
+    MIN_P          as many entries as min_p keeps    in the lists
+
+A turn follows if its filter is on. With lists, MIN_P follows only if min_p is stricter than the other filters:
+
+    small top_k ──► TOP_K_BOUND ──────┬──► TOP_P_REUSE ──► MIN_P ──► DONE       the lists hold everything that is kept
+                      │ lists overflow│
+                      ▼               │
+                    TOP_K_BEST ───────┘
+                      │ lists overflow
+                      ▼
+    otherwise ────► TOP_K ───────────────► TOP_P ──► DONE                       TOP_P_REUSE, if the histogram is there
+
+After the loop, `least_weight` applies min_p where it is still stricter than the other filters.
+"""
 
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import distances_ptx, lists_ptx, values_ptx, zone_ptx
 from pallas_softmax._src.sample.arrival_ptx import bound_of_best
+from pallas_softmax._src.sample.draw import SamplingParams
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
+
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
 
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 
 
-@dataclasses.dataclass(frozen=True)
-class Filters:
-    """The filters of a row.
-
-    Attributes:
-      top_k, top_p, min_p: their parameters.
-      by_number, by_mass, by_weight: conditions: whether top_k, top_p and min_p filter anything.
-    """
-
-    top_k: Value
-    by_number: Value
-    top_p: Value
-    by_mass: Value
-    min_p: Value
-    by_weight: Value
-
-
 def apply_filters(
-    p: RowProgram, kept: Kept, total: Value, filters: Filters, small_top_k: Value, bound: Value
+    p: RowProgram, kept: Kept, total: Value, params: SamplingParams, small_top_k: Value, bound: Value
 ) -> None:
     """Applies top_k, then top_p. Applies min_p after them if the lists hold everything that is kept.
 
-    The text has one search, in a loop that runs once for each filter. The goals of its turns are:
-
-        top_k                    a number of entries
-        top_p   `is_mass`        a share of the kept mass
-        min_p   `is_weight`      how many keys in the lists min_p keeps; only if the lists hold everything that is kept
-
-    If top_k is small, everything that it keeps reaches `bound`. So a zone from `bound` up (`from_bound`) holds
-    everything that any filter keeps, and its lists are made once. If these lists overflow (in a sorted row, the weakest
-    CTA sets the bound), the turn of top_k runs again (`retry`) with the bound of the best CTA. If they still overflow,
-    it runs again without a bound.
-
     Args:
+      p: the program that is written.
       kept: what is kept, everything at first; this changes it.
       total: the mass of the row.
-      filters: the filters.
+      params: the parameters; a filter that is off has a value that filters nothing.
       small_top_k: whether top_k is small, at most `arrival_ptx.largest_small_top_k`.
       bound: if so, an element that at least top_k elements reach.
     """
-    counted, is_weight, is_best = (p.var(False, "pred") for _ in range(3))
-    is_mass, from_bound = p.var(~filters.by_number), p.var(small_top_k)
-    pending = p.var(filters.by_number | filters.by_mass)
-    low, high = p.var(p.max(bound, LEAST_FINITE)), p.var(p.top)
-    zone = lists_ptx.zone_of(p)
+    stage = p.select(params.top_p < 1.0, TOP_P, DONE, "u32")
+    stage = p.select(params.top_k < p.plan.window.vocab, TOP_K, stage)
+    stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
+    bound, zone = p.var(p.max(bound, LEAST_FINITE)), lists_ptx.Zone(p)
     with p.loop() as leave:
-        leave(~pending)
+        leave(stage.equals(DONE))
+        is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
         _, all_kept = p.before(kept.mass)
-        of_mass = p.max(filters.top_p * all_kept, _LEAST_GOAL)
-        goal = p.var(p.select(is_mass, of_mass, p.convert(filters.top_k, "f32")))
-        retry, to_weight = (p.var(False, "pred") for _ in range(2))
+        of_mass = p.max(params.top_p * all_kept, _LEAST_GOAL)
+        goal = p.var(p.select(is_mass, of_mass, p.convert(params.top_k, "f32")))
         f = FilterSearch(p, kept, goal, is_mass)
-        if p.layout.by_value:
-            values_ptx.search_values(f, counted)
+        if p.plan.by_value:
+            stays = values_ptx.search_values(f, stage.equals(TOP_P_REUSE))
+            top_p = p.select(stays, TOP_P_REUSE, TOP_P, "u32")
+            p.set(stage, p.select(stage.equals(TOP_K) & (params.top_p < 1.0), top_p, DONE))
         else:
-            with p.when(is_weight):
-                p.set(goal, lists_ptx.number_from(p, zone, filters.min_p))
-            with p.when(~from_bound):
-                for edge, found in zip((low, high), distances_ptx.zone(f, total)):
-                    p.set(edge, found)
-            p.set(retry, zone_ptx.search_zone(f, zone, low, high, from_bound))
-            p.set(from_bound, from_bound & ~(retry & is_best))
-            with p.when(retry & from_bound):
-                p.set(low, p.max(low, bound_of_best(p, filters.top_k)))
-                p.set(is_best, True)
-            p.set(zone.known, zone.known & from_bound)
-            is_first = filters.by_weight & zone.known & lists_ptx.have_room(p, zone) & ~is_weight
-            p.set(to_weight, is_first & (p.weight(p.of_key(kept.key)) < filters.min_p))
-        to_mass = p.var(filters.by_mass & ~is_mass & ~is_weight & ~retry)
-        p.set(is_weight, to_weight & ~to_mass)
-        p.set(is_mass, to_mass)
-        p.set(pending, retry | is_mass | is_weight)
-        with p.when(from_bound & pending & ~zone.known & ~retry):
-            p.sync_cluster()  # other CTAs may still read the sums of this CTA over the zone
+            _search_lists(f, stage, params, total, bound, zone)
 
 
-def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> tuple[Value, Value]:
+def _search_lists(
+    f: FilterSearch, stage: Value, params: SamplingParams, total: Value, bound: Value, zone: lists_ptx.Zone
+) -> None:
+    """Runs a turn for float32 and float16, and sets the stage to the next one.
+
+    Args:
+      f: the search of this turn.
+      stage: the stage.
+      params, total: the arguments of `apply_filters`.
+      bound: in TOP_K_BOUND and TOP_K_BEST, an element that at least top_k elements reach.
+      zone: where the last entry is expected.
+    """
+    p = f.p
+    overflow = p.var(False, "pred")
+    with p.when(stage <= TOP_K_BEST):
+        p.set(overflow, zone_ptx.sweep_from_bound(p, zone, bound))
+    with p.when(overflow & stage.equals(TOP_K_BOUND)):
+        p.set(bound, p.max(bound, bound_of_best(p, params.top_k)))
+    with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
+        zone_ptx.sweep_between(f, zone, *distances_ptx.edges(f, total))
+    with p.when(stage.equals(MIN_P)):
+        p.set(f.goal, lists_ptx.number_from(p, zone, params.min_p))
+    with p.when(~overflow):
+        zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
+
+    of_bound, by_mass = stage <= TOP_K_BEST, params.top_p < 1.0
+    is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < params.min_p)
+    following = p.select(is_stricter & (of_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
+    following = p.select(by_mass & of_bound, TOP_P_REUSE, following)
+    following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
+    p.set(stage, p.select(overflow, stage + 1, following))
+
+
+def least_weight(p: RowProgram, kept: Kept, min_p: Value) -> tuple[Value, Value]:
     """Returns the least mass that min_p keeps, and whether min_p is stricter than the other filters.
 
     If min_p is stricter, `kept` becomes what it keeps, and the last sum over the CTA is the kept mass. Otherwise the
@@ -96,7 +110,7 @@ def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> t
     least = p.var(0, "f32")
     is_kept = p.weight(p.of_key(kept.key)) >= min_p
     enough = is_kept & kept.key.differs(KEEP_ALL)
-    is_stricter = p.var(by_weight & ~enough)
+    is_stricter = p.var((min_p > 0.0) & ~enough)
     with p.when(is_stricter):
         p.set(least, min_p)
         sums = [p.var(0, "f32") for _ in range(4)]
@@ -107,7 +121,7 @@ def least_weight(p: RowProgram, kept: Kept, min_p: Value, by_weight: Value) -> t
                 p.increase(sums[i % 4], weight, weight >= least)
 
         p.sweep(add)
-        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.layout.least)
+        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.plan.least)
         p.sync_cluster()
-        kept.down_to_the_last(p.of_ctas(p.layout.least, 1)[0].bits("f32"))
+        kept.down_to_the_last(p.of_ctas(p.plan.least, 1)[0].bits("f32"))
     return least, is_stricter

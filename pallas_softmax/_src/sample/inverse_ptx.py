@@ -1,6 +1,6 @@
 """Finds the drawn entry: the first one, in the order of the row, at which the kept mass exceeds u times the total.
 
-The search has four steps: among the CTAs, the warps of one CTA, the chunks of one warp, and the lanes of one chunk:
+The search has four steps: among the CTAs, the warps of one CTA, the loads of one warp, and the lanes of one load:
 
     kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
     before it       0   | 0.5 | 2 | 2        the second one has the target, 1.3 into its mass
@@ -8,13 +8,13 @@ The search has four steps: among the CTAs, the warps of one CTA, the chunks of o
 Each step takes the last one that has kept mass and no more than the target before it.
 """
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx
-from pallas_softmax._src.sample.plan import CHUNK_BYTES
+from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
 
@@ -35,9 +35,8 @@ def choose(p: RowProgram, mass: Value, before: Value, target: Value) -> tuple[Va
     return lane, target - p.shuffle(before, "idx", lane)
 
 
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """Conditions under which the kept mass of each warp is known. If neither holds, the drawing CTA adds the masses up.
+class WarpMasses(NamedTuple):
+    """Conditions under which the words of the warps hold their kept mass; if neither holds, the CTA adds it up.
 
     Attributes:
       from_arrival: the filters leave nothing out.
@@ -49,7 +48,7 @@ class Known:
 
 
 def draw_from_part(
-    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, known: Known
+    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, warp_masses: WarpMasses
 ) -> tuple[Value, Value]:
     """Returns the position of the drawn entry, and the entry as a float; called in the CTA where the target lies.
 
@@ -57,15 +56,15 @@ def draw_from_part(
       cta: the number of this CTA.
       target: the kept mass of the CTA up to the entry.
       least: the least mass that min_p keeps.
-      known: where the kept mass of each warp is known.
+      warp_masses: whether the kept mass of each warp is known.
     """
     equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
     none_kept, all_kept = equal_kept.equals(0), equal_kept.equals(equal)
     least_key = p.select(all_kept, kept.key, kept.key + 1)
     position, element = p.fresh("s32"), p.fresh("f32")
 
-    def find(weight, known):
-        for register, value in zip((position, element), _find(p, weight, target, known)):
+    def find(weight, warp_masses):
+        for register, value in zip((position, element), _find(p, weight, target, warp_masses)):
             p.set(register, value)
 
     # Comparing floats suffices unless only some ties are kept, or +0 is kept and -0 is not.
@@ -77,7 +76,7 @@ def draw_from_part(
             weight = p.weight(x)
             return weight, (x >= bound) & (weight >= least)
 
-        find(weight_from_bound, known)
+        find(weight_from_bound, warp_masses)
     with p.when(~is_simple):
         # From position `cut` on, entries with the last key are left out.
         cut = p.var(_EVERYWHERE, "s32")
@@ -101,35 +100,37 @@ def draw_from_part(
     return position, element
 
 
-def _find(p: RowProgram, weight: Weight, target: Value, known: Known | None = None) -> tuple[Value, Value]:
+def _find(
+    p: RowProgram, weight: Weight, target: Value, warp_masses: WarpMasses | None = None
+) -> tuple[Value, Value]:
     """Returns the last element that has mass and no more than `target` before it: its position, and the element.
 
     Args:
       weight: writes the mass of an element, and whether it counts.
       target: not negative.
-      known: where the masses of warps are known; None if they are not.
+      warp_masses: whether the masses of warps are known; None if they are not.
     """
 
     def go_on(mass):
         return choose(p, mass, p.scan(mass)[0], target)
 
-    warp, target = go_on(_masses_of_warps(p, weight, known))
+    warp, target = go_on(_masses_of_warps(p, weight, warp_masses))
 
-    # The warps of the CTA share the chunks of that warp, one chunk each at a time.
-    span, chunks = p.span_of(warp)
-    masses = p.layout.drawn + LANES
-    chunk = p.var(p.warp)
+    # The warps of the CTA share the loads of that warp, one load each at a time.
+    span, loads = p.span_of(warp)
+    masses = p.plan.drawn + LANES
+    load = p.var(p.warp)
     with p.loop() as leave:
-        leave(chunk >= chunks.bits("u32"))
-        at = span + chunk * CHUNK_BYTES
+        leave(load >= loads.bits("u32"))
+        at = span + load * WARP_LOAD_BYTES
         of_lane = p.reduce("add", _masses(p, weight, p.vector(at), at))
-        p.store(p.word(masses, chunk), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
-        p.increase(chunk, p.warps)
+        p.store(p.word(masses, load), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
+        p.increase(load, p.warps)
     p.barrier()
-    inside = p.lane < chunks.bits("u32")
-    chunk, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
+    inside = p.lane < loads.bits("u32")
+    load, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))
 
-    at = span + chunk * CHUNK_BYTES
+    at = span + load * WARP_LOAD_BYTES
     words = p.vector(at)
     of_elements = _masses(p, weight, words, at)
     lane, target = go_on(p.reduce("add", of_elements))
@@ -144,44 +145,44 @@ def _find(p: RowProgram, weight: Weight, target: Value, known: Known | None = No
     return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
 
 
-def _masses_of_warps(p: RowProgram, weight: Weight, known: Known | None) -> Value:
+def _masses_of_warps(p: RowProgram, weight: Weight, warp_masses: WarpMasses | None) -> Value:
     """Returns the mass of each warp of the CTA, in the lane with its number."""
-    mass, drawn = p.var(0, "f32"), p.layout.drawn
+    mass, drawn = p.var(0, "f32"), p.plan.drawn
 
     def add_up():
         sums = [p.var(0, "f32") for _ in range(4)]
 
         def add(words, address):
-            for i, (its, counts) in enumerate(_weights(p, weight, words, address)):
-                p.increase(sums[i % 4], its, counts)
+            for i, (one, counts) in enumerate(_weights(p, weight, words, address)):
+                p.increase(sums[i % 4], one, counts)
 
         p.sweep(add)
         p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [p.reduce("add", sums)]), when=p.first_lane)
         p.barrier()
         p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
 
-    if known is None:
+    if warp_masses is None:
         add_up()
         return mass
-    with p.when(known.from_arrival):
+    with p.when(warp_masses.from_arrival):
         m, d = arrival_ptx.of_warp(p)
         p.set(mass, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
-    with p.when(known.from_filter):
-        p.set(mass, p.sum_of_warp())
-    with p.when(~(known.from_arrival | known.from_filter)):
+    with p.when(warp_masses.from_filter):
+        p.set(mass, p.words_of_warp(["f32"], [0])[0])
+    with p.when(~(warp_masses.from_arrival | warp_masses.from_filter)):
         add_up()
     return mass
 
 
 def _weights(p: RowProgram, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:
     """Returns weight(element, position) for each element of words that were loaded at once from an address."""
-    first, vec = _position_of(p, address), p.layout.window.vec
+    first, vec = _position_of(p, address), p.plan.window.vec
     return [weight(x, first + (i // vec * LANES * vec + i % vec)) for i, x in enumerate(p.floats(words))]
 
 
 def _masses(p: RowProgram, weight: Weight, words: list[Value], address: Value) -> list[Value]:
     """Returns the mass of each element of the words; 0 for elements that do not count."""
-    return [p.select(counts, its, 0.0) for its, counts in _weights(p, weight, words, address)]
+    return [p.select(counts, one, 0.0) for one, counts in _weights(p, weight, words, address)]
 
 
 def _position_of(p: RowProgram, address: Value) -> Value:

@@ -42,14 +42,14 @@ from pallas_softmax._src.gpu.window_arrival import (
 )
 from pallas_softmax._src.sample import draw_ptx
 from pallas_softmax._src.sample.draw import SamplingParams, draw
-from pallas_softmax._src.sample.plan import Layout
+from pallas_softmax._src.sample.plan import SamplePlan
 from pallas_softmax.online import LOG2_E
 
 _TINY = float(np.finfo(np.float32).tiny)  # replaces a temperature of 0; also the smallest scale
 
 
 def sample_rows(
-    x, mask: Mask | None, params: SamplingParams, layout: Layout, *, interpret=None
+    x, mask: Mask | None, params: SamplingParams, plan: SamplePlan, *, interpret=None
 ) -> list[jax.Array]:
     """Draws once from each row.
 
@@ -57,7 +57,7 @@ def sample_rows(
       x: the logits, (rows, vocab).
       mask: which elements count, or None.
       params: the parameters: arrays (rows,), or (1,) if all rows have the same value.
-      layout: how a row lies over CTAs and in shared memory.
+      plan: how a row lies over CTAs and in shared memory.
       interpret: as for `pallas_call`. The interpreter runs a plain-JAX twin of the program, in one CTA.
 
     Returns:
@@ -65,7 +65,7 @@ def sample_rows(
       A row gives -1, NaN and NaN if its largest logit is not finite, or its temperature is negative or NaN.
     """
     rows, vocab = x.shape
-    window = layout.window
+    window = plan.window
     view = aligned_view(rows, vocab, window.vec)
 
     def sample(x_gmem, params_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
@@ -81,7 +81,7 @@ def sample_rows(
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
         insert_ptx(
-            draw_ptx.draw_program(layout, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers
+            draw_ptx.draw_program(plan, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers
         )
 
     types = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
@@ -89,13 +89,13 @@ def sample_rows(
         sample,
         grid={"row": rows, "part": window.count} if window.count > 1 else {"row": rows},
         cluster=window.count,
-        warpgroups=layout.warpgroups,
+        warpgroups=plan.warpgroups,
         out_type=types,
         scratch_types={
             "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
-            "scratch": plgpu.SMEM((layout.words,), jnp.int32),
+            "scratch": plgpu.SMEM((plan.words,), jnp.int32),
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
-            **({"barrier": plgpu.Barrier(num_arrivals=layout.warpgroups)} if interpret else {}),
+            **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret else {}),
         },
         approximate=True,
         interpret=interpret,
@@ -109,7 +109,8 @@ def scale_of(temperature):
 
 def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> None:
     """Synchronizes all warpgroups; then one of them draws in plain JAX and writes the results."""
-    _synchronize(barrier)
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def write():
@@ -117,12 +118,6 @@ def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> N
         index = jnp.where(position < 0, position, position + part.extent.origin)
         for gmem, result in zip(out, (index, *logs), strict=True):
             gmem[part.place.row] = result
-
-
-def _synchronize(barrier) -> None:
-    """Synchronizes all warpgroups of the CTA; only the interpreter runs this."""
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
 
 
 def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpret) -> None:
@@ -144,7 +139,8 @@ def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpr
 
     if part.mask is not None:
         if interpret:  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote
-            _synchronize(barrier)
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
         if window.full:
             pl.when(warpgroup < window.full)(functools.partial(mask, window.step_blocks))
         if window.rest:

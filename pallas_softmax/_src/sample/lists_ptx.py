@@ -1,6 +1,6 @@
 """Finds the last entry that a filter keeps, from the lists that the CTAs have made of the keys in a zone.
 
-    lists       12 40 | 7 31 | 40 3      of three CTAs, as distances from the least key
+    lists       12 40 | 7 31 | 40 3      of three CTAs
     merged      12 40 7 31 40 3          in each CTA, with the mass of each key
     last        40                       each CTA finds it by itself
     counts      0, 1 | 0, 0 | 0, 1       for each list: how many keys are above the last key, and how many equal it
@@ -9,228 +9,210 @@ Masses are added as integers: keys come in any order, and integer sums always ha
 zone is 2^31 units.
 """
 
-import dataclasses
+from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.digits_ptx import number_of
 from pallas_softmax._src.sample.plan import BUCKETS
-from pallas_softmax._src.sample.row_ptx import RowProgram
+from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _BUCKETS = 2 * LANES  # buckets in a round, two for each lane
-# The histogram has room for these keys and for one more key of each lane, with a mass for each.
+# The words of the histogram hold the merged list, and then a shortlist with a key for each lane; masses follow keys.
 MAX_KEYS = BUCKETS // 2 - LANES
+_SHORTLIST = 2 * MAX_KEYS
 _LARGEST = 2.0**31  # the mass of the whole zone as an integer
 
 
-@dataclasses.dataclass(frozen=True)
 class Zone:
-    """A range of keys that may contain the key of the last entry.
+    """A range of keys that may contain the key of the last entry, in variables.
 
     Attributes:
       found: a condition: whether the goal is reached in the zone.
+      has_room: a condition: whether the list of each CTA, and the merged list, have room for the keys of the zone.
       least, greatest: the first and the last key of the range.
       number: how many elements have a key in the zone, in all CTAs.
       number_of_cta: the same number for each CTA, in the lane with its number.
-      most: the largest number_of_cta.
       mass: the mass of all elements in the zone.
       above: the measure of all elements above the zone, in all CTAs.
       mass_above_of_cta: the mass above the zone for each CTA, in the lane with its number.
-      known: a condition: whether all this is known. Then lists of several keys are merged, and if the zone has two keys
-        that do not fit in the lists, the greater key is counted.
     """
 
-    found: Value
-    least: Value
-    greatest: Value
-    number: Value
-    number_of_cta: Value
-    most: Value
-    mass: Value
-    above: Value
-    mass_above_of_cta: Value
-    known: Value
+    def __init__(self, p: RowProgram):
+        self._p = p
+        self.found, self.has_room = p.fresh("pred"), p.fresh("pred")
+        self.least, self.greatest = p.fresh("s32"), p.fresh("s32")
+        self.number, self.number_of_cta = p.fresh("u32"), p.fresh("u32")
+        self.mass, self.above, self.mass_above_of_cta = p.fresh("f32"), p.fresh("f32"), p.fresh("f32")
+
+    def set(self, **values) -> None:
+        """Sets variables by their names."""
+        for name, value in values.items():
+            self._p.set(getattr(self, name), value)
+
+    def set_sums(self, mass: Value, number: Value) -> None:
+        """Sets what follows from the mass and the number of elements in the zone; each lane passes one CTA."""
+        mass, all_, most = self._p.over_warp(["add", "add", "max"], [mass, number, number])
+        has_room = (all_ <= MAX_KEYS) & (most <= self._p.plan.list_size)
+        self.set(mass=mass, number=all_, number_of_cta=number, has_room=has_room)
 
 
-def zone_of(p: RowProgram) -> Zone:
-    """Returns variables for a zone that is not known yet."""
-    kinds = ("pred", "s32", "s32", "u32", "u32", "u32", "f32", "f32", "f32")
-    return Zone(*[p.fresh(kind) for kind in kinds], known=p.var(False, "pred"))
-
-
-def have_room(p: RowProgram, zone: Zone) -> Value:
-    """Returns whether the list of each CTA, and the merged list, have room for the zone."""
-    return (zone.number <= MAX_KEYS) & (zone.most <= p.layout.list_size)
-
-
-def search_lists(f: FilterSearch, zone: Zone) -> None:
-    """Keeps what the filter keeps; its last key must be in the lists."""
-    p, layout = f.p, f.p.layout
+def search_lists(f: FilterSearch, zone: Zone, merged: Value) -> None:
+    """Keeps what the filter keeps; its last key must be in the lists, which may be `merged` already."""
+    p, plan = f.p, f.p.plan
     mass = p.max(zone.mass, 1e-30)
     per_unit, unit = p.divide(p.var(_LARGEST, "f32"), mass), mass * (1 / _LARGEST)
 
-    def mass_of(distance):
-        key = (zone.least.bits("u32") + distance).bits("s32")
+    def mass_of(key):
         return p.convert(p.weight(p.of_key(key)) * per_unit, "u32", "rni")
 
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear(p)
-    p.store(p.word(layout.picked), 0, when=p.thread.equals(0))
-    with p.when(~zone.known):
-        _merge(f, zone, first_of_cta, mass_of)
-        p.set(zone.known, True)
+    p.store(p.word(plan.picked), 0, when=p.thread.equals(0))
+    with p.when(~merged):
+        _merge(p, zone, first_of_cta, mass_of)
     p.barrier()
     rest = f.goal - zone.above
-    goal = p.convert(p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0), "u32", "rpi")
-    distance, above = _last(f, zone, goal)
-    left = p.convert((goal - above), "f32")
-    each = p.convert(p.max(mass_of(distance), 1), "f32")
-    number = number_of(p, f.measure(p.divide(left, each), left))
-
-    cta = p.var(p.warp)  # each warp counts the keys of one list after another
-    with p.loop() as leave:
-        leave(cta >= p.ctas)
-        mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
-        slot = p.var(p.shuffle(first_of_cta, "idx", cta))
-        end = slot + p.shuffle(zone.number_of_cta, "idx", cta)
-        p.increase(slot, p.lane)
-        with p.loop() as leave_keys:
-            leave_keys(slot >= end)
-            its, amount = p.load_vector(p.word(layout.histogram, slot, 2), "u32", 2)
-            p.increase(mass_above, amount, its > distance)
-            p.increase(equal, 1, its.equals(distance))
-            p.increase(slot, LANES)
-        p.store(
-            p.word(layout.counters, cta, 4), *p.over_warp(["add"] * 2, [mass_above, equal]), when=p.first_lane
-        )
-        p.increase(cta, p.warps)
-    p.barrier()
-    mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
-    p.load_vector_into([mass_above, equal], p.word(layout.counters, p.lane, 4), when=p.lane < p.ctas)
-    key = (zone.least.bits("u32") + distance).bits("s32")
+    rest = p.max(f.measure(p.min(rest * per_unit, _LARGEST * 1.5), rest), 1.0)
+    rest = p.var(p.convert(rest, "u32", "rpi"))
+    key = _last_key(f, zone, rest)
+    one = p.convert(p.max(mass_of(key), 1), "f32")
+    number = f.number_that_reaches(p.convert(rest, "f32"), one)
+    mass_above, equal = _of_lists(p, zone, first_of_cta, key)
     f.kept.down_to(key, number, zone.mass_above_of_cta + p.convert(mass_above, "f32") * unit, equal)
 
 
-def _merge(f: FilterSearch, zone: Zone, first_of_cta: Value, mass_of) -> None:
-    """Copies the keys of all lists to one list, with a mass for each, as distances from the least key."""
-    p, layout = f.p, f.p.layout
-    slot = p.var(p.thread)
+def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
+    """Copies the keys of all lists to one list, with a mass for each."""
+    entry = p.var(p.thread)
     with p.loop() as leave:
-        leave(slot - p.lane >= zone.number)
-        cta, is_key = p.var(0, "u32"), slot < zone.number
+        leave(entry - p.lane >= zone.number)
+        cta, is_key = p.var(0, "u32"), entry < zone.number
         for bit in reversed(range((p.ctas - 1).bit_length())):
             later = cta + (1 << bit)
-            p.set(cta, later, is_key & (slot >= p.shuffle(first_of_cta, "idx", later)))
-        slot_of_cta = slot - p.shuffle(first_of_cta, "idx", cta)
-        (key,) = p.of_cta(p.word(layout.keys, slot_of_cta), cta, "s32", when=is_key)
-        distance = key.bits("u32") - zone.least.bits("u32")
-        p.store(p.word(layout.histogram, slot, 2), distance, mass_of(distance), when=is_key)
-        p.increase(slot, layout.threads)
+            p.set(cta, later, is_key & (entry >= p.shuffle(first_of_cta, "idx", later)))
+        in_list = entry - p.shuffle(first_of_cta, "idx", cta)
+        (key,) = p.of_cta(p.word(p.plan.keys, in_list), cta, "s32", when=is_key)
+        p.store(p.word(p.plan.histogram, entry, 2), key, mass_of(key), when=is_key)
+        p.increase(entry, p.plan.threads)
 
 
 def _clear(p: RowProgram) -> None:
-    """Clears the sums over buckets, and the list of the few keys that remain at the end."""
-    p.store(p.word(p.layout.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
-    p.store(p.word(p.layout.histogram + 2 * MAX_KEYS, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
+    """Clears the sums over buckets, and the shortlist."""
+    p.store(p.word(p.plan.drawn, p.thread), p.var(0, "u32"), when=p.thread < 2 * _BUCKETS)
+    p.store(p.word(p.plan.histogram + _SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
+
+
+def _each_key(
+    p: RowProgram, first: Value, end: Value, step: int, body: Callable[[Value, Value], object]
+) -> None:
+    """Calls body(key, mass), which writes what is done with entries `first`, first + step, .. of the merged list."""
+    entry = p.var(first)
+    with p.loop() as leave:
+        leave(entry >= end)
+        key, mass = p.load_vector(p.word(p.plan.histogram, entry, 2), "u32", 2)
+        body(key.bits("s32"), mass)
+        p.increase(entry, step)
 
 
 def number_from(p: RowProgram, zone: Zone, least: Value) -> Value:
     """Returns how many keys of the merged list have at least this mass, as a float."""
-    number, slot = p.var(0, "u32"), p.var(p.lane)
-    with p.loop() as leave:
-        leave(slot >= zone.number)
-        distance = p.load(p.word(p.layout.histogram, slot, 2), "u32")
-        key = (zone.least.bits("u32") + distance).bits("s32")
+    number = p.var(0, "u32")
+
+    def count(key, _):
         p.increase(number, 1, p.weight(p.of_key(key)) >= least)
-        p.increase(slot, LANES)
+
+    _each_key(p, p.lane, zone.number, LANES, count)
     return p.convert(p.over_lanes("add", number), "f32")
 
 
-def _last(f: FilterSearch, zone: Zone, goal: Value) -> tuple[Value, Value]:
-    """Returns the distance of the last key from the least key, and the measure above the last key, in all threads.
+def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
+    """Returns the last kept key, in all threads. Measures are integers.
 
-    Measures are integers. A round cuts a range of distances into 64 buckets, from the greatest distance down; the first
-    range is the whole zone. The threads add the masses of the keys to the buckets. The bucket that reaches the goal is
-    the next range. Rounds end when the range is one distance, or has no more keys than a warp has lanes. In that case,
-    each lane takes one key and adds up all keys from the greatest one down to it.
+    Once a range has no more keys than a warp has lanes, they are copied to the shortlist.
+
+    Args:
+      f: the search.
+      zone: the range of keys; its lists are merged.
+      rest: what the zone must reach. This becomes what the entries with the last key must reach.
     """
-    p, layout = f.p, f.p.layout
-    low, high = p.var(0, "u32"), p.var(zone.greatest.bits("u32") - zone.least.bits("u32"))
-    keys, few_keys = p.word(layout.histogram), p.word(layout.histogram + 2 * MAX_KEYS)
-    masses, numbers = p.word(layout.drawn), p.word(layout.drawn + _BUCKETS)
-    # The number of keys in the range, and the mass and the number of the keys above it.
-    inside, mass_above, number_above = p.var(zone.number), p.var(0, "u32"), p.var(0, "u32")
-    several = p.var(low.differs(high))
+    p, plan = f.p, f.p.plan
+    keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)
+    whole = p.var(keys.extent)
+    sums, numbers = p.word(plan.drawn), p.word(plan.drawn + _BUCKETS)
 
-    def each_key(body):
-        slot = p.var(p.thread)
-        with p.loop() as leave:
-            leave(slot >= zone.number)
-            its, amount = p.load_vector(keys + slot * 8, "u32", 2)
-            with p.when(its - low <= high - low):
-                body(its, amount)
-            p.increase(slot, layout.threads)
-
-    with p.loop() as leave:
-        leave((inside <= LANES) | ~several)
-        width = p.max(p.highest_bit(high - low).bits("s32") - (_BUCKETS.bit_length() - 2), 0).bits("u32")
-
-        def add(its, amount):
-            at = ((high - its) >> width) * 4
-            p.add_to(masses + at, amount)
-            p.add_to(numbers + at, 1)
-
-        each_key(add)
-        p.barrier()
-        first_mass, second_mass = p.load_vector(masses + p.lane * 8, "u32", 2)
-        first_number, second_number = p.load_vector(numbers + p.lane * 8, "u32", 2)
-        mass, mass_upto = p.scan(first_mass + second_mass)
-        number, number_upto = p.scan(first_number + second_number)
-        mass, number = mass + mass_above, number + number_above
-        upto = f.measure(mass_upto + mass_above, number_upto + number_above)
-        # Rounding may have put the goal above the total.
-        goal_here = p.min(goal, p.shuffle(upto, "idx", LANES - 1))
-        lane = p.first_that(upto >= goal_here)
-        in_second = f.measure(mass + first_mass, number + first_number) < goal_here
-        bucket = p.lane * 2 + p.select(in_second, 1, 0, "u32")
-        p.increase(mass, first_mass, in_second)
-        p.increase(number, first_number, in_second)
-        p.set(mass_above, p.shuffle(mass, "idx", lane))
-        p.set(number_above, p.shuffle(number, "idx", lane))
-        p.set(inside, p.shuffle(p.select(in_second, second_number, first_number), "idx", lane))
-        p.set(high, high - (p.shuffle(bucket, "idx", lane) << width))
-        p.set(low, p.select(high - low >> width > 0, high - ((p.var(1, "u32") << width) - 1), low))
-        p.set(several, low.differs(high))
-        with p.when((inside > LANES) & several):
+    def one_round(bucket_of):
+        with p.when(keys.extent.differs(whole)):  # not the first round
             p.barrier()
             _clear(p)
             p.barrier()
 
-    distance, above = p.var(low), p.var(f.measure(mass_above, number_above))
-    with p.when(several):
+        def add(key, mass):
+            bucket, is_inside = bucket_of(key)
+            with p.when(is_inside):
+                p.add_to(sums + bucket * 4, f.measure(mass, 1))
+                p.add_to(numbers + bucket * 4, 1)
 
-        def copy(its, amount):
-            place = p.take_from(p.word(layout.picked), 1)
-            p.store(few_keys + place * 8, its, f.measure(amount, 1))
+        _each_key(p, p.thread, zone.number, plan.threads, add)
+        p.barrier()
+        bucket, new_rest = bucket_that_reaches(p, p.load_vector(sums + p.lane * 8, "u32", 2), rest)
+        p.set(rest, new_rest)
+        p.set(inside, p.load(numbers + bucket * 4, "u32"))
+        return bucket
 
-        each_key(copy)
+    narrow(p, keys, _BUCKETS, one_round, stop=lambda: inside <= LANES)
+    with p.when(keys.extent > 0):
+
+        def copy(key, mass):
+            with p.when(keys.distance(key) <= keys.extent):
+                entry = p.take_from(p.word(plan.picked), 1)
+                p.store(p.word(plan.histogram + _SHORTLIST, entry, 2), key, f.measure(mass, 1))
+
+        _each_key(p, p.thread, zone.number, plan.threads, copy)
+        p.barrier()
+        p.set(keys.high, _last_of_shortlist(p, inside, rest))
+    return keys.high
+
+
+def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
+    """Does what `_last_key` does: each lane takes one key, and adds up all keys from the greatest one down to it."""
+    at, entry = p.var(p.word(p.plan.histogram + _SHORTLIST)), p.var(0, "u32")
+    own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
+    before, upto = p.var(0, "u32"), p.var(0, "u32")
+    with p.loop() as leave:
+        leave(entry >= number)
+        words = p.load_vector(at, "u32", 8)
+        for key, amount in zip(words[::2], words[1::2]):  # 0 where there is none
+            key = key.bits("s32")
+            p.increase(before, amount, key > own)
+            p.increase(upto, amount, key >= own)
+        p.increase(at, 32)
+        p.increase(entry, 4)
+    goal = p.min(rest, p.over_lanes("max", upto))  # rounding may have put the goal above the total
+    last = p.over_lanes("max", p.select(upto >= goal, own, KEEP_ALL))
+    p.set(rest, goal - p.shuffle(before, "idx", p.first_that(own.equals(last))))
+    return last
+
+
+def _of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) -> tuple[Value, Value]:
+    """Returns the mass above a key and the number of entries with that key, for each CTA, from the merged list."""
+    plan = p.plan
+    cta = p.var(p.warp)  # each warp counts the keys of one list after another
+    with p.loop() as leave:
+        leave(cta >= p.ctas)
+        mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
+        first = p.shuffle(first_of_cta, "idx", cta)
+
+        def add(key, mass):
+            p.increase(mass_above, mass, key > last)
+            p.increase(equal, 1, key.equals(last))
+
+        _each_key(p, first + p.lane, first + p.shuffle(zone.number_of_cta, "idx", cta), LANES, add)
+        of_list = p.over_warp(["add", "add"], [mass_above, equal])
+        p.store(p.word(plan.counters, cta, 4), *of_list, when=p.first_lane)
+        p.increase(cta, p.warps)
     p.barrier()
-    with p.when(several):
-        own = p.load(few_keys + p.lane * 8, "u32", when=p.lane < inside, default=0)
-        before, upto = p.var(above), p.var(above)
-        at, number = p.var(few_keys), p.var(0, "u32")
-        with p.loop() as leave:
-            leave(number >= inside)
-            words = p.load_vector(at, "u32", 8)
-            for its, amount in zip(words[::2], words[1::2]):  # 0 where there is none
-                p.increase(before, amount, its > own)
-                p.increase(upto, amount, its >= own)
-            p.increase(at, 32)
-            p.increase(number, 4)
-        # Rounding may have put the goal above the total. Then the last key of all is the last one.
-        reached = (p.lane < inside) & (upto >= p.min(goal, p.over_lanes("max", upto)))
-        p.set(distance, p.over_lanes("max", p.select(reached, own, low)))
-        lane = p.first_that((p.lane < inside) & own.equals(distance))
-        p.set(above, p.shuffle(before, "idx", lane))
-    return distance, above
+    mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
+    p.load_vector_into([mass_above, equal], p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)
+    return mass_above, equal

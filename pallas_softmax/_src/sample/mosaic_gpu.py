@@ -7,22 +7,22 @@ from pallas_softmax._src.folding import fold_mask
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.sample.draw import SamplingParams
 from pallas_softmax._src.sample.kernel import sample_rows
-from pallas_softmax._src.sample.plan import Layout, plan_sample
+from pallas_softmax._src.sample.plan import SamplePlan, plan_sample
 
 
-def plan(call: Call, capability: tuple[int, int]) -> Layout | Refusal:
+def plan(call: Call, capability: tuple[int, int]) -> SamplePlan | Refusal:
     """Returns how the rows of a call lie over the GPU."""
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
     if reason is not None:
         return Refusal(reason)
-    layout = plan_sample(call.rows, call.vocab, jnp.dtype(call.dtype), capability)
-    if layout is None:
+    chosen = plan_sample(call.rows, call.vocab, jnp.dtype(call.dtype), capability)
+    if chosen is None:
         return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
     reason = checks.too_large(call)
-    return layout if reason is None else Refusal(reason)
+    return chosen if reason is None else Refusal(reason)
 
 
-def sample(layout: Layout, logits, where, u, temperature, top_k, top_p, min_p):
+def sample(plan: SamplePlan, logits, where, u, temperature, top_k, top_p, min_p):
     """Returns what `xla.sample` returns."""
     *batch, vocab = logits.shape
 
@@ -38,7 +38,7 @@ def sample(layout: Layout, logits, where, u, temperature, top_k, top_p, min_p):
         per_row(min_p, 0, jnp.float32),
     )
     mask = fold_mask(where, logits.shape, len(batch))
-    results = sample_rows(logits.reshape(-1, vocab), mask, numbers, layout)
+    results = sample_rows(logits.reshape(-1, vocab), mask, numbers, plan)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 

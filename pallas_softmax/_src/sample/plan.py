@@ -2,7 +2,7 @@
 
 A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. Each part is a `Window`, as drawn in
 `gpu/window.py`. A CTA has several warpgroups, each with one step of the window. In addition to its part, a CTA has
-scratch words for the search. The `Layout` describes all this.
+scratch words for the search. The `SamplePlan` describes all this.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from pallas_softmax._src.gpu.hardware import (
 )
 from pallas_softmax._src.gpu.window import Window
 
-CHUNK_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
+WARP_LOAD_BYTES = LANES * ACCESS_BYTES  # bytes that a warp loads at once
 MAX_CTAS = 16  # in a cluster
 MAX_WARPS = 16  # in a CTA
-MAX_BLOCKS = LANES  # in a step: each lane holds the mass of one of the chunks of a warp
+MAX_BLOCKS = LANES  # in a step: each lane holds the mass of one of the loads of a warp
 MAX_PART = 2**16  # elements in a CTA, so that sums of as many 16-bit numbers fit in 32 bits
 MAX_V = MAX_CTAS * MAX_PART
 
@@ -60,17 +60,17 @@ RESIDENT, WARPGROUPS = 3, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Rows of `sample` in the shared memory of clusters of CTAs, and the 32-bit scratch words of each CTA.
+class SamplePlan:
+    """How rows of `sample` lie in the shared memory of clusters of CTAs, and the 32-bit scratch words of each CTA.
 
     A part lies in a CTA as its `Window` describes. A warpgroup has one step: window.step_blocks neighbouring blocks,
-    and fewer in the last warpgroups. Each of its four warps has a quarter of the step: its span, cut into chunks of 512
-    bytes. A chunk has 16 bytes for each lane. So CTAs, spans, chunks, lanes and a lane's elements all follow the order
+    and fewer in the last warpgroups. Each of its four warps has a quarter of the step: its span, cut into loads of 512
+    bytes. A load has 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's elements all follow the order
     of the row:
 
         block        |  0  |  1  |  2  |  3  |  4  |  5  |  6  |       2 KB each, step_blocks = 4
         warpgroup    |           0           |        1        |
-        warp         |  0  |  1  |  2  |  3  | 4  | 5 | 6 |  7 |       warps 0 to 3 have 4 chunks, warps 4 to 7 have 3
+        warp         |  0  |  1  |  2  |  3  | 4  | 5 | 6 |  7 |       warps 0 to 3 have 4 loads, warps 4 to 7 have 3
 
     The scratch words start at these offsets:
 
@@ -80,7 +80,7 @@ class Layout:
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
         warps        eight numbers of each warp
-        drawn        the mass of each warp, and of each chunk of one warp; earlier, together with `sections`, the sums
+        drawn        the mass of each warp, and of each load of one warp; earlier, together with `sections`, the sums
                      of `lists_ptx` over the buckets of a range
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
@@ -134,8 +134,8 @@ class Layout:
         return self.keys + self.list_size
 
     @property
-    def chunks_at_once(self) -> int:
-        """Number of chunks of a warp that its lanes hold in registers at once."""
+    def loads_at_once(self) -> int:
+        """Number of loads of a warp that its lanes hold in registers at once."""
         return ELEMENTS_AT_ONCE // self.window.vec
 
     @property
@@ -145,24 +145,24 @@ class Layout:
         return scratch + self.window.size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
 
 
-def layout_of(vocab: int, dtype, count: int, warpgroups: int) -> Layout:
-    """Returns the layout of rows in `count` parts, with `warpgroups` warpgroups in each CTA."""
+def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
+    """Returns the plan of rows in `count` parts, with `warpgroups` warpgroups in each CTA."""
     vec = ACCESS_BYTES // jnp.dtype(dtype).itemsize
     blocks = -(-Window(vocab, vec, 1, 1, count).blocks // warpgroups)
-    return Layout(Window(vocab, vec, blocks, blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
+    return SamplePlan(Window(vocab, vec, blocks, blocks, count), warpgroups, jnp.dtype(dtype) == jnp.bfloat16)
 
 
-def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Layout | None:
+def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
     """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster can hold a row."""
     smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
 
-    def layout(count):
-        return layout_of(vocab, dtype, count, FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS)
+    def with_parts(count):
+        return plan_of(vocab, dtype, count, FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS)
 
     def fits(count, room):
-        window = layout(count).window
-        small = window.size <= MAX_PART and window.step_blocks <= MAX_BLOCKS
-        return small and layout(count).smem_bytes <= room
+        plan = with_parts(count)
+        small = plan.window.size <= MAX_PART and plan.window.step_blocks <= MAX_BLOCKS
+        return small and plan.smem_bytes <= room
 
     if rows <= FEW_ROWS:
         count, room = min(most, -(-vocab * jnp.dtype(dtype).itemsize // FEW_ROWS_PART_BYTES)), smem
@@ -170,4 +170,4 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> La
         count, room = 1, smem_of_each(capability, RESIDENT)
     while count < most and not fits(count, room):
         count += 1
-    return layout(count) if fits(count, smem) else None
+    return with_parts(count) if fits(count, smem) else None

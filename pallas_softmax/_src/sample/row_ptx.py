@@ -8,7 +8,7 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram, flipped
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import CHUNK_BYTES, Layout
+from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
 INF = float("inf")
@@ -19,10 +19,10 @@ _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no
 
 
 class RowProgram(CtaProgram):
-    """A program for the part of a row that `Layout` draws. The threads of a CTA share a part; the cluster has the row.
+    """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
 
     Attributes:
-      layout: how the part lies in shared memory.
+      plan: how the part lies in shared memory, and the scratch words.
       elements: writes programs for elements of the dtype.
       x, scratch: the addresses of the part and of the scratch words.
       cta: number of the CTA in its cluster.
@@ -32,26 +32,26 @@ class RowProgram(CtaProgram):
 
     top: Value
 
-    def __init__(self, layout: Layout, dtype):
-        super().__init__(layout.threads // LANES, layout.window.count)
-        self.layout, self.elements = layout, Elements(dtype)
+    def __init__(self, plan: SamplePlan, dtype):
+        super().__init__(plan.threads // LANES, plan.window.count)
+        self.plan, self.elements = plan, Elements(dtype)
         self.x, self.scratch = self.operands("u32", "x", "scratch")
         self.scale, self.cta = self.operand("scale", "f32"), self.operand("part", "u32")
-        self.span, self.chunks = self.span_of(self.warp)
+        self.span, self.loads = self.span_of(self.warp)
 
     # --- Elements
 
     def span_of(self, warp: Value) -> tuple[Value, Value]:
-        """Returns the address of this lane's vector in the first chunk of a warp, and the number of its chunks."""
-        window = self.layout.window
+        """Returns the address of this lane's vector in the first load of a warp, and the number of its loads."""
+        window = self.plan.window
         first = (warp >> _WARP_BITS) * window.step_blocks
-        chunks = self.min(self.max(window.blocks - first.bits("s32"), 0), window.step_blocks)
-        before = first * WARPS + (warp & (WARPS - 1)) * chunks.bits("u32")
-        return self.x + before * CHUNK_BYTES + self.lane * ACCESS_BYTES, chunks
+        loads = self.min(self.max(window.blocks - first.bits("s32"), 0), window.step_blocks)
+        before = first * WARPS + (warp & (WARPS - 1)) * loads.bits("u32")
+        return self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES, loads
 
-    def vector(self, address: Value, chunk: int = 0) -> list[Value]:
-        """Returns the four words of this lane's vector, `chunk` chunks after the address."""
-        return self.elements.vector(self, address, CHUNK_BYTES * chunk)
+    def vector(self, address: Value, load: int = 0) -> list[Value]:
+        """Returns the four words of this lane's vector, `load` loads after the address."""
+        return self.elements.vector(self, address, WARP_LOAD_BYTES * load)
 
     def floats(self, words: list[Value]) -> list[Value]:
         """Returns the elements in words as floats."""
@@ -67,15 +67,15 @@ class RowProgram(CtaProgram):
     def sweep(self, body: Callable[[list[Value], Value], object]) -> None:
         """Calls body(words, address), which writes what a thread does with its next elements.
 
-        The words are one vector from each of `chunks_at_once` chunks. The remaining chunks come one at a time.
+        The words are one vector from each of `loads_at_once` loads. The remaining loads come one at a time.
         """
-        at, left = self.var(self.span), self.var(self.chunks)
-        for chunks in dict.fromkeys((self.layout.chunks_at_once, 1)):
+        at, remaining = self.var(self.span), self.var(self.loads)
+        for loads in dict.fromkeys((self.plan.loads_at_once, 1)):
             with self.loop() as leave:
-                leave(left < chunks)
-                body([word for i in range(chunks) for word in self.vector(at, i)], at)
-                self.increase(at, CHUNK_BYTES * chunks)
-                self.increase(left, -chunks)
+                leave(remaining < loads)
+                body([word for i in range(loads) for word in self.vector(at, i)], at)
+                self.increase(at, WARP_LOAD_BYTES * loads)
+                self.increase(remaining, -loads)
 
     def weight(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""
@@ -108,7 +108,7 @@ class RowProgram(CtaProgram):
         warp fetches the words, since a CTA answers the requests of others one at a time.
         """
         inside = self.lane < self.ctas
-        local = self.word(self.layout.gathered, self.lane, self.layout.gathered_words)
+        local = self.word(self.plan.gathered, self.lane, self.plan.gathered_words)
         with self.when(self.warp.equals(0)):
             self.store(local, *self.of_cta(self.word(at), self.lane, "u32", count, when=inside), when=inside)
         self.barrier()
@@ -123,22 +123,20 @@ class RowProgram(CtaProgram):
 
         The CTA must synchronize between two calls.
         """
-        layout = self.layout
-        own = self.word(layout.warps, self.warp, layout.warp_words)
+        plan = self.plan
+        own = self.word(plan.warps, self.warp, plan.warp_words)
         for i, value in enumerate(self.over_warp(ops, values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
         with self.when(self.warp.equals(0)):
-            inside = self.lane < self.warps
-            of_warp = self.word(layout.warps, self.lane, layout.warp_words)
-            mine = [
-                self.load(of_warp, v.kind, offset=4 * i, when=inside, default=n)
-                for i, (v, n) in enumerate(zip(values, neutral))
-            ]
-            for i, value in enumerate(self.over_warp(ops, mine)):
+            words = self.words_of_warp([value.kind for value in values], neutral)
+            for i, value in enumerate(self.over_warp(ops, words)):
                 self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
 
-    def sum_of_warp(self) -> Value:
-        """Returns the first value of the last `over_cta`, reduced over the warp with this lane's number."""
-        at, inside = self.word(self.layout.warps, self.lane, self.layout.warp_words), self.lane < self.warps
-        return self.load(at, "f32", when=inside, default=0)
+    def words_of_warp(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""
+        at, exists = self.word(self.plan.warps, self.lane, self.plan.warp_words), self.lane < self.warps
+        return [
+            self.load(at, kind, offset=4 * i, when=exists, default=default)
+            for i, (kind, default) in enumerate(zip(kinds, neutral))
+        ]

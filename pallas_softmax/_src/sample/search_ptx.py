@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import SECTIONS
+from pallas_softmax._src.sample.plan import MAX_V, SECTIONS
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, RowProgram
 
 _EACH = 8  # buckets that a thread sums up
@@ -37,11 +37,9 @@ class Kept:
 
     def down_to_the_last(self, mass: Value) -> None:
         """Keeps everything down to the last entry of the row; `mass` is the kept mass of each CTA."""
-        p = self._p
-        p.set(self.key, KEEP_ALL)
-        p.set(self.mass, mass)
-        p.set(self.equal, 0)
-        p.set(self.equal_kept, 0)
+        registers = self.key, self.mass, self.equal, self.equal_kept
+        for register, value in zip(registers, (KEEP_ALL, mass, 0, 0)):
+            self._p.set(register, value)
 
     def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
         """Keeps everything above a key, and the first `number` entries with that key.
@@ -79,13 +77,29 @@ class FilterSearch:
         """Returns the mass or the number of entries, whichever the goal is."""
         return self.p.select(self.is_mass, mass, number)
 
+    def number_that_reaches(self, rest: Value, mass: Value) -> Value:
+        """Returns how many entries of this mass reach `rest`, a part of the goal; at least 1."""
+        p = self.p
+        number = self.measure(p.divide(rest, mass), rest)
+        return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
+
+    def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
+        """Keeps everything above a key, and as many entries with that key as reach the goal.
+
+        Args:
+          above: the measure above the key, in all CTAs.
+          mass_above, equal: the arguments `above` and `equal` of `Kept.down_to`.
+        """
+        number = self.number_that_reaches(self.goal - above, self.p.weight(self.p.of_key(key)))
+        self.kept.down_to(key, number, mass_above, equal)
+
     def clear(self) -> None:
         """Sets the numbers of elements in all buckets to 0."""
-        p, layout = self.p, self.p.layout
+        p, plan = self.p, self.p.plan
         zero = [p.var(0, "u32")] * 4
-        for first in range(0, layout.buckets, 4 * layout.threads):
-            inside = p.thread * 4 < layout.buckets - first
-            p.store(p.word(layout.histogram + first, p.thread, 4), *zero, when=inside)
+        for first in range(0, plan.buckets, 4 * plan.threads):
+            inside = p.thread * 4 < plan.buckets - first
+            p.store(p.word(plan.histogram + first, p.thread, 4), *zero, when=inside)
         p.barrier()
 
     def sum_buckets(self, of_eight: Callable[[Value, list[Value]], list[Value]]) -> None:
@@ -95,15 +109,15 @@ class FilterSearch:
           of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements.
             It writes one or two sums over the eight buckets.
         """
-        p, layout = self.p, self.p.layout
+        p, plan = self.p, self.p.plan
         p.barrier()
-        threads = layout.buckets // _EACH // SECTIONS  # neighbouring lanes that sum up one section
-        for first in range(0, layout.buckets // _EACH, layout.threads):
+        threads = plan.buckets // _EACH // SECTIONS  # neighbouring lanes that sum up one section
+        for first in range(0, plan.buckets // _EACH, plan.threads):
             group = p.thread + first
-            with p.when(group < layout.buckets // _EACH):
-                numbers = p.load_vector(p.word(layout.histogram, group, _EACH), "u32", _EACH)
+            with p.when(group < plan.buckets // _EACH):
+                numbers = p.load_vector(p.word(plan.histogram, group, _EACH), "u32", _EACH)
                 whole = (p.lane & (threads - 1)).equals(0)
-                at = p.word(layout.sections, group >> (threads.bit_length() - 1))
+                at = p.word(plan.sections, group >> (threads.bit_length() - 1))
                 for i, of_group in enumerate(of_eight(group * _EACH, numbers)):
                     for bit in range(threads.bit_length() - 1):
                         of_group = of_group + p.shuffle(of_group, "bfly", 1 << bit)

@@ -16,6 +16,7 @@ mass is not known well enough.
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx
 from pallas_softmax._src.sample.plan import SECTIONS, VALUE_BUCKETS
+from pallas_softmax._src.sample.row_ptx import LEAST_FINITE
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _NEAR_ZERO = 14  # values up to 2^-14, and the next one, share a bucket
@@ -24,14 +25,14 @@ _LAST = VALUE_BUCKETS - 1
 _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
-def search_values(f: FilterSearch, counted: Value) -> None:
-    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`.
+def search_values(f: FilterSearch, counted: Value) -> Value:
+    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`; returns whether the histogram stays.
 
     Args:
       f: the search.
-      counted: a condition: whether the histogram of an earlier search is still there. This changes it.
+      counted: a condition: whether the histogram of the last search is still there.
     """
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     zero = _zero_bucket(f)
 
     def number_and_mass(bucket, numbers):
@@ -49,9 +50,9 @@ def search_values(f: FilterSearch, counted: Value) -> None:
         _count(f, zero)
         f.sum_buckets(number_and_mass)
     with p.when(p.warp.equals(0)):
-        p.store(p.word(layout.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
+        p.store(p.word(plan.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
     p.barrier()
-    bucket = p.load(p.word(layout.picked), "u32")
+    bucket = p.load(p.word(plan.picked), "u32")
     above, all_mass_above, mass_above, equal, near_zero = _of_ctas(f, zero, bucket)
 
     # Error bound on the near-zero mass: all elements of a bucket count as its greatest or its least value.
@@ -61,12 +62,13 @@ def search_values(f: FilterSearch, counted: Value) -> None:
     is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
     exact = is_one_value & (off <= all_mass_above * 2.0**-22)
     with p.when(exact):
-        digits_ptx.keep_down_to(f, p.key(_value(f, zero, bucket)), above, mass_above, equal)
+        f.keep_down_to(p.key(_value(f, zero, bucket)), above, mass_above, equal)
     with p.when(~exact):
         p.sync_cluster()  # other CTAs may still read the histogram, and the sums over digits overwrite it
-        digits_ptx.search_row(f)
+        low = p.var(LEAST_FINITE, "f32")
+        digits_ptx.search_digits(f, p.key(p.top), p.key(low), p.var(0, "f32"))
         p.sync_cluster()  # other CTAs may still read these sums, and a histogram may overwrite them
-    p.set(counted, exact)
+    return exact
 
 
 def _zero_bucket(f: FilterSearch) -> Value:
@@ -96,7 +98,7 @@ def _near_zero(zero: Value) -> tuple[Value, Value]:
 def _count(f: FilterSearch, zero: Value) -> None:
     """Counts elements by value, two elements of a word at a time."""
     p = f.p
-    base = p.word(p.layout.histogram)
+    base = p.word(p.plan.histogram)
     of_negative_zero = _negative_zero(zero)
     offset = of_negative_zero | (of_negative_zero << 16)
     minus_first, last, one = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 1))
@@ -129,21 +131,16 @@ def _weight(f: FilterSearch, x: Value) -> Value:
     return f.p.min(f.p.weight(x), 1.0)
 
 
-def _measure_of(f: FilterSearch, zero: Value, bucket: Value) -> Value:
-    """Returns the measure of an element of a bucket."""
-    return f.measure(_weight(f, _value(f, zero, bucket)), 1.0)
-
-
 def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     """Returns the bucket at which the sums reach the goal, or else the last bucket; called in one warp."""
     p = f.p
-    numbers, masses = p.layout.sections, p.layout.sections + SECTIONS
+    numbers, masses = p.plan.sections, p.plan.sections + SECTIONS
     section, before = f.section_that_reaches(f.goal, p.select(f.is_mass, masses, numbers, "u32"))
     bucket = section * _EACH + p.lane * 2
-    at = p.word(p.layout.histogram, bucket)
+    at = p.word(p.plan.histogram, bucket)
     numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
     first, second = (
-        p.convert(p.reduce("add", column), "f32") * _measure_of(f, zero, bucket + i)
+        p.convert(p.reduce("add", column), "f32") * f.measure(_weight(f, _value(f, zero, bucket + i)), 1.0)
         for i, column in enumerate(zip(*numbers))
     )
     lower, upto = p.scan(first + second)
@@ -159,38 +156,35 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
       The measure and the mass above the bucket in all CTAs. Then, for each CTA, in the lane with its number: the mass
       above the bucket, and the number of elements in it. Last, the number of elements near 0, as a float.
     """
-    p, layout = f.p, f.p.layout
+    p, plan = f.p, f.p.plan
     cta = p.var(p.warp)  # each warp sums up one CTA after another
     with p.loop() as leave:
         leave(cta >= p.ctas)
-        at = p.word(layout.sections, p.lane, 2)
-        numbers, masses = (p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2))
-        measures = [f.measure(*both) for both in zip(masses, numbers)]
+        at = p.word(plan.sections, p.lane, 2)
+        of_sections = zip(*(p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2)))
         own = (bucket & -_EACH) + p.lane * 2
-        numbers = p.of_cta(p.word(layout.histogram, own), cta, "u32", 2)
-        measure, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
-        for i in range(2):
-            before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # the whole section
-            p.increase(measure, measures[i], before)
-            p.increase(mass, masses[i], before)
-            here = own + i
-            number = p.convert(numbers[i], "f32")
-            mass_here = number * _weight(f, _value(f, zero, here))
-            p.increase(measure, f.measure(mass_here, number), here < bucket)
-            p.increase(mass, mass_here, here < bucket)
-            p.set(equal, numbers[i], here.equals(bucket))
-        for i, value in enumerate(p.over_warp(["add"] * 3, [measure, mass, equal])):
-            p.store(p.word(layout.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
+        of_buckets = p.of_cta(p.word(plan.histogram, own), cta, "u32", 2)
+        number, mass, equal = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
+        for i, (of_section, in_bucket) in enumerate(zip(of_sections, of_buckets)):
+            here, in_bucket_f32 = own + i, p.convert(in_bucket, "f32")
+            of_bucket = in_bucket_f32, in_bucket_f32 * _weight(f, _value(f, zero, here))
+            is_before = (p.lane * 2 + (i + 1)) * _EACH <= bucket  # the whole section
+            for sums, counts in ((of_section, is_before), (of_bucket, here < bucket)):
+                p.increase(number, sums[0], counts)
+                p.increase(mass, sums[1], counts)
+            p.set(equal, in_bucket, here.equals(bucket))
+        for i, value in enumerate(p.over_warp(["add"] * 3, [number, mass, equal])):
+            p.store(p.word(plan.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
         near_zero = p.var(0, "u32")
         for one in _near_zero(zero):
-            at = p.word(layout.histogram, p.min(one, _LAST))
+            at = p.word(plan.histogram, p.min(one, _LAST))
             p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
-        p.store(p.word(layout.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
+        p.store(p.word(plan.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
         p.increase(cta, p.warps)
     p.barrier()
     inside = p.lane < p.ctas
-    at = p.word(layout.counters, p.lane, 4)
-    measure, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
+    at = p.word(plan.counters, p.lane, 4)
+    number, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
     equal, near_zero = (p.load(at, "u32", offset=4 * i, when=inside, default=0) for i in (2, 3))
-    above, all_mass, near_zero = p.over_warp(["add"] * 3, [measure, mass, near_zero])
-    return above, all_mass, mass, equal, p.convert(near_zero, "f32")
+    number, all_mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
+    return f.measure(all_mass, number), all_mass, mass, equal, p.convert(near_zero, "f32")

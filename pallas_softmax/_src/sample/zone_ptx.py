@@ -6,171 +6,180 @@
 
 Every CTA reads the lists of all CTAs, and decides by itself (`lists_ptx`). There are these exceptions:
 
-    the lists overflow; the zone starts at a      the caller retries with a better bound, and then with a histogram
-    bound for a small top_k
-    the lists overflow; the zone has two keys     a sweep counts the elements with the greater key
+    the zone has one key                          no list is needed
+    the zone starts at a bound for a small        the caller retries with a better bound, and then with a histogram
+    top_k, and the lists overflow
+    the zone has two keys, and the lists          a sweep counts the elements with the greater key
+    overflow
     the lists overflow otherwise                  the zone is searched digit by digit (`digits_ptx`)
     the zone does not reach the goal              the row is searched digit by digit
 """
 
+from collections.abc import Callable
+
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import digits_ptx, lists_ptx
 from pallas_softmax._src.sample.lists_ptx import Zone
-from pallas_softmax._src.sample.plan import CHUNK_BYTES
+from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch
 
 _HIGHEST = 2**31 - 1  # a key above all others
 
 
-def search_zone(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Value) -> Value:
-    """Keeps what the filter keeps; or returns True if `from_bound`, and the lists have no room for the zone.
+def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
+    """Lists the keys from a bound up: at least top_k elements reach `low`. Returns whether the lists overflow.
+
+    If they overflow, a CTA stops when its list is full. A single key needs no list, so it never overflows.
+    """
+    listed, plan = _start_list(p), p.plan
+    may_overflow = low < p.top
+    mass, number = p.var(0, "f32"), p.var(0, "u32")
+
+    def take(words, address):
+        with p.when(p.any(p.greatest(words) >= low)):  # most words have no element in the zone
+            is_full = may_overflow & (p.load(listed, "u32") > plan.list_size)
+            p.increase(number, 1, is_full)
+            with p.when(~is_full):
+                inside = p.var(0, "u32")
+                for i, x in enumerate(p.floats(words)):
+                    p.update(inside, "or", 1 << i, x >= low)
+                p.increase(number, p.count_ones(inside))
+                _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.weight(x)))
+
+    p.sweep(take)
+    p.over_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone)
+    p.sync_cluster()
+    mass, number = p.of_ctas(plan.zone, 2)
+    zone.set_sums(mass.bits("f32"), number)
+    least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
+    zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above_of_cta=0)
+    return may_overflow & ~zone.has_room
+
+
+def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
+    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
 
     Args:
       f: the search.
-      zone: what is known of the zone; if nothing is known, this finds it.
+      zone: this sets all its variables.
       low, high: the least and the greatest element of the zone, which need not be in the row.
-      from_bound: whether the zone starts at a bound for a small top_k. Then nothing is above it, and it probably has
-        few keys.
     """
-    p = f.p
-    may_fail = from_bound & (low < high)  # a single key needs no list
-    with p.when(~zone.known):
-        _sweep(f, zone, low, high, from_bound, may_fail)
-    fits = lists_ptx.have_room(p, zone)
-    failed = p.var(may_fail & ~fits)
-    with p.when(~failed):
-        nothing = zone.found & zone.number.equals(0)  # the row ends before it reaches the goal
-        with p.when(nothing):
-            f.kept.down_to_the_last(zone.mass_above_of_cta)
-        with p.when(~nothing):
-            _threshold(f, zone, fits)
-    return failed
-
-
-def _sweep(f: FilterSearch, zone: Zone, low: Value, high: Value, from_bound: Value, may_fail: Value) -> None:
-    """Sums up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
-
-    If the search `may_fail`, a CTA stops when its list overflows. Its number of keys is then too large for the list.
-    """
-    p, layout = f.p, f.p.layout
-    p.store(p.word(layout.listed), 0, when=p.thread.equals(0))
-    p.barrier()
-    mass_above, above, mass, number = (p.var(0, "f32") for _ in range(4))
+    p, plan = f.p, f.p.plan
+    _start_list(p)
+    mass_above, above, mass, number = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
     least, greatest = p.var(_HIGHEST, "s32"), p.var(KEEP_ALL, "s32")
 
-    def add(x, when=None):
-        key = p.key(x)
+    def add(x, key, when=None):
         p.increase(mass, p.weight(x), when)
         p.update(least, "min", key, when)
         p.update(greatest, "max", key, when)
-        return key
 
     def take(words, address):
-        some = p.var(1, "u32")
-        with p.when(from_bound):  # most words have no element in the zone
-            p.set(some, p.select(p.any(p.greatest(words) >= low), 1, 0, "u32"))
-            with p.when(may_fail & some.equals(1)):
-                fails = p.load(p.word(layout.listed), "u32") > layout.list_size
-                p.increase(number, 1, fails)
-                p.set(some, 0, fails)
-        with p.when(some.equals(1)):
-            elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
-            with p.when(from_bound):  # nothing is above
-                for i, x in enumerate(elements):
-                    p.update(inside, "or", 1 << i, x >= low)
-            with p.when(~from_bound):
-                for i, x in enumerate(elements):
-                    is_above = x > high
-                    p.update(inside, "or", 1 << i, (x >= low) & ~is_above)
-                    p.increase(mass_above, p.weight(x), is_above)
-                with p.when(~f.is_mass):
-                    for x in elements:
-                        p.increase(above, 1, x > high)
-            with p.when(p.any(inside > 0)):
-                count = p.count_ones(inside)
-                p.increase(number, p.convert(count, "f32"))
-                slot = p.take_from(p.word(layout.listed), count, when=inside > 0, default=0)
-                has_room = p.var(slot + count <= layout.list_size)
-                with p.when(~has_room):  # in the same order as below, so that the mass has the same bits
-                    for i, x in enumerate(p.floats(words)):
-                        add(x, (inside & (1 << i)).differs(0))
-                with p.when(has_room), p.loop() as leave:
-                    leave(inside.equals(0))
-                    at = _address_of(p, address, p.lowest_bit(inside))
-                    key = add(p.elements.float_of_bits(p, p.elements.load_bits(p, at)))
-                    p.store(p.word(layout.keys, slot), key)
-                    p.increase(slot, 1)
-                    p.set(inside, inside & (inside - 1))
+        elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
+        for i, x in enumerate(elements):
+            is_above = x > high
+            p.update(inside, "or", 1 << i, (x >= low) & ~is_above)
+            p.increase(mass_above, p.weight(x), is_above)
+        with p.when(~f.is_mass):
+            for x in elements:
+                p.increase(above, 1, x > high)
+        with p.when(p.any(inside > 0)):
+            p.increase(number, p.count_ones(inside))
+            unlisted = _list_keys(p, address, inside, add)
+            with p.when(unlisted > 0):
+                # The order is the same as in `_list_keys`, so that the mass has the same bits.
+                for i, x in enumerate(p.floats(words)):
+                    add(x, p.key(x), (unlisted & (1 << i)).differs(0))
 
     p.sweep(take)
-    number = p.convert(number, "u32")
-    with p.when(from_bound):  # all else is known
-        p.over_cta(["add", "add"], [mass, number], [0.0, 0], layout.zone)
-    with p.when(~from_bound):
-        p.over_cta(
-            ["add", "add", "add", "add", "min", "max"],
-            [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
-            [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
-            layout.zone,
-        )
+    p.over_cta(
+        ["add", "add", "add", "add", "min", "max"],
+        [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
+        [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
+        plan.zone,
+    )
     p.sync_cluster()
-    mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(layout.zone, 8)
-    mass, mass_above = mass.bits("f32"), mass_above.bits("f32")
-    p.set(zone.number_of_cta, number)
-    for found, value in zip(
-        (zone.mass, zone.number, zone.most), p.over_warp(["add", "add", "max"], [mass, number, number])
-    ):
-        p.set(found, value)
-    p.set(zone.least, p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low)))
-    p.set(zone.greatest, p.key(high))
-    p.set(zone.above, 0)
-    p.set(zone.mass_above_of_cta, 0)
-    with p.when(~from_bound):
-        inside = p.lane < p.ctas
-        least = p.select(inside, least.bits("s32"), _HIGHEST)
-        greatest = p.select(inside, greatest.bits("s32"), KEEP_ALL)
-        least, greatest, all_above, above = p.over_warp(
-            ["min", "max", "add", "add"], [least, greatest, mass_above, above]
-        )
-        p.set(zone.least, least)
-        p.set(zone.greatest, greatest)
-        p.set(zone.above, f.measure(all_above, p.convert(above, "f32")))
-        p.set(zone.mass_above_of_cta, mass_above)
+    mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(plan.zone, 8)
+    zone.set_sums(mass.bits("f32"), number)
+    zone.set(mass_above_of_cta=mass_above.bits("f32"))
+    exists = p.lane < p.ctas
+    edges = p.select(exists, least.bits("s32"), _HIGHEST), p.select(exists, greatest.bits("s32"), KEEP_ALL)
+    sums = zone.mass_above_of_cta, above
+    least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], [*edges, *sums])
+    zone.set(least=least, greatest=greatest, above=f.measure(mass_above, p.convert(above, "f32")))
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
-    p.set(zone.found, (reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
+    zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
 
 
-def _address_of(p: RowProgram, address: Value, number: Value) -> Value:
-    """Returns the address of one of the elements that `RowProgram.sweep` takes at once, by its number among them."""
-    vec, itemsize = p.layout.window.vec, p.elements.itemsize
-    chunk, element = number >> (vec.bit_length() - 1), number & (vec - 1)
-    return address + chunk * CHUNK_BYTES + element * itemsize
+def _start_list(p: RowProgram) -> Value:
+    """Empties the list of the CTA; returns the address of its number of keys."""
+    listed = p.word(p.plan.listed)
+    p.store(listed, 0, when=p.thread.equals(0))
+    p.barrier()
+    return listed
 
 
-def _threshold(f: FilterSearch, zone: Zone, fits: Value) -> None:
-    """Finds the last key, in the zone or else in the row, and keeps everything down to it."""
+def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Value, Value], object]) -> Value:
+    """Lists the keys of some elements of a thread, if the list of the CTA has room for them.
+
+    Args:
+      p: the program that is written.
+      address: an address that `RowProgram.sweep` passes.
+      inside: a bit for each element that is listed; this clears it.
+      add: called as add(element, key); writes what else is done with a listed element.
+
+    Returns:
+      The bits of the elements that had no room: all bits or none.
+    """
+    elements, vec, count = p.elements, p.plan.window.vec, p.count_ones(inside)
+    entry = p.take_from(p.word(p.plan.listed), count, when=inside > 0, default=0)
+    with p.when(entry + count <= p.plan.list_size), p.loop() as leave:
+        leave(inside.equals(0))
+        number = p.lowest_bit(inside)
+        load, element = number >> (vec.bit_length() - 1), number & (vec - 1)
+        at = address + load * WARP_LOAD_BYTES + element * elements.itemsize
+        x = elements.float_of_bits(p, elements.load_bits(p, at))
+        key = p.key(x)
+        add(x, key)
+        p.store(p.word(p.plan.keys, entry), key)
+        p.increase(entry, 1)
+        p.set(inside, inside & (inside - 1))
+    return inside
+
+
+def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
+    """Keeps what the filter keeps; its last entry may be outside the zone.
+
+    Args:
+      f: the search.
+      zone: the zone, after a sweep.
+      searched: a condition: whether the zone was searched before, for another filter.
+    """
     p = f.p
-    one_key = p.var(zone.found & zone.least.equals(zone.greatest))
+    nothing = zone.found & zone.number.equals(0)  # the row ends before it reaches the goal
+    one_key = zone.found & ~nothing & zone.least.equals(zone.greatest)
+    several = zone.found & ~nothing & ~one_key
+    listed = several & zone.has_room
+    two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
+    with p.when(nothing):
+        f.kept.down_to_the_last(zone.mass_above_of_cta)
     with p.when(one_key):
-        digits_ptx.keep_down_to(f, zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
-        p.set(zone.known, one_key)
-    listed = p.var(fits & zone.found & ~one_key)
+        f.keep_down_to(zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
     with p.when(listed):
-        lists_ptx.search_lists(f, zone)
-    two_keys = p.var(zone.found & ~fits & (zone.greatest - zone.least).equals(1))
+        lists_ptx.search_lists(f, zone, searched)
     with p.when(two_keys):
-        _of_two_keys(f, zone)
-    with p.when(~(listed | one_key | two_keys)):
+        _search_two_keys(f, zone, searched)
+    with p.when(~(nothing | one_key | listed | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LEAST_FINITE, "f32")))
         digits_ptx.search_digits(f, high, low, p.select(zone.found, zone.above, 0.0))
 
 
-def _of_two_keys(f: FilterSearch, zone: Zone) -> None:
-    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; a sweep counts the greater one."""
+def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
+    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; the greater one may be `counted`."""
     p = f.p
-    with p.when(~zone.known):
+    with p.when(~counted):
         number = p.var(0, "u32")
 
         def take(words, _):
@@ -178,16 +187,15 @@ def _of_two_keys(f: FilterSearch, zone: Zone) -> None:
                 p.increase(number, 1, p.key(x).equals(zone.greatest))
 
         p.sweep(take)
-        p.over_cta(["add"], [number], [0], p.layout.kept)
-        p.set(zone.known, True)
+        p.over_cta(["add"], [number], [0], p.plan.kept)
         p.sync_cluster()
-    (greater,) = p.of_ctas(p.layout.kept, 1)
+    (greater,) = p.of_ctas(p.plan.kept, 1)
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
     above = zone.above + f.measure(of_greater * weight, of_greater)
     mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
     is_greater = p.var(above >= f.goal)
     with p.when(is_greater):
-        digits_ptx.keep_down_to(f, zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+        f.keep_down_to(zone.greatest, zone.above, zone.mass_above_of_cta, greater)
     with p.when(~is_greater):
-        digits_ptx.keep_down_to(f, zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
+        f.keep_down_to(zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
