@@ -8,11 +8,16 @@ from tests.support.racecheck import hazards
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-@pytest.mark.parametrize(
-    "implementation",
-    [pytest.param(name, marks=one_process(f"sanitizers of {name}")) for name in ("mosaic_gpu", "triton")],
-)
+# At most four of these long tests run side by side.
+TOOLS = [
+    pytest.param(name, tool, marks=one_process(f"{pair[0]} of {name}"))
+    for name in ("mosaic_gpu", "triton")
+    for pair in (["racecheck", "synccheck"], ["memcheck", "initcheck"])
+    for tool in pair
+]
+
+
+@pytest.mark.parametrize(("implementation", "tool"), TOOLS)
 def test_compute_sanitizer(implementation, tool):
     options = ["--tool", tool, "--error-exitcode", "9"]
     # JAX handles some errors of the driver itself, for example when it asks for features that the device lacks.
