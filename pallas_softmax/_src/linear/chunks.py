@@ -54,8 +54,9 @@ class Pieces(NamedTuple):
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
       dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits.
-      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, *, head) -> (Statistics, dz).
-        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh.
+      statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, of_rows).
+        to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
+        maximum over the mesh. The gradient is of_rows (rows,) times dz, or dz if of_rows is None.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
         A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
@@ -66,7 +67,7 @@ class Pieces(NamedTuple):
 
     statistics: Callable[..., Statistics]
     dlogits: Callable[..., jax.Array]
-    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array]]
+    statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
     bytes_per_logit: Callable[[int], tuple[float, float]]
@@ -219,10 +220,14 @@ class _Projection:
         rows = gradient_rows(n, self.vocab, stored, self.workspace_bytes, dw_bytes)
         return rows, product if _is_one_chunk(n, rows) else None
 
-    def dx(self, dz, scale) -> jax.Array:
-        """Returns dz @ w.T * scale, summed over the mesh axes."""
-        dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * scale
+    def dx(self, dz, of_rows) -> jax.Array:
+        """Returns dz @ w.T times a number for each row, summed over the mesh axes."""
+        dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * of_rows[:, None]
         return lax.psum(dx, self.mesh_axes) if self.mesh_axes else dx
+
+    def largest(self, a) -> jax.Array:
+        """Returns the maximum over the mesh axes."""
+        return lax.pmax(a, self.mesh_axes) if self.mesh_axes else a
 
 
 class _GradientRows(NamedTuple):
@@ -277,19 +282,21 @@ def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable |
     statistics, dx, dw, dbias = carry
     weights = chunk.new(chunk.of(rows.weights))
     x = jnp.where(weights[:, None] == 0, 0, chunk.of(rows.x))  # a NaN there must not reach dw
-    found, dz = _dz_of_chunk(projection, rows, chunk, x, weights)
-    dx_of_chunk = projection.dx(dz, scale)
-    x = (x * (scale if product else 1)).astype(x.dtype)
+    found, dz, of_rows = _dz_of_chunk(projection, rows, chunk, x, weights)
+    of_rows = jnp.ones_like(weights) if of_rows is None else of_rows
+    dx_of_chunk = projection.dx(dz, of_rows * scale)
+    of_x = of_rows * scale if product else of_rows
+    x = (x.astype(of_x.dtype) * of_x[:, None]).astype(x.dtype)
     dw = product(x, dz, head=head) if product else projection.pieces.add_product(dw, x, dz, head=head)
     dw = vary_together(dw, rows.x, projection.w, rows.tokens, rows.weights)[0]
     if bias is not None:
-        dbias = dbias + jnp.sum(dz, 0, dtype=dbias.dtype)
+        dbias = dbias + jnp.sum(of_rows[:, None] * dz.astype(dbias.dtype), 0)
     statistics = statistics if found is None else chunk.put(statistics, found)
     return statistics, chunk.put(dx, dx_of_chunk.astype(x.dtype)), dw, dbias
 
 
 def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", x, weights):
-    """Returns the statistics of the chunk's rows, None if they are known, and their dz.
+    """Returns the statistics of the chunk's rows, None if they are known, their dz, and its factor of each row or None.
 
     Args:
       projection: what all rows share.
@@ -306,12 +313,14 @@ def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", 
         return found, formulas.coefficients(found, weights, tokens, projection.whole_vocab)
 
     if rows.known is None:
-        found, dz = pieces.statistics_and_dlogits(*arrays, to_coefficients, head=head)
+        found, dz, of_rows = pieces.statistics_and_dlogits(
+            *arrays, to_coefficients, projection.largest, head=head
+        )
     else:
         known = chunk.of(rows.known)
         coefficients = formulas.coefficients(known, weights, tokens, projection.whole_vocab)
-        found, dz = None, pieces.dlogits(*arrays, coefficients, head=head)
-    return found, vary_together(dz, rows.x, w)[0]
+        found, dz, of_rows = None, pieces.dlogits(*arrays, coefficients, head=head), None
+    return found, *vary_together(dz, of_rows, rows.x, w)[:2]
 
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:

@@ -8,7 +8,6 @@ The products with the stored gradients of the logits are left to XLA: there, cuB
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,8 +25,9 @@ from pallas_softmax._src.linear.plan import TILE_N, plan_projection
 from pallas_softmax.online import Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
-_LARGEST_SUM = 2.0**100  # of exp(z - reference): bfloat16 holds it, its inverse, and products with both
-_SLICE = 2**26  # elements that are changed at a time: a read and a write take about 90 µs on an H100
+_LARGEST_SUM = (
+    2.0**64
+)  # of exp(z - reference): float32 holds it, its inverse, and their products with x and w
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
@@ -45,25 +45,27 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: 
     )
 
 
-def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head, interpret: Any = None):
+def statistics_and_dlogits(
+    x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head, interpret: Any = None
+):
     """The `statistics_and_dlogits` of `Pieces`.
 
     Except at the label, the gradient of the logits is of_exp * exp(z - m). m and of_exp are known only after the whole
-    row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. A pass over e then
-    replaces it by the gradients:
+    row. So the product stores e = exp(z - r). r is a guess of m, the largest of some logits. The gradient is e times a
+    number for each row, if one element of e is changed:
 
-        dz = factor * e,   factor = of_exp * exp(r - m)          at the label, the gradient computed in float32
+        dz = factor * e,   factor = of_exp * exp(r - m)          at the label, e = the gradient there / factor
 
-    A bad guess is harmless if e and its sum are within the range of bfloat16, which is the range of float32. If any row
-    leaves the range, the whole e is computed once more, with r = m in the rows that left it.
+    A bad guess is harmless if e and its sums are within the range of bfloat16, which is the range of float32. If any
+    row leaves the range, the whole e is computed once more, with r = m in the rows that left it.
 
     float16 has a smaller range, and with label smoothing dz is not proportional to e. These take two products.
     """
     if x.dtype != jnp.bfloat16 or tokens.label_smoothing is not None:
         merged, coefficients = to_coefficients(statistics(x, w, bias, tokens, head=head, interpret=interpret))
-        return merged, dlogits(x, w, bias, tokens, coefficients, head=head, interpret=interpret)
+        return merged, dlogits(x, w, bias, tokens, coefficients, head=head, interpret=interpret), None
 
-    reference, sums, e = _exponentials(x, w, bias, tokens, head, interpret)
+    reference, sums, e = _exponentials(x, w, bias, tokens, largest, head, interpret)
     found = _of_rows(sums, reference, len(x))
     merged, coefficients = to_coefficients(found)
     m, of_exp, of_label, _ = coefficients
@@ -73,49 +75,36 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head:
         t = 1 if tokens.temperature is None else tokens.temperature
         tanh = found.label_logit * t / head.softcap
         at_label = at_label * (1 - tanh) * (1 + tanh)
-    own_label = jnp.where(tokens.labels < head.vocab(w), tokens.labels, -1)
-    return merged, _changed_in_place(_gradients_of_rows, e, (factor, at_label, own_label))
+    own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
+    column = jnp.where(own_label, tokens.labels, e.shape[1])
+    return merged, _set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
 
 
-def _gradients_of_rows(e, of_rows):
-    """Returns dz of some rows, given their e.
+def _set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns e with e[i, column[i]] = values[i]. A column beyond e changes nothing.
 
-    Args:
-      e: exp(z - reference) times the softcap's slope, (rows, V).
-      of_rows: for each row a factor, the gradient at the label, and the label (-1 if it is no column).
+    XLA makes a copy of an array that a `lax.while_loop` returned, except to change it in another loop. A loop of one
+    step is no loop for XLA.
     """
-    factor, at_label, label = (a[:, None] for a in of_rows)
-    is_label = lax.broadcasted_iota(jnp.int32, e.shape, 1) == label
-    return jnp.where(is_label, at_label, factor * e.astype(factor.dtype)).astype(e.dtype)
+    e, column, values = vary_together(e, column, values.astype(e.dtype))  # a loop carries one type
+    half = -(-len(e) // 2)
+
+    def step(i, e):
+        rows = i * half + jnp.arange(half)
+        of_rows = dict(mode="fill", fill_value=e.shape[1])
+        at = e.at[rows, column.at[rows].get(**of_rows)]
+        return at.set(
+            values.at[rows].get(mode="clip"), mode="drop", unique_indices=True, indices_are_sorted=True
+        )
+
+    return lax.fori_loop(0, 2, step, e)
 
 
-def _changed_in_place(function: Callable, array: jax.Array, of_rows) -> jax.Array:
-    """Returns function(array, of_rows). It is computed slice by slice, and each slice of the array is overwritten.
+def _exponentials(x, w, bias, tokens, largest, head: Head, interpret) -> Any:
+    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
 
-    If all rows were computed at once, XLA would make a second array, because it does not overwrite an array that a
-    `lax.while_loop` returned.
-
-    Args:
-      function: (slice of array, slices of of_rows) -> the new slice of the array.
-      array: (rows, V).
-      of_rows: arrays (rows,).
+    The reference is the same on all devices that the columns are spread over.
     """
-    array, *of_rows = vary_together(array, *of_rows)  # a loop carries one type
-    n = len(array)
-    rows = -(-n // max(2, array.size // _SLICE))
-
-    def step(start, rows, array):
-        part, *parts = (lax.dynamic_slice_in_dim(a, start, rows) for a in (array, *of_rows))
-        return lax.dynamic_update_slice_in_dim(array, function(part, parts), start, 0)
-
-    array = lax.fori_loop(0, n // rows, lambda i, array: step(i * rows, rows, array), array)
-    rest = n % rows
-    # XLA changes no slice in place if its start is a constant. The barrier hides the constant.
-    return step(lax.optimization_barrier(jnp.int32(n - rest)), rest, array) if rest else array
-
-
-def _exponentials(x, w, bias, tokens, head: Head, interpret) -> Any:
-    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope."""
     tiling = plan_projection(len(x))
 
     def exponentials(reference) -> Any:
@@ -123,16 +112,16 @@ def _exponentials(x, w, bias, tokens, head: Head, interpret) -> Any:
         return reference, *logits_kernel.row_sums(*args, head=head, tiling=tiling, interpret=interpret)
 
     def out_of_range(sums: RowSums):
-        d = _sum_of_exponentials(sums, len(x))
+        d = largest(_sum_of_exponentials(sums, len(x)))
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
     def once_more(state):
         (reference, sums, _), _ = state
-        m = online.shift(jnp.max(sums.normalizer.m, 0)[: len(x)])
+        m = online.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
         return exponentials(jnp.where(out_of_range(sums), m, reference)), False
 
     guess = jnp.max(xla_projection.logits(x, *_first_columns(w, bias, head), tokens, head=head), 1)
-    first = exponentials(online.shift(guess))
+    first = exponentials(online.shift(largest(guess)))
     state = first, jnp.any(out_of_range(first[1]))
     return lax.while_loop(lambda state: state[1], once_more, state)[0]
 

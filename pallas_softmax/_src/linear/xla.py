@@ -31,11 +31,12 @@ def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
     return _dlogits_of(logits(x, w, bias, tokens, head=head), tokens, coefficients, head).astype(x.dtype)
 
 
-def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, *, head: Head):
+def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest, *, head: Head):
     """The `statistics_and_dlogits` of `Pieces`."""
+    del largest
     z = logits(x, w, bias, tokens, head=head)
     merged, coefficients = to_coefficients(_statistics_of(z, tokens))
-    return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype)
+    return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype), None
 
 
 def _statistics_of(z, tokens: Tokens) -> Statistics:
