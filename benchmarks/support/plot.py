@@ -208,7 +208,7 @@ def lines(axis: Any, rows: Frame, x: str, y: str) -> None:
 
 
 def legend(figure: Any, axis: Any, rows: Frame) -> None:
-    """Draws the legend of lines beside the figure, with the reason for hollow points."""
+    """Draws the legend of lines next to the figure, with the reason for hollow points."""
     handles, labels = axis.get_legend_handles_labels()
     if (rows.status == "differs").any():
         handles += axis.plot([], [], "o", color="black", markerfacecolor="white")

@@ -26,7 +26,7 @@ Frame = Any  # a pandas.DataFrame or Series, which type checkers know too little
 
 WIDTH = 120  # of every printed table
 
-# What the columns mean. A table is followed by the lines of its columns.
+# The meaning of each column. A table is followed by the lines of its columns.
 COLUMNS = {
     "ran": "of ours: the implementation found in the lowered program",
     "status": "ok; FAILED (a wrong result, which fails the run); differs (a peer rounds or orders otherwise, which"
@@ -71,7 +71,7 @@ COLUMNS = {
 
 @dataclasses.dataclass
 class Record:
-    """What a run found out about one contender on one case. `found` holds what the benchmark measured."""
+    """The result of one contender on one case. `found` holds what the benchmark measured."""
 
     case: Any  # a frozen dataclass. Its fields are columns
     contender: str
@@ -199,7 +199,7 @@ def frame(document: dict[str, Any], view: View) -> Frame:
 
     rows: Frame = pd.DataFrame(document["rows"])
     cases = case_columns(rows)
-    for name in cases:  # integers stay integers beside None
+    for name in cases:  # integers stay integers in columns with None
         rows[name] = pd.Series([row[name] for row in document["rows"]], dtype=object)
 
     def of(column: str, contender: str = "", **changed: Any) -> Frame:

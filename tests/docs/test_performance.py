@@ -1,4 +1,4 @@
-"""Each table and each measured number of the performance pages is that of the recorded results.
+"""The tables and measured numbers of the performance pages agree with the recorded results.
 
 `tables_of` makes the tables of a page from the CSVs, with the line below each one from the JSON.
 """
@@ -468,7 +468,7 @@ def ours(name: str, column: str = "p50_us", digits: int = 3, **where: Any) -> st
 
 
 def cudnn() -> str:
-    """Returns the range of our time over that of cuDNN's fused attention."""
+    """Returns the range of our time divided by the time of cuDNN's fused attention."""
     mine, theirs = (
         chosen("attention/programs", contender=contender, remat=False).p50_us.to_numpy()
         for contender in ("auto", "cudnn")

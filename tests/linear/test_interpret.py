@@ -79,7 +79,8 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
         return found, coefficients(found, weights, tokens, 320)
 
     run = jax.jit(
-        functools.partial(pieces.statistics_and_dlogits, head=head, interpret=INTERPRET), static_argnums=(4, 5)
+        functools.partial(pieces.statistics_and_dlogits, head=head, interpret=INTERPRET),
+        static_argnums=(4, 5),
     )
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
     dz = of_rows[:, None] * e.astype(jnp.float32)

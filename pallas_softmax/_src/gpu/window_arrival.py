@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """The part of a row that this CTA holds.
 
     Attributes:
-      place: which part of which row it is.
+      place: the row, and the place of the part in it.
       x_gmem: one-dimensional device memory. The part starts at element `place.first`.
       body: number of the element in x_gmem where the body starts.
       extent: where in the window the part lies.

@@ -154,7 +154,7 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     """
     # XLA may compute float32 logits by other matrix product algorithms here than in the forward pass, and round them
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
-    # of 0. So the gradient computes statistics of its own logits. This costs little beside float32 products.
+    # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
     return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, known)[1:]
 

@@ -91,8 +91,7 @@ def _set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Arr
 
     def step(i, e):
         rows = i * half + jnp.arange(half)
-        of_rows = dict(mode="fill", fill_value=e.shape[1])
-        at = e.at[rows, column.at[rows].get(**of_rows)]
+        at = e.at[rows, column.at[rows].get(mode="fill", fill_value=e.shape[1])]
         return at.set(
             values.at[rows].get(mode="clip"), mode="drop", unique_indices=True, indices_are_sorted=True
         )

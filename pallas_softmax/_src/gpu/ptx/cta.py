@@ -1,4 +1,4 @@
-"""What the threads of a CTA, and the CTAs of a cluster, do together: barriers, scans and reductions.
+"""Barriers, scans and reductions of the threads of a CTA, and of the CTAs of a cluster.
 
 The lanes of a warp exchange numbers by shuffles. Warps exchange them through shared memory. To add up a number v of
 each lower thread:
