@@ -57,7 +57,8 @@ class Pieces(NamedTuple):
       statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, of_rows).
         to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
         maximum over the mesh. The gradient is of_rows (rows,) times dz, or dz if of_rows is None.
-      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in float32.
+      add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
+        dtype of the arithmetic.
         A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
@@ -94,7 +95,7 @@ def gradient_rows(
     Each of several chunks is added to a float32 dw of `dw_bytes`, by a pass that reads and writes it. If all rows fit
     into `dw_bytes`, they are one chunk. Its dw is rounded as it is written, so there is no float32 dw. Otherwise a
     chunk may be as large as the 16-bit dw, which is written when the chunks are gone. In bfloat16 this makes one chunk
-    for n <= 2 D. For more rows, chunks have D rows, or as many as the workspace holds if that is more.
+    of up to 2 D rows. For more rows, chunks have D rows, or as many as the workspace holds if that is more.
     """
     if isinstance(rows, int) and rows * vocab * bytes_per_logit <= dw_bytes:
         return rows
@@ -212,9 +213,8 @@ class _Projection:
         The function is None if chunks are added to a float32 dw.
         """
         n = x.shape[0]
-        product = (
-            self.pieces.product if x.dtype == jnp.bfloat16 else None
-        )  # x times a weight may not fit float16
+        # For this product, x is multiplied by the scale, which could overflow in float16.
+        product = self.pieces.product if x.dtype == jnp.bfloat16 else None
         stored = self.pieces.bytes_per_logit(x.dtype.itemsize)[1]
         dw_bytes = min(4 * self.w.size, stored * _MOST_LOGITS) if product and self.with_dw else 0
         rows = gradient_rows(n, self.vocab, stored, self.workspace_bytes, dw_bytes)
@@ -296,7 +296,9 @@ def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable |
 
 
 def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", x, weights):
-    """Returns the statistics of the chunk's rows, None if they are known, their dz, and its factor of each row or None.
+    """Returns (statistics, dz, of_rows) of a chunk, as `Pieces.statistics_and_dlogits` does.
+
+    The statistics are None if they were known before. Otherwise they are the statistics of whole rows.
 
     Args:
       projection: what all rows share.
@@ -332,12 +334,12 @@ def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
 
 
 def _scale(sizes, dtype, *, exact: bool):
-    """Returns a number that divides the weights before dz, which is proportional to them, is rounded to x's dtype.
+    """Returns the number that the weights are divided by. dz is proportional to the weights, and rounded to x's dtype.
 
     The gradients are multiplied by the scale in float32. For dw, x may be multiplied instead, before the product.
 
     The largest size becomes 1 (1024 in float16), so that the gradient at an improbable label is not rounded. With
-    `exact` the scale is a power of two. Then x times the scale is not rounded, and the largest size is from 1 to 2.
+    `exact` the scale is a power of two. Then x times the scale is not rounded. The largest size is from 0.75 to 1.5.
 
     Args:
       sizes: about how large the elements of each row's dz may be.

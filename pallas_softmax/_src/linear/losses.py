@@ -4,7 +4,7 @@ The logits of a token (a row of x) are, element by element,
 
     raw = x @ w + bias,     z = softcap * tanh(raw / softcap) / temperature
 
-in float32 (float64 for float64 inputs). They are never stored as a whole. Only the `Statistics` of each row are kept.
+in float32 (float64 for float64 inputs). They are stored in bounded chunks. Only the `Statistics` of each row are kept.
 The losses, and the coefficients of their gradients in the raw logits, are formulas on the statistics.
 """
 

@@ -9,8 +9,8 @@
           near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
                                                                 or 2 with a better bound for a small top_k
             among the keys listed there           lists_ptx     0
-        where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, and 1
-                                                                (3 for bfloat16, 2 for a small top_k)
+        where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
+                                                                (bfloat16: 3 more)
     the draw                              inverse_ptx       0
 
 All stages use `row_ptx` (elements, sums over warps, CTAs and clusters) and the scratch words of `SamplePlan`. The mass

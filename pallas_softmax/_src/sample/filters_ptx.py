@@ -104,7 +104,7 @@ def _search_lists(
 def least_weight(p: RowProgram, kept: Kept, min_p: Value) -> tuple[Value, Value]:
     """Returns the least mass that min_p keeps, and whether min_p is stricter than the other filters.
 
-    If min_p is stricter, `kept` becomes what it keeps, and the last sum over the CTA is the kept mass. Otherwise the
+    If min_p is stricter, `kept` becomes what it keeps, and the words of the warps hold their kept mass. Otherwise the
     least mass is 0.
     """
     least = p.var(0, "f32")

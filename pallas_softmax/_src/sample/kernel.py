@@ -70,7 +70,7 @@ def sample_rows(
 
     def sample(x_gmem, params_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        # Loaded while the part arrives, so that no thread waits for these numbers afterwards.
+        # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
         of_row = SamplingParams(*(ref[part.place.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         _copy_and_mask(window, part, x_smem, arrived, barrier, interpret)
         if interpret:

@@ -3,7 +3,7 @@
     lists       12 40 | 7 31 | 40 3      of three CTAs
     merged      12 40 7 31 40 3          in each CTA, with the mass of each key
     last        40                       each CTA finds it by itself
-    counts      0, 1 | 0, 0 | 0, 1       for each list: how many keys are above the last key, and how many equal it
+    results     0, 1 | 0, 0 | 0, 1       for each list: the mass above the last key, and how many keys equal it
 
 Masses are added as integers: keys come in any order, and integer sums always have the same bits. The mass of the whole
 zone is 2^31 units.
@@ -29,9 +29,9 @@ class Zone:
     """A range of keys that may contain the key of the last entry, in variables.
 
     Attributes:
-      found: a condition: whether the goal is reached in the zone.
+      found: a condition: whether the goal is reached in the zone, or the row ends in the zone before that.
       has_room: a condition: whether the list of each CTA, and the merged list, have room for the keys of the zone.
-      least, greatest: the first and the last key of the range.
+      least, greatest: the least and the greatest key of the range.
       number: how many elements have a key in the zone, in all CTAs.
       number_of_cta: the same number for each CTA, in the lane with its number.
       mass: the mass of all elements in the zone.
@@ -176,7 +176,7 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
 
 
 def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
-    """Does what `_last_key` does: each lane takes one key, and adds up all keys from the greatest one down to it."""
+    """Returns the last kept key, and sets `rest`. Each lane takes one key, and adds up measures down to that key."""
     at, entry = p.var(p.word(p.plan.histogram + _SHORTLIST)), p.var(0, "u32")
     own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
     before, upto = p.var(0, "u32"), p.var(0, "u32")

@@ -1,8 +1,8 @@
 """The search for the threshold of a filter: its goal, what is kept, and numbers of elements in buckets.
 
-Entries come in the order of their keys: the largest first, ties by index. The goal is a number of entries for top_k, or
-a mass for top_p. The last kept entry is the first one at which the running sum reaches the goal. `measure` returns the
-number or the mass, whichever the goal is:
+Entries come in the order of their keys: the largest first, ties by index. The goal is a number of entries for top_k and
+min_p, or a mass for top_p. The last kept entry is the first one at which the running sum reaches the goal. `measure`
+returns the number or the mass, whichever the goal is:
 
     x                5    4    4    3    1          sorted; the temperature makes the weights powers of two
     number, up to    1    2    3    4    5          top_k = 3: the goal is 3, reached with the second 4
@@ -125,7 +125,7 @@ class FilterSearch:
         p.sync_cluster()
 
     def section_that_reaches(self, goal: Value, at: Value) -> tuple[Value, Value]:
-        """Returns the section at which the sums reach a goal, and the measure before it; called in one warp.
+        """Returns the section at which the sums reach a goal, and the measure before it. Each warp works alone.
 
         Args:
           goal: a measure.

@@ -177,7 +177,13 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
 
 
 def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
-    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0; the greater one may be `counted`."""
+    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0.
+
+    Args:
+      f: the search.
+      zone: the zone.
+      counted: a condition: whether an earlier filter counted the elements with the greater key.
+    """
     p = f.p
     with p.when(~counted):
         number = p.var(0, "u32")

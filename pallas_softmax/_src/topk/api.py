@@ -91,7 +91,7 @@ def fused_topk(
     """
     name = "fused_topk"
     temperature = arguments.parameter(name, "temperature", temperature)
-    if arguments.is_known(temperature):  # the numbers are not known in what follows
+    if arguments.is_known(temperature):  # checked here: in `at_once` it may be traced
         if np.asarray(temperature).dtype.kind in "bc":
             raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
         if not np.all(np.asarray(temperature) > 0):
@@ -129,7 +129,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
 
 
 def _as_stored(name: str, dtype):
-    """Returns the dtype of an array requested with this one. Warns, like JAX, if 64 bits become 32."""
+    """Returns the dtype that JAX gives to an array of dtype `dtype`. Warns, like JAX, if 64 bits become 32."""
 
     def stored():
         return jax.eval_shape(lambda: jnp.zeros((), dtype)).dtype
@@ -169,10 +169,10 @@ def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtyp
 
 
 def _values_and_d(static: Static, xs, constants):
-    """Returns the winners' values, and d of the normalizer (m, d); m counts as a constant: no derivative depends on it.
+    """Returns what has a derivative, (values, d), and what has none, (m, indices).
 
-    The indices are returned as floats of the same bits, for JAX has no zero tangent of an integer that varies over
-    the mesh axes of `jax.shard_map`.
+    m is the maximum of the normalizer (m, d). The indices are returned as floats with the same bits, because JAX has no
+    zero tangent for an integer that varies over the mesh axes of `jax.shard_map`.
     """
     logits, temperature = xs
     winners, (m, d) = as_rows(static.forward, logits, *constants, temperature, **dict(static.keywords))

@@ -55,7 +55,7 @@ def find_bound(p: WindowProgram, rank: int) -> Value:
 
 
 def few_more(rank: int) -> int:
-    """Returns how many groups may reach the bound: at most `rank` rounded up to a multiple of the threads."""
+    """Returns how many groups may reach the bound: a sixteenth more than `rank`, within the same multiple of 128."""
     return min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
 
 
@@ -81,7 +81,7 @@ def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> 
 
 
 def _find_bucket(p: WindowProgram, above: Value, rank: int, scratch: Value) -> tuple[Value, Value, Value]:
-    """Finds the bucket with key number `rank`, from the largest down. All keys are counted; this clears the counters.
+    """Finds the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
 
     A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than `rank` keys
     lie before that bucket, and at least `rank` keys reach it. That thread publishes its result in the scratch:

@@ -63,7 +63,7 @@ def rank_by_buckets(p: CtaProgram, of: CandidateList, most: int, otherwise: Call
 
 
 def _batches(p: CtaProgram, of: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
-    """Yields a thread's `each` candidates in batches: one condition each, whether the thread has it, and their slice.
+    """Yields batches of a thread's `each` candidates: whether each candidate exists, and the batch as a slice.
 
     Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
     empty for all of them.
@@ -103,7 +103,9 @@ def _distances(
     from `last` to `first` count as 0 and have one distance. Other keys are measured from the nearer end:
 
         key        least ... last           | last ... first | first ... greatest
-        distance   best + (last - key)      | best           | greatest - key           best = greatest - first
+        distance   to_zero + (last - key)   | to_zero        | greatest - key
+
+    Here to_zero is greatest - first, or greatest - last if the best key is below `last`.
     """
     largest = p.max(greatest - _OF_ZERO, _OF_ZERO - 1 - least).bits("s32")
     small = p.max(largest - (_OCTAVES << jnp.finfo(dtype).nmant), 0).bits("u32")
@@ -114,7 +116,7 @@ def _distances(
     def nearest(key: Value) -> Value:
         return p.max(p.min(key, first), last)
 
-    best, indices, shift = greatest - nearest(greatest), 1, 0
+    to_zero, indices, shift = greatest - nearest(greatest), 1, 0
     if vocab is not None and jnp.dtype(dtype).itemsize == 2:
         shift = max(0, (vocab - 1).bit_length() - _INDEX_BITS)
         indices = (vocab - 1 >> shift) + 1
@@ -122,13 +124,13 @@ def _distances(
     def distance(candidate: Value) -> Value:
         complement, key = p.split(candidate)
         at = nearest(key)
-        between = best - (key - at)
+        between = to_zero - (key - at)
         if indices == 1:
             return between
         # Among candidates that count as 0, a better key may have a higher index. So their indices are not added.
         return p.multiply_add(between, indices, p.select(at.equals(key), 0, ~complement >> shift))
 
-    last_distance = best - (least - nearest(least))
+    last_distance = to_zero - (least - nearest(least))
     return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
 
 

@@ -62,7 +62,7 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
     fit, the number of candidates is set to more than the capacity, and all threads give up.
 
     Args:
-      give_up: leaves the search.
+      give_up: jumps to the end of `collect`. The search then continues with an exact bound.
     """
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes, place = p.special("lanemask_lt"), p.fresh("u32")
@@ -83,10 +83,10 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
             first = p.shuffle(place, "idx", 0)
             for i, reaches, lower in zip(turns, reach, before):
                 at = lower + first
-                p.store_hit(at, p.thread + WARPGROUP * i, when=reaches & (at < p.room))
+                p.store_hit(at, p.thread + WARPGROUP * i, when=reaches & (at < p.hits_capacity))
     p.barrier()
     n = p.load(p.counts, "u32", offset=HITS_BYTE)
-    with p.when(n > p.room):
+    with p.when(n > p.hits_capacity):
         p.store(p.counts, p.capacity + 1, when=p.thread.equals(0))
         give_up()
     return n
@@ -285,7 +285,7 @@ def _tied_in_warp(
 def expand_positions(p: WindowProgram, of: CandidateList) -> None:
     """Turns the list of positions into the list of candidates `of`, which overwrites the row.
 
-    Loads every 128th candidate of a thread to registers, and writes it after a barrier. Entries after the last
+    Each thread loads every 128th candidate to registers, and writes them after a barrier. Entries after the last
     candidate become empty, as they are in a window that is not compact.
     """
     each = p.capacity // WARPGROUP

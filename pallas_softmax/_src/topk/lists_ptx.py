@@ -4,7 +4,7 @@ A few lists are ranked by binary search. A winner's rank is the number of better
 counts them in each list. For k = 4:
 
     lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is better
-    rank      0 3 4 . | 1 2 .  .        6: one better winner in its own list, two in the other
+    rank      0 3 4 6 | 1 2 5  7        6: one better winner in its own list, two in the other
     ranked    9 8 7 6
 
 More lists are ranked like the candidates of a window: those winners that reach a bound.

@@ -17,11 +17,12 @@ An example with lists of 2 and a size of 4:
 A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
 
 A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
-this is rare in rows in any order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
+this is rare in rows in random order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
-An element is one word, its packed key (see `packed_ptx`). The packed key of a 16-bit element has its whole key. So no
-two words are equal, and the winners need not be read again. Two elements share a register and are packed together:
+An element is one word, its packed key (see `packed_ptx`). It ends with the complement of
+the column, so no two words of a row are equal. For 16-bit elements it has the whole key, so the winners need not be
+read again. Two 16-bit elements share a register and are packed together:
 
     two elements      x1 x0                       the upper half has the higher column
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
@@ -30,7 +31,7 @@ two words are equal, and the winners need not be read again. Two elements share 
 
 The packed key of a 32-bit element lacks the lowest bits of the key. So near ties among winners are ordered by whole
 keys (`mending_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
-larger. If there are many near ties, or a list was too short, the warp merges whole lists again, in 64-bit words.
+larger. If there are many near ties, or a list may be too short, the warp merges whole lists again, in 64-bit words.
 """
 
 from collections.abc import Sequence
@@ -78,7 +79,10 @@ def take_program(tile: Tile, vocab: int, k: int) -> Program:
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
-    maybe_short, too_short = p.var(False, "pred"), p.var(False, "pred")  # whether any list may be or is
+    maybe_short, too_short = (
+        p.var(False, "pred"),
+        p.var(False, "pred"),
+    )  # whether some list may be, or is, too short
     for row in range(rows):
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits)
         listed = packed_ptx.best(p, words, length)
@@ -200,7 +204,7 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> Program:
 
 
 def _zero(p: Program) -> Value:
-    """Returns 0, unknown to the compiler: it recomputes values that depend on it, to save registers."""
+    """Returns 0 in a way that hides it from the compiler, which then recomputes values instead of keeping them."""
     return p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
 
 

@@ -186,7 +186,7 @@ def cta_bytes(window: Window, k: int, itemsize: int) -> int:
 def candidate_capacity(k: int) -> int:
     """Returns the capacity of a window's list of candidates: a power of two, because the sort needs one.
 
-    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than candidates, the search is
+    A normal sample of 25,000 has 67 candidates for k = 64. If there are more candidates than entries, the search is
     repeated.
     """
     return power_of_two(2 * k, 256)
@@ -196,7 +196,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
     """Returns which of the groups' maxima, in descending order, is the bound for candidates: the k-th or a higher one.
 
     At least k elements reach the k-th maximum, one in each of k groups. If k is large relative to the number of groups,
-    too many elements may reach it in a row in any order. Then the bound is a maximum that about 1.4 k elements reach.
+    too many elements may reach it, even in random order. Then the bound is a maximum that about 1.4 k elements reach.
 
     Args:
       room: number of candidates that fit into the list.

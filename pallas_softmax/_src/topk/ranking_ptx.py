@@ -22,9 +22,9 @@ _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than c
 def rank(p: CtaProgram, of: CandidateList) -> None:
     """Writes the k best candidates in order. The number of candidates and their spread select the method:
 
-    up to 96 candidates        counting
-    more, no bucket is full    buckets
-    more, a bucket is full     buckets are abandoned for counting (lists of 256) or sorting (longer lists)
+    up to 96 candidates                counting
+    more, at most 32 in each bucket    buckets
+    more, over 32 in some bucket       counting if the list has 256 entries, sorting if it has more
     """
     with p.block() as finish:
         if of.capacity <= _COMPARED:
@@ -33,7 +33,7 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
                 with p.block() as crowded:
                     rank_by_buckets(p, of, _IN_BUCKET, otherwise=crowded)
                     finish()
-                p.barrier()  # all threads have read what they reduced in the memory of the winners
+                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
             _rank_by_counting(p, of)
         else:
             with p.block() as sort:

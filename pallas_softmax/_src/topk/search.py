@@ -44,7 +44,8 @@ class SearchMemory(NamedTuple):
 
     Attributes:
       x: (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
-      group_keys: int32, the largest key of each group. A NaN counts as the highest key. Later the winners.
+      group_keys: int32, the largest key of each group. A NaN counts as the highest key. Later the winners,
+        except in a compact window.
       candidates: the list of candidates, int32; in a compact window a list of positions, int16.
       hits: scratch of the same dtype: the numbers of the groups that reach the bound.
       counts: (128,) int32: the number of candidates, and the number of groups in `hits`. The rest is scratch.

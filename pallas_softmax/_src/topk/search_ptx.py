@@ -1,7 +1,7 @@
 """The program that finds the k best of the part of a row in a window, and puts them in order.
 
     stage                                                          file
-    a bound that at least k elements reach, and few more           bound_ptx
+    a bound that k elements should reach, and few more             bound_ptx
     the elements that reach it: the candidates                     collect_ptx
     if they are fewer than k, or do not fit: an exact bound        here
     the order of the candidates                                    ranking_ptx, buckets_ptx
@@ -29,8 +29,8 @@ from pallas_softmax._src.topk.window_ptx import SCRATCH_BYTE, WindowProgram
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     """Returns the program. `search.py` describes the arrays <x>, <group_keys>, <candidates>, <hits> and <counts>.
 
-    <low>, <high> and <origin> are the `Extent` of the part. The k best end up in <group_keys>, or in a compact window
-    after the other arrays of `plan.ordering_words` at the start of <x>: keys, then indices from padded_winners(k) on.
+    <low>, <high> and <origin> are the `Extent` of the part. The k best end up in <group_keys>: keys, then
+    indices from padded_winners(k) on. In a compact window, they end up in <x>, as the last array of `ordering_words`.
     """
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)

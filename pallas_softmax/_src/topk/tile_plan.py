@@ -64,7 +64,7 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 TOO_SHORT = {
     4: 0.003,
     2: 0.01,
-}  # highest share of warps with too short a list, for rows in any order, by bytes
+}  # highest share of warps with too short a list, for rows in random order, by bytes
 
 # If most of a row are winners, lists hold all elements of a lane, and fewer elements in a lane are faster: 65536 x 256
 # float32, k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. Longer rows have no lanes to spare.
@@ -121,7 +121,7 @@ def _too_short(tile: Tile, k: int, length: int) -> float:
     """Returns an upper bound of the share of warps with a list that is too short.
 
     A list of `length` is too short if its lane has at least `length` of the k best of a row. The bound is the
-    probability of this in one lane, for a row in any order, times 32 lanes.
+    probability of this in one lane, for a row in random order, times 32 lanes.
     """
     share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))

@@ -16,7 +16,7 @@ of 4:
 Random logits have few more than k candidates. If there are more than the list has room for, or fewer than k, bisection
 over the keys finds another bound (see `search.py`). Both cases happen.
 
-A second launch merges the winners and normalizers of the parts of a row (see `merge_kernel.py`). `gpu/window.py` has a
+If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
 drawing of windows, blocks, steps and groups. `candidates.py` has a drawing of the list of candidates.
 """
 
@@ -122,15 +122,15 @@ def _arrive(window: Window, part: Part, memory: SearchMemory, arrived, scale, in
     fill_edges(window, part, memory.x, interpret=interpret)
     clear(memory, interpret=interpret)
 
-    def take_step(i, blocks, copied, carry):
+    def take_step(i, count, copied, carry):
         lane, keep = carry
         next_keep = mask_of_step(window, part, i + 1, interpret)  # its loads are in flight during this step
         if copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            mask_step(window, memory.x, i, [*keep[:blocks]], interpret=interpret)
+            mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
         lane = add_step(
-            window, memory, i, blocks, lane, scale * online.LOG2_E,
+            window, memory, i, count, lane, scale * online.LOG2_E,
             masked=part.mask is not None, interpret=interpret,
         )  # fmt: skip
         return lane, next_keep
@@ -138,7 +138,7 @@ def _arrive(window: Window, part: Part, memory: SearchMemory, arrived, scale, in
     empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
     carry = Normalizer(*empty), mask_of_step(window, part, 0, interpret)
     if window.full:
-        full_step = functools.partial(take_step, blocks=window.step_blocks, copied=True)
+        full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, lambda i, carry: full_step(i, carry=carry), carry)
     if window.rest:
         carry = take_step(jnp.int32(window.full), window.rest, len(window.copies()) > window.full, carry)

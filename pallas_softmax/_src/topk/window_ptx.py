@@ -20,7 +20,7 @@ class WindowProgram(CtaProgram):
       window: how the part lies in shared memory.
       element: writes programs for elements of the dtype.
       k: number of winners.
-      capacity, room: how many entries the lists of candidates and of groups have room for.
+      capacity, hits_capacity: how many candidates, and how many groups, the lists have room for.
       list_bytes: bytes of the list of candidates.
       x, group_keys, candidates, hits, counts: addresses.
       low, high: the first position of the part, and the position after it.
@@ -30,7 +30,7 @@ class WindowProgram(CtaProgram):
     def __init__(self, window: Window, dtype, k: int):
         super().__init__()
         self.window, self.element, self.k = window, Elements(dtype), k
-        items, self.room = listed_items(window, k)
+        items, self.hits_capacity = listed_items(window, k)
         self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
         self.x, self.group_keys = self.operands("u32", "x", "group_keys")
         self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")

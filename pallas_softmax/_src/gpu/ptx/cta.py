@@ -59,7 +59,7 @@ class CtaProgram(Program):
     # --- A warp
 
     def over_warp(self, ops: Sequence[str], values: Sequence[Value]) -> list[Value]:
-        """Reduces each value over the lanes of a warp by its instruction, in a fixed order; for all lanes."""
+        """Reduces value i over the warp by ops[i]. All lanes get the result. Floats are added in a fixed order."""
         out = list(values)
         sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
         for lanes in (16, 8, 4, 2, 1):

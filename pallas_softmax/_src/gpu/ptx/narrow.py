@@ -62,7 +62,7 @@ def narrow(
 
 
 def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tuple[Value, Value]:
-    """Returns the bucket at which the sums reach a goal, and what it must reach of the goal; called in one warp.
+    """Returns the bucket at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
 
     If all sums together are less than the goal, their total takes its place.
 

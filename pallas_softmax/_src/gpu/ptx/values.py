@@ -15,7 +15,7 @@ Python runs once, while the text is written: a `for` unrolls, and an `if` choose
 decides on the GPU by `when`, `block`, `repeat`, `loop` and `select`, and by the argument `when` of loads, stores, `set`
 and `increase`.
 
-Arithmetic puts its result into a new register. Later, only `set`, `increase`, `update`, `load_into` and `take_into`
+Arithmetic puts its result into a new register. Later, only `set`, `increase`, `update` and functions named `*_into`
 change a register. So a number that changes in a GPU loop must be a variable: `var` or `fresh` makes it before the loop,
 and these functions change it. `x = x + 1` would bind the name x to a new register, which the loop's next iteration does
 not read.
