@@ -121,7 +121,5 @@ def least_weight(p: RowProgram, kept: Kept, min_p: Value) -> tuple[Value, Value]
                 p.increase(sums[i % 4], weight, weight >= least)
 
         p.sweep(add)
-        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.plan.least)
-        p.sync_cluster()
-        kept.down_to_the_last(p.of_ctas(p.plan.least, 1)[0].bits("f32"))
+        kept.down_to_the_last(*p.each_cta(["add"], [p.reduce("add", sums)], [0.0], p.plan.least))
     return least, is_stricter
