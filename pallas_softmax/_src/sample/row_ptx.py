@@ -120,11 +120,7 @@ class RowProgram(CtaProgram):
     def each_cta(
         self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int
     ) -> list[Value]:
-        """Reduces values over the threads of each CTA, and synchronizes the cluster.
-
-        Returns:
-          The results of the CTA with this lane's number, or `neutral`.
-        """
+        """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""
         self.over_cta(ops, values, neutral, at)
         self.sync_cluster()
         unused = (1 << (len(values) - 1).bit_length()) - len(values)

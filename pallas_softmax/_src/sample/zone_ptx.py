@@ -55,13 +55,7 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
 
 
 def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
-    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
-
-    Args:
-      f: the search.
-      zone: this sets all its variables.
-      low, high: the least and the greatest element of the zone, which need not be in the row.
-    """
+    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
     p, plan = f.p, f.p.plan
     _start_list(p)
     mass_above, above, mass, number = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
@@ -117,7 +111,6 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
     """Lists the keys of some elements of a thread, if the list of the CTA has room for them.
 
     Args:
-      p: the program that is written.
       address: an address that `RowProgram.sweep` passes.
       inside: a bit for each element that is listed; this clears it.
       add: called as add(element, key); writes what else is done with a listed element.
