@@ -74,11 +74,10 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
     p.sync_cluster()
-    m, d, bound, _ = (value.bits("f32") for value in p.of_ctas(plan.total, 4))
-    inside = p.lane < p.ctas
-    m, d = _relative_to_largest(p, p.select(inside, m, -INF), d)
+    m, d, bound, _ = p.of_ctas(plan.total, ["f32"] * 4, [-INF, 0, INF, 0])
+    m, d = _relative_to_largest(p, m, d)
     p.top = m + 0.0  # +0 in place of -0
-    (bound,) = p.over_warp(["min"], [p.select(inside, bound, INF)])
+    (bound,) = p.over_warp(["min"], [bound])
     return d, bound
 
 
@@ -94,10 +93,8 @@ def bound_of_best(p: RowProgram, top_k: Value) -> Value:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
         p.increase(at, plan.threads * ACCESS_BYTES)
     share_of_warp = _divided(top_k + (p.warps - 1), p.warps)
-    p.over_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
-    p.sync_cluster()
-    (bound,) = p.of_ctas(plan.kept, 1)
-    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound.bits("f32"), LEAST_FINITE)])
+    (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
+    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best
 
 

@@ -85,7 +85,7 @@ def _sums_of_ctas(p: RowProgram, sums: Value, rest: Value) -> list[Value]:
     return amounts
 
 
-def _of_row(p: RowProgram, key: Value) -> tuple[Value, Value]:
+def _of_row(p: RowProgram, key: Value) -> list[Value]:
     """Sweeps the row; returns the mass above a key and the number of elements with that key, for each CTA."""
     above, number = p.var(0, "f32"), p.var(0, "u32")
 
@@ -96,7 +96,4 @@ def _of_row(p: RowProgram, key: Value) -> tuple[Value, Value]:
             p.increase(number, 1, own.equals(key))
 
     p.sweep(take)
-    p.over_cta(["add", "add"], [above, number], [0.0, 0], p.plan.kept)
-    p.sync_cluster()
-    above, number = p.of_ctas(p.plan.kept, 2)
-    return above.bits("f32"), number
+    return p.each_cta(["add", "add"], [above, number], [0.0, 0], p.plan.kept)

@@ -70,14 +70,7 @@ def draw_program(plan: SamplePlan, dtype) -> RowProgram:
 def _draw(
     p: RowProgram, params: SamplingParams, mass_of_cta: Value, small_top_k: Value, bound: Value
 ) -> None:
-    """Draws, and writes the results.
-
-    Args:
-      p: the program that is written.
-      params: the parameters of the row.
-      mass_of_cta, bound: the results of `arrival_ptx.arrive`.
-      small_top_k: its argument.
-    """
+    """Draws, and writes the results; `mass_of_cta` and `bound` are the results of `arrival_ptx.arrive`."""
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
     filters_ptx.apply_filters(p, kept, total, params, small_top_k, bound)

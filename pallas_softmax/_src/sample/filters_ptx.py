@@ -42,7 +42,6 @@ def apply_filters(
     """Applies top_k, then top_p. Applies min_p after them if the lists hold everything that is kept.
 
     Args:
-      p: the program that is written.
       kept: what is kept, everything at first; this changes it.
       total: the mass of the row.
       params: the parameters; a filter that is off has a value that filters nothing.
@@ -71,15 +70,7 @@ def apply_filters(
 def _search_lists(
     f: FilterSearch, stage: Value, params: SamplingParams, total: Value, bound: Value, zone: lists_ptx.Zone
 ) -> None:
-    """Runs a turn for float32 and float16, and sets the stage to the next one.
-
-    Args:
-      f: the search of this turn.
-      stage: the stage.
-      params, total: the arguments of `apply_filters`.
-      bound: in TOP_K_BOUND and TOP_K_BEST, an element that at least top_k elements reach.
-      zone: where the last entry is expected.
-    """
+    """Runs a turn for float32 and float16, and sets the stage to the next one. TOP_K_BEST gets a better `bound`."""
     p = f.p
     overflow = p.var(False, "pred")
     with p.when(stage <= TOP_K_BEST):
@@ -121,7 +112,5 @@ def least_weight(p: RowProgram, kept: Kept, min_p: Value) -> tuple[Value, Value]
                 p.increase(sums[i % 4], weight, weight >= least)
 
         p.sweep(add)
-        p.over_cta(["add"], [p.reduce("add", sums)], [0.0], p.plan.least)
-        p.sync_cluster()
-        kept.down_to_the_last(p.of_ctas(p.plan.least, 1)[0].bits("f32"))
+        kept.down_to_the_last(*p.each_cta(["add"], [p.reduce("add", sums)], [0.0], p.plan.least))
     return least, is_stricter

@@ -36,15 +36,10 @@ def choose(p: RowProgram, mass: Value, before: Value, target: Value) -> tuple[Va
 
 
 class WarpMasses(NamedTuple):
-    """Conditions under which the words of the warps hold their kept mass; if neither holds, the CTA adds it up.
+    """Conditions under which the words of the warps hold their kept mass; if neither holds, the CTA adds it up."""
 
-    Attributes:
-      from_arrival: the filters leave nothing out.
-      from_filter: the last sum over the CTA was the kept mass.
-    """
-
-    from_arrival: Value
-    from_filter: Value
+    from_arrival: Value  # the filters leave nothing out
+    from_filter: Value  # the last sum over the CTA was the kept mass
 
 
 def draw_from_part(

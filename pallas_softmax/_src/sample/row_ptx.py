@@ -101,20 +101,31 @@ class RowProgram(CtaProgram):
             return self.scratch + 4 * (at + each * index)
         return self.scratch + index * (4 * each) + 4 * at
 
-    def of_ctas(self, at: int, count: int) -> list[Value]:
-        """Returns 1, 2, 4 or 8 scratch words of all CTAs; synchronizes the threads of this CTA.
+    def of_ctas(self, at: int, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
+        """Returns 1, 2, 4 or 8 scratch words of the CTA with this lane's number; `neutral` if there is no such CTA.
 
-        Each lane gets the words of the CTA with its number, in registers "u32"; 0 if there is no such CTA. Only one
-        warp fetches the words, since a CTA answers the requests of others one at a time.
+        This synchronizes the threads of the CTA. Only one warp fetches the words, since a CTA answers the requests of
+        others one at a time.
         """
-        inside = self.lane < self.ctas
+        exists = self.lane < self.ctas
         local = self.word(self.plan.gathered, self.lane, self.plan.gathered_words)
         with self.when(self.warp.equals(0)):
-            self.store(local, *self.of_cta(self.word(at), self.lane, "u32", count, when=inside), when=inside)
+            words = self.of_cta(self.word(at), self.lane, "u32", len(kinds), when=exists)
+            self.store(local, *words, when=exists)
         self.barrier()
-        out = [self.var(0, "u32") for _ in range(count)]
-        self.load_vector_into(out, local, when=inside)
+        out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
+        self.load_vector_into(out, local, when=exists)
         return out
+
+    def each_cta(
+        self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int
+    ) -> list[Value]:
+        """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""
+        self.over_cta(ops, values, neutral, at)
+        self.sync_cluster()
+        unused = (1 << (len(values) - 1).bit_length()) - len(values)
+        kinds = [value.kind for value in values] + ["u32"] * unused
+        return self.of_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
 
     # --- Sums over the CTA
 

@@ -28,9 +28,7 @@ _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 def search_values(f: FilterSearch, counted: Value) -> Value:
     """Keeps what the filter keeps, by the histogram or else by `digits_ptx`; returns whether the histogram stays.
 
-    Args:
-      f: the search.
-      counted: a condition: whether the histogram of the last search is still there.
+    `counted` says whether the histogram of the last search is still there.
     """
     p, plan = f.p, f.p.plan
     zero = _zero_bucket(f)

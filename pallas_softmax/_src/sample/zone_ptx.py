@@ -48,23 +48,14 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
                 _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.weight(x)))
 
     p.sweep(take)
-    p.over_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone)
-    p.sync_cluster()
-    mass, number = p.of_ctas(plan.zone, 2)
-    zone.set_sums(mass.bits("f32"), number)
+    zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
     zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above_of_cta=0)
     return may_overflow & ~zone.has_room
 
 
 def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
-    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for.
-
-    Args:
-      f: the search.
-      zone: this sets all its variables.
-      low, high: the least and the greatest element of the zone, which need not be in the row.
-    """
+    """Adds up the mass above `high`, and lists the keys from `low` to `high`, as many as there is room for."""
     p, plan = f.p, f.p.plan
     _start_list(p)
     mass_above, above, mass, number = p.var(0, "f32"), p.var(0, "f32"), p.var(0, "f32"), p.var(0, "u32")
@@ -93,20 +84,16 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
 
     p.sweep(take)
-    p.over_cta(
+    mass, number, mass_above, above, least, greatest = p.each_cta(
         ["add", "add", "add", "add", "min", "max"],
         [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
         [0.0, 0, 0.0, 0, _HIGHEST, KEEP_ALL],
         plan.zone,
     )
-    p.sync_cluster()
-    mass, number, mass_above, above, least, greatest, _, _ = p.of_ctas(plan.zone, 8)
-    zone.set_sums(mass.bits("f32"), number)
-    zone.set(mass_above_of_cta=mass_above.bits("f32"))
-    exists = p.lane < p.ctas
-    edges = p.select(exists, least.bits("s32"), _HIGHEST), p.select(exists, greatest.bits("s32"), KEEP_ALL)
-    sums = zone.mass_above_of_cta, above
-    least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], [*edges, *sums])
+    zone.set_sums(mass, number)
+    zone.set(mass_above_of_cta=mass_above)
+    edges_and_sums = least, greatest, mass_above, above
+    least, greatest, mass_above, above = p.over_warp(["min", "max", "add", "add"], edges_and_sums)
     zone.set(least=least, greatest=greatest, above=f.measure(mass_above, p.convert(above, "f32")))
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
     zone.set(found=(reached | (low <= LEAST_FINITE)) & (zone.above < f.goal))
@@ -124,7 +111,6 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
     """Lists the keys of some elements of a thread, if the list of the CTA has room for them.
 
     Args:
-      p: the program that is written.
       address: an address that `RowProgram.sweep` passes.
       inside: a bit for each element that is listed; this clears it.
       add: called as add(element, key); writes what else is done with a listed element.
@@ -195,7 +181,7 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
         p.sweep(take)
         p.over_cta(["add"], [number], [0], p.plan.kept)
         p.sync_cluster()
-    (greater,) = p.of_ctas(p.plan.kept, 1)
+    (greater,) = p.of_ctas(p.plan.kept, ["u32"], [0])
     of_greater = p.convert(p.over_lanes("add", greater), "f32")
     weight = p.weight(p.of_key(zone.greatest))
     above = zone.above + f.measure(of_greater * weight, of_greater)

@@ -38,7 +38,6 @@ def narrow(
     """Narrows a range to one key.
 
     Args:
-      p: the program that is written.
       keys: the range; this changes it.
       buckets: number of buckets of a round, a power of two.
       one_round: called as one_round(bucket_of). It adds up the measures of the items in each bucket, and returns the
@@ -67,7 +66,6 @@ def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tu
     If all sums together are less than the goal, their total takes its place.
 
     Args:
-      p: the program that is written.
       sums: the sums over the neighbouring buckets of this lane, not negative.
       goal: a number above 0, of the same kind.
     """
