@@ -53,6 +53,26 @@ def test_losses_and_gradients(dtype, features, reduction, peak):
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    ("dtype", "features", "reduction"),
+    first(
+        1,
+        [
+            ("float32", "bias", "mean"),
+            *(
+                (dtype, features, reduction)
+                for dtype in ("bfloat16", "float16", "float32")
+                for features in ("", "all")
+                for reduction in ("mean", "sum", None)
+            ),
+        ],
+    ),
+)
+def test_losses_and_gradients_with_token_weights(dtype, features, reduction):
+    assert_losses_and_gradients(dtype, features, reduction, peak=4, weighted=True)
+
+
+@pytest.mark.usefixtures("quick_compilation")
 def test_logsumexp_and_log_probs():
     x, w, labels, bias = arrays(30, 16, 517, "float32", bias=True)
     x, labels = x.reshape(5, 6, 16), labels.reshape(5, 6)
@@ -125,6 +145,91 @@ def test_masked_tokens_do_not_matter(reduction):
     )
     f = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(f_of(*args)), (0, 1)))
     jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(masked_x, w, masked_labels))
+
+
+WEIGHTS = np.float32([0.5, -2, 0, 1e-3, 3, 0, -0.25, 1, 7, 0])  # of the tokens of `weighted`
+
+
+def weighted(reduction):
+    """Returns losses with a gradient in the weights, ours and plain. The second has no NaN in tokens of weight 0."""
+    x, w, labels, bias = arrays(10, 8, 100, "float32", bias=True)
+    out = WEIGHTS == 0
+    bad_x, bad_labels = jnp.where(out[:, None], jnp.nan, x), jnp.where(out, -100, labels)
+    g = jnp.linspace(-1, 2, 10)
+
+    def ours(x, w, bias, weights):
+        x = jnp.where(out[:, None], bad_x, x)
+        small = workspace(100, 3)
+        loss = ps.linear_cross_entropy(
+            x, w, bad_labels, bias=bias, token_weights=weights, reduction=reduction, workspace_bytes=small
+        )
+        return jnp.sum(loss * g) if reduction is None else loss
+
+    def theirs(x, w, bias, weights):
+        weights = jnp.where(out, 0, weights)
+        losses = weights * plain(x, w, labels, bias=bias)
+        return jnp.sum(losses * g if reduction is None else losses) / (
+            jnp.sum(weights) if reduction == "mean" else 1
+        )
+
+    return ours, theirs, (x, w, bias, WEIGHTS)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("reduction", ["mean", slow("sum"), slow(None)])
+def test_gradient_in_token_weights(reduction):
+    """A weight of 0 leaves the token out, with a NaN in x and an invalid label; the gradient in this weight is 0."""
+    ours, theirs, args = weighted(reduction)
+    got, want = (value_and_grads(f, *args) for f in (ours, theirs))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want)
+    np.testing.assert_array_equal(got[1][3][WEIGHTS == 0], 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", slow("sum"), slow(None)])
+def test_token_weights_that_broadcast(reduction):
+    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    f = functools.partial(
+        ps.linear_cross_entropy, x.reshape(3, 4, 8), w, labels.reshape(3, 4), reduction=reduction
+    )
+    weights = np.array([1, 0, -2, 4])
+    got = f(token_weights=weights)
+    np.testing.assert_array_equal(got, f(token_weights=np.float32([weights] * 3)))
+    assert got.shape == (() if reduction else (3, 4))
+
+
+def test_token_weights_that_sum_to_0():
+    x, w, labels, _ = arrays(4, 8, 100, "float32")
+    for weights in ([1.0, -1.0, 2.0, -2.0], [0.0] * 4):
+        f = functools.partial(ps.linear_cross_entropy, x, w, labels)
+        with jax.debug_nans(True):
+            loss, gradient = jax.value_and_grad(lambda t, f=f: f(token_weights=t))(jnp.array(weights))
+        assert loss == 0 and not gradient.any()
+
+
+def test_a_weighted_mean_takes_three_products():
+    x, w, labels = of_size(64, 8, 100)
+    weights = jax.ShapeDtypeStruct((64,), "float32")
+
+    def loss(x, w, labels, weights):
+        return ps.linear_cross_entropy(x, w, labels, token_weights=weights)
+
+    assert products(jax.value_and_grad(loss, (0, 1, 3)), x, w, labels, weights)[0] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_transformations_of_token_weights(reduction):
+    """Under vmap, checkpoint and export, a weighted loss has the gradients that it has without them."""
+    ours, _, args = weighted(reduction)
+    want = value_and_grads(ours, *args)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, value_and_grads(jax.checkpoint(ours), *args), want)
+    exported = jax.export.export(jax.jit(jax.value_and_grad(ours, (0, 1, 2, 3))))(*args)
+    jax.tree.map(close, jax.export.deserialize(exported.serialize()).call(*args), want)
+    doubled = jax.vmap(jax.value_and_grad(ours, (0, 1, 2, 3)), (None, None, None, 0))
+    value, gradients = doubled(*args[:3], np.stack([2 * WEIGHTS, WEIGHTS]))
+    jax.tree.map(lambda a, b: close(a[1], b), (value, gradients), want)
+    close(value[0], want[0] * (1 if reduction == "mean" else 2))
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -471,6 +576,25 @@ BAD = [
     (TypeError, "bias must be of", (X, W, L), {"bias": jnp.zeros(5, int)}),
     (ValueError, "where must be None or boolean", (X, W, L), {"where": jnp.ones(3)}),
     (ValueError, "where of shape", (X, W, L), {"where": jnp.ones(2, bool)}),
+    (
+        TypeError,
+        "token_weights must be None or of real numbers, got dtype bool",
+        (X, W, L),
+        {"token_weights": jnp.ones(3, bool)},
+    ),
+    (
+        TypeError,
+        "token_weights must be None or of real numbers, got dtype complex64",
+        (X, W, L),
+        {"token_weights": jnp.ones(3, "complex64")},
+    ),
+    (TypeError, "token_weights must be an array", (X, W, L), {"token_weights": [1, 2, 3]}),
+    (
+        ValueError,
+        r"token_weights must be a scalar or broadcast .*\(3,\), got \(2,\)",
+        (X, W, L),
+        {"token_weights": jnp.ones(2), "reduction": None},
+    ),
     *(
         (ValueError, "softcap must be None or from 1e-37 to 1e37", (X, W, L), {"softcap": softcap})
         for softcap in (-1, 1e38, 1e-40)

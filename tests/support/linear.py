@@ -166,7 +166,7 @@ def assert_operations(operations, n, depth, vocab, dtype, *, options, bias, peak
     transpose_w = options.get("transpose_w", False)
     x, w, labels, b = arrays(n, depth, vocab, dtype, peak=peak, bias=bias, transpose_w=transpose_w)
     tokens = tokens_of(labels, **{k: v for k, v in options.items() if k not in ("softcap", "transpose_w")})
-    weights = jnp.asarray(np.random.default_rng(1).random(n) * (np.arange(n) % 5 != 1), "float32")
+    weights = jnp.asarray((np.random.default_rng(1).random(n) - 0.25) * (np.arange(n) % 5 != 1), "float32")
     static = {"head": Head(transpose_w, options.get("softcap")), "workspace_bytes": workspace_bytes}
     losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=b, **options)
     kept = np.asarray(weights) != 0
@@ -213,8 +213,13 @@ def value_and_grads(f, *args):
     return jit(jax.value_and_grad(f, tuple(range(len(args)))))(*args)
 
 
-def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS):
-    """Asserts that losses and gradients of `linear_cross_entropy` are right, in chunks of `rows` float32 rows."""
+def assert_losses_and_gradients(
+    dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, weighted=False
+):
+    """Asserts that losses and gradients of `linear_cross_entropy` are right, in chunks of `rows` float32 rows.
+
+    With `weighted`, there are token weights, some of them negative and some 0.
+    """
     keywords = dict(FEATURES[features])
     x, w, labels, bias = arrays(
         n,
@@ -226,7 +231,13 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         transpose_w=keywords.get("transpose_w", False),
     )
     where = np.arange(n) % 5 != 1
-    weights = where / (where.sum() if reduction == "mean" else 1)
+    token_weights = None
+    weights = where * 1.0
+    if weighted:
+        token_weights = np.random.default_rng(2).uniform(-0.5, 1.5, n).astype("float32")
+        token_weights[::7] = 0
+        weights = weights * token_weights
+    weights = weights / (weights.sum() if reduction == "mean" else 1)
     g = np.random.default_rng(1).standard_normal(n).astype("float32")
     if reduction is None:
         weights = weights * g
@@ -239,6 +250,7 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
             labels,
             bias=bias,
             where=where,
+            token_weights=token_weights,
             reduction=reduction,
             workspace_bytes=workspace(vocab, rows),
             **keywords,
@@ -253,7 +265,7 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         x, w, labels, bias=bias
     )
     stored = jit(functools.partial(plain, **keywords))(x, w, labels, bias=bias)
-    kept = where  # the oracle leaves out the other tokens
+    kept = weights != 0  # the oracle leaves out the other tokens
     ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
     error, their_error = (np.abs(wide(a) - losses) / ulp for a in (token, stored))
     assert (error <= their_error.max() + 2)[kept].all(), (error[kept].max(), their_error[kept].max())
