@@ -168,18 +168,25 @@ def linear_log_probs(
 
     The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
 
+    A token may have K labels, for example the k best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). The
+    kernels gather n K columns of w, for as many tokens at a time as `workspace_bytes` holds. This is faster if `w` is
+    (V, D), where a column lies together in memory.
+
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
 
     Args:
-      labels: as for `linear_cross_entropy`.
-      where: as for `linear_cross_entropy`.
-      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to `labels`. It may be traced,
-        and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
+      labels: integers, of the shape of `x` without its last dimension, or of this shape with one more dimension K. A
+        row may repeat a label; the gradients add up.
+      where: boolean, broadcastable to the shape of `x` without its last dimension. False leaves a token out, whatever
+        its `x` and its labels are.
+      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to the shape of `x` without
+        its last dimension. It may be traced, and a traced one out of range gives NaN. It has no gradient: asking for
+        one raises NotImplementedError.
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
-      Differentiable like `linear_logsumexp`.
+      Differentiable like `linear_logsumexp`. A label out of range makes the gradient NaN, unless its cotangent is 0.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -283,8 +290,13 @@ def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Op
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, where, weights, tokens = arrays
     values: Any = _per_token(static, x, w, bias, tokens)
-    values = values if where is None else jnp.where(where, values, 0)
+    values = values if where is None else jnp.where(_like_labels(where, values), values, 0)
     return values if weights is None else values * weights
+
+
+def _like_labels(per_token: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns an array with one element per token, with one more dimension if the labels have one."""
+    return per_token if per_token.ndim == labels.ndim else per_token[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -499,7 +511,7 @@ def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dt
     labels = tokens.labels
     if labels is not None:
         labels = _labels(name, labels, shape, vocab)
-        labels = labels if where is None else jnp.where(where, labels, 0)
+        labels = labels if where is None else jnp.where(_like_labels(where, labels), labels, 0)
     return Tokens(
         labels,
         per_token("temperature", tokens.temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37)),
@@ -524,9 +536,11 @@ def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
-    if labels.shape != shape:
+    several = name == "linear_log_probs" and labels.ndim > len(shape)
+    if labels.shape[: len(shape)] != shape or labels.ndim > len(shape) + several:
+        also = f" or {(*shape, 'K')}".replace("'", "") if name == "linear_log_probs" else ""
         raise ValueError(
-            f"{name}: labels must have the shape of x without its last dimension, {shape}, got {labels.shape}"
+            f"{name}: labels must have the shape of x without its last dimension, {shape}{also}, got {labels.shape}"
         )
     if labels.dtype.itemsize < 4:  # 8 and 16 bits may hold neither V nor -1
         labels = labels.astype(jnp.int32)
