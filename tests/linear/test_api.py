@@ -305,12 +305,12 @@ def test_several_labels_out_of_range(dtype):
 def test_no_label_and_one_label(k):
     x, w, labels, _ = arrays(12, 8, 100, "float32")
     x, labels = x.reshape(3, 4, 8), labels.reshape(3, 4, 1)[..., :k]
-    values, gradients = jax.value_and_grad(
-        lambda x, w: ps.linear_log_probs(x, w, labels).sum(), (0, 1)
-    )(x, w)
-    want = jax.value_and_grad(lambda x, w: ps.linear_log_probs(x, w, labels[..., 0]).sum(), (0, 1))(
-        x, w
-    ) if k else (0.0, (0 * x, 0 * w))
+    values, gradients = jax.value_and_grad(lambda x, w: ps.linear_log_probs(x, w, labels).sum(), (0, 1))(x, w)
+    want = (
+        jax.value_and_grad(lambda x, w: ps.linear_log_probs(x, w, labels[..., 0]).sum(), (0, 1))(x, w)
+        if k
+        else (0.0, (0 * x, 0 * w))
+    )
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (values, gradients), want)
     assert ps.linear_log_probs(x, w, labels).shape == (3, 4, k)

@@ -299,9 +299,7 @@ def assert_losses_and_gradients(
         assert rounded_errors(got, want) <= allowed, name
 
 
-def assert_several_labels(
-    run, dtype, features, peak, *, n=101, depth=24, vocab=1003, k=5, temperature=1.0
-):
+def assert_several_labels(run, dtype, features, peak, *, n=101, depth=24, vocab=1003, k=5, temperature=1.0):
     """Asserts that log-probabilities and gradients of several labels per token are right.
 
     Some tokens repeat a label. Some have cotangents that are all 0, or that add up to 0.

@@ -42,7 +42,8 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
 def _statistics_of(z, tokens: Tokens) -> Statistics:
     m, d = online.reduce(z, 1, chunk=z.shape[1])
     # A negative index would count from the end.
-    columns = jnp.where(tokens.labels < 0, z.shape[1], tokens.labels).reshape(len(z), -1)
+    columns = jnp.where(tokens.labels < 0, z.shape[1], tokens.labels)
+    columns = columns if tokens.several else columns[:, None]
     label_logit = jnp.take_along_axis(z, columns, 1, mode="fill", fill_value=0)
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit.reshape(tokens.labels.shape), total)
