@@ -140,14 +140,17 @@ class _DimensionsOfProjection:
         like_arguments = ((*tokens, "d"), of_w, *of_bias)
         gradients = 0 if op is PROJECTION else len(like_arguments)
         results = jax.tree.leaves(result_shapes)
+        per_token = jax.tree.leaves(per_token)
         sizes = dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w))))
+        for a in per_token:
+            if a.ndim == x.ndim:
+                sizes["k"] = a.shape[-1]
 
         def of_tokens(arrays: list) -> tuple[tuple[str, ...], ...]:
-            sizes.update({"k": a.shape[-1] for a in arrays if a.ndim == x.ndim})
             return tuple((*tokens, "k") if a.ndim == x.ndim else tokens for a in arrays)
 
         return _DimensionsOfProjection(
-            like_arguments + of_tokens(jax.tree.leaves(per_token)),
+            like_arguments + of_tokens(per_token),
             of_tokens(results[: len(results) - gradients]) + like_arguments[:gradients],
             result_shapes,
             sizes,
