@@ -46,7 +46,10 @@ def label_logits(x, w, bias, tokens: Tokens, *, head: Head) -> jax.Array:
     """The `label_logits` of `Pieces`: a gather of columns of w, and float32 sums of float32 products."""
     own = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
     columns = jnp.where(own, tokens.labels, 0)
-    of_labels = w[columns] if head.transpose_w else jnp.moveaxis(w[:, columns], 0, 2)
+    if head.transpose_w:
+        of_labels = w.at[columns].get(mode="promise_in_bounds")
+    else:
+        of_labels = jnp.moveaxis(w.at[:, columns].get(mode="promise_in_bounds"), 0, 2)
     # not a matrix product: XLA makes the gather part of this sum, but not of a product
     z = jnp.sum(of_labels.astype(jnp.float32) * x.astype(jnp.float32)[:, None, :], 2)
     z = z if bias is None else z + bias[columns].astype(z.dtype)
