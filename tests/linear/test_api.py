@@ -20,11 +20,13 @@ from tests.support.linear import (
     MEMORY,
     arrays,
     assert_losses_and_gradients,
+    assert_several_labels,
     gradient_bound,
     losses_and_gradients,
     of_size,
     plain,
     rounded_errors,
+    run_log_probs,
     value_and_grads,
     workspace,
 )
@@ -53,6 +55,26 @@ def test_losses_and_gradients(dtype, features, reduction, peak):
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    ("dtype", "features", "reduction"),
+    first(
+        1,
+        [
+            ("float32", "bias", "mean"),
+            *(
+                (dtype, features, reduction)
+                for dtype in ("bfloat16", "float16", "float32")
+                for features in ("", "all")
+                for reduction in ("mean", "sum", None)
+            ),
+        ],
+    ),
+)
+def test_losses_and_gradients_with_token_weights(dtype, features, reduction):
+    assert_losses_and_gradients(dtype, features, reduction, peak=4, weighted=True)
+
+
+@pytest.mark.usefixtures("quick_compilation")
 def test_logsumexp_and_log_probs():
     x, w, labels, bias = arrays(30, 16, 517, "float32", bias=True)
     x, labels = x.reshape(5, 6, 16), labels.reshape(5, 6)
@@ -75,6 +97,27 @@ def test_logsumexp_and_log_probs():
     (_, want), want_grads = jax.jit(jax.value_and_grad(reference, (0, 1, 2), has_aux=True))(x, w, bias)
     for a, b in zip((*values, *grads), (*want, *want_grads)):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    ("dtype", "features", "peak"),
+    first(
+        2,
+        [
+            ("float32", "softcap", 1),
+            ("bfloat16", "", 40),
+            *(
+                (dtype, features, peak)
+                for dtype in ("float32", "bfloat16", "float16")
+                for features in ("", "bias", "softcap", "transposed")
+                for peak in (1, 40)
+            ),
+        ],
+    ),
+)
+def test_several_labels(dtype, features, peak):
+    assert_several_labels(run_log_probs, dtype, features, peak, temperature=0.7)
 
 
 @pytest.mark.slow
@@ -127,6 +170,91 @@ def test_masked_tokens_do_not_matter(reduction):
     jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(masked_x, w, masked_labels))
 
 
+WEIGHTS = np.float32([0.5, -2, 0, 1e-3, 3, 0, -0.25, 1, 7, 0])  # of the tokens of `weighted`
+
+
+def weighted(reduction):
+    """Returns losses with a gradient in the weights, ours and plain. The second has no NaN in tokens of weight 0."""
+    x, w, labels, bias = arrays(10, 8, 100, "float32", bias=True)
+    out = WEIGHTS == 0
+    bad_x, bad_labels = jnp.where(out[:, None], jnp.nan, x), jnp.where(out, -100, labels)
+    g = jnp.linspace(-1, 2, 10)
+
+    def ours(x, w, bias, weights):
+        x = jnp.where(out[:, None], bad_x, x)
+        small = workspace(100, 3)
+        loss = ps.linear_cross_entropy(
+            x, w, bad_labels, bias=bias, token_weights=weights, reduction=reduction, workspace_bytes=small
+        )
+        return jnp.sum(loss * g) if reduction is None else loss
+
+    def theirs(x, w, bias, weights):
+        weights = jnp.where(out, 0, weights)
+        losses = weights * plain(x, w, labels, bias=bias)
+        return jnp.sum(losses * g if reduction is None else losses) / (
+            jnp.sum(weights) if reduction == "mean" else 1
+        )
+
+    return ours, theirs, (x, w, bias, WEIGHTS)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("reduction", ["mean", slow("sum"), slow(None)])
+def test_gradient_in_token_weights(reduction):
+    """A weight of 0 leaves the token out, with a NaN in x and an invalid label; the gradient in this weight is 0."""
+    ours, theirs, args = weighted(reduction)
+    got, want = (value_and_grads(f, *args) for f in (ours, theirs))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want)
+    np.testing.assert_array_equal(got[1][3][WEIGHTS == 0], 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", slow("sum"), slow(None)])
+def test_token_weights_that_broadcast(reduction):
+    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    f = functools.partial(
+        ps.linear_cross_entropy, x.reshape(3, 4, 8), w, labels.reshape(3, 4), reduction=reduction
+    )
+    weights = np.array([1, 0, -2, 4])
+    got = f(token_weights=weights)
+    np.testing.assert_array_equal(got, f(token_weights=np.float32([weights] * 3)))
+    assert got.shape == (() if reduction else (3, 4))
+
+
+def test_token_weights_that_sum_to_0():
+    x, w, labels, _ = arrays(4, 8, 100, "float32")
+    for weights in ([1.0, -1.0, 2.0, -2.0], [0.0] * 4):
+        f = functools.partial(ps.linear_cross_entropy, x, w, labels)
+        with jax.debug_nans(True):
+            loss, gradient = jax.value_and_grad(lambda t, f=f: f(token_weights=t))(jnp.array(weights))
+        assert loss == 0 and not gradient.any()
+
+
+def test_a_weighted_mean_takes_three_products():
+    x, w, labels = of_size(64, 8, 100)
+    weights = jax.ShapeDtypeStruct((64,), "float32")
+
+    def loss(x, w, labels, weights):
+        return ps.linear_cross_entropy(x, w, labels, token_weights=weights)
+
+    assert products(jax.value_and_grad(loss, (0, 1, 3)), x, w, labels, weights)[0] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_transformations_of_token_weights(reduction):
+    """Under vmap, checkpoint and export, a weighted loss has the gradients that it has without them."""
+    ours, _, args = weighted(reduction)
+    want = value_and_grads(ours, *args)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, value_and_grads(jax.checkpoint(ours), *args), want)
+    exported = jax.export.export(jax.jit(jax.value_and_grad(ours, (0, 1, 2, 3))))(*args)
+    jax.tree.map(close, jax.export.deserialize(exported.serialize()).call(*args), want)
+    doubled = jax.vmap(jax.value_and_grad(ours, (0, 1, 2, 3)), (None, None, None, 0))
+    value, gradients = doubled(*args[:3], np.stack([2 * WEIGHTS, WEIGHTS]))
+    jax.tree.map(lambda a, b: close(a[1], b), (value, gradients), want)
+    close(value[0], want[0] * (1 if reduction == "mean" else 2))
+
+
 @pytest.mark.usefixtures("quick_compilation")
 def test_labels_out_of_range_are_nan():
     x, w, labels, _ = arrays(6, 8, 100, "float32")
@@ -143,6 +271,49 @@ def test_labels_out_of_range_are_nan():
     assert jnp.isnan(mean)
     for found in (jnp.isnan(each), jnp.isnan(dx).all(1), jnp.isnan(dx).any(1)):
         np.testing.assert_array_equal(found, [False, True, True, True, False, False])
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_several_labels_out_of_range(dtype):
+    """A bad label is NaN in its own place, and has no effect if its cotangent is 0."""
+    x, w, labels, _ = arrays(6, 8, 100, dtype)
+    labels = np.stack([labels, labels + 100, -1 - labels, labels], 1)
+    where = np.arange(6) != 2
+
+    def f(x, w, labels):
+        x = jnp.where(where[:, None], x, jnp.nan)
+        return ps.linear_log_probs(x, w, labels, where=where, workspace_bytes=workspace(100, 3))
+
+    def total(x, w, labels):
+        return jnp.sum(jnp.where((labels >= 0) & (labels < 100), f(x, w, labels), 0))
+
+    got, want = f(x, w, labels), f(x, w, labels[:, 0])
+    np.testing.assert_array_equal(got[:, 0], want)
+    np.testing.assert_array_equal(got[:, 3], want)
+    np.testing.assert_array_equal(np.isnan(got[:, 1:3]), np.stack([where] * 2, 1))
+    np.testing.assert_array_equal(got[2], 0)
+    got, want = (jax.grad(total, (0, 1))(x, w, of) for of in (labels, labels[:, ::3]))
+    for a, b in zip(got, want):
+        assert np.isfinite(wide(a)).all()
+        np.testing.assert_allclose(wide(a), wide(b), rtol=1e-5, atol=1e-6)
+    dx = jax.grad(lambda x: jnp.sum(f(x, w, labels)[:, 1]))(x)
+    np.testing.assert_array_equal(np.isnan(wide(dx)).all(1), where)
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_no_label_and_one_label(k):
+    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    x, labels = x.reshape(3, 4, 8), labels.reshape(3, 4, 1)[..., :k]
+    values, gradients = jax.value_and_grad(lambda x, w: ps.linear_log_probs(x, w, labels).sum(), (0, 1))(x, w)
+    want = (
+        jax.value_and_grad(lambda x, w: ps.linear_log_probs(x, w, labels[..., 0]).sum(), (0, 1))(x, w)
+        if k
+        else (0.0, (0 * x, 0 * w))
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (values, gradients), want)
+    assert ps.linear_log_probs(x, w, labels).shape == (3, 4, k)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +529,40 @@ def test_transformations(name):
 
 
 @pytest.mark.slow
+def test_transformations_of_several_labels():
+    """Under vmap over x, labels or both, checkpoint and export."""
+    x, w, _, _ = arrays(24, 8, 100, "float32")
+    x = x.reshape(3, 8, 8)
+    labels = np.random.default_rng(4).integers(0, 100, (3, 8, 5)).astype("int32")
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+
+    def f(x, w, labels):
+        return ps.linear_log_probs(x, w, labels, workspace_bytes=workspace(100, 5))
+
+    def squares(x, w, labels, f=f):
+        return jnp.sum(f(x, w, labels) ** 2)
+
+    each = jnp.take_along_axis(jax.nn.log_softmax(jnp.matmul(x, w, precision="highest")), labels, -1)
+    close(jax.vmap(f, (0, None, 0))(x, w, labels), each)
+    close(jax.vmap(f, (None, None, 0))(x[0], w, labels)[0], each[0])
+    close(jax.vmap(f, (0, None, None), 1)(x, w, labels[0])[:, 0], each[0])
+    close(jax.vmap(f, (0, 0, 0))(x, jnp.stack([w] * 3), labels), each)
+    want = jax.grad(squares, (0, 1))(x, w, labels)
+    assert products(jax.grad(squares, (0, 1)), x, w, labels)[0] == 1 + 2 * 3  # as with one label
+    for g in (
+        jax.grad(jax.checkpoint(squares), (0, 1)),
+        jax.grad(functools.partial(squares, f=jax.vmap(f, (0, None, 0))), (0, 1)),
+    ):
+        jax.tree.map(close, g(x, w, labels), want)
+    n, k = jax.export.symbolic_shape("n, k")
+    shapes = ((3, n, 8), "float32"), ((8, 100), "float32"), ((3, n, k), "int32")
+    exported = jax.export.export(jax.jit(jax.grad(squares, (0, 1))), platforms=["cpu", "cuda"])(
+        *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    )
+    jax.tree.map(close, jax.export.deserialize(exported.serialize()).call(x, w, labels), want)
+
+
+@pytest.mark.slow
 def test_export_of_any_number_of_tokens():
     (n,) = jax.export.symbolic_shape("n")
     shapes = [
@@ -471,6 +676,25 @@ BAD = [
     (TypeError, "bias must be of", (X, W, L), {"bias": jnp.zeros(5, int)}),
     (ValueError, "where must be None or boolean", (X, W, L), {"where": jnp.ones(3)}),
     (ValueError, "where of shape", (X, W, L), {"where": jnp.ones(2, bool)}),
+    (
+        TypeError,
+        "token_weights must be None or of real numbers, got dtype bool",
+        (X, W, L),
+        {"token_weights": jnp.ones(3, bool)},
+    ),
+    (
+        TypeError,
+        "token_weights must be None or of real numbers, got dtype complex64",
+        (X, W, L),
+        {"token_weights": jnp.ones(3, "complex64")},
+    ),
+    (TypeError, "token_weights must be an array", (X, W, L), {"token_weights": [1, 2, 3]}),
+    (
+        ValueError,
+        r"token_weights must be a scalar or broadcast .*\(3,\), got \(2,\)",
+        (X, W, L),
+        {"token_weights": jnp.ones(2), "reduction": None},
+    ),
     *(
         (ValueError, "softcap must be None or from 1e-37 to 1e37", (X, W, L), {"softcap": softcap})
         for softcap in (-1, 1e38, 1e-40)
@@ -514,6 +738,15 @@ def test_softcap_must_not_be_traced():
 def test_a_temperature_of_0_is_refused():
     with pytest.raises(ValueError, match="temperature must be from 1e-37 to 1e37, got 0"):
         ps.linear_log_probs(X, W, L, temperature=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 4, 1), (4, 3)])
+def test_labels_of_another_shape(shape):
+    labels = jnp.zeros(shape, "int32")
+    with pytest.raises(ValueError, match=r"labels must have .*, \(3,\) or \(3, K\), got \("):
+        ps.linear_log_probs(X, W, labels)
+    with pytest.raises(ValueError, match=r"labels must have .*, \(3,\), got \("):
+        ps.linear_cross_entropy(X, W, labels)
 
 
 def test_log_probs_need_labels():

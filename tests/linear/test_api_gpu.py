@@ -5,7 +5,14 @@ import pytest
 
 from tests.support.covering import pairs
 from tests.support.gpu import much_memory
-from tests.support.linear import FEATURES, MEMORY, assert_losses_and_gradients, of_size
+from tests.support.linear import (
+    FEATURES,
+    MEMORY,
+    assert_losses_and_gradients,
+    assert_several_labels,
+    of_size,
+    run_log_probs,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
@@ -21,6 +28,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 def test_losses_and_gradients(dtype, features, reduction, peak):
     """Neither n, D nor V is a multiple of a tile. float32 does not use TF32."""
     assert_losses_and_gradients(dtype, features, reduction, peak, n=301, depth=200, vocab=5003, rows=128)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "reduction"),
+    pairs(["bfloat16", "float16", "float32"], ["", "all"], ["mean", "sum", None]),
+)
+def test_token_weights(dtype, features, reduction):
+    shape = {"n": 301, "depth": 200, "vocab": 5003, "rows": 128}
+    assert_losses_and_gradients(dtype, features, reduction, 4, weighted=True, **shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "peak"),
+    pairs(["bfloat16", "float16", "float32"], ["", "bias", "softcap", "transposed"], [1, 40]),
+)
+def test_several_labels(dtype, features, peak):
+    shape = {"n": 301, "depth": 200, "vocab": 5003, "k": 64}
+    assert_several_labels(run_log_probs, dtype, features, peak, temperature=0.7, **shape)
 
 
 @much_memory

@@ -78,6 +78,21 @@ def test_operations(n, depth, vocab, transpose_w, dtype, bias, peak, workspace, 
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "features", "peak", "n", "vocab", "k", "workspace"),
+    [
+        ("bfloat16", "", 1, 300, 50257, 64, LARGE),
+        ("bfloat16", "softcap", 40, 513, 1000, 7, 2**18),  # chunks, of the gather too
+        ("float16", "bias", 40, 1, 257, 1, LARGE),
+        ("bfloat16", "transposed", 1, 300, 8000, 64, 2**21),
+    ],
+)
+def test_several_labels(dtype, features, peak, n, vocab, k, workspace):
+    run = functools.partial(linear.run_operations, mosaic_gpu.operations(), workspace)
+    shape = {"n": n, "depth": 128, "vocab": vocab, "k": k}
+    linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 65, 255])
 def test_few_columns(vocab):
     """The plan refuses fewer columns than a tile, but the kernels take them.

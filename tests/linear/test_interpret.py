@@ -95,6 +95,23 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
 
 @pytest.mark.slow
 @interpreted
+@pytest.mark.parametrize(
+    ("dtype", "features", "peak", "n", "depth", "vocab", "workspace"),
+    [
+        ("bfloat16", "", 1, 9, 64, 320, 2**29),
+        ("bfloat16", "softcap", 40, 130, 72, 257, 2**29),
+        ("float16", "bias", 4, 136, 64, 256, 48 * 512),  # three chunks; eight rows of the gather at a time
+    ],
+)
+def test_interpreted_several_labels(dtype, features, peak, n, depth, vocab, workspace, monkeypatch):
+    monkeypatch.setattr(product, "CTAS", 2)
+    run = functools.partial(linear.run_operations, mosaic_gpu.operations(INTERPRET), workspace)
+    shape = {"n": n, "depth": depth, "vocab": vocab, "k": 3}
+    linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
+
+
+@pytest.mark.slow
+@interpreted
 def test_interpreted_labels_of_other_shards(monkeypatch):
     """A label of V or more is not a column, even if a tile or a padded w has a column there."""
     monkeypatch.setattr(product, "CTAS", 2)

@@ -76,6 +76,31 @@ def test_lowered_in_shard_map(axis_name):
     assert kernel_names(lowered(gradients, x, w, labels)) == ["linear_exponentials"] * 2
 
 
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("axis_name", ["v", pytest.param(None, marks=pytest.mark.slow)])
+def test_lowered_several_labels(axis_name, transpose_w):
+    """Several labels take the kernels of one label, and no other product."""
+    x, labels = array(256, 64, dtype="bfloat16"), array(256, 5, dtype="int32")
+    w = array(*((512, 64) if transpose_w else (64, 512)), dtype="bfloat16")
+    log_probs = functools.partial(
+        ps.linear_log_probs, axis_name=axis_name, transpose_w=transpose_w, implementation="mosaic_gpu"
+    )
+    of_w = (P("v") if transpose_w else P(None, "v")) if axis_name else P()
+    tokens = P() if axis_name else P("b")
+    gradients = jax.shard_map(
+        lambda x, w, labels: jax.tree.map(
+            lambda a: a[None, None],
+            jax.grad(lambda x, w: jnp.sum(log_probs(x, w, labels)), (0, 1))(x, w),
+        ),
+        mesh=jax.make_mesh((1, 1), ("b", "v"), axis_types=(AxisType.Auto,) * 2),
+        in_specs=(tokens, of_w, tokens),
+        out_specs=P("b", "v"),
+    )
+    text = lowered(gradients, x, w, labels)
+    assert kernel_names(text) == ["linear_statistics", "linear_logit_gradients"]
+    assert text.count("stablehlo.dot_general") == 2
+
+
 @pytest.mark.slow
 def test_lowered_without_dw():
     """Without a gradient of w, logits cannot use the memory of a float32 dw, so there are chunks."""

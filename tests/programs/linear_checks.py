@@ -121,21 +121,75 @@ def features(check_vma):
     where = np.arange(N) % 5 != 1
     some_bad = jnp.where(where, labels, V + 7)
 
-    def total(x, w, bias, axis_name=None):
+    def total(x, w, bias, weights, axis_name=None):
         static = {"workspace_bytes": BYTES * ROWS * V, "axis_name": axis_name, "softcap": 20.0}
         loss = ps.linear_cross_entropy(
             x, w, some_bad, bias=bias, where=where, label_smoothing=0.2, z_loss=0.02, **static
         )
+        weighted = ps.linear_cross_entropy(x, w, labels, bias=bias, token_weights=weights, **static)
         log_p = ps.linear_log_probs(x, w, labels, bias=bias, temperature=0.7, **static)
+        several = ps.linear_log_probs(x, w, jnp.stack([labels, labels // 2], 1), bias=bias, **static)
+        loss = loss + weighted + jnp.mean(several * weights[:, None])
         return loss + jnp.mean(log_p * ps.linear_logsumexp(x, w, bias=bias, **static))
 
     f = functools.partial(total, axis_name="model")
-    specs = P(), P(None, "model"), P("model")
+    specs = P(), P(None, "model"), P("model"), P()
+    weights = jnp.linspace(-0.5, 1, N)
     f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, w, bias) for f in (f, total))
+    args = x, w, bias, weights
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (f, total))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
 
 
+def weights_and_several_labels(how, layout):
+    """Token weights, and several labels per token, agree with one device. Each is sharded like the tokens."""
+    devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(
+        (devices // 2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:devices]
+    )
+    x, w, first, bias = linear.arrays(N, D, V, "float32", bias=True)
+    rng = np.random.default_rng(2)
+    weights = rng.uniform(-0.5, 1.5, N).astype("float32")
+    weights[::7] = 0
+    labels = np.concatenate([first[:, None], rng.integers(0, V, (N, 2)), first[:, None]], 1).astype("int32")
+    static = {"workspace_bytes": BYTES * ROWS * V, "softcap": 20.0}
+    names = "model" if how == "shard_map" and layout in ("columns", "both") else None
+
+    def sums(x, w, bias, weights, labels, axis_name=None):
+        """Returns two weighted sums of losses, one with its gradients computed in the forward."""
+        keywords = {"bias": bias, "axis_name": axis_name, **static}
+        loss = functools.partial(
+            ps.linear_cross_entropy, x, w, labels[:, 0], token_weights=weights, **keywords
+        )
+        log_probs = ps.linear_log_probs(x, w, labels, temperature=0.7, **keywords)
+        return loss(reduction="sum") + jnp.sum(loss(reduction=None) ** 2) + jnp.sum(log_probs**2)
+
+    specs = *LAYOUTS[layout], LAYOUTS[layout][-1]
+    f = sums
+    if how == "shard_map":
+
+        def on_shard(x, w, *others):
+            w = jax.lax.all_gather(w, "data", tiled=True) if layout == "fsdp" else w
+            value = sums(x, w, *others, names)
+            return value if layout == "columns" else jax.lax.psum(value, "data")
+
+        f = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    args = x, w, bias, weights, labels
+    want = jax.jit(jax.value_and_grad(sums, (0, 1, 2, 3)))(*args)
+    with jax.set_mesh(mesh):
+        laid = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+        got = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*laid)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert linear.rounded_errors(a, np.asarray(b, "float64")) <= 1e-5
+    assert not np.asarray(got[1][3])[weights == 0].any()
+
+
+for how, layout in itertools.product(("auto", "explicit", "shard_map"), LAYOUTS):
+    name = f"linear-weights-{how}-{layout}"
+    CHECKS[name] = functools.partial(weights_and_several_labels, how, layout)
+    if (how, layout) not in (("auto", "both"), ("shard_map", "columns")):
+        SLOW.add(name)
 for check_vma in (False, True):
     CHECKS[f"linear-features-{check_vma}"] = functools.partial(features, check_vma)
 SLOW.add("linear-features-True")

@@ -104,6 +104,24 @@ def losses_and_gradients(
     return losses, np.abs(z).max(1), dx, dw, dz.sum(0)
 
 
+def log_probs_and_gradients(x, w, labels, g, *, bias=None, transpose_w=False, **head):
+    """Returns the log-probabilities of the labels (n, K), the largest |z| of each row, and dx, dw, dbias of their sum.
+
+    The sum is weighted by g, (n, K).
+    """
+    z, slope = logits(x, w, bias=bias, transpose_w=transpose_w, **head)
+    log_p = z - z.max(1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
+    g = wide(g)
+    dz = -np.exp(log_p) * g.sum(1, keepdims=True)
+    np.add.at(dz, (np.arange(len(z))[:, None], labels), g)
+    dz = dz * slope
+    x, w = wide(x), wide(w)
+    dx = dz @ (w if transpose_w else w.T)
+    dw = dz.T @ x if transpose_w else x.T @ dz
+    return np.take_along_axis(log_p, labels, 1), np.abs(z).max(1), dx, dw, dz.sum(0)
+
+
 def plain(
     x,
     w,
@@ -166,7 +184,7 @@ def assert_operations(operations, n, depth, vocab, dtype, *, options, bias, peak
     transpose_w = options.get("transpose_w", False)
     x, w, labels, b = arrays(n, depth, vocab, dtype, peak=peak, bias=bias, transpose_w=transpose_w)
     tokens = tokens_of(labels, **{k: v for k, v in options.items() if k not in ("softcap", "transpose_w")})
-    weights = jnp.asarray(np.random.default_rng(1).random(n) * (np.arange(n) % 5 != 1), "float32")
+    weights = jnp.asarray((np.random.default_rng(1).random(n) - 0.25) * (np.arange(n) % 5 != 1), "float32")
     static = {"head": Head(transpose_w, options.get("softcap")), "workspace_bytes": workspace_bytes}
     losses, size, *gradients = losses_and_gradients(x, w, labels, weights, bias=b, **options)
     kept = np.asarray(weights) != 0
@@ -213,8 +231,13 @@ def value_and_grads(f, *args):
     return jit(jax.value_and_grad(f, tuple(range(len(args)))))(*args)
 
 
-def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS):
-    """Asserts that losses and gradients of `linear_cross_entropy` are right, in chunks of `rows` float32 rows."""
+def assert_losses_and_gradients(
+    dtype, features, reduction, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, weighted=False
+):
+    """Asserts that losses and gradients of `linear_cross_entropy` are right, in chunks of `rows` float32 rows.
+
+    With `weighted`, there are token weights, some of them negative and some 0.
+    """
     keywords = dict(FEATURES[features])
     x, w, labels, bias = arrays(
         n,
@@ -226,7 +249,13 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         transpose_w=keywords.get("transpose_w", False),
     )
     where = np.arange(n) % 5 != 1
-    weights = where / (where.sum() if reduction == "mean" else 1)
+    token_weights = None
+    weights = where * 1.0
+    if weighted:
+        token_weights = np.random.default_rng(2).uniform(-0.5, 1.5, n).astype("float32")
+        token_weights[::7] = 0
+        weights = weights * token_weights
+    weights = weights / (weights.sum() if reduction == "mean" else 1)
     g = np.random.default_rng(1).standard_normal(n).astype("float32")
     if reduction is None:
         weights = weights * g
@@ -239,6 +268,7 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
             labels,
             bias=bias,
             where=where,
+            token_weights=token_weights,
             reduction=reduction,
             workspace_bytes=workspace(vocab, rows),
             **keywords,
@@ -253,7 +283,7 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         x, w, labels, bias=bias
     )
     stored = jit(functools.partial(plain, **keywords))(x, w, labels, bias=bias)
-    kept = where  # the oracle leaves out the other tokens
+    kept = weights != 0  # the oracle leaves out the other tokens
     ulp = np.spacing(np.maximum(size, np.abs(losses)).astype("float32"))
     error, their_error = (np.abs(wide(a) - losses) / ulp for a in (token, stored))
     assert (error <= their_error.max() + 2)[kept].all(), (error[kept].max(), their_error[kept].max())
@@ -267,6 +297,76 @@ def assert_losses_and_gradients(dtype, features, reduction, peak, *, n=101, dept
         assert got.dtype == array.dtype and got.shape == array.shape
         allowed = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
         assert rounded_errors(got, want) <= allowed, name
+
+
+def assert_several_labels(run, dtype, features, peak, *, n=101, depth=24, vocab=1003, k=5, temperature=1.0):
+    """Asserts that log-probabilities and gradients of several labels per token are right.
+
+    Some tokens repeat a label. Some have cotangents that are all 0, or that add up to 0.
+
+    Args:
+      run: (x, w, bias, labels, g, keywords) -> the log-probabilities, and the gradients of the sum of g times them.
+    """
+    keywords = {"transpose_w": False, **FEATURES[features], "temperature": temperature}
+    has_bias = keywords.pop("bias", False)
+    x, w, first, bias = arrays(
+        n, depth, vocab, dtype, peak=peak, bias=has_bias, transpose_w=keywords["transpose_w"]
+    )
+    rng = np.random.default_rng(3)
+    labels = rng.integers(0, vocab, (n, k)).astype("int32")
+    labels[:, 0] = first
+    labels[::3, -1] = labels[::3, 0]
+    g = rng.standard_normal((n, k)).astype("float32")
+    g[3::8] = 0
+    g[4::8, 0] = -g[4::8, 1:].sum(1)
+    held = [a for a in (x, w, bias) if a is not None]
+
+    def theirs(x, w, bias=None, dtype=jnp.float32):
+        of_label = functools.partial(plain, x, w, dtype=dtype, bias=bias, **keywords)
+        return -jax.vmap(of_label, 1, 1)(jnp.asarray(labels))
+
+    log_probs, size, *gradients = log_probs_and_gradients(x, w, labels, g, bias=bias, **keywords)
+    values, ours_grads = run(x, w, bias, jnp.asarray(labels), jnp.asarray(g), keywords)
+    ulp = np.spacing(np.maximum(np.maximum(size, 1)[:, None], np.abs(log_probs)).astype("float32"))
+    error, their_error = (np.abs(wide(a) - log_probs) / ulp for a in (values, jit(theirs)(*held)))
+    assert values.shape == (n, k) and values.dtype == jnp.float32 and (values <= 0).all()
+    assert error.max() <= their_error.max() + 2, (error.max(), their_error.max())
+    _, their_grads = value_and_grads(lambda *held: jnp.sum(g * theirs(*held, dtype=held[0].dtype)), *held)
+    for name, got, their_grad, want, array in zip("xwb", ours_grads, their_grads, gradients, held):
+        assert got.dtype == array.dtype and got.shape == array.shape
+        bound = gradient_bound(name, dtype, rounded_errors(their_grad, want), size.max())
+        assert rounded_errors(got, want) <= bound, (name, rounded_errors(got, want), bound)
+
+
+def run_log_probs(x, w, bias, labels, g, keywords, rows=ROWS, **more):
+    """The `run` of `assert_several_labels` for the public function."""
+    keywords = {**keywords, "workspace_bytes": workspace(1003, rows), **more}
+
+    @jit
+    def run(x, w, bias):
+        f = lambda x, w, bias: ps.linear_log_probs(x, w, labels, bias=bias, **keywords)  # noqa: E731
+        values, pullback = jax.vjp(f, x, w, bias)
+        return values, pullback(g)
+
+    return run(x, w, bias)
+
+
+def run_operations(operations, workspace_bytes, x, w, bias, labels, g, keywords):
+    """The `run` of `assert_several_labels` for the operations of an implementation."""
+    static = {
+        "head": Head(keywords["transpose_w"], keywords.get("softcap")),
+        "workspace_bytes": workspace_bytes,
+    }
+    temperature = keywords["temperature"]
+    tokens = Tokens(labels, jnp.full(len(x), temperature, "float32"))
+
+    @jit
+    def run(x, w, bias):
+        found = operations["projection"](x, w, bias, tokens, **static)
+        gradients = operations["projection_grad"](x, w, bias, tokens, -g, found, **static)
+        return -projection.losses(found, tokens, None), gradients
+
+    return run(x, w, bias)
 
 
 # --- Memory at the size of a large language model: D = 4096, V = 128256 ---------------------------------

@@ -76,7 +76,7 @@ def linear_logsumexp(
         is taken.
     """
     options = _Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_per_token_of, (x, w, bias, None, Tokens(None)), (options,))
+    return at_once(_per_token_of, (x, w, bias, None, None, Tokens(None)), (options,))
 
 
 def linear_cross_entropy(
@@ -86,6 +86,7 @@ def linear_cross_entropy(
     *,
     bias: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    token_weights: ArrayLike | None = None,
     softcap: float | None = None,
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
@@ -112,10 +113,14 @@ def linear_cross_entropy(
         out of this range makes the loss NaN, unless `where` leaves the token out.
       where: boolean, broadcastable to `labels`. False leaves a token out, whatever its `x` and its label are: its loss
         and its gradient are 0. There is no `ignore_index`: pass `where=labels != -100` instead.
+      token_weights: real numbers, broadcastable to `labels`, that multiply the losses; None for 1. They may be
+        negative. A weight of 0 leaves the token out, like `where`, and the gradient in this weight is 0. In all other
+        weights the loss is differentiable.
       label_smoothing: number s from 0 to 1, or one per token: an array that broadcasts to `labels`. It may be traced,
         and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
       z_loss: number of 0 or more, in the same forms. z_loss * logsumexp(z)**2 is added to the loss of each token.
-      reduction: "mean" over the tokens that are not left out (0 if all are), "sum", or None for one loss per token.
+      reduction: "mean" divides the sum of the weighted losses by the sum of the weights of the tokens that are not left
+        out (0 if the sum of the weights is 0). "sum" does not divide. None returns one weighted loss per token.
 
     Returns:
       float32 (float64 for float64): a scalar, or for reduction=None an array of the shape of `labels`. Differentiable
@@ -123,7 +128,7 @@ def linear_cross_entropy(
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers or do not fit,
-        `where` is not boolean or does not fit, or the reduction is unknown.
+        `where` is not boolean or does not fit, `token_weights` are not real or do not fit, or the reduction is unknown.
     """
     name = "linear_cross_entropy"
     if reduction not in ("mean", "sum", None):
@@ -139,9 +144,10 @@ def linear_cross_entropy(
         ),
     )
     options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    arrays = (x, w, bias, where, _token_weights(name, token_weights), tokens)
     if reduction is None:
-        return at_once(_per_token_of, (x, w, bias, where, tokens), (options,))
-    return at_once(_total_of, (x, w, bias, where, tokens), (options, reduction))
+        return at_once(_per_token_of, arrays, (options,))
+    return at_once(_total_of, arrays, (options, reduction))
 
 
 def linear_log_probs(
@@ -162,18 +168,25 @@ def linear_log_probs(
 
     The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
 
+    A token may have K labels, for example the k best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). The
+    kernels gather n K columns of w, for as many tokens at a time as `workspace_bytes` holds. This is faster if `w` is
+    (V, D), where a column lies together in memory.
+
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
 
     Args:
-      labels: as for `linear_cross_entropy`.
-      where: as for `linear_cross_entropy`.
-      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to `labels`. It may be traced,
-        and a traced one out of range gives NaN. It has no gradient: asking for one raises NotImplementedError.
+      labels: integers, of the shape of `x` without its last dimension, or of this shape with one more dimension K. A
+        row may repeat a label; the gradients add up.
+      where: boolean, broadcastable to the shape of `x` without its last dimension. False leaves a token out, whatever
+        its `x` and its labels are.
+      temperature: number from 1e-37 to 1e37, or one per token: an array that broadcasts to the shape of `x` without
+        its last dimension. It may be traced, and a traced one out of range gives NaN. It has no gradient: asking for
+        one raises NotImplementedError.
 
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
-      Differentiable like `linear_logsumexp`.
+      Differentiable like `linear_logsumexp`. A label out of range makes the gradient NaN, unless its cotangent is 0.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -184,7 +197,7 @@ def linear_log_probs(
         name, "temperature", temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37), "from 1e-37 to 1e37"
     )
     options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_log_probs_of, (x, w, bias, where, Tokens(labels, temperature)), (options,))
+    return at_once(_log_probs_of, (x, w, bias, where, None, Tokens(labels, temperature)), (options,))
 
 
 class _Options(NamedTuple):
@@ -269,14 +282,21 @@ class _Static(NamedTuple):
 # ---- One value for each token: the backward computes the logits again
 
 
-def _log_probs_of(x, w, bias, where, tokens: Tokens, options: _Options):
-    return 0 - _per_token_of(x, w, bias, where, tokens, options)  # not -values: tokens left out get 0, not -0
+def _log_probs_of(*arrays_and_options):
+    return 0 - _per_token_of(*arrays_and_options)  # not -values: tokens left out get 0, not -0
 
 
-def _per_token_of(x, w, bias, where, tokens: Tokens, options: _Options) -> Any:
-    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, PROJECTION_GRAD)
+def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Options) -> Any:
+    static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
+    x, w, bias, where, weights, tokens = arrays
     values: Any = _per_token(static, x, w, bias, tokens)
-    return values if where is None else jnp.where(where, values, 0)
+    values = values if where is None else jnp.where(_like_labels(where, values), values, 0)
+    return values if weights is None else values * weights
+
+
+def _like_labels(per_token: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns an array with one element per token, with one more dimension if the labels have one."""
+    return per_token if per_token.ndim == labels.ndim else per_token[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -305,12 +325,15 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 # ---- A mean or sum of the values: the forward computes the gradients
 
 
-def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: Reduction):
-    static, (x, w, bias, where, tokens) = _checked(x, w, bias, where, tokens, options, PROJECTION_WITH_GRAD)
-    weights = jnp.ones_like(tokens.labels, online.widen(x).dtype)
-    weights = weights if where is None else jnp.where(where, weights, 0)
+def _total_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Options, reduction: Reduction):
+    static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
+    x, w, bias, where, weights, tokens = arrays
+    if weights is None:
+        weights = jnp.ones_like(tokens.labels, online.widen(x).dtype)
+        weights = weights if where is None else jnp.where(where, weights, 0)
     if reduction == "mean":
-        weights = weights / jnp.maximum(jnp.sum(weights), 1)
+        total = jnp.sum(weights)
+        weights = jnp.where(total == 0, 0, weights / jnp.where(total == 0, 1, total))
     if x.dtype == jnp.float16:
         return _weighted(_per_token(static, x, w, bias, tokens), weights)
     return _total(static, x, w, bias, tokens, weights)
@@ -318,25 +341,28 @@ def _total_of(x, w, bias, where, tokens: Tokens, options: _Options, reduction: R
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(static: _Static, x, w, bias, tokens: Tokens, weights):
-    """Returns the sum of weights * losses. A loss of weight 0 may be NaN. The weights have no gradient."""
+    """Returns the sum of weights * losses. A loss of weight 0 may be NaN; the gradient in its weight is 0."""
     return _weighted(static.values(static.project(static.forward, x, w, bias, tokens), tokens), weights)
 
 
 def _total_forward(static: _Static, *arrays):
     (x, w, bias, tokens, weights), with_dw = static.unwrap(arrays)
-    arrays = (x, w, bias, tokens, static.weights(tokens.labels, weights))
-    statistics, *gradients = static.project(static.gradient, *arrays, with_dw=with_dw is not None)
-    return _weighted(static.values(statistics, tokens), weights), gradients
+    to_gradient = (x, w, bias, tokens, static.weights(tokens.labels, weights))
+    statistics, *gradients = static.project(static.gradient, *to_gradient, with_dw=with_dw is not None)
+    losses = static.values(statistics, tokens)
+    of_weights = jnp.where(weights == 0, 0, losses) if arrays[4].perturbed else None
+    return _weighted(losses, weights), (*gradients, of_weights)
 
 
 def _weighted(losses, weights):
-    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+    return jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
 
 
 def _total_backward(static: _Static, gradients, dtotal):
     dtotal = sum_cotangents(dtotal, static.mesh_axes)
-    dx, dw, dbias = jax.tree.map(lambda g: (online.widen(g) * dtotal).astype(g.dtype), gradients)
-    return share_cotangent(dx, static.mesh_axes), dw, dbias, None, None
+    dx, dw, dbias, dweights = jax.tree.map(lambda g: (online.widen(g) * dtotal).astype(g.dtype), gradients)
+    dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, None, dweights
 
 
 _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
@@ -353,15 +379,27 @@ def _number(function: str, name: str, value, default: float, accepted: Callable,
     return None if arguments.is_known(value) and not np.ndim(value) and value == default else value
 
 
+def _token_weights(function: str, weights) -> Any:
+    """Returns the weights of the losses, checked to be real numbers; None for none."""
+    if weights is None:
+        return None
+    weights = arguments.parameter(function, "token_weights", weights)
+    dtype = jnp.result_type(weights)
+    if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{function}: token_weights must be None or of real numbers, got dtype {dtype.name}")
+    return weights
+
+
 def _checked(
-    x, w, bias, where, tokens: Tokens, options: _Options, gradient: Operation
+    x, w, bias, where, token_weights, tokens: Tokens, options: _Options, gradient: Operation
 ) -> tuple[_Static, tuple]:
     """Returns the static part of a call and its arrays, checked and sharded alike.
 
-    Labels become int32, and -1 where they are out of range. A token that `where` leaves out gets harmless numbers.
+    Labels become int32, and -1 where they are out of range. A token of weight 0 becomes one that `where` leaves out.
+    Tokens that are left out get harmless numbers, and weight 0.
 
     Args:
-      x, w, bias, where, tokens: as users pass them.
+      x, w, bias, where, token_weights, tokens: as users pass them.
       options: as users pass them.
       gradient: the operation that computes the gradients. In float16 PROJECTION_GRAD replaces it: a forward would
         round the gradients before they are multiplied by the cotangent, and they could overflow or become 0.
@@ -376,14 +414,19 @@ def _checked(
     batch = x.shape[:-1]
     if where is not None:
         where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+    weights = token_weights
+    if weights is not None:
+        weights = _one_per_token(name, "token_weights", weights, batch, online.widen(x).dtype)
+        where = weights != 0 if where is None else where & (weights != 0)
+        weights = jnp.where(where, weights, 0)
     tokens = _checked_tokens(name, tokens, where, batch, online.widen(x).dtype, vocab)
-    for of, a in (("x", x), ("where", where), *tokens._asdict().items()):
+    for of, a in (("x", x), ("where", where), ("token_weights", weights), *tokens._asdict().items()):
         if a is not None and varies(a, mesh_axes):
             raise ValueError(
                 f"{name}: {of} must be the same on all devices of axis_name={options.axis_name!r}"
             )
-    arrays = lay_out_arrays((x, w, bias, where, tokens), head)
-    x, w, bias, where, tokens = vary_together(*arrays, but=mesh_axes)
+    arrays = lay_out_arrays((x, w, bias, where, weights, tokens), head)
+    x, w, bias, where, weights, tokens = vary_together(*arrays, but=mesh_axes)
     w, bias = vary_together(w, bias, over=mesh_axes)
     reason = (
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
@@ -391,13 +434,14 @@ def _checked(
     )
     x, w = reverse_only(x, reason), reverse_only(w, reason)
     bias = None if bias is None else reverse_only(bias, reason)
+    weights = None if weights is None else reverse_only(weights, reason)
 
     def chosen(op: Operation) -> Choice:
         return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
     gradient = PROJECTION_GRAD if x.dtype == jnp.float16 else gradient
     static = _Static(name, chosen(PROJECTION), chosen(gradient), head, workspace_bytes, vocab)
-    return static, (x, w, bias, where, tokens)
+    return static, (x, w, bias, where, weights, tokens)
 
 
 def _checked_projection(x, w, bias, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array | None, Head]:
@@ -460,20 +504,14 @@ def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dt
     def per_token(of: str, value, default: float, accepted: Callable) -> Any:
         if value is None:
             return None
-        value = arguments.array(name, of, value)
-        try:
-            value = jnp.broadcast_to(value.astype(dtype), shape)
-        except ValueError:
-            raise ValueError(
-                f"{name}: {of} must be a scalar or broadcast to the shape of labels {shape}, got {value.shape}"
-            ) from None
+        value = _one_per_token(name, of, value, shape, dtype)
         value = jnp.where(accepted(value), value, jnp.nan)
         return value if where is None else jnp.where(where, value, default)
 
     labels = tokens.labels
     if labels is not None:
         labels = _labels(name, labels, shape, vocab)
-        labels = labels if where is None else jnp.where(where, labels, 0)
+        labels = labels if where is None else jnp.where(_like_labels(where, labels), labels, 0)
     return Tokens(
         labels,
         per_token("temperature", tokens.temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37)),
@@ -482,14 +520,27 @@ def _checked_tokens(name: str, tokens: Tokens, where, shape: tuple[int, ...], dt
     )
 
 
+def _one_per_token(name: str, of: str, value, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Returns a number, or one per token, as an array of this shape and dtype."""
+    value = arguments.array(name, of, value)
+    try:
+        return jnp.broadcast_to(value.astype(dtype), shape)
+    except ValueError:
+        raise ValueError(
+            f"{name}: {of} must be a scalar or broadcast to the shape of labels {shape}, got {value.shape}"
+        ) from None
+
+
 def _labels(name: str, labels, shape: tuple[int, ...], vocab: int) -> jax.Array:
     """Returns the labels in int32, and -1 for a label that is not a column."""
     labels = arguments.array(name, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype.name}")
-    if labels.shape != shape:
+    several = name == "linear_log_probs" and labels.ndim > len(shape)
+    if labels.shape[: len(shape)] != shape or labels.ndim > len(shape) + several:
+        also = f" or {(*shape, 'K')}".replace("'", "") if name == "linear_log_probs" else ""
         raise ValueError(
-            f"{name}: labels must have the shape of x without its last dimension, {shape}, got {labels.shape}"
+            f"{name}: labels must have the shape of x without its last dimension, {shape}{also}, got {labels.shape}"
         )
     if labels.dtype.itemsize < 4:  # 8 and 16 bits may hold neither V nor -1
         labels = labels.astype(jnp.int32)

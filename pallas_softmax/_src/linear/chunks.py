@@ -53,7 +53,10 @@ class Pieces(NamedTuple):
 
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits.
+      label_logits: (x, w, bias, tokens, *, head) -> the logits at several labels, (rows, K), which `statistics` then
+        leaves None. None if `statistics` finds them.
+      dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
+        `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
       statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, of_rows).
         to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
         maximum over the mesh. The gradient is of_rows (rows,) times dz, or dz if of_rows is None.
@@ -67,6 +70,7 @@ class Pieces(NamedTuple):
     """
 
     statistics: Callable[..., Statistics]
+    label_logits: Callable[..., jax.Array] | None
     dlogits: Callable[..., jax.Array]
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
@@ -125,7 +129,7 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
     Args:
       pieces, w, bias: as for `_Projection`.
       x: (n, D), in a floating dtype of at least 16 bits.
-      tokens: the numbers of each token, (n,); labels are columns of whole rows, or None.
+      tokens: the numbers of each token, (n,); labels are columns of whole rows, (n,) or (n, K), or None.
       **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
     """
     projection = _Projection(pieces, w, bias, **static)
@@ -134,12 +138,23 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
     stored = pieces.bytes_per_logit(x.dtype.itemsize)[0]
     rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
 
-    def step(chunk: _Chunk, statistics):
-        of_chunk = pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
-        return chunk.put(statistics, vary_together(of_chunk, x, w)[0])
+    def step(of: Callable, chunk: _Chunk, found):
+        of_chunk = of(chunk.of(x), w, bias, chunk.of(tokens), head=head)
+        return chunk.put(found, vary_together(of_chunk, x, w)[0])
+
+    def all_rows(of: Callable, rows: int, empty):
+        return _over_chunks(x.shape[0], rows, functools.partial(step, of), empty)
 
     empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
-    return _over_chunks(x.shape[0], rows, step, empty).merged(projection.mesh_axes)
+    if tokens.several and pieces.label_logits is not None:
+        gathered = tokens.labels.shape[1] * x.shape[1]  # elements of w for each row
+        few = chunk_rows(x.shape[0], gathered, x.dtype.itemsize, projection.workspace_bytes)
+        label_logit = all_rows(pieces.label_logits, few, empty.label_logit)
+        found = all_rows(pieces.statistics, rows, empty._replace(label_logit=None))
+        found = found._replace(label_logit=label_logit)
+    else:
+        found = all_rows(pieces.statistics, rows, empty)
+    return found.merged(projection.mesh_axes)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
@@ -150,6 +165,7 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     Args:
       pieces, x, w, bias, tokens: as for `_projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
+        (n, K) for several labels: the gradients of the sum over all losses of a row.
       statistics: the result of `_projection`. Only gradients of 16-bit x use it.
       **static: as for `_projection`; and `with_dw`.
     """
@@ -236,7 +252,7 @@ class _GradientRows(NamedTuple):
     Attributes:
       x: (n, D).
       tokens: the numbers of each token, with labels as columns of this device.
-      weights: (n,), divided by the scale; see `_scale`.
+      weights: (n,) or (n, K), divided by the scale; see `_scale`.
       known: the statistics of whole rows; None if the gradient computes them.
     """
 
@@ -281,9 +297,10 @@ def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable |
     head, bias = projection.head, projection.bias
     statistics, dx, dw, dbias = carry
     weights = chunk.new(chunk.of(rows.weights))
-    x = jnp.where(weights[:, None] == 0, 0, chunk.of(rows.x))  # a NaN there must not reach dw
+    out = formulas.left_out(weights)
+    x = jnp.where(out[:, None], 0, chunk.of(rows.x))  # a NaN there must not reach dw
     found, dz, of_rows = _dz_of_chunk(projection, rows, chunk, x, weights)
-    of_rows = jnp.ones_like(weights) if of_rows is None else of_rows
+    of_rows = jnp.ones_like(weights, shape=out.shape) if of_rows is None else of_rows
     dx_of_chunk = projection.dx(dz, of_rows * scale)
     of_x = of_rows * scale if product else of_rows
     x = (x.astype(of_x.dtype) * of_x[:, None]).astype(x.dtype)
@@ -322,11 +339,29 @@ def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", 
         known = chunk.of(rows.known)
         coefficients = formulas.coefficients(known, weights, tokens, projection.whole_vocab)
         found, dz, of_rows = None, pieces.dlogits(*arrays, coefficients, head=head), None
+    if tokens.several:  # no implementation of several labels has a factor of each row
+        of_whole_rows = known if found is None else found
+        coefficients = formulas.coefficients(of_whole_rows, weights, tokens, projection.whole_vocab)
+        at_labels = formulas.gradient_at_label(of_whole_rows.label_logit, coefficients, tokens, head)
+        dz = _put_at_labels(dz, at_labels, tokens.labels, projection.vocab)
     return found, *vary_together(dz, of_rows, rows.x, w)[:2]
+
+
+def _put_at_labels(dz: jax.Array, at_labels: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
+    """Returns dz (rows, V) with the elements at several labels replaced by `at_labels`, (rows, K).
+
+    The label's terms are subtracted in float32 and rounded once, like a single label's. Equal labels of a row have the
+    same element. Labels that are not a column of this device change nothing.
+    """
+    columns = jnp.where((labels >= 0) & (labels < vocab), labels, dz.shape[1])
+    dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
+    rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    return dz.at[rows, columns].set(at_labels, mode="drop")
 
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
     """Returns about how large the elements of each row's dz may be."""
+    weights = jnp.sum(jnp.abs(weights), 1) if tokens.several else weights
     sizes = weights if tokens.temperature is None else weights / tokens.temperature
     if tokens.z_loss is not None and known is not None:
         sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
@@ -354,7 +389,8 @@ def _scale(sizes, dtype, *, exact: bool):
 
 def _no_statistics(x, tokens: Tokens) -> Statistics:
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
-    return Statistics(Normalizer(zeros, zeros), zeros, None if tokens.label_smoothing is None else zeros)
+    at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
+    return Statistics(Normalizer(zeros, zeros), at_label, None if tokens.label_smoothing is None else zeros)
 
 
 class _Chunk(NamedTuple):

@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,).
 
     Attributes:
-      labels: int32 columns of the whole w; a label outside [0, V) is no column.
+      labels: int32 columns of the whole w; a label outside [0, V) is no column. (rows, K) for several labels per token.
       temperature: the divisor of the logits, applied after the softcap; None for 1.
       label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
       z_loss: the weight of the squared logsumexp in the loss; None for 0.
@@ -57,13 +57,18 @@ class Tokens(NamedTuple):
     label_smoothing: Any = None
     z_loss: Any = None
 
+    @property
+    def several(self) -> bool:
+        """Whether the labels are (rows, K). Batch dimensions must have become rows."""
+        return self.labels.ndim == 2
+
 
 class Statistics(NamedTuple):
     """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic.
 
     Attributes:
       normalizer: (m, d), the maximum and the sum of exp(z - m).
-      label_logit: z at the label; 0 for a label outside [0, V).
+      label_logit: z at the label; 0 for a label outside [0, V). (rows, K) for several labels.
       total: the sum of z over the row; None without label smoothing.
     """
 
@@ -87,6 +92,7 @@ class Coefficients(NamedTuple):
     t = z * temperature / softcap is the tanh; without a softcap, t is 0. At the label of a peaked row the first two
     terms cancel. So they must be subtracted in float32, and only the difference may be rounded to 16 bits. A row that
     is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing.
+    With several labels, `of_label` is (rows, K), and the term of each label is subtracted.
     """
 
     m: jax.Array
@@ -104,10 +110,15 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
       vocab: the number of columns of a whole row.
     """
     (m, d), label_logit, total = statistics
+    several = label_logit.ndim > m.ndim
+    if several:
+        m, d = m[..., None], d[..., None]
     finite = jnp.abs(m) < jnp.inf
     # log d is added last: in a peaked row, m - z[label] is exact and log d is small
-    loss = jnp.where(finite, m - label_logit, online.log_of(statistics.normalizer) - label_logit)
+    loss = jnp.where(finite, m - label_logit, online.log_of(Normalizer(m, d)) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
+    if several:  # m and the label's logit may come from products that round differently
+        loss = jnp.maximum(loss, 0)
     if total is not None:
         loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
     if tokens.z_loss is not None:
@@ -120,21 +131,48 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
 
     Args:
       statistics: the statistics of whole rows.
-      weights: one per row; the gradient of a row of weight 0 is 0, whatever its statistics.
+      weights: one per row, or (rows, K) for several labels; the gradient of a row that has no other weight than 0 is
+        0, whatever its statistics.
       tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
-    left_out = weights == 0
+    out = left_out(weights)
 
     def kept(number):
-        return jnp.where(left_out, 0, number)
+        return jnp.where(out if number.ndim == 1 else out[:, None], 0, number)
 
-    raw = weights if tokens.temperature is None else weights / tokens.temperature
-    of_exp, of_label, constant = raw / d, raw, None
+    of_label = weights
+    if tokens.temperature is not None:
+        of_label = weights / (tokens.temperature[:, None] if tokens.several else tokens.temperature)
+    raw = jnp.sum(of_label, 1) if tokens.several else of_label
+    of_exp, constant = raw / d, None
     if tokens.z_loss is not None:
         of_exp = raw * (1 + 2 * tokens.z_loss * online.log_of(statistics.normalizer)) / d
     if tokens.label_smoothing is not None:
         of_label = raw * (1 - tokens.label_smoothing)
         constant = kept(raw * tokens.label_smoothing / vocab)
-    m = jnp.where(left_out, jnp.inf, online.shift(m))  # with m = inf, exp(z - m) is 0
+    m = jnp.where(out, jnp.inf, online.shift(m))  # with m = inf, exp(z - m) is 0
     return Coefficients(m, kept(of_exp), kept(of_label), constant)
+
+
+def left_out(weights: jax.Array) -> jax.Array:
+    """Returns which rows have no other weight than 0."""
+    return weights == 0 if weights.ndim == 1 else jnp.all(weights == 0, 1)
+
+
+def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, head: Head) -> jax.Array:
+    """Returns the gradient in the raw logit at the label of each row, without label smoothing.
+
+    With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
+    """
+    m, of_exp, of_label, _ = coefficients
+    t = 1 if tokens.temperature is None else tokens.temperature
+    if tokens.several:
+        m, of_exp, t = (a if isinstance(a, int) else a[:, None] for a in (m, of_exp, t))
+        equal = tokens.labels[:, :, None] == tokens.labels[:, None, :]
+        of_label = jnp.sum(jnp.where(equal, of_label[:, None, :], 0), 2)
+    gradient = of_exp * jnp.exp(label_logit - m) - of_label
+    if head.softcap is not None:
+        tanh = label_logit * t / head.softcap
+        gradient = gradient * (1 - tanh) * (1 + tanh)
+    return jnp.where(m == jnp.inf, 0, gradient)  # the logits of a row that is left out may be NaN

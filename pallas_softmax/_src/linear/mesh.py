@@ -93,14 +93,21 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     tokens, columns = axes
     batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
-    flat = (x.reshape(rows, x.shape[-1]), w, bias, *jax.tree.map(lambda a: a.reshape(rows), per_token))
+
+    def flattened(a):
+        return a.reshape(rows, *a.shape[len(batch) :])
+
+    def unflattened(a):
+        return a.reshape(*batch, *a.shape[1:])
+
+    flat = (flattened(x), w, bias, *jax.tree.map(flattened, per_token))
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_again(call, choice.requested)
     out = by_platform(on_shard, flat, {**keywords, "mesh_axes": columns})
     if op is PROJECTION:
-        return jax.tree.map(lambda a: a.reshape(batch), out)
+        return jax.tree.map(unflattened, out)
     *statistics, dx, dw, dbias = out
-    statistics = jax.tree.map(lambda a: a.reshape(batch), statistics)
+    statistics = jax.tree.map(unflattened, statistics)
     dw, dbias = lax.psum((dw, dbias), tokens) if tokens else (dw, dbias)
     return *statistics, dx.reshape(x.shape), dw, dbias
 
@@ -108,6 +115,8 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
 @dataclasses.dataclass(frozen=True)
 class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/mesh.py`) of a projection, by name: "b0", "b1", ... for the tokens, "d" and "v".
+
+    Several labels per token add "k".
 
     Attributes:
       arguments: for each array, the names of its dimensions.
@@ -130,17 +139,26 @@ class _DimensionsOfProjection:
         of_bias = () if bias is None else (("v",),)
         like_arguments = ((*tokens, "d"), of_w, *of_bias)
         gradients = 0 if op is PROJECTION else len(like_arguments)
-        count = len(jax.tree.leaves(result_shapes)) - gradients
+        results = jax.tree.leaves(result_shapes)
+        per_token = jax.tree.leaves(per_token)
+        sizes = dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w))))
+        for a in per_token:
+            if a.ndim == x.ndim:
+                sizes["k"] = a.shape[-1]
+
+        def of_tokens(arrays: list) -> tuple[tuple[str, ...], ...]:
+            return tuple((*tokens, "k") if a.ndim == x.ndim else tokens for a in arrays)
+
         return _DimensionsOfProjection(
-            like_arguments + (tokens,) * len(jax.tree.leaves(per_token)),
-            (tokens,) * count + like_arguments[:gradients],
+            like_arguments + of_tokens(per_token),
+            of_tokens(results[: len(results) - gradients]) + like_arguments[:gradients],
             result_shapes,
-            dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w)))),
+            sizes,
         )
 
     def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], Any]:
         """As `Dimensions` describes. The third result is two tuples: the mesh axes of tokens and of columns."""
-        names = [name for name in self.sizes if name != "d"]
+        names = [name for name in self.sizes if name not in self.whole]
         given = []
         for spec, own in zip(specs, self.arguments):
             entries = dict(zip(own, spec))
@@ -153,7 +171,12 @@ class _DimensionsOfProjection:
         *tokens, columns = axes.values()
         return arguments, results, (sum(tokens, ()), columns)
 
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The dimensions that no mesh axis may divide."""
+        return tuple(name for name in ("d", "k") if name in self.sizes)
+
     def sharding_rule(self) -> tuple[str, tuple[str, ...]]:
-        """Returns the rule that `Dimensions` describes: tokens and columns may be divided, the dimension D may not."""
+        """Returns the rule that `Dimensions` describes: tokens and columns may be divided."""
         sides = (", ".join(" ".join(names) for names in each) for each in (self.arguments, self.results))
-        return " -> ".join(sides), ("d",)
+        return " -> ".join(sides), self.whole

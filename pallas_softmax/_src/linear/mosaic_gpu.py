@@ -59,7 +59,9 @@ def _on_whole_atoms(
         return operation(x, w, bias, tokens, *of_rows, head=head, **static)
 
     def extended(a, *shape: int):
-        return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape, strict=True)])
+        return jnp.pad(
+            a, [(0, to - size) for to, size in zip(shape, a.shape)] + [(0, 0)] * (a.ndim - len(shape))
+        )
 
     w = extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
     temperature = tokens.temperature

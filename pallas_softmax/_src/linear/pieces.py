@@ -20,7 +20,7 @@ from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import Pieces
 from pallas_softmax._src.linear.logits_kernel import RowSums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N, plan_projection
 from pallas_softmax.online import Normalizer
 
@@ -32,14 +32,42 @@ _LARGEST_SUM = (
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
     """The `statistics` of `Pieces`."""
+    several = tokens.several
+    if several:
+        tokens = _without_labels(tokens)
     sums, _ = logits_kernel.row_sums(
         x, w, bias, tokens, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
-    return _of_rows(sums, None, len(x))
+    found = _of_rows(sums, None, len(x))
+    return found._replace(label_logit=None) if several else found
+
+
+def label_logits(x, w, bias, tokens: Tokens, *, head: Head) -> jax.Array:
+    """The `label_logits` of `Pieces`: a gather of columns of w, and float32 sums of float32 products."""
+    own = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
+    columns = jnp.where(own, tokens.labels, 0)
+    if head.transpose_w:
+        of_labels = w.at[columns].get(mode="promise_in_bounds")
+    else:
+        of_labels = jnp.moveaxis(w.at[:, columns].get(mode="promise_in_bounds"), 0, 2)
+    # not a matrix product: XLA makes the gather part of this sum, but not of a product
+    z = jnp.sum(of_labels.astype(jnp.float32) * x.astype(jnp.float32)[:, None, :], 2)
+    z = z if bias is None else z + bias[columns].astype(z.dtype)
+    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    z = z if tokens.temperature is None else z / tokens.temperature[:, None]
+    return jnp.where(own, z, 0)
+
+
+def _without_labels(tokens: Tokens) -> Tokens:
+    labels = jnp.full(tokens.labels.shape[:1], -1, jnp.int32)
+    return tokens._replace(labels=vary_together(labels, tokens.labels)[0])
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head, interpret: Any = None) -> jax.Array:
     """The `dlogits` of `Pieces`."""
+    if tokens.several:
+        tokens = _without_labels(tokens)
+        coefficients = coefficients._replace(of_label=coefficients.of_exp)  # (rows,); no row has a label
     return logits_kernel.logit_gradients(
         x, w, bias, tokens, coefficients, head=head, tiling=plan_projection(len(x)), interpret=interpret
     )
@@ -68,13 +96,9 @@ def statistics_and_dlogits(
     reference, sums, e = _exponentials(x, w, bias, tokens, largest, head, interpret)
     found = _of_rows(sums, reference, len(x))
     merged, coefficients = to_coefficients(found)
-    m, of_exp, of_label, _ = coefficients
+    m, of_exp, *_ = coefficients
     factor = of_exp * jnp.exp(reference - m)
-    at_label = of_exp * jnp.exp(found.label_logit - m) - of_label
-    if head.softcap is not None:
-        t = 1 if tokens.temperature is None else tokens.temperature
-        tanh = found.label_logit * t / head.softcap
-        at_label = at_label * (1 - tanh) * (1 + tanh)
+    at_label = gradient_at_label(found.label_logit, coefficients, tokens, head)
     own_label = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
     column = jnp.where(own_label, tokens.labels, e.shape[1])
     return merged, _set_in_place(e, column, at_label / jnp.where(factor == 0, 1, factor)), factor
@@ -163,6 +187,7 @@ def pieces(interpret: Any = None) -> Pieces:
 
     return Pieces(
         of(statistics),
+        label_logits,
         of(dlogits),
         of(statistics_and_dlogits),
         xla_projection.add_product,

@@ -43,15 +43,18 @@ def _statistics_of(z, tokens: Tokens) -> Statistics:
     m, d = online.reduce(z, 1, chunk=z.shape[1])
     # A negative index would count from the end.
     columns = jnp.where(tokens.labels < 0, z.shape[1], tokens.labels)
-    label_logit = jnp.take_along_axis(z, columns[:, None], 1, mode="fill", fill_value=0)
+    columns = columns if tokens.several else columns[:, None]
+    label_logit = jnp.take_along_axis(z, columns, 1, mode="fill", fill_value=0)
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
-    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit[:, 0], total)
+    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit.reshape(tokens.labels.shape), total)
 
 
 def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
     m, of_exp, of_label, constant = jax.tree.map(lambda number: number[:, None], coefficients)
-    at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
-    dz = of_exp * jnp.exp(z - m) - jnp.where(at_label, of_label, 0)
+    dz = of_exp * jnp.exp(z - m)
+    if not tokens.several:
+        at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
+        dz = dz - jnp.where(at_label, of_label, 0)
     dz = dz if constant is None else dz - constant
     if head.softcap is None:
         return dz
@@ -107,5 +110,5 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
 functions = operations_of(
-    Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+    Pieces(statistics, None, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
 )
