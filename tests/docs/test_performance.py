@@ -549,8 +549,8 @@ SENTENCES = {
         f"cuDNN's kernel is {cudnn()} times as fast as ours",
     ),
     "several_gpus": (
-        f"{of_devices('batch')} times less than plain JAX with a sharded batch, and"
-        f" {of_devices('vocab')} times less with a sharded V",
+        f"{of_devices('batch')} times as fast as plain JAX with a sharded batch, and"
+        f" {of_devices('vocab')} times as fast with a sharded V",
     ),
     "triton": (),
     "cpu": (),

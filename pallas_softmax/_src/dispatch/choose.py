@@ -125,10 +125,6 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
     for the whole of a sharded array. When the function runs, the choice is made again for the batch and for each
     device's shard.
 
-      >>> print(*explain(softmax, jax.ShapeDtypeStruct((4, 50257), "float32")), sep="\\n")
-      softmax float32[4, 50257]: mosaic_gpu on cuda, xla elsewhere
-      softmax_grad float32[4, 50257]: mosaic_gpu on cuda, xla elsewhere
-
     Args:
       function: a function of this package, or one of yours that calls such functions. A part of it that `jax.jit` has
         traced before with the same arguments is not traced again, so its calls are not listed.

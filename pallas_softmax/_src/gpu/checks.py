@@ -33,5 +33,5 @@ def too_large(call: Call) -> str | None:
     if call.vocab >= INT32_LIMIT:
         what = "a row"
     else:
-        what = f"rows whose elements are in number no multiple of {vec}"
+        what = f"rows with a number of elements that is not a multiple of {vec}"
     return f"{what}, {call.rows} x {call.vocab} {call.dtype}, of 2^31 elements or more"

@@ -123,7 +123,7 @@ def linear_cross_entropy(
         out (0 if the sum of the weights is 0). "sum" does not divide. None returns one weighted loss per token.
 
     Returns:
-      float32 (float64 for float64): a scalar, or for reduction=None an array of the shape of `labels`. Differentiable
+      A scalar, or for reduction=None an array of the shape of `labels`, in float32 (float64 for float64). Differentiable
       like `linear_logsumexp`.
 
     Raises:
@@ -187,6 +187,8 @@ def linear_log_probs(
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
       Differentiable like `linear_logsumexp`. A label out of range makes the gradient NaN, unless its cotangent is 0.
+      With K > 1 the kernels sum z at the labels apart from the other logits. So p at a label, and the gradient there,
+      are off by up to about eps |z|, where eps is that of float32.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -289,7 +291,11 @@ def _log_probs_of(*arrays_and_options):
 def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Options) -> Any:
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, where, weights, tokens = arrays
-    values: Any = _per_token(static, x, w, bias, tokens)
+    one = tokens.labels is not None and tokens.labels.ndim == x.ndim and tokens.labels.shape[-1] == 1
+    if one:  # the kernels take the logit of a single label from the same sum as m
+        values: Any = _per_token(static, x, w, bias, tokens._replace(labels=tokens.labels[..., 0]))[..., None]
+    else:
+        values = _per_token(static, x, w, bias, tokens)
     values = values if where is None else jnp.where(_like_labels(where, values), values, 0)
     return values if weights is None else values * weights
 
