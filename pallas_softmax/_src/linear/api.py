@@ -123,8 +123,8 @@ def linear_cross_entropy(
         out (0 if the sum of the weights is 0). "sum" does not divide. None returns one weighted loss per token.
 
     Returns:
-      A scalar, or for reduction=None an array of the shape of `labels`, in float32 (float64 for float64). Differentiable
-      like `linear_logsumexp`.
+      A scalar, or for reduction=None an array of the shape of `labels`, in float32 (float64 for float64).
+      Differentiable like `linear_logsumexp`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_logsumexp`; and if labels are not integers or do not fit,
@@ -291,11 +291,13 @@ def _log_probs_of(*arrays_and_options):
 def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Options) -> Any:
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, where, weights, tokens = arrays
-    one = tokens.labels is not None and tokens.labels.ndim == x.ndim and tokens.labels.shape[-1] == 1
-    if one:  # the kernels take the logit of a single label from the same sum as m
-        values: Any = _per_token(static, x, w, bias, tokens._replace(labels=tokens.labels[..., 0]))[..., None]
+    labels = tokens.labels
+    if labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
+        # the kernels take the logit of a single label from the same sums as m
+        of_one: Any = _per_token(static, x, w, bias, tokens._replace(labels=labels[..., 0]))
+        values = of_one[..., None]
     else:
-        values = _per_token(static, x, w, bias, tokens)
+        values: Any = _per_token(static, x, w, bias, tokens)
     values = values if where is None else jnp.where(_like_labels(where, values), values, 0)
     return values if weights is None else values * weights
 
