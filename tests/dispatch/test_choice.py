@@ -44,7 +44,7 @@ UNSUPPORTED = {
     "2^31 elements": (
         dict(rows=50001, vocab=50257),
         HOPPER,
-        "in number no multiple of 4, 50001 x 50257",
+        "not a multiple of 4, 50001 x 50257",
     ),
     "k=0": (dict(op="topk", k=0), HOPPER, "k=0 is not from 1 to 2048"),
     "k=2049": (dict(op="topk", k=2049), HOPPER, "k=2049 is not from 1 to 2048"),
@@ -52,7 +52,7 @@ UNSUPPORTED = {
     "top-k of 2^31 elements": (
         dict(op="topk", rows=50001, vocab=50257, dtype="bfloat16"),
         HOPPER,
-        "in number no multiple of 8, 50001 x 50257",
+        "not a multiple of 8, 50001 x 50257",
     ),
 }
 

@@ -182,6 +182,7 @@ def test_one_operation_for_every_derivative():
     assert len(re.findall(r"pallas_softmax_linear\[", text)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [False, True])
 def test_a_neg_inf_logit_does_not_change_derivatives(log):
     """A -inf, winner or not, changes no first or second derivative in either mode."""
@@ -199,6 +200,7 @@ def test_a_neg_inf_logit_does_not_change_derivatives(log):
             np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_rank_promotion():
     """With jax_numpy_rank_promotion="raise", every broadcast of the package is explicit."""
     mask, row = jnp.arange(X.shape[1]) > 0, jnp.full(len(X), 0.7)

@@ -301,7 +301,7 @@ def test_several_labels_out_of_range(dtype):
     np.testing.assert_array_equal(np.isnan(wide(dx)).all(1), where)
 
 
-@pytest.mark.parametrize("k", [0, 1])
+@pytest.mark.parametrize("k", [0, slow(1)])
 def test_no_label_and_one_label(k):
     x, w, labels, _ = arrays(12, 8, 100, "float32")
     x, labels = x.reshape(3, 4, 8), labels.reshape(3, 4, 1)[..., :k]
@@ -354,7 +354,7 @@ def test_float16_gradient_of_a_tiny_cotangent():
     np.testing.assert_array_equal(pullback(jnp.full(3, 1e-35))[0], 0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
 def test_gradients_under_strict_promotion(dtype):
     x, w, labels, bias = arrays(6, 8, 100, dtype, bias=True)
     with jax.numpy_dtype_promotion("strict"):
@@ -365,7 +365,7 @@ def test_gradients_under_strict_promotion(dtype):
             np.testing.assert_allclose(got(x).astype("float32"), want.astype("float32"), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("transpose_w", [False, slow(True)])
 def test_dw_in_blocks_of_columns(transpose_w, monkeypatch):
     """The CPU takes the path for large V. The last block of columns overlaps the block before."""
     monkeypatch.setattr(xla_projection, "_PRODUCT_BYTES", 8 * 4 * 30)
@@ -578,6 +578,7 @@ def test_export_of_any_number_of_tokens():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.slow
 def test_export_of_any_depth():
     """The depth may be symbolic. The number of columns may not: a chunk takes some of the columns."""
     n, d, v = jax.export.symbolic_shape("n, d, v")

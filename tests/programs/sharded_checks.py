@@ -798,6 +798,11 @@ def explained(op, how):
 
 CHECKS |= linear_checks.CHECKS
 SLOW |= linear_checks.SLOW
+SLOW |= {
+    "linear-weights-auto-both",
+    "partition-log_softmax-line-explicit",
+    "reshaped-linear_cross_entropy-line-4",
+}
 
 
 def main(*patterns):

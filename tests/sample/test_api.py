@@ -308,8 +308,9 @@ def log_probs_at(indices, x, t):
     return jnp.take_along_axis(jax.nn.log_softmax(scaled), indices[..., None], -1)[..., 0]
 
 
-@pytest.mark.parametrize("masked", [False, slow(True)])
-@pytest.mark.parametrize("shared", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 def test_gradient_of_log_probs(masked, shared):
     """Derivatives of log_probs, which REINFORCE needs: for logits and temperature, in both modes, to second order."""
     x, t = jnp.asarray(X[0]), jnp.float32(0.7) if shared else T[0]
@@ -392,7 +393,7 @@ def test_4_bit_logits():
     assert_equal(sample(KEY, x, top_p=0.9), sample(KEY, x.astype(F32), top_p=0.9))
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [False, slow(True)])
 def test_values_that_disable_filters(traced):
     """top_k = 0 and -1 disable top_k. A top_p may exceed 1 by rounding."""
     f = functools.partial(sample, KEY, X[0], temperature=T[0])
@@ -521,7 +522,7 @@ def test_a_large_top_k_and_scalars_of_all_types():
     sample(KEY, X[0], temperature=np.float16(1), top_p=1, min_p=jnp.float32(0), top_k=jnp.uint8(3))
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("filters", [slow({"top_k": 9}), {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 def test_without_jit(filters):
     x = jnp.sin(jnp.arange(100.0)).reshape(2, 50)
     want = sample(KEY, x, **filters)
@@ -529,7 +530,7 @@ def test_without_jit(filters):
         same(sample(KEY, x, **filters), want)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "float64"])
 def test_strict_promotion_in_64_bits(dtype, x64):
     x, filters = (
         jnp.sin(jnp.arange(2100.0)).reshape(3, 700).astype(dtype),

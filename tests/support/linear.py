@@ -236,7 +236,7 @@ def assert_losses_and_gradients(
 ):
     """Asserts that losses and gradients of `linear_cross_entropy` are right, in chunks of `rows` float32 rows.
 
-    With `weighted`, there are token weights, some of them negative and some 0.
+    With `weighted`, there are token weights, including negative ones and 0.
     """
     keywords = dict(FEATURES[features])
     x, w, labels, bias = arrays(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import kernels, oracle, ptx
 from tests.support.cases import BF16, F32
+from tests.support.covering import slow
 from tests.support.kernels import Extent, Tile, Window
 
 SMEM = 200 * 1024
@@ -191,15 +192,19 @@ def test_collect(window, dtype, best, everywhere):
 
 SEARCHES = [
     (Window(2007, 4, 8, 4), F32, 5),
-    (Window(2007, 4, 8, 4), F32, 130),
     (Window(2048, 8, 4, 2), BF16, 64),
+    (Window(2007, 4, 8, 4), F32, 130),
     (Window(3001, 4, 8, 2, compact=True), F32, 300),
     (Window(300, 4, 1, 1), F32, 200),  # fewer groups than winners
 ]
+CROWDED = [(*SEARCHES[0], "crowded"), (*SEARCHES[1], "crowded"), *(slow(*s, "crowded") for s in SEARCHES[2:])]
 
 
-@pytest.mark.parametrize("kind", ["normal", "quantized", "crowded"])
-@pytest.mark.parametrize(("window", "dtype", "k"), SEARCHES, ids=str)
+@pytest.mark.parametrize(
+    ("window", "dtype", "k", "kind"),
+    [(*search, kind) for search in SEARCHES for kind in ("normal", "quantized")] + CROWDED,
+    ids=str,
+)
 def test_search(window, dtype, k, kind):
     """The k best of a part, in order, ties by index: by the usual bound, or by an exact one."""
     rng, low = np.random.default_rng(k), window.head // 2

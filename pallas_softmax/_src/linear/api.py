@@ -188,7 +188,7 @@ def linear_log_probs(
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
       Differentiable like `linear_logsumexp`. A label out of range makes the gradient NaN, unless its cotangent is 0.
       With K > 1 the kernels sum z at the labels apart from the other logits. So p at a label, and the gradient there,
-      are off by up to about eps |z|, where eps is that of float32.
+      are off by up to about 1e-7 |z|.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.

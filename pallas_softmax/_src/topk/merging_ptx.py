@@ -79,10 +79,7 @@ def take_program(tile: Tile, vocab: int, k: int) -> Program:
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
-    maybe_short, too_short = (
-        p.var(False, "pred"),
-        p.var(False, "pred"),
-    )  # whether some list may be, or is, too short
+    maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(rows):
         words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits)
         listed = packed_ptx.best(p, words, length)
