@@ -61,8 +61,7 @@ class Pieces(NamedTuple):
         to_coefficients(Statistics) -> (Statistics, Coefficients) merges its argument over a mesh. largest(a) is the
         maximum over the mesh. The gradient is of_rows (rows,) times dz, or dz if of_rows is None.
       add_product: (total, x, dz, *, head) -> total + x.T @ dz, or its transpose for head.transpose_w; in the
-        dtype of the arithmetic.
-        A total of None is 0.
+        dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
       bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes

@@ -25,9 +25,8 @@ from pallas_softmax._src.linear.plan import TILE_N, plan_projection
 from pallas_softmax.online import Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
-_LARGEST_SUM = (
-    2.0**64
-)  # of exp(z - reference): float32 holds it, its inverse, and their products with x and w
+# Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
+_LARGEST_SUM = 2.0**64
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:

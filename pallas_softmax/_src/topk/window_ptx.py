@@ -9,7 +9,7 @@ from pallas_softmax._src.topk.plan import listed_items
 
 SCRATCH_BYTE = 16  # offset of the scratch in <counts>
 HITS_BYTE = (
-    4  # offset in <counts> of the number of groups that reach the bound; the number of candidates is before
+    4  # offset in <counts> of the number of groups that reach the bound, after the number of candidates
 )
 
 
