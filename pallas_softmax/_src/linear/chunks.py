@@ -16,6 +16,13 @@ Rows are taken in chunks, so that the stored logits stay within a bound:
 If the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is written once
 (`gradient_rows`). Otherwise the last chunk ends with the array. It then begins inside the chunk before it, and its
 repeated rows do not count again.
+
+Rows that are left out do not take part in the products (`_on_kept_rows`):
+
+    rows      a . c . . f . h     "." is left out
+    gather    a c f h . . . .     kept rows first
+    compute   a c f h .           the first rows only: the smallest of a few sizes that holds the kept rows
+    scatter   A . C . . F . H     results in their places
 """
 
 import dataclasses
@@ -41,6 +48,12 @@ _FEWEST_ROWS = (
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
 _MOST_LOGITS = 2**31 - 1
+
+# With rows left out, this many sixteenths of the rows may be computed. A program contains the code for each size, and
+# the GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows
+# more or less than half. For fewer rows, the sizes would save little time.
+_SIXTEENTHS = (5, 9, 13)
+_FEWEST_ROWS_TO_LEAVE_OUT = 1024
 
 # The largest dz in float16 is about this, so that small probabilities do not underflow. It leaves a factor of 64.
 _LARGEST = 2.0**10
@@ -132,8 +145,18 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
       **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
     """
     projection = _Projection(pieces, w, bias, **static)
-    head = projection.head
     tokens = projection.with_own_labels(tokens, x)
+    empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
+
+    def of_rows(rows) -> tuple[Statistics, None]:
+        return _statistics(projection, *rows), None
+
+    return _on_kept_rows(of_rows, tokens.kept, (x, tokens), empty)[0].merged(projection.mesh_axes)
+
+
+def _statistics(projection: "_Projection", x, tokens: Tokens) -> Statistics:
+    """Returns the statistics of this device's columns."""
+    pieces, head, w, bias = projection.pieces, projection.head, projection.w, projection.bias
     stored = pieces.bytes_per_logit(x.dtype.itemsize)[0]
     rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
 
@@ -150,10 +173,8 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
         few = chunk_rows(x.shape[0], gathered, x.dtype.itemsize, projection.workspace_bytes)
         label_logit = all_rows(pieces.label_logits, few, empty.label_logit)
         found = all_rows(pieces.statistics, rows, empty._replace(label_logit=None))
-        found = found._replace(label_logit=label_logit)
-    else:
-        found = all_rows(pieces.statistics, rows, empty)
-    return found.merged(projection.mesh_axes)
+        return found._replace(label_logit=label_logit)
+    return all_rows(pieces.statistics, rows, empty)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
@@ -172,12 +193,12 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, known)[1:]
+    return _gradients(_Projection(pieces, w, bias, **static), _GradientRows(x, tokens, weights, known))[1:]
 
 
 def _projection_with_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, **static):
     """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
-    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, None)
+    return _gradients(_Projection(pieces, w, bias, **static), _GradientRows(x, tokens, weights, None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -261,25 +282,62 @@ class _GradientRows(NamedTuple):
     known: Statistics | None
 
 
-def _gradients(projection: _Projection, x, tokens: Tokens, weights, known: Statistics | None):
-    """Returns the statistics of whole rows, `known` or computed, and the gradients (dx, dw, dbias)."""
+def _gradients(projection: _Projection, rows: _GradientRows):
+    """Returns the statistics of whole rows, known or computed, and the gradients (dx, dw, dbias)."""
+    rows = rows._replace(tokens=projection.with_own_labels(rows.tokens, rows.x))
+    of_no_row = _no_statistics(rows.x, rows.tokens), jnp.zeros_like(rows.x)
+    of_no_row = vary_together(of_no_row, rows, projection.w, but=projection.mesh_axes)[0]
+    of_rows = functools.partial(_gradients_of_rows, projection)
+    per_row, of_w = _on_kept_rows(of_rows, rows.tokens.kept, rows, of_no_row)
+    return *per_row, *of_w
+
+
+def _gradients_of_rows(projection: _Projection, rows: _GradientRows):
+    """Returns two tuples, (statistics, dx) and (dw, dbias)."""
+    x, tokens, weights, known = rows
     w, bias = projection.w, projection.bias
-    tokens = projection.with_own_labels(tokens, x)
-    rows, product = projection.way_to_dw(x)
+    size_of_chunk, product = projection.way_to_dw(x)
     scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
-    weights = weights / scale
-    step = functools.partial(_add_chunk, projection, _GradientRows(x, tokens, weights, known), product, scale)
+    rows = rows._replace(weights=weights / scale)
+    step = functools.partial(_add_chunk, projection, rows, product, scale)
 
     statistics = known if known is not None else _no_statistics(x, tokens)
-    per_row = statistics, jnp.zeros_like(x)
-    statistics, dx = vary_together(per_row, x, w, tokens, weights, but=projection.mesh_axes)[0]
+    per_row = vary_together((statistics, jnp.zeros_like(x)), rows, w, but=projection.mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    dbias = vary_together(dbias, x, w, tokens, weights)[0]
-    carry = statistics, dx, None, dbias
-    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
+    carry = *per_row, None, vary_together(dbias, rows, w)[0]
+    *per_row, dw, dbias = _over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
 
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
-    return statistics, dx, (dw * (1 if product else scale)).astype(w.dtype), dbias
+    return tuple(per_row), ((dw * (1 if product else scale)).astype(w.dtype), dbias)
+
+
+def _on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, of_no_row) -> tuple[Any, Any]:
+    """Returns function(rows), computed from the kept rows.
+
+    Args:
+      function: (rows) -> (a result for each row, results of all rows together). Other rows than the kept ones do not
+        change the results of all rows together.
+      kept: boolean (n,), or None for all rows.
+      rows: a tree of arrays (n, ...).
+      of_no_row: the first results, for rows that are left out. They may have other results.
+    """
+    n = jax.tree.leaves(rows)[0].shape[0]
+    if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:
+        return function(rows)
+    kept_first = jnp.argsort(~kept, stable=True)
+
+    def of_first(size: int) -> Callable:
+        def branch(kept_first, rows):
+            first = kept_first[:size]
+            unique = {"mode": "promise_in_bounds", "unique_indices": True}
+            per_row, of_all = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
+            return jax.tree.map(lambda a, part: a.at[first].set(part, **unique), of_no_row, per_row), of_all
+
+        return branch
+
+    sizes = [-(-n * part // 16 // _ROWS) * _ROWS for part in _SIXTEENTHS]
+    too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
+    return lax.switch(too_small, [*map(of_first, sizes), lambda _, rows: function(rows)], kept_first, rows)
 
 
 def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable | None, scale, chunk, carry):
@@ -387,9 +445,11 @@ def _scale(sizes, dtype, *, exact: bool):
 
 
 def _no_statistics(x, tokens: Tokens) -> Statistics:
+    """Returns harmless statistics, for rows that are left out."""
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
     at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
-    return Statistics(Normalizer(zeros, zeros), at_label, None if tokens.label_smoothing is None else zeros)
+    total = None if tokens.label_smoothing is None else zeros
+    return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total)
 
 
 class _Chunk(NamedTuple):

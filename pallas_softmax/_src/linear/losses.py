@@ -50,12 +50,14 @@ class Tokens(NamedTuple):
       temperature: the divisor of the logits, applied after the softcap; None for 1.
       label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
       z_loss: the weight of the squared logsumexp in the loss; None for 0.
+      kept: boolean, False for a token that is left out; None if all tokens count.
     """
 
     labels: Any
     temperature: Any = None
     label_smoothing: Any = None
     z_loss: Any = None
+    kept: Any = None
 
     @property
     def several(self) -> bool:
