@@ -170,8 +170,7 @@ def linear_log_probs(
     The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
 
     A token may have K labels, for example the k best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). The
-    kernels gather n K columns of w, for as many tokens at a time as `workspace_bytes` holds. This is faster if `w` is
-    (V, D), where a column lies together in memory.
+    kernels then store the float32 logits of as many tokens at a time as `workspace_bytes` holds.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
@@ -188,8 +187,6 @@ def linear_log_probs(
     Returns:
       float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
       Differentiable like `linear_logsumexp`. A label out of range makes the gradient NaN, unless its cotangent is 0.
-      With K > 1 the kernels sum z at the labels apart from the other logits. So p at a label, and the gradient there,
-      are off by up to about 1e-7 |z|.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -294,7 +291,7 @@ def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Op
     x, w, bias, weights, tokens = arrays
     labels, kept = tokens.labels, tokens.kept
     if labels is not None and labels.ndim == x.ndim and labels.shape[-1] == 1:
-        # the kernels take the logit of a single label from the same sums as m
+        # the kernels need not store logits for a single label
         of_one: Any = _per_token(static, x, w, bias, tokens._replace(labels=labels[..., 0]))
         values = of_one[..., None]
     else:

@@ -66,8 +66,6 @@ class Pieces(NamedTuple):
 
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      label_logits: (x, w, bias, tokens, *, head) -> the logits at several labels, (rows, K), which `statistics` then
-        leaves None. None if `statistics` finds them.
       dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
         `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
       statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, of_rows).
@@ -77,17 +75,16 @@ class Pieces(NamedTuple):
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
-      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
-        that the other two store.
+      bytes_per_logit: (itemsize of x, whether there are several labels) -> two numbers, the bytes that `statistics`
+        stores for each logit, and the bytes that the other two store.
     """
 
     statistics: Callable[..., Statistics]
-    label_logits: Callable[..., jax.Array] | None
     dlogits: Callable[..., jax.Array]
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
-    bytes_per_logit: Callable[[int], tuple[float, float]]
+    bytes_per_logit: Callable[[int, bool], tuple[float, float]]
 
 
 def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: float) -> int:
@@ -156,25 +153,16 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
 
 def _statistics(projection: "_Projection", x, tokens: Tokens) -> Statistics:
     """Returns the statistics of this device's columns."""
-    pieces, head, w, bias = projection.pieces, projection.head, projection.w, projection.bias
-    stored = pieces.bytes_per_logit(x.dtype.itemsize)[0]
+    stored, _ = projection.pieces.bytes_per_logit(x.dtype.itemsize, tokens.several)
     rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
+    w, bias, head = projection.w, projection.bias, projection.head
 
-    def step(of: Callable, chunk: _Chunk, found):
-        of_chunk = of(chunk.of(x), w, bias, chunk.of(tokens), head=head)
+    def step(chunk: _Chunk, found: Statistics) -> Statistics:
+        of_chunk = projection.pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
         return chunk.put(found, vary_together(of_chunk, x, w)[0])
 
-    def all_rows(of: Callable, rows: int, empty):
-        return _over_chunks(x.shape[0], rows, functools.partial(step, of), empty)
-
     empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
-    if tokens.several and pieces.label_logits is not None:
-        gathered = tokens.labels.shape[1] * x.shape[1]  # elements of w for each row
-        few = chunk_rows(x.shape[0], gathered, x.dtype.itemsize, projection.workspace_bytes)
-        label_logit = all_rows(pieces.label_logits, few, empty.label_logit)
-        found = all_rows(pieces.statistics, rows, empty._replace(label_logit=None))
-        return found._replace(label_logit=label_logit)
-    return all_rows(pieces.statistics, rows, empty)
+    return _over_chunks(x.shape[0], rows, step, empty)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
@@ -243,7 +231,7 @@ class _Projection:
             labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
         return tokens._replace(labels=labels)
 
-    def way_to_dw(self, x) -> tuple[Any, Callable | None]:
+    def way_to_dw(self, x, tokens: Tokens) -> tuple[Any, Callable | None]:
         """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
 
         The function is None if chunks are added to a float32 dw.
@@ -251,7 +239,7 @@ class _Projection:
         n = x.shape[0]
         # For this product, x is multiplied by the scale, which could overflow in float16.
         product = self.pieces.product if x.dtype == jnp.bfloat16 else None
-        stored = self.pieces.bytes_per_logit(x.dtype.itemsize)[1]
+        _, stored = self.pieces.bytes_per_logit(x.dtype.itemsize, tokens.several)
         dw_bytes = min(4 * self.w.size, stored * _MOST_LOGITS) if product and self.with_dw else 0
         rows = gradient_rows(n, self.vocab, stored, self.workspace_bytes, dw_bytes)
         return rows, product if _is_one_chunk(n, rows) else None
@@ -296,7 +284,7 @@ def _gradients_of_rows(projection: _Projection, rows: _GradientRows):
     """Returns two tuples, (statistics, dx) and (dw, dbias)."""
     x, tokens, weights, known = rows
     w, bias = projection.w, projection.bias
-    size_of_chunk, product = projection.way_to_dw(x)
+    size_of_chunk, product = projection.way_to_dw(x, tokens)
     scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
     rows = rows._replace(weights=weights / scale)
     step = functools.partial(_add_chunk, projection, rows, product, scale)
@@ -501,11 +489,15 @@ def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *
     """
     if _is_one_chunk(n, rows):
         return step(_Chunk(None, rows, 0), carry)
+    first = jnp.int32(0)
     if first_apart:
-        carry = step(_Chunk(jnp.int32(0), rows, 0), carry)
+        carry = step(_Chunk(first, rows, 0), carry)
+        # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the
+        # logits of two chunks at a time.
+        first, carry = lax.optimization_barrier((first + 1, carry))
 
     def body(i, carry):
         start = jnp.minimum(i * rows, n - rows)
         return step(_Chunk(start, rows, i * rows - start), carry)
 
-    return lax.fori_loop(1 if first_apart else 0, -(-n // rows), body, carry)
+    return lax.fori_loop(first, -(-n // rows), body, carry)
