@@ -11,6 +11,8 @@ torch         F.cross_entropy(x @ w, labels)
 torch_compile the same under torch.compile
 liger         LigerFusedLinearCrossEntropyFunction of liger-kernel, dw summed in float32
 cce           linear_cross_entropy of cut-cross-entropy, which skips small gradients
+quack         chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time
+quack_exp     the same with its "scaled exp" kernels, which store exponentials in place of logits
 
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
@@ -18,7 +20,8 @@ products    The time relative to matmul. A forward computes 1 product, a mean wi
            with gradients computes 4 products if the logits are not kept.
 memory_mib  Memory in addition to arguments and results: XLA's plan, or torch's peak. It includes any float32 dw.
 
-liger and cce take w as (V, D). Their time does not include the copy of w into that layout.
+--w_shape=VxD stores w as (V, D), and ours takes it with transpose_w=True. liger, cce and quack_exp need that shape.
+With --w_shape=DxV their time does not include the copy of w.
 
 With --training_steps, a small language model trains on the text in data/, once with the plain loss and once with
 ours. The two loss curves are compared. The embedding of the model is also its head.
@@ -44,7 +47,7 @@ from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.contenders import Call, fetch_jax, jax_call, named
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.language_model import adam, token_ids
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Record, View, case_columns
 
 # Width D and columns V of models' heads.
 HEADS = {
@@ -53,8 +56,11 @@ HEADS = {
     "llama3": (4096, 128256),
     "gemma2": (2304, 256000),
     "qwen3": (4096, 151936),
+    "olmo": (2048, 50304),
+    "bitnet": (2560, 128256),
 }
-TORCH = ("torch", "torch_compile", "liger", "cce")
+W_SHAPES = ("DxV", "VxD")
+TORCH = ("torch", "torch_compile", "liger", "cce", "quack", "quack_exp")
 PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", *TORCH)
 REFERENCE = "jax_scan"
 _SCANNED = 2048  # tokens per step of jax_scan
@@ -74,6 +80,7 @@ class Loss:
     dtype: str
     reduction: str  # mean or none
     direction: str  # forward or both
+    w_shape: str = "DxV"
 
 
 def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
@@ -93,28 +100,31 @@ def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     return losses if whole == len(x) else jnp.concatenate([losses, step((x[whole:], labels[whole:]))])
 
 
-def _losses(contender: str, reduction: str) -> Callable:
+def _losses(contender: str, loss: Loss) -> Callable:
     """Returns the loss (x, w, labels) -> mean or one loss per token, of a JAX contender."""
-    mean = jnp.mean if reduction == "mean" else lambda losses: losses
+    mean = jnp.mean if loss.reduction == "mean" else lambda losses: losses
+    transposed = loss.w_shape == "VxD"
+    columns = (lambda w: w.T) if transposed else (lambda w: w)
     match contender:
         case "matmul":
-            return lambda x, w, labels: x @ w
+            return lambda x, w, labels: x @ columns(w)
         case "jax_scan":
-            return lambda *args: mean(_scanned(*args))
+            return lambda x, w, labels: mean(_scanned(x, columns(w), labels))
         case "jax_float32":
-            return lambda x, w, labels: mean(_plain(x, w, labels, jnp.float32))
+            return lambda x, w, labels: mean(_plain(x, columns(w), labels, jnp.float32))
         case "jax_inexact":
-            return lambda x, w, labels: mean(_plain(x, w, labels, x.dtype))
+            return lambda x, w, labels: mean(_plain(x, columns(w), labels, x.dtype))
     return functools.partial(
         pallas_softmax.linear_cross_entropy,
-        reduction="mean" if reduction == "mean" else None,
+        reduction="mean" if loss.reduction == "mean" else None,
+        transpose_w=transposed,
         implementation=named(contender),
     )
 
 
 def _jax_call(record: Record, arrays: tuple) -> Call:
     """Returns the call of a JAX contender, and writes into its record the memory that XLA plans."""
-    function = _losses(record.contender, record.case.reduction)
+    function = _losses(record.contender, record.case)
 
     def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
         return {"y": function(x, w, labels)}
@@ -148,11 +158,31 @@ def _torch_losses(contender: str, reduction: str) -> Callable:
             from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
             return functools.partial(linear_cross_entropy, reduction=reduction)
+        case "quack" | "quack_exp":
+            return _quack(contender == "quack_exp", reduction)
 
     def losses(x: Any, w: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(x @ w.T, labels, reduction=reduction)
 
     return torch.compile(losses) if contender == "torch_compile" else losses
+
+
+def _quack(scaled_exp: bool, reduction: str) -> Callable:
+    """Returns the loss (x, w, labels) of QuACK. It raises NotImplementedError for what QuACK does not take."""
+    from quack import linear_cross_entropy as quack  # pyright: ignore[reportMissingImports]
+
+    chunk = {"chunk_size": 4096, "reduction": reduction}
+
+    def losses(x: Any, w: Any, labels: Any) -> Any:
+        if reduction == "none" or len(x) % 8 or len(w) % 8:
+            raise NotImplementedError("QuACK takes means, of a multiple of 8 tokens, with V a multiple of 8")
+        if scaled_exp and not quack.scaled_exp_lce_supported(x, w, **chunk):
+            raise NotImplementedError(
+                "QuACK's scaled exp takes bfloat16, V a multiple of 128, and an H100 or H200"
+            )
+        return quack.chunked_linear_cross_entropy(x, w, labels, **chunk, use_scaled_exp=scaled_exp)
+
+    return losses
 
 
 def _torch_call(record: Record, arrays: tuple) -> Call:
@@ -162,8 +192,9 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     if timing.on_gpu() and not torch.cuda.is_available():
         raise NotImplementedError("this torch has no CUDA device")
     x, w, labels = map(torch.from_dlpack, arrays)
-    labels, w = labels.long(), w.T  # a view of shape (V, D)
-    if record.contender in ("liger", "cce"):
+    transposed = record.case.w_shape == "VxD"
+    labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
+    if record.contender in ("liger", "cce", "quack_exp"):
         w = w.contiguous()
     function = _torch_losses(record.contender, record.case.reduction)
 
@@ -176,7 +207,7 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     def both() -> dict[str, Any]:
         y = function(*leaves, labels)
         dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / y.numel()))
-        return {"y": y.detach(), "dx": dx, "dw": dw.T}
+        return {"y": y.detach(), "dx": dx, "dw": dw if transposed else dw.T}
 
     def wait(_: Any) -> None:
         if timing.on_gpu():
@@ -200,10 +231,11 @@ def make_losses(chosen: Any) -> list[Loss]:
     A forward has one reduction only, because a mean and one loss per token cost the same.
     """
     return [
-        Loss(tokens, head, dtype, reduction, direction)
+        Loss(tokens, head, dtype, reduction, direction, w_shape)
         for head in chosen.head
         for tokens in chosen.batch
         for dtype in chosen.dtype
+        for w_shape in chosen.w_shape
         for reduction in chosen.reduction
         for direction in chosen.direction
         if direction == "both" or reduction == chosen.reduction[0]
@@ -215,13 +247,17 @@ def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(seed), 3)
     x = jax.random.normal(keys[0], (loss.tokens, width), loss.dtype)
     w = jax.random.normal(keys[1], (width, vocab), loss.dtype) * jnp.asarray(2 * width**-0.5, loss.dtype)
+    w = w.T if loss.w_shape == "VxD" else w
     return x, w, jax.random.randint(keys[2], (loss.tokens,), 0, vocab)
 
 
 def run_loss(loss: Loss, chosen: Any) -> list[Record]:
-    """Compares all contenders of one loss with jax_scan, then times them together."""
+    """Compares all contenders of one loss with jax_scan, then times them together.
+
+    A failure of a torch library does not fail the run.
+    """
     names = dict.fromkeys([REFERENCE, "matmul", *chosen.peers, *chosen.implementations])
-    records = [Record(loss, name, ours=name not in PEERS, required=True) for name in names]
+    records = [Record(loss, name, ours=name not in PEERS, required=name not in TORCH) for name in names]
     arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
     wanted: dict[str, jax.Array] = {}
 
@@ -261,19 +297,21 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     if rows.empty:
         return
     baseline = rows[rows.speedup == 1].contender.iloc[0]
-    losses = list(rows.groupby(["head", "tokens", "dtype", "reduction", "direction"], sort=False))
+    losses = [own for _, own in rows.groupby(case_columns(rows), sort=False)]
     plt = plot.pyplot()
-    height = 1.4 + sum(0.9 + 0.28 * len(own) for _, own in losses)
+    height = 1.4 + sum(0.9 + 0.28 * len(own) for own in losses)
     figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height))
-    for (speed, memory), ((head, tokens, dtype, reduction, direction), own) in zip(axes, losses):
+    for (speed, memory), own in zip(axes, losses):
         own = own.sort_values("speedup", ascending=False)
         plot.bars(speed, own, own.speedup, f"speed-up over {plot.words(baseline)}, times")
         plot.bars(memory, own, own.memory_mib / 1024, "temporaries, GiB")
         memory.tick_params(axis="y", labelleft=False)
-        what = {"mean": "mean", "none": "a loss per token"}[reduction]
-        passes = {"both": "forward and backward", "forward": "forward"}[direction]
-        width, vocab = HEADS[head]
-        size = f"{tokens:,} tokens, {width:,} to {vocab:,}, {dtype}"
+        loss = own.iloc[0]
+        what = {"mean": "mean", "none": "a loss per token"}[loss.reduction]
+        passes = {"both": "forward and backward", "forward": "forward"}[loss.direction]
+        width, vocab = HEADS[loss["head"]]
+        size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
+        size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
         speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
     ours = rows[rows.contender == "auto"]
     peak = rows.memory_mib[rows.contender == "jax_float32"].max()
@@ -393,6 +431,7 @@ def define_flags() -> None:
     flags.define_list(
         "head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."
     )
+    flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
     flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
     flags.define_list(
         "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."

@@ -46,6 +46,7 @@ STYLES = {
     "torch_compile": ("torch.compile, 16-bit logits", PINK, "-"),
     "liger": ("Liger", GREEN, "-"),
     "cce": ("cut-cross-entropy", YELLOW, "-"),
+    "quack_exp": ("QuACK, scaled exponentials", ORANGE, ":"),
 }
 _LETTERS = 90  # per line of a title
 

@@ -60,8 +60,8 @@ OWN = {
     "accuracy": INPUT + "direction implementations function where axis",
     "beam_search": DECODING + "k",
     "linear": TIMING
-    + "direction implementations head batch reduction dtype peers training_steps tokens width"
-    " vocab seed",
+    + "direction implementations head batch reduction w_shape dtype peers training_steps tokens"
+    " width vocab seed",
     "paper": TIMING + "batch vocab shapes logits seed k algorithms implementations peers",
     "programs": TIMING + "programs sequence vocab tokens heads width dtype implementations seed",
     "sample": INPUT + TIMING + "filters implementations peers",

@@ -91,13 +91,13 @@ def test_a_program_with_wrong_gradients_fails(parse, monkeypatch):
 @pytest.mark.slow
 def test_linear_end_to_end(run_benchmark, tmp_path, capsys):
     args = ["--batch=40", "--vocab=50", "--tokens=32", "--width=16", "--training_steps=5", "--direction=both"]
-    args += ["--reduction=mean,none", "--implementations=auto,mosaic_gpu", "--peers=jax_float32"]
-    code, rows = run_benchmark(linear, *args)
-    names = ["jax_scan", "matmul", "jax_float32", "auto", "mosaic_gpu"]
-    assert code == 0 and [row["contender"] for row in rows] == names * 2
+    args += ["--reduction=mean,none", "--w_shape=DxV,VxD", "--implementations=auto,mosaic_gpu"]
+    code, rows = run_benchmark(linear, *args, "--peers=jax_float32,quack")
+    names = ["jax_scan", "matmul", "jax_float32", "quack", "auto", "mosaic_gpu"]
+    assert code == 0 and [row["contender"] for row in rows] == names * 4
     for row in rows:
-        if row["contender"] == "mosaic_gpu":
-            assert row["status"] == "not run" and "mosaic_gpu" in row["reason"]
+        if row["contender"] in ("quack", "mosaic_gpu"):
+            assert row["status"] == "not run" and ("mosaic_gpu" in row["reason"] or not row["ours"])
         else:
             assert row["status"] == "ok" and row["p50_us"] > 0
             assert row["contender"] == "matmul" or row["error"] <= 1e-6
@@ -110,7 +110,7 @@ def test_linear_end_to_end(run_benchmark, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_linear_loss_with_wrong_gradients_fails(parse, monkeypatch):
-    def wrong(x, w, labels, reduction, implementation):
+    def wrong(x, w, labels, **options):
         loss = jnp.mean(linear._plain(x, w, labels, jnp.float32))
         return jax.lax.stop_gradient(loss) + 0 * x.sum() * w.sum()
 
