@@ -126,12 +126,6 @@ def test_no_baseline_no_picture(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-def test_the_model_says_where_it_is_off(drawn):
-    (text,) = (text for text in texts(drawn("sharded/sharded")) if text.startswith("grey"))
-    assert "nothing was measured beyond 4 devices" in text and "+29% on 4" in text
-    assert "-50% on 1, +0% on 8" in sharded.misses({1: 20.0, 8: 10.0}, lambda n: 10.0)
-
-
 @pytest.mark.parametrize("file", FILES, **FOLDER)
 def test_a_csv_follows_from_its_json(file):
     document = result.read(file)

@@ -15,10 +15,9 @@ from absl.flags import IllegalFlagValueError
 import pallas_softmax
 from benchmarks import sharded
 from benchmarks.support import links, result, traces
-from benchmarks.support.links import Collective, Machine, predicted
+from benchmarks.support.links import Collective
 
 ROOT = Path(__file__).parents[2]
-MACHINE = Machine(bandwidth=3e12, link_bandwidth=3e11, latency=1.5e-5, hop=2e-6, merge_cost=2e-11)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -270,40 +269,3 @@ def test_flag_files_have_the_documented_shapes(parse, monkeypatch):
         for each in sharded.make_layouts(parse(sharded, f"--flagfile={ROOT}/configs/sharded_bf16.flags"))
     }
     assert bf16.dtype == "bfloat16" and (bf16.batch, bf16.vocab, bf16.k) == sharded.PICTURED
-
-
-def predict(mesh, machine=MACHINE, k=64):
-    return predicted(1024, 2**18, k, 4, mesh, machine)
-
-
-def test_one_device_reads_and_sends_nothing():
-    cost = predict((1,))
-    assert (cost.latency, cost.links, cost.merge) == (0, 0, 0)
-    assert cost.seconds == cost.read == 2**30 / 3e12
-
-
-def test_terms_of_two_axes():
-    cost = predict((2, 4))
-    received = 1024 * 130 * 4 * (1 + 3)
-    assert np.isclose(cost.links, received / 3e11)
-    assert np.isclose(cost.latency, 2 * 1.5e-5 + (1 + 3) * 2e-6)
-    assert np.isclose(cost.merge, 1024 * 64 * (2 + 4) * 2e-11)
-    assert np.isclose(cost.seconds, cost.read + cost.latency + cost.links + cost.merge)
-
-
-def test_terms_grow_and_shrink():
-    costs = [predict((2**i,)) for i in range(13)]
-    for name, sign in (("read", -1), ("latency", 1), ("links", 1), ("merge", 1)):
-        assert (np.diff([sign * getattr(cost, name) for cost in costs]) > 0).all()
-    assert predict((8,), k=128).merge == 2 * predict((8,)).merge
-
-
-def test_several_axes_win_on_many_devices():
-    assert predict((4,)).seconds < predict((2, 2)).seconds
-    assert predict((16, 16)).seconds < predict((256,)).seconds
-
-
-def test_model_table():
-    lines = links.model_table(1024, 2**20, 64, 4, MACHINE).splitlines()
-    assert "of linear" in lines[0] and lines[1].split()[0] == "1" and lines[1].endswith("100%")
-    assert lines[-1].startswith("16 x 16 x 16 ")
