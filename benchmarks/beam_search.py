@@ -37,7 +37,6 @@ from benchmarks.support.contenders import Call, jax_call, named
 from benchmarks.support.language_model import (
     Weights,
     add_tokens_per_s,
-    as_text,
     choose_prompts,
     measure_decoding,
     model,
@@ -46,8 +45,6 @@ from benchmarks.support.language_model import (
     trained,
 )
 from benchmarks.support.result import Record, View
-
-_SHOWN = 4  # hypotheses printed
 
 # (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
 Arrays = tuple[jax.Array, ...]
@@ -92,16 +89,12 @@ def select_by_rows(winners: Callable[[jax.Array, int], Arrays]) -> Select:
     return select
 
 
-def _jax_rows(logits: jax.Array, k: int) -> Arrays:
-    log_p, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
-    return log_p, tokens
+def _jax_rows(logits: jax.Array, k: int) -> Any:
+    return lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
 
 
-def _ours(logits: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None) -> Arrays:
-    log_p, tokens = pallas_softmax.fused_topk(
-        logits, k, log=True, dtype=jnp.float32, implementation=implementation
-    )
-    return log_p, tokens
+def _ours(logits: jax.Array, k: int, **options: Any) -> Any:
+    return pallas_softmax.fused_topk(logits, k, log=True, dtype=jnp.float32, **options)
 
 
 def selection(contender: str) -> Select:
@@ -218,11 +211,9 @@ def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str
     search, name = record.case, record.contender
     program = functools.partial(decode, selection(name), search)
     call = jax_call(program, weights, starts, ran="" if record.ours else "jax")
-    driver.described(record, call)
-    if record.ours:
-        logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
-        said = driver.explained(record, _ours, logits, search.beams, None if name == "auto" else name)
-        driver.require_ran(record, said)
+    logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
+    ours = functools.partial(_ours, implementation=named(name))
+    driver.describe(record, call, ours, logits, search.beams)
     found = call.run()
     hypotheses = np.asarray(found["hypotheses"])
     if name == "jax":
@@ -240,7 +231,7 @@ def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str
 
 
 def run_search(search: Search, chosen: Any) -> list[Record]:
-    """Checks all contenders in one search, then times them together. Prints some of jax's hypotheses."""
+    """Checks all contenders in one search, then times them together."""
     weights, training_loss = trained(search.vocab, chosen)
     records = [
         Record(search, name, ours=name in chosen.implementations, required=True)
@@ -252,9 +243,6 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
     starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
     jaxs: dict[str, np.ndarray] = {}
     measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen, search.sequence)
-    if jaxs:
-        print(f"\n{search} (training loss {training_loss:.2f}), best hypotheses by jax:")
-        print(examples(search, jaxs["hypotheses"][:, :, 0].T))
     return records
 
 
@@ -268,13 +256,6 @@ BENCHMARK = driver.Benchmark(
         derive=add_tokens_per_s,
     ),
 )
-
-
-def examples(search: Search, hypotheses: np.ndarray) -> str:
-    """Returns the first few prompts as text, each with its best hypothesis."""
-    starts = choose_prompts(token_ids(search.vocab), search.batch)
-    pairs = zip(starts[:_SHOWN], hypotheses[:_SHOWN], strict=True)
-    return "\n".join(f"  {as_text(start)} ... {as_text(ids)}" for start, ids in pairs)
 
 
 def define_flags() -> None:

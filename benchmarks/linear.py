@@ -29,7 +29,6 @@ ours. The two loss curves are compared. The embedding of the model is also its h
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +43,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot, timing
-from benchmarks.support.contenders import Call, fetch_jax, jax_call, named
+from benchmarks.support.contenders import Call, jax_call, named, torch_and_wait
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.language_model import adam, token_ids
 from benchmarks.support.result import Record, View, case_columns
@@ -187,10 +186,7 @@ def _quack(scaled_exp: bool, reduction: str) -> Callable:
 
 def _torch_call(record: Record, arrays: tuple) -> Call:
     """Returns the call of a torch contender on the JAX arrays' memory, and records torch's peak memory."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if timing.on_gpu() and not torch.cuda.is_available():
-        raise NotImplementedError("this torch has no CUDA device")
+    torch, wait = torch_and_wait()
     x, w, labels = map(torch.from_dlpack, arrays)
     transposed = record.case.w_shape == "VxD"
     labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
@@ -209,10 +205,6 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
         dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / y.numel()))
         return {"y": y.detach(), "dx": dx, "dw": dw if transposed else dw.T}
 
-    def wait(_: Any) -> None:
-        if timing.on_gpu():
-            torch.cuda.synchronize()
-
     run = forward if record.case.direction == "forward" else both
     if timing.on_gpu():
         run()  # compiles, and allocates what stays, such as cuBLAS's workspace
@@ -222,7 +214,7 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
         torch.cuda.synchronize()
         kept = sum(a.numel() * a.element_size() for a in result.values())
         record.add(memory_mib=(torch.cuda.max_memory_allocated() - before - kept) / 2**20)
-    return Call(run=run, wait=wait, fetch=fetch_jax, ran="torch")
+    return Call(run, "torch", wait)
 
 
 def make_losses(chosen: Any) -> list[Loss]:
@@ -263,8 +255,8 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
 
     def prepare(record: Record) -> Call:
         name, allowed = record.contender, TOLERANCE[loss.dtype]
-        call = driver.described(record, (_torch_call if name in TORCH else _jax_call)(record, arrays()))
-        driver.require_among(record)
+        call = (_torch_call if name in TORCH else _jax_call)(record, arrays())
+        driver.describe(record, call)
         got = call.run()
         call.wait(got)
         if name == "matmul":
@@ -406,10 +398,8 @@ def run_training(training: Training, chosen: Any) -> list[Record]:
 
 
 def make_trainings(chosen: Any) -> list[Training]:
-    found = itertools.product(chosen.vocab if chosen.training_steps else (), chosen.dtype)
-    return [
-        Training(vocab, chosen.width, dtype, chosen.tokens, chosen.training_steps) for vocab, dtype in found
-    ]
+    sizes = chosen.tokens, chosen.training_steps
+    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in chosen.dtype]
 
 
 TRAINING = Benchmark(

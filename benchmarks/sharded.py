@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_softmax
 from benchmarks.support import answers, cases, driver, flags, links, plot, timing, traces
 from benchmarks.support.cases import Case
-from benchmarks.support.contenders import Call, fetch_jax
+from benchmarks.support.contenders import Call, fetch
 from benchmarks.support.result import Record, View
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
@@ -155,7 +155,7 @@ def _not_repeated(single: Any, program: Any, calls: int, x: jax.Array) -> str:
 def _answer(case: Case, devices: int) -> tuple[np.ndarray, answers.Answer]:
     """Returns rows to check and their answer. With up to `devices` devices, each of these holds some of the rows."""
     rows = np.union1d(case.checked_rows, np.arange(devices) * case.batch // devices)
-    return rows, answers.Answer(fetch_jax(cases.logits(case), rows, 0), None, case.function, case.k)
+    return rows, answers.Answer(fetch(cases.logits(case), rows, 0), None, case.function, case.k)
 
 
 def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
@@ -201,7 +201,7 @@ def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array,
             record.reason = record.reason or why
         else:
             record.add(device_us=1e6 * traces.call_seconds(lambda: program(x), CALLS))
-    return Call(lambda: single(x), jax.block_until_ready, fetch_jax, ran="jax")
+    return Call(lambda: single(x), record.ran)
 
 
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:

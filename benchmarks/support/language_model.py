@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -50,13 +49,6 @@ def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
     starts = ends[:-1][np.diff(ends) > PROMPT] + 1
     chosen = starts[np.arange(batch) * len(starts) // batch]
     return ids[chosen[:, None] + np.arange(PROMPT)]
-
-
-def as_text(ids: np.ndarray) -> str:
-    """Returns ids as one line of text: / marks the end of a line, // the end of a speech."""
-    _, words = text_tokens()
-    line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
-    return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
 
 
 def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> jax.Array:
@@ -101,15 +93,14 @@ def adam(loss: Callable[..., jax.Array], rate: Callable[[Any], Any]) -> Callable
     return step
 
 
-def train(vocab: int, chosen: Any) -> tuple[Weights, float]:
-    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
-    width, steps = chosen.width, chosen.training_steps
+@functools.cache  # the same model is trained once
+def _trained(vocab: int, width: int, steps: int, tokens: int, seed: int) -> tuple[Weights, float]:
     ids = jnp.asarray(token_ids(vocab))
-    keys = jax.random.split(jax.random.key(chosen.seed), 4)
+    keys = jax.random.split(jax.random.key(seed), 4)
     shapes = {"embed": (vocab, width), "input": (width, 3 * width), "hidden": (width, 3 * width)}
     weights = {name: width**-0.5 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys)}
     weights["bias"] = jnp.zeros(3 * width)
-    count = max(1, chosen.tokens // _TRAINED)
+    count = max(1, tokens // _TRAINED)
     starts = jax.random.randint(keys[3], (steps, count), 0, len(ids) - _TRAINED)
 
     def loss(weights: Weights, start: jax.Array) -> jax.Array:
@@ -131,13 +122,9 @@ def train(vocab: int, chosen: Any) -> tuple[Weights, float]:
     return weights, float(jnp.mean(losses[-20:]))
 
 
-_trained = functools.cache(lambda vocab, *sizes: train(vocab, SimpleNamespace(**dict(sizes))))
-
-
-def trained(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
-    """Returns what `train` returns. The same model is trained once."""
-    sizes = ("width", "training_steps", "tokens", "seed")
-    return _trained(vocab, *((name, getattr(chosen, name)) for name in sizes))
+def trained(vocab: int, chosen: Any) -> tuple[Weights, float]:
+    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
+    return _trained(vocab, chosen.width, chosen.training_steps, chosen.tokens, chosen.seed)
 
 
 def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:

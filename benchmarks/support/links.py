@@ -4,9 +4,9 @@ import dataclasses
 import math
 import re
 
-_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # An asynchronous collective counts at its start. No quote or percent sign precedes an operation's name.
-_INSTRUCTION = re.compile(rf'^\s*(?:ROOT )?%?[\w.-]+ = ([^"%]*?) ({_KINDS})(-start)?\((.*)$', re.MULTILINE)
+_INSTRUCTION = re.compile(rf'^\s*(?:ROOT )?%?[\w.-]+ = ([^"%]*?) ({KINDS})(-start)?\((.*)$', re.MULTILINE)
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
 
 
