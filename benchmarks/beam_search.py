@@ -32,18 +32,9 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags
+from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.language_model import (
-    Weights,
-    add_tokens_per_s,
-    choose_prompts,
-    measure_decoding,
-    model,
-    prefill,
-    token_ids,
-    trained,
-)
+from benchmarks.support.language_model import Weights
 from benchmarks.support.result import Record, View
 
 # (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
@@ -108,7 +99,7 @@ def selection(contender: str) -> Select:
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
-    batch, hidden = len(prompts), prefill(weights, prompts)
+    batch, hidden = len(prompts), language_model.prefill(weights, prompts)
     scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     return (
         jnp.broadcast_to(hidden[:, None], (batch, beams, hidden.shape[-1])),
@@ -122,7 +113,7 @@ def decode(select: Select, search: Search, weights: Weights, prompts: jax.Array)
 
     def step(carry: Any, _: None) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
-        hidden, logits = model(weights, hidden, token)
+        hidden, logits = language_model.model(weights, hidden, token)
         scores, parents, token = select(scores, logits)
         return (_of(hidden, parents), token, scores), (token, parents, scores)
 
@@ -151,7 +142,7 @@ def replay(
 
     def step(carry: Any, chosen: Arrays) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
-        hidden, logits = model(weights, hidden, token)
+        hidden, logits = language_model.model(weights, hidden, token)
         scores = all_scores(scores, logits).reshape(search.batch, -1)
         token, parents = chosen
         best, _ = lax.top_k(scores, search.beams)
@@ -232,7 +223,7 @@ def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str
 
 def run_search(search: Search, chosen: Any) -> list[Record]:
     """Checks all contenders in one search, then times them together."""
-    weights, training_loss = trained(search.vocab, chosen)
+    weights, training_loss = language_model.trained(search.vocab, chosen)
     records = [
         Record(search, name, ours=name in chosen.implementations, required=True)
         for name in ["jax", "jax_rows", *chosen.implementations]
@@ -240,9 +231,9 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
     for record in records:
         record.add(training_loss=training_loss)
     weights = weights | {"embed": weights["embed"].astype(search.dtype)}
-    starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
+    starts = jnp.asarray(language_model.choose_prompts(search.vocab, search.batch))
     jaxs: dict[str, np.ndarray] = {}
-    measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen, search.sequence)
+    language_model.measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen)
     return records
 
 
@@ -253,7 +244,7 @@ BENCHMARK = driver.Benchmark(
     View(
         ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
         baselines=("jax",),
-        derive=add_tokens_per_s,
+        derive=language_model.add_tokens_per_s,
     ),
 )
 

@@ -9,10 +9,7 @@ from benchmarks import beam_search
 from benchmarks.beam_search import Search
 from benchmarks.support import language_model
 
-slow = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 SMALL = "--batch=3 --k=3 --vocab=90 --sequence=6 --tokens=64 --width=16 --training_steps=4".split()
 
 
@@ -30,7 +27,7 @@ def search_of(**changed) -> Search:
 
 
 def decoded(search: Search, contender: str, weights: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    starts = language_model.choose_prompts(language_model.token_ids(search.vocab), search.batch)
+    starts = language_model.choose_prompts(search.vocab, search.batch)
     select = beam_search.selection(contender)
     found = jax.jit(lambda *args: beam_search.decode(select, search, *args))(weights, jnp.asarray(starts))
     return {name: np.asarray(value) for name, value in found.items()}
@@ -40,7 +37,7 @@ def test_near_ties_may_swap_but_no_others():
     search = search_of()
     weights = weights_of(90)
     found = decoded(search, "auto", weights)
-    starts = jnp.asarray(language_model.choose_prompts(language_model.token_ids(90), 3))
+    starts = jnp.asarray(language_model.choose_prompts(90, 3))
     scores, best = map(
         np.asarray, beam_search.replay(search, weights, starts, found["tokens"], found["parents"])
     )
@@ -63,7 +60,7 @@ def test_hypotheses_are_the_best_of_all(contender):
     search = search_of(beams=7, vocab=7, sequence=2, batch=2)
     weights = weights_of(7)
     found = decoded(search, contender, weights)
-    ids = language_model.choose_prompts(language_model.token_ids(7), 2)
+    ids = language_model.choose_prompts(7, 2)
     after = [log_p(weights, jnp.c_[ids, np.full(2, i)]) for i in range(7)]
     every = (log_p(weights, ids)[:, :, None] + np.stack(after, 1)).reshape(2, 49)
     ranked = np.argsort(-every, -1)[:, :7]
@@ -77,14 +74,14 @@ def log_p(weights: dict[str, jax.Array], texts: jax.Array) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits))
 
 
-@slow
+@pytest.mark.slow
 def test_training_learns_the_tokens_of_the_text(parse):
     vocab, words = 5000, language_model.text_tokens()[1]
     chosen = parse(beam_search, "--width=32", "--tokens=256", "--training_steps=60")
     weights, loss = language_model.trained(vocab, chosen)
     assert loss < 7 < np.log(vocab)
     hidden = jnp.zeros((3, 32))
-    for token in language_model.choose_prompts(language_model.token_ids(vocab), 3).T:
+    for token in language_model.choose_prompts(vocab, 3).T:
         hidden, logits = language_model.model(weights, hidden, jnp.asarray(token))
     padding = np.arange(vocab) >= len(words)
     assert np.mean(padding) > 0.3
@@ -97,7 +94,7 @@ def test_the_whole_text_is_read():
     ids = language_model.token_ids(len(words))
     assert language_model.UNKNOWN not in ids and [words[i] for i in ids] == text
     assert (language_model.token_ids(50) < 50).all()
-    starts = language_model.choose_prompts(ids, 5)
+    starts = language_model.choose_prompts(len(words), 5)
     assert starts.shape == (5, language_model.PROMPT)
     assert [words[i] for i in starts[0]] == ["GREGORY", ":", "\n", "No", ",", "for", "then", "we"]
 

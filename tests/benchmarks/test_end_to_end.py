@@ -22,7 +22,7 @@ from jax import lax
 import pallas_softmax
 from benchmarks import __main__ as both
 from benchmarks import accuracy, beam_search, linear, programs, sample, serve, sharded, softmax, topk
-from benchmarks.support import answers, cases, checked, driver, result, timing
+from benchmarks.support import cases, checked, driver, result, timing
 from benchmarks.support.contenders import Contender, jax_call, prepare_jax
 from benchmarks.support.result import Record
 from tests.support.benchmark_cases import case_of
@@ -213,7 +213,7 @@ def test_unavailable_contenders_are_rows_with_a_reason(one, monkeypatch):
             assert rows[name]["status"] == "not run" and name in rows[name]["reason"]
 
 
-def test_quack_is_not_run_without_a_gpu(one):
+def test_quack_is_not_run_without_a_gpu():
     x = types.SimpleNamespace(is_cuda=False, shape=(6, 32))
     for run in (lambda: softmax._quack(x, function="softmax", axis=-1), lambda: topk._quack(x, 4)):
         with pytest.raises(NotImplementedError, match="GPUs only"):
@@ -292,18 +292,13 @@ def test_a_gradient_without_a_kernel_is_not_timed_under_its_name():
 
 
 def test_a_users_file_decides_the_result(run_benchmark, parse, tmp_path):
-    logits = np.zeros((2, 3, 10), np.float64)
-    logits[:, 1] = -1e3
-    logits[:, 1, 7] = 50
+    logits = np.arange(60.0).reshape(2, 3, 10)
     path = tmp_path / "logits.npy"
     np.save(path, logits)
     args = ("--batch=4,100", f"--logits={path}", "--k=2")
     found = topk.BENCHMARK.cases(parse(topk, *args))
     assert [(case.batch, case.vocab) for case in found] == [(4, 10), (6, 10)]
-    x = cases.logits(found[0])
-    np.testing.assert_array_equal(x, logits.reshape(6, 10)[:4])
-    answer = answers.Answer(np.asarray(x), np.ones((4, 2)), k=2)
-    np.testing.assert_array_equal(answer.indices, [[0, 1], [7, 0], [0, 1], [0, 1]])
+    np.testing.assert_array_equal(cases.logits(found[0]), logits.reshape(6, 10)[:4])
     code, (_, row) = run_benchmark(topk, *args)
     assert code == 0 and row["batch"] == 6
 
@@ -313,6 +308,8 @@ def test_unusable_files_are_refused(run_benchmark, tmp_path, array):
     np.save(tmp_path / "logits.npy", array)
     with pytest.raises(SystemExit, match="--logits=.*logits.npy"):
         run_benchmark(softmax, f"--logits={tmp_path / 'logits.npy'}")
+    with pytest.raises(SystemExit, match="--logits=missing.npy: .*No such file"):
+        run_benchmark(softmax, "--logits=missing.npy")
 
 
 def test_topk_ignores_function_where_and_axis(run_benchmark):
