@@ -173,6 +173,8 @@ def _quack(scaled_exp: bool, reduction: str) -> Callable:
     chunk = {"chunk_size": 4096, "reduction": reduction}
 
     def losses(x: Any, w: Any, labels: Any) -> Any:
+        if not x.is_cuda:
+            raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
         if reduction == "none" or len(x) % 8 or len(w) % 8:
             raise NotImplementedError("QuACK takes means, of a multiple of 8 tokens, with V a multiple of 8")
         if scaled_exp and not quack.scaled_exp_lce_supported(x, w, **chunk):
