@@ -80,6 +80,7 @@ class Loss:
     reduction: str  # mean or none
     direction: str  # forward or both
     w_shape: str = "DxV"
+    workspace_mib: int = 512
 
 
 def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
@@ -117,6 +118,7 @@ def _losses(contender: str, loss: Loss) -> Callable:
         pallas_softmax.linear_cross_entropy,
         reduction="mean" if loss.reduction == "mean" else None,
         transpose_w=transposed,
+        workspace_bytes=loss.workspace_mib * 2**20,
         implementation=named(contender),
     )
 
@@ -225,11 +227,12 @@ def make_losses(chosen: Any) -> list[Loss]:
     A forward has one reduction only, because a mean and one loss per token cost the same.
     """
     return [
-        Loss(tokens, head, dtype, reduction, direction, w_shape)
+        Loss(tokens, head, dtype, reduction, direction, w_shape, workspace)
         for head in chosen.head
         for tokens in chosen.batch
         for dtype in chosen.dtype
         for w_shape in chosen.w_shape
+        for workspace in chosen.workspace_mib
         for reduction in chosen.reduction
         for direction in chosen.direction
         if direction == "both" or reduction == chosen.reduction[0]
@@ -306,6 +309,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         width, vocab = HEADS[loss["head"]]
         size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
         size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
+        size += f", {loss.workspace_mib:,} MiB" * (loss.get("workspace_mib", 512) != 512)
         speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
     ours = rows[rows.contender == "auto"]
     peak = rows.memory_mib[rows.contender == "jax_float32"].max()
@@ -424,6 +428,7 @@ def define_flags() -> None:
         "head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."
     )
     flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
+    flags.define_list("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB.")
     flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
     flags.define_list(
         "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."
