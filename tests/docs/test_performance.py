@@ -119,6 +119,10 @@ _CONTENDERS = {
     "jax_float32": "plain JAX, float32 logits",
     "jax_scan": "plain JAX, checkpointed scan, float32 logits",
     "torch_compile": "torch.compile, bfloat16 logits",
+    "quack": "QuACK 0.6.5, chunks of 4,096 tokens",
+    "quack_exp": "the same with scaled exponentials",
+    "liger": "Liger 0.8.5",
+    "cce": "cut-cross-entropy 25.1.1",
     "matmul": "the projection alone (a third of the products)",
     "block": "transformer block, mask of -inf in the scores",
     "block_where": "transformer block, mask as `where=`",
@@ -245,6 +249,24 @@ TABLES = {
                 ("a loss per token, ms", "p50_ms", {"reduction": "none"}),
                 ("speed-up", "speedup", {"reduction": "none"}),
                 ("memory, GiB", "memory_gib", {"reduction": "mean"}),
+            ),
+        ),
+        Table(
+            "linear_peers/linear",
+            ("contender",),
+            (
+                ("w as (V, D), ms", "p50_ms", {"w_shape": "VxD"}),
+                ("w as (D, V), ms", "p50_ms", {"w_shape": "DxV"}),
+                ("memory, GiB", "memory_gib", {"w_shape": "VxD"}),
+            ),
+        ),
+        Table(
+            "linear_workspace/linear",
+            ("workspace_mib",),
+            (
+                ("time, ms", "p50_ms", {}),
+                ("memory, GiB", "memory_gib", {}),
+                ("the projection alone, ms", "p50_ms", {"contender": "matmul"}),
             ),
         ),
         Table(
@@ -495,6 +517,7 @@ ONE_ROW = {"dtype": "float32", "batch": 1, "function": "none"}
 MANY = chosen(SAMPLE, contender="auto", batch=(64, 256, 1024)).speedup
 TIES = chosen("topk_short/topk", contender="auto", logits="ties").slowdown
 WORST = span(rows_of("topk_worst/topk").slowdown.dropna())
+PEERS = "linear_peers/linear"
 GAP = value("linear_training/linear_training", "largest_gap", contender="ours")
 ERROR = value(LINEAR, "error", contender="auto", reduction="mean")
 SENTENCES = {
@@ -541,6 +564,8 @@ SENTENCES = {
         f"{100 * ERROR:.2f}% off the gradients of the scan",
         f"differ by at most {GAP:.4f}",
         f"{ours('linear_long/linear', 'products')} times the projection alone at 65,536 tokens",
+        f"QuACK's gradients are {100 * value(PEERS, 'error', contender='quack', w_shape='VxD'):.2f}% off, ours"
+        f" {100 * value(PEERS, 'error', contender='auto', w_shape='VxD'):.2f}%",
     ),
     "programs": (
         f"ours is {speedups('attention/programs', remat=False)} times as fast as plain JAX",
