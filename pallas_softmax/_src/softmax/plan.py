@@ -323,7 +323,7 @@ def plan_softmax(
         vocab=vocab,
         itemsize=jnp.dtype(dtype).itemsize,
         arrays=2 if op.endswith("_grad") else 1,
-        only_read=op == "logsumexp",
+        only_read=op in ("logsumexp", "token_stats"),
         masked=masked,
         hopper=major == 9,
         smem=SMEM_BYTES[major] - RESERVED_SMEM_BYTES,
