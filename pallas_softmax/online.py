@@ -280,9 +280,14 @@ def add_logits(normalizer: Sums, blocks: Iterable[jax.Array], scale: ArrayLike |
     s = shift(m)
     kept = _sums_from(normalizer, s, scale)
     if isinstance(normalizer, Moments):
-        below = [distance(x, s, scale) for x in blocks]
-        e = [jnp.exp(x) for x in below]
-        return Moments(m, kept[0] + tree_sum(e), kept[1] + tree_sum(map(operator.mul, below, e)))
+
+        def sums_of(x):
+            below = distance(x, s, scale)
+            e = jnp.exp(below)
+            return e, below * e
+
+        d, t = tree(lambda a, b: (a[0] + b[0], a[1] + b[1]), blocks, sums_of)
+        return Moments(m, kept[0] + d, kept[1] + t)
     return Normalizer(m, kept[0] + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
@@ -339,12 +344,12 @@ def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
     return tree(operator.add, list(terms))
 
 
-def tree(merge: Callable, terms: Sequence[Any]) -> Any:
-    """Merges the terms in pairs, and the pairs in pairs."""
+def tree(merge: Callable, terms: Sequence[Any], of: Callable = lambda term: term) -> Any:
+    """Merges of(term) of all terms in pairs, and the pairs in pairs. Few results of `of` exist at a time."""
     if len(terms) == 1:
-        return terms[0]
+        return of(terms[0])
     half = len(terms) // 2
-    return merge(tree(merge, terms[:half]), tree(merge, terms[half:]))
+    return merge(tree(merge, terms[:half], of), tree(merge, terms[half:], of))
 
 
 def _exp(x, scale):

@@ -30,6 +30,8 @@ class Reduction(NamedTuple):
       combine: (state, state) -> the merged state; this is the reduction's operator.
       empty: the state of an empty set.
       neutral: an element that leaves every state unchanged.
+      one_per_thread: whether a thread keeps one state for its elements, instead of one for each element of a vector. A
+        large state then takes fewer registers and instructions.
     """
 
     of_terms: Callable[[Any], Any]
@@ -38,6 +40,7 @@ class Reduction(NamedTuple):
     combine: Callable[[Any, Any], Any]
     empty: Any
     neutral: float
+    one_per_thread: bool = False
 
 
 ONLINE = Reduction(
@@ -104,8 +107,9 @@ def located(scale=None) -> Reduction:
         add=add,
         combine_lanes=combine_lanes,
         combine=combine,
-        empty=Located(online.identity(), 0.0),
+        empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0),  # pyright: ignore[reportArgumentType]
         neutral=-jnp.inf,
+        one_per_thread=True,
     )
 
 

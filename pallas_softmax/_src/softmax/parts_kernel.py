@@ -362,7 +362,8 @@ class _Part:
     def _reduce_body(self):
         """Returns the reduction of the body. Each step is added when it arrives."""
         reduction = self.formula.reduction
-        lanes = jax.tree.map(self.body.filled, reduction.empty)
+        vec = 1 if reduction.one_per_thread else self.job.parts.vec
+        lanes = jax.tree.map(lambda x: blocks.filled(x, vec, interpret=self.job.interpret), reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
         total = reduction.combine_lanes(lanes)
@@ -385,6 +386,9 @@ class _Part:
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
+        if formula.reduction.one_per_thread:
+            vec, interpret = self.job.parts.vec, self.job.interpret
+            terms = [x for term in terms for x in blocks.split(term, vec, interpret=interpret)]
         lanes = formula.reduction.add(lanes, terms, i)
         if self.body.again:
 

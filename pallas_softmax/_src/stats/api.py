@@ -51,7 +51,7 @@ def token_stats(
 ) -> TokenStats:
     """Returns the label's log-probability, the entropy, logsumexp and argmax of each row, from one read of the logits.
 
-    The entropy needs one more sum than the normalizer of Milakov and Gimelshein, arXiv 1805.02867; see `online.Moments`.
+    The entropy takes one more sum than the normalizer of Milakov and Gimelshein (arXiv 1805.02867): `online.Moments`.
 
     Args:
       logits: real array of any shape with at least one dimension.
@@ -74,8 +74,9 @@ def token_stats(
     Raises:
       TypeError: `logits` or `temperature` is not a real array, `labels` are not integers, `where` is not an array,
         `axis` is not an int, or `axis_name` is not a name.
-      ValueError: `axis` is out of range; `labels`, `where` or `temperature` does not fit; `temperature` is not positive;
-        `labels` or `temperature` differs along `axis_name`, or it is not bound; or `implementation` is unknown.
+      ValueError: `axis` is out of range; `labels`, `where` or `temperature` does not fit; `temperature` is not
+        positive; `labels` or `temperature` differs along `axis_name`, or it is not bound; or `implementation` is
+        unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "token_stats"
