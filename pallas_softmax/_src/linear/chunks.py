@@ -144,7 +144,7 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
     def all_rows(of: Callable, rows: int, empty):
         return _over_chunks(x.shape[0], rows, functools.partial(step, of), empty)
 
-    empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
+    empty = vary_together(_no_statistics(x, tokens, head), x, w, tokens)[0]
     if tokens.several and pieces.label_logits is not None:
         gathered = tokens.labels.shape[1] * x.shape[1]  # elements of w for each row
         few = chunk_rows(x.shape[0], gathered, x.dtype.itemsize, projection.workspace_bytes)
@@ -153,7 +153,7 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
         found = found._replace(label_logit=label_logit)
     else:
         found = all_rows(pieces.statistics, rows, empty)
-    return found.merged(projection.mesh_axes)
+    return found.merged(projection.mesh_axes, projection.vocab)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
@@ -164,7 +164,8 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     Args:
       pieces, x, w, bias, tokens: as for `_projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
-        (n, K) for several labels: the gradients of the sum over all losses of a row.
+        (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
+        `losses.coefficients`.
       statistics: the result of `_projection`. Only gradients of 16-bit x use it.
       **static: as for `_projection`; and `with_dw`.
     """
@@ -270,7 +271,7 @@ def _gradients(projection: _Projection, x, tokens: Tokens, weights, known: Stati
     weights = weights / scale
     step = functools.partial(_add_chunk, projection, _GradientRows(x, tokens, weights, known), product, scale)
 
-    statistics = known if known is not None else _no_statistics(x, tokens)
+    statistics = known if known is not None else _no_statistics(x, tokens, projection.head)
     per_row = statistics, jnp.zeros_like(x)
     statistics, dx = vary_together(per_row, x, w, tokens, weights, but=projection.mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
@@ -327,7 +328,7 @@ def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", 
     arrays = (x, w, projection.bias, tokens)
 
     def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
-        found = vary_together(found, rows.x, w)[0].merged(projection.mesh_axes)
+        found = vary_together(found, rows.x, w)[0].merged(projection.mesh_axes, projection.vocab)
         return found, formulas.coefficients(found, weights, tokens, projection.whole_vocab)
 
     if rows.known is None:
@@ -360,7 +361,7 @@ def _put_at_labels(dz: jax.Array, at_labels: jax.Array, labels: jax.Array, vocab
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
     """Returns about how large the elements of each row's dz may be."""
-    weights = jnp.sum(jnp.abs(weights), 1) if tokens.several else weights
+    weights = jnp.sum(jnp.abs(weights), 1) if weights.ndim == 2 else weights
     sizes = weights if tokens.temperature is None else weights / tokens.temperature
     if tokens.z_loss is not None and known is not None:
         sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
@@ -386,10 +387,12 @@ def _scale(sizes, dtype, *, exact: bool):
     return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0) if exact else scale
 
 
-def _no_statistics(x, tokens: Tokens) -> Statistics:
+def _no_statistics(x, tokens: Tokens, head: Head) -> Statistics:
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
     at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
-    return Statistics(Normalizer(zeros, zeros), at_label, None if tokens.label_smoothing is None else zeros)
+    total = None if tokens.label_smoothing is None else zeros
+    of_entropy = (zeros, zeros.astype(jnp.int32)) if head.entropy else ()
+    return Statistics(Normalizer(zeros, zeros), at_label, total, *of_entropy)
 
 
 class _Chunk(NamedTuple):

@@ -45,11 +45,15 @@ class RowSums(NamedTuple):
       normalizer: (m, d). m is the maximum. d is the sum of exp(z - m), or of exp(z - reference) if there is one.
       label_logit: z at the label, 0 if the label is not in the tile.
       total: the sum of z; None without label smoothing.
+      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
+      argmax: int32, the first column of the tile where z is m; None without `Head.entropy`.
     """
 
     normalizer: Normalizer
     label_logit: Any
     total: Any
+    t: Any = None
+    argmax: Any = None
 
 
 def row_sums(
@@ -81,6 +85,8 @@ def row_sums(
     tiles = -(-columns // TILE_N)
     number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
+    if head.entropy:
+        sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
@@ -105,7 +111,14 @@ def row_sums(
         m = jnp.max(z, axis=1)
         sums_gmem.normalizer.m[own] = m
         r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place, interpret)
-        e = jnp.exp(z - _broadcast_rows(r, z))
+        if sums_gmem.t is None:
+            e = jnp.exp(z - _broadcast_rows(r, z))
+        else:
+            first = jnp.min(online.if_largest(column, z, _broadcast_rows(m, z)), axis=1)
+            sums_gmem.argmax[own] = first
+            below = online.distance(z, _broadcast_rows(r, z))
+            e = jnp.exp(below)
+            sums_gmem.t[own] = jnp.sum(below * e, axis=1)
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if stored_gmem is not None:
             store(place, e * _slope(z, place, scale_gmem, head, interpret), stored_gmem)
@@ -156,10 +169,14 @@ def logit_gradients(
 
     def epilogue(acc, place: Place, bias_gmem, labels_gmem, scale_gmem, coefficients_gmem, out_gmem):
         z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w), interpret)
-        m, of_exp, of_label, constant = jax.tree.map(
+        m, of_exp, of_label, constant, slope = jax.tree.map(
             lambda gmem: _broadcast_rows(_load_per_row(gmem, place, interpret), z), coefficients_gmem
         )
-        dz = of_exp * jnp.exp(z - m)
+        if slope is None:
+            dz = of_exp * jnp.exp(z - m)
+        else:
+            below = online.distance(z, m)
+            dz = (of_exp + slope * below) * jnp.exp(below)
         if constant is not None:
             dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
         dz = lax.cond(
