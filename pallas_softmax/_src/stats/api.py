@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
@@ -81,7 +82,7 @@ def token_stats(
     """
     name = "token_stats"
     temperature = arguments.known_temperature(name, temperature, logits)
-    if arguments.is_known(temperature) and jnp.ndim(temperature) == 0 and temperature == 1:
+    if arguments.is_known(temperature) and np.ndim(temperature) == 0 and np.asarray(temperature) == 1:
         temperature = None
     if labels is not None:
         arguments.check_array(name, "labels", labels)
