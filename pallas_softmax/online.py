@@ -115,11 +115,11 @@ def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
     Raises:
       TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ.
     """
-    for name, given in ("a", a), ("b", b):
-        if not isinstance(given, Normalizer | Moments) or type(given) is not type(a):
-            raise TypeError(
-                f"online.combine: a and b must both be a Normalizer, or both Moments; {name} is {given!r}"
-            )
+    if not isinstance(a, Normalizer | Moments):
+        raise TypeError(f"online.combine: a must be a Normalizer or Moments, got {a!r}")
+    if type(b) is not type(a):
+        wanted = "Moments" if isinstance(a, Moments) else "a Normalizer"
+        raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))

@@ -35,7 +35,7 @@ class Reduction(NamedTuple):
     """
 
     of_terms: Callable[[Any], Any]
-    add: Callable[[Any, list], Any]
+    add: Callable[[Any, list, Any], Any]
     combine_lanes: Callable[..., Any]
     combine: Callable[[Any, Any], Any]
     empty: Any

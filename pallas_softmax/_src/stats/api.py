@@ -81,12 +81,12 @@ def token_stats(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "token_stats"
-    temperature = arguments.known_temperature(name, temperature, logits)
-    if arguments.is_known(temperature) and np.ndim(temperature) == 0 and np.asarray(temperature) == 1:
-        temperature = None
+    t = arguments.known_temperature(name, temperature, logits)
+    if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
+        t = None
     if labels is not None:
         arguments.check_array(name, "labels", labels)
-    return at_once(_stats_of, (logits, labels, where, temperature), (axis, axis_name, implementation))
+    return at_once(_stats_of, (logits, labels, where, t), (axis, axis_name, implementation))
 
 
 def _stats_of(logits, labels, where, temperature, axis, axis_name, implementation) -> TokenStats:
