@@ -7,9 +7,16 @@ from pallas_softmax import online
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, ImplementationName, explain
 from pallas_softmax._src.dispatch.operation import Choice
-from pallas_softmax._src.linear.api import Reduction, linear_cross_entropy, linear_log_probs, linear_logsumexp
+from pallas_softmax._src.linear.api import (
+    Reduction,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_logsumexp,
+    linear_token_stats,
+)
 from pallas_softmax._src.sample.api import Sample, sample
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
+from pallas_softmax._src.stats.api import TokenStats, token_stats
 from pallas_softmax._src.topk.api import TopK, fused_topk
 
 __version__ = "0.1.0"
@@ -22,15 +29,18 @@ __all__ = [
     "ImplementationName",
     "Reduction",
     "Sample",
+    "TokenStats",
     "TopK",
     "explain",
     "fused_topk",
     "linear_cross_entropy",
     "linear_log_probs",
     "linear_logsumexp",
+    "linear_token_stats",
     "log_softmax",
     "logsumexp",
     "online",
     "sample",
     "softmax",
+    "token_stats",
 ]

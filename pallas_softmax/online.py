@@ -1,4 +1,4 @@
-"""The online normalizer: the pair (m, d), its operator ⊕, and the merging of top-k candidates.
+"""The online normalizer: the pair (m, d), its extension for the entropy, their operator ⊕, and merged top-k candidates.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
 
@@ -10,7 +10,7 @@ lists of winners, is for users. Two other languages restate ⊕: inline PTX (in 
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ LOG2_E = float(1 / np.log(2))  # the logarithm of e to base 2
 
 # Number of elements of a chunk of a long row. XLA sums a chunk by a tree, which is accurate; ⊕ merges the chunks.
 _CHUNK = 2**16
+
+# exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
+_FAR = -1e4
 
 
 class Normalizer(NamedTuple):
@@ -39,6 +42,26 @@ class Normalizer(NamedTuple):
 export.register_namedtuple_serialization(Normalizer, serialized_name="pallas_softmax.online.Normalizer")
 
 
+class Moments(NamedTuple):
+    """A normalizer extended for the entropy, which is log(d) - t / d: neither term cancels in a peaked row.
+
+    Attributes:
+      m: maximum of the logits, as in `Normalizer`.
+      d: sum of exp(x - m), as in `Normalizer`.
+      t: sum of (x - m) exp(x - m) over the set. A logit of -inf adds 0. NaN where d is NaN.
+    """
+
+    m: jax.Array
+    d: jax.Array
+    t: jax.Array
+
+
+export.register_namedtuple_serialization(Moments, serialized_name="pallas_softmax.online.Moments")
+
+Sums = TypeVar("Sums", Normalizer, Moments)
+"""What ⊕ merges: a `Normalizer`, or `Moments`."""
+
+
 class Candidates(NamedTuple):
     """Winners of a part of the row: `values` (..., n) and their int32 `indices` (..., n) in the row."""
 
@@ -49,14 +72,23 @@ class Candidates(NamedTuple):
 # ---- ⊕ of two normalizers, of prefixes, and of rows
 
 
-def identity(shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32) -> Normalizer:
-    """Returns the normalizer of the empty set, neutral under `combine`: m = -inf and d = 0, of this shape and dtype."""
-    return Normalizer(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
+def identity(
+    shape: Sequence[int] = (), dtype: DTypeLike = jnp.float32, *, of: type[Sums] = Normalizer
+) -> Sums:
+    """Returns the normalizer of the empty set, neutral under `combine`: m = -inf, and sums of 0.
+
+    Args:
+      shape, dtype: shape and dtype of each field.
+      of: `Normalizer` or `Moments`.
+    """
+    zeros = (jnp.zeros(shape, dtype) for _ in of._fields[1:])
+    return of._make((jnp.full(shape, -jnp.inf, dtype), *zeros))
 
 
-def of_logits(x: jax.Array) -> Normalizer:
-    """Returns the normalizer of each logit by itself: m is the logit, and d is 1 if it is finite."""
-    return Normalizer(x, jnp.exp(x - shift(x)))
+def of_logits(x: jax.Array, *, of: type[Sums] = Normalizer) -> Sums:
+    """Returns the normalizer of each logit by itself: m is the logit, d is 1 if it is finite, and t is 0."""
+    d = jnp.exp(x - shift(x))
+    return of._make((x, d, 0 * d)[: len(of._fields)])
 
 
 def shift(m: jax.Array) -> jax.Array:
@@ -64,38 +96,62 @@ def shift(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def combine(a: Normalizer, b: Normalizer) -> Normalizer:
+def distance(x: jax.Array, shift: jax.Array, scale: ArrayLike | None = None) -> jax.Array:
+    """Returns (x - shift) scale, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
+    below = x - shift
+    return jnp.maximum(below if scale is None else below * scale, _FAR)
+
+
+def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
     """The operator ⊕ (paper, equation 4): returns the normalizers of the unions of sets of logits.
 
-    It is associative and commutative.
+    It is associative and commutative. t merges as exp(m' - m) (t' + (m' - m) d'), where m' is the part's maximum.
 
     Args:
-      a: normalizers of sets of logits, one for each element of the fields.
-      b: normalizers of other sets. Its fields broadcast to the fields of `a`.
+      a: `Normalizer`s or `Moments` of sets of logits, one for each element of the fields.
+      b: the same of other sets. Its fields broadcast to the fields of `a`.
+      scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale).
 
     Raises:
-      TypeError: `a` or `b` is not a `Normalizer`.
+      TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ.
     """
-    for name, given in ("a", a), ("b", b):
-        if not isinstance(given, Normalizer):
-            raise TypeError(f"online.combine: {name} must be a Normalizer, got {given!r}")
+    if not isinstance(a, Normalizer | Moments):
+        raise TypeError(f"online.combine: a must be a Normalizer or Moments, got {a!r}")
+    if type(b) is not type(a):
+        wanted = "Moments" if isinstance(a, Moments) else "a Normalizer"
+        raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
-    return Normalizer(m, a.d * jnp.exp(a.m - s) + b.d * jnp.exp(b.m - s))
+    return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))
 
 
-def log_of(normalizer: Normalizer) -> jax.Array:
+def _sums_from(part: Sums, shift: jax.Array, scale: ArrayLike | None = None) -> tuple[jax.Array, ...]:
+    """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
+    if isinstance(part, Moments):
+        below = distance(part.m, shift, scale)
+        e = jnp.exp(below)
+        return part.d * e, (part.t + below * part.d) * e
+    return (part.d * _exp(part.m - shift, scale),)
+
+
+def log_of(normalizer: Normalizer | Moments) -> jax.Array:
     """Returns the log of the sum of exp(x)."""
-    m, d = normalizer
+    m, d = normalizer[:2]
     return jnp.where(m == jnp.inf, m, m + jnp.log(d))  # if a logit is +inf, d is NaN, but the sum is +inf
 
 
-def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
+def entropy(moments: Moments) -> jax.Array:
+    """Returns the entropy of the softmax of a set of logits, in nats: log(d) - t / d. NaN for the empty set."""
+    return jnp.log(moments.d) - moments.t / moments.d
+
+
+def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
     """Returns the normalizer of every prefix of `x` along `axis`, by `lax.associative_scan`.
 
     Args:
       x: logits of a floating dtype. The sums have the same dtype, so convert 16-bit logits to float32 first.
       axis: the axis of a row.
+      of: `Normalizer` or `Moments`.
 
     Returns:
       Normalizers with the shape and dtype of `x` in each field. Element i along `axis` covers the elements 0 to i.
@@ -105,12 +161,17 @@ def scan(x: ArrayLike, axis: int = -1) -> Normalizer:
       ValueError: `axis` is out of range.
     """
     x, axes = _row_axes("scan", x, (axis,))
-    return lax.associative_scan(combine, of_logits(x), axis=axes[0])
+    return lax.associative_scan(combine, of_logits(x, of=of), axis=axes[0])
 
 
 def reduce(
-    x: ArrayLike, axis: int | Sequence[int] = -1, where: jax.Array | None = None, *, chunk: int = _CHUNK
-) -> Normalizer:
+    x: ArrayLike,
+    axis: int | Sequence[int] = -1,
+    where: jax.Array | None = None,
+    *,
+    chunk: int = _CHUNK,
+    of: type[Sums] = Normalizer,
+) -> Sums:
     """Returns the normalizer of each row of `x` along `axis`.
 
     Long rows are cut into chunks. Each chunk is reduced directly. `lax.associative_scan` runs only over the chunks'
@@ -121,6 +182,7 @@ def reduce(
       axis: the axis or axes of a row.
       where: boolean, broadcastable to `x`; False leaves the logit out.
       chunk: the largest number of elements along an axis that are reduced directly, at least 1.
+      of: `Normalizer` or `Moments`.
 
     Returns:
       Normalizers with the shape of `x` in each field, except size 1 along `axis`. Their dtype is float32 for 8-bit and
@@ -146,21 +208,22 @@ def reduce(
             )
         x = jnp.where(where, x, -jnp.inf)
     if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
-        return _reduce_directly(x, axes)
+        return _reduce_directly(x, axes, of)
     split = max(axes, key=lambda a: x.shape[a], default=None)
     if split is None or x.shape[split] <= chunk:
-        return _reduce_directly(x, axes)
+        return _reduce_directly(x, axes, of)
 
     chunks, remainder = divmod(x.shape[split], chunk)
     head = lax.slice_in_dim(x, 0, chunks * chunk, axis=split)
     head = head.reshape(*x.shape[:split], chunks, chunk, *x.shape[split + 1 :])
     within = tuple(a + (a >= split) for a in axes)  # the reduced axes of `head`, except the chunks' axis
-    parts = jax.tree.map(lambda f: jnp.squeeze(f, split + 1), _reduce_directly(head, within))
+    parts = jax.tree.map(lambda f: jnp.squeeze(f, split + 1), _reduce_directly(head, within, of))
     total = lax.associative_scan(combine, parts, axis=split)
     total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)
     if not remainder:
         return total
-    return combine(total, _reduce_directly(lax.slice_in_dim(x, chunks * chunk, None, axis=split), axes))
+    rest = lax.slice_in_dim(x, chunks * chunk, None, axis=split)
+    return combine(total, _reduce_directly(rest, axes, of))
 
 
 def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
@@ -178,8 +241,12 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
         raise ValueError(f"online.{function}: axis {axis} is out of bounds for {x.ndim} dimensions") from None
 
 
-def _reduce_directly(x: jax.Array, axes: tuple[int, ...]) -> Normalizer:
-    return mended(*max_and_sum(x, axes))
+def _reduce_directly(x: jax.Array, axes: tuple[int, ...], of: type[Sums]) -> Sums:
+    m, d = mended(*max_and_sum(x, axes))
+    if of is Normalizer:
+        return of._make((m, d))
+    below = distance(x, shift(m))
+    return of._make((m, d, jnp.sum(below * jnp.exp(below), axes, keepdims=True)))
 
 
 def max_and_sum(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -197,32 +264,40 @@ def mended(m: jax.Array, total: jax.Array) -> Normalizer:
 # ---- ⊕ of many normalizers at a time
 
 
-def add_logits(
-    normalizer: Normalizer, blocks: Iterable[jax.Array], scale: ArrayLike | None = None
-) -> Normalizer:
-    """Adds logits to normalizers element by element: ⊕ with one rescaling of d for all `blocks`.
+def add_logits(normalizer: Sums, blocks: Iterable[jax.Array], scale: ArrayLike | None = None) -> Sums:
+    """Adds logits to normalizers element by element: ⊕ with one rescaling of the sums for all `blocks`.
 
     Args:
       normalizer: one for each lane of a kernel.
       blocks: arrays of its shape, the new logits of each lane.
-      scale: if given, d is the sum of exp((x - m) scale); a temperature is 1 / scale.
+      scale: if given, exp((x - m) scale) takes the place of exp(x - m), and t is the sum of its products with
+        (x - m) scale; a temperature is 1 / scale.
     """
     blocks = list(blocks)
     m = normalizer.m
     for x in blocks:
         m = jnp.maximum(m, x)
     s = shift(m)
-    kept = normalizer.d * _exp(normalizer.m - s, scale)
-    return Normalizer(m, kept + tree_sum(_exp(x - s, scale) for x in blocks))
+    kept = _sums_from(normalizer, s, scale)
+    if isinstance(normalizer, Moments):
+
+        def sums_of(x):
+            below = distance(x, s, scale)
+            e = jnp.exp(below)
+            return e, below * e
+
+        d, t = tree(lambda a, b: (a[0] + b[0], a[1] + b[1]), blocks, sums_of)
+        return Moments(m, kept[0] + d, kept[1] + t)
+    return Normalizer(m, kept[0] + tree_sum(_exp(x - s, scale) for x in blocks))
 
 
 def combine_lanes(
-    lane: Normalizer,
+    lane: Sums,
     axis: int | None = None,
     broadcast: Callable | None = None,
     scale: ArrayLike | None = None,
     m: jax.Array | None = None,
-) -> Normalizer:
+) -> Sums:
     """Merges the normalizers of all lanes, or of the lanes along an axis.
 
     Args:
@@ -236,7 +311,18 @@ def combine_lanes(
     s = shift(m) if broadcast is None else broadcast(shift(m))
     # The absolute value changes no number, but each product is then rounded before it is added. A fused multiply-add
     # would not round a lane's own product, unlike the products of other lanes, so the lanes would get different sums.
-    return Normalizer(m, jnp.sum(jnp.abs(lane.d * _exp(lane.m - s, scale)), axis))
+    d, *t = (jnp.sum(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
+    return type(lane)(m, d, *(-a for a in t))  # no term of t is positive
+
+
+def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:
+    """Returns the position where x equals m, the maximum of x; elsewhere the last position there is.
+
+    So the minimum is the first position of the maximum. A NaN is the maximum.
+    """
+    is_float = jnp.issubdtype(position.dtype, jnp.floating)
+    last = jnp.asarray(jnp.inf if is_float else jnp.iinfo(position.dtype).max, position.dtype)
+    return jnp.where((x == m) | (x != x), position, last)
 
 
 def combine_parts(parts: Normalizer, temperature: jax.Array) -> Normalizer:
@@ -258,12 +344,12 @@ def tree_sum(terms: Iterable[jax.Array]) -> jax.Array:
     return tree(operator.add, list(terms))
 
 
-def tree(merge: Callable, terms: Sequence[Any]) -> Any:
-    """Merges the terms in pairs, and the pairs in pairs."""
+def tree(merge: Callable, terms: Sequence[Any], of: Callable = lambda term: term) -> Any:
+    """Merges of(term) of all terms in pairs, and the pairs in pairs. Few results of `of` exist at a time."""
     if len(terms) == 1:
-        return terms[0]
+        return of(terms[0])
     half = len(terms) // 2
-    return merge(tree(merge, terms[:half]), tree(merge, terms[half:]))
+    return merge(tree(merge, terms[:half], of), tree(merge, terms[half:], of))
 
 
 def _exp(x, scale):

@@ -133,6 +133,37 @@ def normal_temperature(temperature, logits) -> Any:
     return np.where(values > 0, np.maximum(values, tiny), values) if np.any(values < tiny) else temperature
 
 
+def known_temperature(function: str, temperature, logits) -> Any:
+    """Returns the temperature of `fused_topk` and `token_stats`, checked if it is known, for `eager.at_once`."""
+    temperature = parameter(function, "temperature", temperature)
+    if is_known(temperature):
+        if np.asarray(temperature).dtype.kind in "bc":
+            raise TypeError(f"{function}: temperature must be real, got {np.asarray(temperature).dtype.name}")
+        if not np.all(np.asarray(temperature) > 0):
+            raise ValueError(f"{function}: temperature must be positive, got {temperature}")
+    return normal_temperature(temperature, logits)
+
+
+def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
+    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive.
+
+    Args:
+      function: the public function, for messages.
+      temperature: as `known_temperature` returns it.
+      shape: the shape of the logits.
+      axis: the axis of a row.
+      dtype: the floating dtype of the logits' softmax.
+    """
+    t = array(function, "temperature", temperature)
+    if jnp.issubdtype(t.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: temperature must be real, got {t.dtype.name}")
+    t = per_row(function, "temperature", t, shape, axis)
+    t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
+    tiny = jnp.finfo(t.dtype).tiny
+    return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
+
+
 def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     """Returns `where` as a boolean array that broadcasts to `shape`, with as many dimensions."""
     where = array(function, "where", where)

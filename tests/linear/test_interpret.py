@@ -84,7 +84,7 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
     )
     found, e, of_rows = run(x, w, None, tokens, to_coefficients, lambda a: a)
     dz = of_rows[:, None] * e.astype(jnp.float32)
-    m, of_exp, of_label, _ = to_coefficients(found)[1]
+    m, of_exp, of_label, *_ = to_coefficients(found)[1]
     slope = 1 - (found.label_logit / head.softcap) ** 2 if head.softcap else 1
     want = (of_exp * jnp.exp(found.label_logit - m) - of_label) * slope
     rows = np.flatnonzero(labels >= 0)

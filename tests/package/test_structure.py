@@ -16,7 +16,7 @@ PACKAGE = pallas_softmax.__name__
 # its files that are not listed themselves.
 LAYERS = (
     ("__init__",),
-    ("_src.linear", "_src.sample", "_src.softmax", "_src.topk", "paper"),
+    ("_src.linear", "_src.sample", "_src.softmax", "_src.stats", "_src.topk", "paper"),
     ("_src.arguments",),
     ("_src.triton", "_src.gpu"),
     ("_src.dispatch",),
@@ -111,7 +111,7 @@ def test_private_modules_are_hidden():
 
 
 def test_dispatch_imports_no_operation():
-    folders = {"softmax", "topk", "sample", "linear", "gpu", "triton"}
+    folders = {"softmax", "topk", "sample", "stats", "linear", "gpu", "triton"}
     for module in FILES:
         if module.startswith(f"{PACKAGE}._src.dispatch."):
             assert not folders & {

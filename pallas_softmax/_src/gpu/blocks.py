@@ -23,6 +23,7 @@ from pallas_softmax._src.gpu.ptx.inline import (
     SCALAR,
     array,
     as_block,
+    elements,
     emit_ptx,
     i32,
     inline,
@@ -53,6 +54,19 @@ def positions(vec: int = 1, *, interpret):
 
 def _laid_out(block, vec, interpret):
     return block if interpret else plgpu.layout_cast(block, layout(vec, interpret=interpret))
+
+
+def split(block, vec: int, *, interpret) -> list:
+    """Returns the elements of a float32 block as `vec` blocks with one element for each thread."""
+    if interpret:
+        return [*block.reshape(WARPGROUP, vec).T]
+
+    @inline(arg_types=(layout(vec, interpret=interpret),), return_type=[per_thread_type("float32")] * vec)
+    def split(_, block):
+        (register,) = block.registers.flat
+        return [as_block(element) for element in elements(register)]
+
+    return split(block)
 
 
 def load(ref, vec: int = 1, *, interpret):

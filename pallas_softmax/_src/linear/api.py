@@ -1,5 +1,6 @@
-"""linear_logsumexp, linear_cross_entropy and linear_log_probs: their contract, and their first derivatives."""
+"""The functions of a projection and its softmax, linear_*: their contract, and their first derivatives."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import ArrayLike
 
 from pallas_softmax import online
@@ -24,6 +25,7 @@ from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD, PROJECTION_WITH_GRAD
 from pallas_softmax._src.linear.vmap import as_tokens
+from pallas_softmax._src.stats.api import TokenStats
 
 Reduction = Literal["mean", "sum"] | None
 
@@ -193,11 +195,49 @@ def linear_log_probs(
     """
     name = "linear_log_probs"
     arguments.check_array(name, "labels", labels)
-    temperature = _number(
-        name, "temperature", temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37), "from 1e-37 to 1e37"
-    )
+    tokens = Tokens(labels, _temperature(name, temperature))
     options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return at_once(_log_probs_of, (x, w, bias, where, None, Tokens(labels, temperature)), (options,))
+    return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
+
+
+def linear_token_stats(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike | None = None,
+    *,
+    temperature: ArrayLike = 1.0,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    transpose_w: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    axis_name: AxisName = None,
+    implementation: ImplementationName | None = None,
+) -> TokenStats:
+    """Returns the statistics of `token_stats` for the logits z / temperature, without storing all logits at once.
+
+    The logits are z = x @ w + bias, with the softcap if there is one. The statistics take one matrix product. With
+    gradients there are four, as for `linear_log_probs`.
+
+    `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
+    `linear_logsumexp`, and `temperature` is as for `linear_log_probs`.
+
+    Args:
+      labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w; or None.
+
+    Returns:
+      TokenStats(log_probs, entropy, logsumexp, argmax), each of the shape of `x` without its last dimension. The first
+      three are float32 (float64 for float64), and differentiable like `linear_logsumexp`. A logit of -inf adds 0 to the
+      entropy. A token with a logit of NaN or +inf, or with none above -inf, has NaN `entropy` and `log_probs`. A label
+      out of range has NaN, and makes the gradient NaN unless its cotangent is 0.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
+    """
+    name = "linear_token_stats"
+    if labels is not None:
+        arguments.check_array(name, "labels", labels)
+    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
 
 
 class _Options(NamedTuple):
@@ -328,6 +368,54 @@ def _per_token_backward(static: _Static, saved, dvalues):
 _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 
+# ---- The statistics of each token: the same way
+
+
+def _token_stats_of(x, w, bias, tokens: Tokens, options: _Options) -> TokenStats:
+    static, arrays = _checked(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
+    x, w, bias, _, _, tokens = arrays
+    static = static._replace(head=dataclasses.replace(static.head, entropy=True))
+    log_probs, entropy, logsumexp, bits = _stats(static, x, w, bias, tokens)
+    argmax = jax.lax.bitcast_convert_type(bits, jnp.int32)
+    return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stats(static: _Static, x, w, bias, tokens: Tokens):
+    """Returns log-probs (or 0), entropies and logsumexp, and the argmax as floats with the same bits."""
+    return _stats_values(static, static.project(static.forward, x, w, bias, tokens), tokens)
+
+
+def _stats_values(static: _Static, statistics: Statistics, tokens: Tokens):
+    entropy, logsumexp = online.entropy(statistics.moments), online.log_of(statistics.normalizer)
+    bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
+    if tokens.labels is None:
+        return jnp.zeros_like(entropy), entropy, logsumexp, bits
+    log_probs = 0 - static.values(statistics, tokens)
+    return jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), entropy, logsumexp, bits
+
+
+def _stats_forward(static: _Static, *arrays):
+    (x, w, bias, tokens), with_dw = static.unwrap(arrays)
+    statistics = static.project(static.forward, x, w, bias, tokens)
+    return _stats_values(static, statistics, tokens), (x, w, bias, tokens, statistics, with_dw)
+
+
+def _stats_backward(static: _Static, saved, cotangents):
+    *residuals, statistics, with_dw = saved
+    cotangents = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
+    of_label, of_entropy, of_logsumexp = sum_cotangents(cotangents, static.mesh_axes)
+    of_loss = static.weights(residuals[-1].labels, -of_label)
+    weights = jnp.stack(vary_together(of_loss, of_entropy, of_logsumexp), -1)
+    dx, dw, dbias = static.project(
+        static.gradient, *residuals, weights, statistics, with_dw=with_dw is not None
+    )
+    return share_cotangent(dx, static.mesh_axes), dw, dbias, None
+
+
+_stats.defvjp(_stats_forward, _stats_backward, symbolic_zeros=True)
+
+
 # ---- A mean or sum of the values: the forward computes the gradients
 
 
@@ -383,6 +471,13 @@ def _number(function: str, name: str, value, default: float, accepted: Callable,
     """Returns a number of the loss, checked if it is known; None for a known scalar that equals the default."""
     value = arguments.in_range(function, name, value, accepted, wanted)
     return None if arguments.is_known(value) and not np.ndim(value) and value == default else value
+
+
+def _temperature(function: str, temperature) -> Any:
+    """Returns the temperature, checked if it is known; None for a known 1."""
+    return _number(
+        function, "temperature", temperature, 1, lambda t: (t >= 1e-37) & (t <= 1e37), "from 1e-37 to 1e37"
+    )
 
 
 def _token_weights(function: str, weights) -> Any:

@@ -143,12 +143,14 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
     """
     projection = _Projection(pieces, w, bias, **static)
     tokens = projection.with_own_labels(tokens, x)
-    empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
+    empty = vary_together(_no_statistics(x, tokens, projection.head), x, w, tokens)[0]
 
     def of_rows(rows) -> tuple[Statistics, None]:
         return _statistics(projection, *rows), None
 
-    return _on_kept_rows(of_rows, tokens.kept, (x, tokens), empty)[0].merged(projection.mesh_axes)
+    return _on_kept_rows(of_rows, tokens.kept, (x, tokens), empty)[0].merged(
+        projection.mesh_axes, projection.vocab
+    )
 
 
 def _statistics(projection: "_Projection", x, tokens: Tokens) -> Statistics:
@@ -161,7 +163,7 @@ def _statistics(projection: "_Projection", x, tokens: Tokens) -> Statistics:
         of_chunk = projection.pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
         return chunk.put(found, vary_together(of_chunk, x, w)[0])
 
-    empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
+    empty = vary_together(_no_statistics(x, tokens, head), x, w, tokens)[0]
     return _over_chunks(x.shape[0], rows, step, empty)
 
 
@@ -173,7 +175,8 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     Args:
       pieces, x, w, bias, tokens: as for `_projection`.
       weights: (n,), one per row, in the dtype of the arithmetic; rows of weight 0 are left out, whatever they hold.
-        (n, K) for several labels: the gradients of the sum over all losses of a row.
+        (n, K) for several labels: the gradients of the sum over all losses of a row. (n, 3) with `head.entropy`: see
+        `losses.coefficients`.
       statistics: the result of `_projection`. Only gradients of 16-bit x use it.
       **static: as for `_projection`; and `with_dw`.
     """
@@ -273,7 +276,7 @@ class _GradientRows(NamedTuple):
 def _gradients(projection: _Projection, rows: _GradientRows):
     """Returns the statistics of whole rows, known or computed, and the gradients (dx, dw, dbias)."""
     rows = rows._replace(tokens=projection.with_own_labels(rows.tokens, rows.x))
-    of_no_row = _no_statistics(rows.x, rows.tokens), jnp.zeros_like(rows.x)
+    of_no_row = _no_statistics(rows.x, rows.tokens, projection.head), jnp.zeros_like(rows.x)
     of_no_row = vary_together(of_no_row, rows, projection.w, but=projection.mesh_axes)[0]
     of_rows = functools.partial(_gradients_of_rows, projection)
     per_row, of_w = _on_kept_rows(of_rows, rows.tokens.kept, rows, of_no_row)
@@ -289,7 +292,7 @@ def _gradients_of_rows(projection: _Projection, rows: _GradientRows):
     rows = rows._replace(weights=weights / scale)
     step = functools.partial(_add_chunk, projection, rows, product, scale)
 
-    statistics = known if known is not None else _no_statistics(x, tokens)
+    statistics = known if known is not None else _no_statistics(x, tokens, projection.head)
     per_row = vary_together((statistics, jnp.zeros_like(x)), rows, w, but=projection.mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *per_row, None, vary_together(dbias, rows, w)[0]
@@ -373,7 +376,7 @@ def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", 
     arrays = (x, w, projection.bias, tokens)
 
     def to_coefficients(found: Statistics) -> tuple[Statistics, Coefficients]:
-        found = vary_together(found, rows.x, w)[0].merged(projection.mesh_axes)
+        found = vary_together(found, rows.x, w)[0].merged(projection.mesh_axes, projection.vocab)
         return found, formulas.coefficients(found, weights, tokens, projection.whole_vocab)
 
     if rows.known is None:
@@ -406,7 +409,7 @@ def _put_at_labels(dz: jax.Array, at_labels: jax.Array, labels: jax.Array, vocab
 
 def _dz_sizes(tokens: Tokens, weights, known: Statistics | None) -> jax.Array:
     """Returns about how large the elements of each row's dz may be."""
-    weights = jnp.sum(jnp.abs(weights), 1) if tokens.several else weights
+    weights = jnp.sum(jnp.abs(weights), 1) if weights.ndim == 2 else weights
     sizes = weights if tokens.temperature is None else weights / tokens.temperature
     if tokens.z_loss is not None and known is not None:
         sizes = sizes * (1 + 2 * tokens.z_loss * jnp.abs(log_of(known.normalizer)))
@@ -432,12 +435,13 @@ def _scale(sizes, dtype, *, exact: bool):
     return lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=0) if exact else scale
 
 
-def _no_statistics(x, tokens: Tokens) -> Statistics:
+def _no_statistics(x, tokens: Tokens, head: Head) -> Statistics:
     """Returns harmless statistics, for rows that are left out."""
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
     at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
     total = None if tokens.label_smoothing is None else zeros
-    return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total)
+    of_entropy = (zeros, zeros.astype(jnp.int32)) if head.entropy else ()
+    return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total, *of_entropy)
 
 
 class _Chunk(NamedTuple):

@@ -17,9 +17,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_softmax import online
 from pallas_softmax._src.gpu.blocks import WHOLE
+from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
@@ -45,11 +49,15 @@ class RowSums(NamedTuple):
       normalizer: (m, d). m is the maximum. d is the sum of exp(z - m), or of exp(z - reference) if there is one.
       label_logit: z at the label, 0 if the label is not in the tile.
       total: the sum of z; None without label smoothing.
+      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
+      argmax: int32, the first column of the tile where z is m; None without `Head.entropy`.
     """
 
     normalizer: Normalizer
     label_logit: Any
     total: Any
+    t: Any = None
+    argmax: Any = None
 
 
 def row_sums(
@@ -83,6 +91,8 @@ def row_sums(
     tiles = -(-columns // TILE_N)
     number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
+    if head.entropy:
+        sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
     stored_dtype = jnp.float32 if keep_logits else None if reference is None else x.dtype
     stored = None if stored_dtype is None else jax.ShapeDtypeStruct((rows, columns), stored_dtype)
     inputs = (
@@ -108,7 +118,13 @@ def row_sums(
         m = jnp.max(z, axis=1)
         sums_gmem.normalizer.m[own] = m
         r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place, interpret)
-        e = jnp.exp(z - _broadcast_rows(r, z))
+        if sums_gmem.t is None:
+            e = jnp.exp(z - _broadcast_rows(r, z))
+        else:
+            sums_gmem.argmax[own] = _first_of_largest(z, m, column, interpret)
+            below = online.distance(z, _broadcast_rows(r, z))
+            e = jnp.exp(below)
+            sums_gmem.t[own] = jnp.sum(below * e, axis=1)
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
         if keep_logits:
             store(place, z, stored_gmem)
@@ -161,10 +177,14 @@ def logit_gradients(
 
     def epilogue(acc, place: Place, bias_gmem, labels_gmem, scale_gmem, coefficients_gmem, out_gmem):
         z, column = _logits(acc, place, bias_gmem, scale_gmem, head, head.vocab(w), interpret)
-        m, of_exp, of_label, constant = jax.tree.map(
+        m, of_exp, of_label, constant, slope = jax.tree.map(
             lambda gmem: _broadcast_rows(_load_per_row(gmem, place, interpret), z), coefficients_gmem
         )
-        dz = of_exp * jnp.exp(z - m)
+        if slope is None:
+            dz = of_exp * jnp.exp(z - m)
+        else:
+            below = online.distance(z, m)
+            dz = (of_exp + slope * below) * jnp.exp(below)
         if constant is not None:
             dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
         dz = lax.cond(
@@ -206,6 +226,47 @@ def _logits(acc, place: Place, bias_gmem, scale_gmem, head: Head, vocab: int, in
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     return z, column
+
+
+def _first_of_largest(z, m, column, interpret):
+    """Returns the first column where z (64, columns) is m, its maximum along the rows; if m is NaN, where z is NaN.
+
+    A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
+    compares and selects from the last column to the first. With bits for floats, a NaN equals m, because all NaNs of a
+    GPU's arithmetic have the same bits.
+    """
+    if interpret:
+        return jnp.min(online.if_largest(column, z, _broadcast_rows(m, z)), 1)
+    of_row: Any = plgpu.Layout.WGMMA.reduce(1)
+    of_result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=of_row)
+
+    @inline(arg_types=(plgpu.Layout.WGMMA, of_row), return_type=of_result)
+    def first_of_largest(_, z, m):
+        integer = ir.IntegerType.get_signless(32)
+        in_quad = arith.muli(arith.remui(thread(), i32(4)), i32(2))
+        columns, registers = z.registers.reshape(-1, 2), []
+        for row, largest in enumerate(m.registers.flat):
+            (largest,) = (arith.bitcast(integer, value) for value in elements(largest))
+            firsts = []
+            for start in range(0, len(columns), _COLUMNS_IN_CHAIN):
+                first = i32(_NO_COLUMN)
+                for i in reversed(range(start, start + _COLUMNS_IN_CHAIN)):
+                    for j, value in reversed([*enumerate(elements(columns[i, row]))]):
+                        equal = arith.cmpi(arith.CmpIPredicate.eq, arith.bitcast(integer, value), largest)
+                        first = arith.select(equal, i32(8 * i + j), first)
+                firsts.append(first)
+            first = arith.addi(online.tree(arith.minsi, firsts), in_quad)
+            for distance in 1, 2:
+                first = arith.minsi(first, utils.shfl_bfly(first, distance))
+            registers.append(pack([first]))
+        return array(of_row.to_mgpu(), m.shape, registers)
+
+    return first_of_largest(z, m)
+
+
+# Pairs of columns that a thread compares one after another. Several such chains run at the same time.
+_COLUMNS_IN_CHAIN = 8
+_NO_COLUMN = 2**30
 
 
 def _tanh(y):

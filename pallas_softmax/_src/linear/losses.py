@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax.online import Normalizer
+from pallas_softmax._src.stats.mesh import merge_shards
+from pallas_softmax.online import Moments, Normalizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Head:
       softcap: the bound of the logits, or None.
       precision: of the matrix products, as `lax.dot_general` takes it.
       columns: only this many columns of w count, the first ones; None for all.
+      entropy: whether the statistics include t and the argmax.
     """
 
     transpose_w: bool = False
     softcap: float | None = None
     precision: Any = None
     columns: int | None = None
+    entropy: bool = False
 
     def vocab(self, w: jax.Array) -> int:
         """Returns V, the number of columns of w; if a mesh divides them, the columns of one device."""
@@ -72,16 +75,32 @@ class Statistics(NamedTuple):
       normalizer: (m, d), the maximum and the sum of exp(z - m).
       label_logit: z at the label; 0 for a label outside [0, V). (rows, K) for several labels.
       total: the sum of z over the row; None without label smoothing.
+      t: the sum of (z - m) exp(z - m); None without `Head.entropy`.
+      argmax: int32, the first column of the largest z; None without `Head.entropy`.
     """
 
     normalizer: Normalizer
     label_logit: jax.Array
     total: jax.Array | None
+    t: jax.Array | None = None
+    argmax: jax.Array | None = None
 
-    def merged(self, mesh_axes: tuple[str, ...]) -> "Statistics":
-        """Returns the statistics of whole rows, merged from the columns of each device of `mesh_axes`."""
+    @property
+    def moments(self) -> Moments:
+        """The normalizer with t."""
+        assert self.t is not None
+        return Moments(*self.normalizer, self.t)
+
+    def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
+        """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
         if not mesh_axes:
             return self
+        if self.argmax is not None:
+            position = self.argmax + lax.axis_index(mesh_axes) * vocab
+            columns = jax.tree.map(lambda a: a[..., None], (self.moments, self.label_logit, position))
+            merged = merge_shards(*columns, mesh_axes)
+            (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
+            return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
         return Statistics(online.combine_shards(self.normalizer, mesh_axes), label_logit, total)
 
@@ -89,11 +108,12 @@ class Statistics(NamedTuple):
 class Coefficients(NamedTuple):
     """Numbers of each row, (rows,) each, that give the gradient of sum(weights * losses) in the raw logits:
 
-        (of_exp * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
+        ((of_exp + slope * (z - m)) * exp(z - m) - of_label * [column == label] - constant) * (1 - t) * (1 + t)
 
     t = z * temperature / softcap is the tanh; without a softcap, t is 0. At the label of a peaked row the first two
     terms cancel. So they must be subtracted in float32, and only the difference may be rounded to 16 bits. A row that
-    is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing.
+    is left out has m = inf, and 0 for the other numbers: its gradient is 0. `constant` is None without label smoothing,
+    `slope` without an entropy.
     With several labels, `of_label` is (rows, K), and the term of each label is subtracted.
     """
 
@@ -101,6 +121,7 @@ class Coefficients(NamedTuple):
     of_exp: jax.Array
     of_label: jax.Array
     constant: jax.Array | None
+    slope: jax.Array | None = None
 
 
 def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
@@ -123,7 +144,7 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
       tokens: the numbers of each token.
       vocab: the number of columns of a whole row.
     """
-    (m, d), label_logit, total = statistics
+    (m, d), label_logit, total, *_ = statistics
     several = label_logit.ndim > m.ndim
     if several:
         m, d = m[..., None], d[..., None]
@@ -143,8 +164,8 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
 
     Args:
       statistics: the statistics of whole rows.
-      weights: one per row, or (rows, K) for several labels; the gradient of a row that has no other weight than 0 is
-        0, whatever its statistics.
+      weights: one per row, or (rows, K) for several labels. With an entropy, (rows, 3): the weights of the losses, the
+        entropies, and logsumexp. The gradient of a row that has no other weight than 0 is 0, whatever its statistics.
       tokens, vocab: as for `losses`.
     """
     m, d = statistics.normalizer
@@ -153,6 +174,8 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     def kept(number):
         return jnp.where(out if number.ndim == 1 else out[:, None], 0, number)
 
+    if statistics.t is not None:
+        return _coefficients_with_entropy(statistics, weights, tokens)
     of_label = weights
     if tokens.temperature is not None:
         of_label = weights / (tokens.temperature[:, None] if tokens.several else tokens.temperature)
@@ -167,6 +190,18 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     return Coefficients(m, kept(of_exp), kept(of_label), constant)
 
 
+def _coefficients_with_entropy(statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
+    """Returns the coefficients of the gradient of a weighted sum of loss, entropy and logsumexp."""
+    m, d, t = statistics.moments
+    out = left_out(weights)
+    if tokens.temperature is not None:
+        weights = weights / tokens.temperature[:, None]
+    of_label, of_entropy, of_logsumexp = (weights[:, i] for i in range(3))
+    of_exp = (of_label + of_logsumexp + of_entropy * (t / d)) / d
+    of_exp, of_label, slope = (jnp.where(out, 0, a) for a in (of_exp, of_label, -of_entropy / d))
+    return Coefficients(jnp.where(out, jnp.inf, online.shift(m)), of_exp, of_label, None, slope)
+
+
 def left_out(weights: jax.Array) -> jax.Array:
     """Returns which rows have no other weight than 0."""
     return weights == 0 if weights.ndim == 1 else jnp.all(weights == 0, 1)
@@ -177,7 +212,7 @@ def gradient_at_label(label_logit, coefficients: Coefficients, tokens: Tokens, h
 
     With several labels, the gradient is (rows, K). Labels of a row that are equal get the same gradient.
     """
-    m, of_exp, of_label, _ = coefficients
+    m, of_exp, of_label, *_ = coefficients
     t = 1 if tokens.temperature is None else tokens.temperature
     if tokens.several:
         m, of_exp, t = (a if isinstance(a, int) else a[:, None] for a in (m, of_exp, t))

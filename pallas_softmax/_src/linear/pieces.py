@@ -22,7 +22,7 @@ from pallas_softmax._src.linear.chunks import Pieces
 from pallas_softmax._src.linear.logits_kernel import RowSums
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N, plan_projection
-from pallas_softmax.online import Normalizer
+from pallas_softmax.online import Moments, Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # Of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
@@ -146,22 +146,28 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
     m, d = sums.normalizer
     if reference is None:
-        total = online.combine_lanes(Normalizer(m, d), 0, lambda of_row: of_row[None])
-        normalizer = Normalizer(total.m[:rows], total.d[:rows])
+        tiles = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
+        m, d, *t = online.combine_lanes(tiles, 0, lambda of_row: of_row[None])
+        normalizer = Normalizer(m[:rows], d[:rows])
     else:
         m = jnp.max(m, 0)[:rows]
         d = _sum_of_exponentials(sums, rows)
         normalizer = Normalizer(m, d * jnp.exp(reference - online.shift(m)))
     label_logit = jnp.sum(sums.label_logit, 0)[:rows]
-    return Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
+    found = Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
+    if sums.t is None:
+        return found
+    first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
+    argmax = jnp.min(online.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
+    return found._replace(t=t[0][:rows], argmax=argmax[:rows])
 
 
 def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
-    """Returns the bytes stored for each logit: by `statistics` four float32 per row of a tile, else the gradients.
+    """Returns the bytes stored for each logit: by `statistics` six numbers per row of a tile, else the gradients.
 
     For several labels, `statistics` stores the logits in addition.
     """
-    return 16 / TILE_N + (4 if several else 0), itemsize
+    return 24 / TILE_N + (4 if several else 0), itemsize
 
 
 def pieces(interpret: Any = None) -> Pieces:

@@ -60,8 +60,8 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     @once.defjvp
     def _(primals, tangents):
         raise NotImplementedError(
-            "linear_cross_entropy, linear_log_probs and linear_logsumexp have first derivatives only; for second ones"
-            " compute the logits and call pallas_softmax.logsumexp"
+            "linear_cross_entropy, linear_log_probs, linear_logsumexp and linear_token_stats have first derivatives"
+            " only; for second ones compute the logits and call pallas_softmax.logsumexp or token_stats"
         )
 
     return once(*arrays)

@@ -7,7 +7,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
-from pallas_softmax.online import Normalizer
+from pallas_softmax.online import Moments, Normalizer
 
 # On the CPU, x.T @ dz is stored before it is added to the total. It is cut into pieces of at most this many bytes.
 _PRODUCT_BYTES = 32 * 2**20
@@ -23,7 +23,7 @@ def logits(x, w, bias, tokens: Tokens, *, head: Head):
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
     """The `statistics` of `Pieces`."""
-    return _statistics_of(logits(x, w, bias, tokens, head=head), tokens)
+    return _statistics_of(logits(x, w, bias, tokens, head=head), tokens, head)
 
 
 def dlogits(x, w, bias, tokens: Tokens, coefficients, *, head: Head):
@@ -35,20 +35,27 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
     """The `statistics_and_dlogits` of `Pieces`."""
     del largest
     z = logits(x, w, bias, tokens, head=head)
-    merged, coefficients = to_coefficients(_statistics_of(z, tokens))
+    merged, coefficients = to_coefficients(_statistics_of(z, tokens, head))
     return merged, _dlogits_of(z, tokens, coefficients, head).astype(x.dtype), None
 
 
-def _statistics_of(z, tokens: Tokens) -> Statistics:
-    m, d = online.reduce(z, 1, chunk=z.shape[1])
+def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
+    m, d, *t = online.reduce(z, 1, chunk=z.shape[1], of=Moments if head.entropy else Normalizer)
     label_logit = at_columns(z, tokens.labels, z.shape[1])
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
-    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
+    found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
+    if not head.entropy:
+        return found
+    return found._replace(t=t[0][:, 0], argmax=jnp.argmax(z, 1).astype(jnp.int32))
 
 
 def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
-    m, of_exp, of_label, constant = jax.tree.map(lambda number: number[:, None], coefficients)
-    dz = of_exp * jnp.exp(z - m)
+    m, of_exp, of_label, constant, slope = jax.tree.map(lambda number: number[:, None], coefficients)
+    if slope is None:
+        dz = of_exp * jnp.exp(z - m)
+    else:
+        below = online.distance(z, m)
+        dz = (of_exp + slope * below) * jnp.exp(below)
     if not tokens.several:
         at_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == tokens.labels[:, None]
         dz = dz - jnp.where(at_label, of_label, 0)

@@ -268,7 +268,7 @@ class _Part:
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
                 for i, term in enumerate(terms)
             ]
-        lanes = formula.reduction.add(lanes, terms)
+        lanes = formula.reduction.add(lanes, terms, number)
         if formula.value is None and self._refills:
             plgpu.commit_smem()  # all threads have read the slot
             self._fetch(number + plan.slots)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_softmax import online
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
-from pallas_softmax.online import Normalizer, shift
+from pallas_softmax.online import Moments, Normalizer, shift
 
 F32 = jnp.float32
 
@@ -23,26 +23,30 @@ class Reduction(NamedTuple):
 
     Attributes:
       of_terms: x -> an array of states, one for each element of x.
-      add: (state, blocks) -> the state with the blocks added. Each thread adds its own elements.
+      add: (state, blocks, step) -> the state with the blocks added. Each thread adds its own elements. `step` is the
+        number of the step that the blocks are, counted from 0.
       combine_lanes: state -> one state that merges all lanes. (state, axis, broadcast) -> states merged along an axis
         of a tile; `broadcast` expands a per-row value to the shape of the tile.
       combine: (state, state) -> the merged state; this is the reduction's operator.
       empty: the state of an empty set.
       neutral: an element that leaves every state unchanged.
+      one_per_thread: whether a thread keeps one state for its elements, instead of one for each element of a vector. A
+        large state then takes fewer registers and instructions.
     """
 
     of_terms: Callable[[Any], Any]
-    add: Callable[[Any, list], Any]
+    add: Callable[[Any, list, Any], Any]
     combine_lanes: Callable[..., Any]
     combine: Callable[[Any, Any], Any]
     empty: Any
     neutral: float
+    one_per_thread: bool = False
 
 
 ONLINE = Reduction(
     # d is 1 even for -inf: `combine_lanes` multiplies it by 0
     of_terms=lambda x: Normalizer(x, jnp.ones_like(x)),
-    add=online.add_logits,
+    add=lambda lanes, blocks, step: online.add_logits(lanes, blocks),
     combine_lanes=online.combine_lanes,
     combine=online.combine,
     empty=Normalizer(-jnp.inf, 0.0),  # pyright: ignore[reportArgumentType]
@@ -50,12 +54,63 @@ ONLINE = Reduction(
 )
 SUM = Reduction(
     of_terms=lambda x: x,
-    add=lambda total, blocks: total + online.tree_sum(blocks),
+    add=lambda total, blocks, step: total + online.tree_sum(blocks),
     combine_lanes=lambda total, axis=None, broadcast=None: jnp.sum(total, axis),
     combine=operator.add,
     empty=0.0,
     neutral=0.0,
 )
+
+
+class Located(NamedTuple):
+    """Moments of logits, and where the first of the largest logits is.
+
+    Attributes:
+      moments: (m, d, t).
+      at: its position in the row. While steps are added to lanes, the step in which a lane's m last grew. Whole numbers
+        in float32, like all that CTAs exchange, so a row has at most `MOST_POSITIONS` elements.
+    """
+
+    moments: Moments
+    at: Any
+
+
+MOST_POSITIONS = 2**24  # float32 holds all whole numbers up to this
+
+
+def located(scale=None) -> Reduction:
+    """Returns the reduction to `Located`.
+
+    Args:
+      scale: 1 / temperature, if there is one; see `online.add_logits`.
+    """
+
+    def add(lanes: Located, blocks: list, step) -> Located:
+        before, moments = lanes.moments.m, online.add_logits(lanes.moments, blocks, scale)
+        grew = (moments.m > before) | ((moments.m != moments.m) & (before == before))
+        return Located(moments, jnp.where(grew, jnp.float32(step), lanes.at))
+
+    def combine_lanes(lanes: Located, axis=None, broadcast=None) -> Located:
+        moments = online.combine_lanes(lanes.moments, axis, broadcast, scale)
+        if lanes.at is None:
+            return Located(moments, None)
+        m = moments.m if broadcast is None else broadcast(moments.m)
+        return Located(moments, jnp.min(online.if_largest(lanes.at, lanes.moments.m, m), axis))
+
+    def combine(a: Located, b: Located) -> Located:
+        moments = online.combine(a.moments, b.moments, scale=scale)
+        at = (online.if_largest(part.at, part.moments.m, moments.m) for part in (a, b))
+        return Located(moments, jnp.minimum(*at))
+
+    return Reduction(
+        of_terms=lambda x: Located(Moments(x, jnp.ones_like(x), jnp.zeros_like(x)), None),
+        add=add,
+        combine_lanes=combine_lanes,
+        combine=combine,
+        empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0),  # pyright: ignore[reportArgumentType]
+        neutral=-jnp.inf,
+        one_per_thread=True,
+    )
 
 
 class Formula(NamedTuple):
@@ -69,6 +124,7 @@ class Formula(NamedTuple):
         an array with one number per row.
       masked_value: the output element where the mask is False.
       row_dtypes: the dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
+      of_scale: 1 / temperature of a row -> the formula with this temperature; None if it has none.
     """
 
     reduction: Reduction
@@ -77,6 +133,19 @@ class Formula(NamedTuple):
     value: Callable[..., Any] | None = None
     masked_value: float = 0.0
     row_dtypes: tuple = ()
+    of_scale: "Callable[[Any], Formula] | None" = None
+
+    def scaled(self, scale) -> "Formula":
+        """Returns the formula with 1 / temperature = `scale`; itself if `scale` is None."""
+        if scale is None:
+            return self
+        assert self.of_scale is not None
+        return self.of_scale(scale)
+
+    @property
+    def locates(self) -> bool:
+        """Whether the formula needs the position of the largest element; see `Located`."""
+        return isinstance(self.reduction.empty, Located)
 
     def row_results(self, shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the constants of all rows; `dtype` is the dtype of the elements."""
@@ -87,6 +156,19 @@ def _logsumexp(total: Normalizer) -> tuple:
     """Returns logsumexp, m and d. If a logit is +inf, d is NaN, but logsumexp is still +inf."""
     m, d = total
     return jnp.where(m == jnp.inf, m, m + log_of_sum(d)), m, d
+
+
+def _token_stats(scale=None) -> Formula:
+    """Returns the formula of logsumexp, the entropy, (m, d, t), and the position of the largest element."""
+
+    def constants(total: Located) -> tuple:
+        m, d, t = total.moments
+        log_d = log_of_sum(d)
+        lse = jnp.where(m == jnp.inf, m, (m if scale is None else m * scale) + log_d)
+        return lse, log_d - t / d, m, d, t, total.at
+
+    row_dtypes = (F32,) * 5 + (jnp.int32,)
+    return Formula(located(scale), lambda x: x, constants, row_dtypes=row_dtypes, of_scale=_token_stats)
 
 
 FORMULAS = {
@@ -103,6 +185,7 @@ FORMULAS = {
         value=lambda x, m, log_d: x - m - log_d,
         masked_value=-jnp.inf,
     ),
+    "token_stats": _token_stats(),
     "logsumexp": Formula(ONLINE, term=lambda x: x, constants=_logsumexp, row_dtypes=(None, F32, F32)),
     "softmax_grad": Formula(
         SUM,

@@ -27,7 +27,7 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow, part_place
-from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.formulas import Formula, Located
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS, Parts
 
 
@@ -36,6 +36,7 @@ def launch(
     arrays: list[jax.Array],
     mask: Mask | None,
     parts: Parts,
+    scale: jax.Array | None = None,
     *,
     name: str,
     approximate: bool,
@@ -48,6 +49,7 @@ def launch(
       arrays: the arrays that the formula reads, all of one shape.
       mask: which elements count, or None.
       parts: how rows are cut into parts.
+      scale: 1 / temperature, (rows,) or (1,), for a formula with a temperature; or None.
       name: the kernel's name in profiles. If there are two launches, the first has the suffix "_reduce".
       approximate: whether exp may be approximate; see `plan.approximate`.
       interpret: as for `pallas_call`.
@@ -56,7 +58,7 @@ def launch(
       One array with all elements of the result, in the last array's dtype. If the formula has per-row outputs: arrays
       (rows,).
     """
-    job = _Job(formula, arrays, mask, parts, approximate, interpret)
+    job = _Job(formula, arrays, mask, parts, scale, approximate, interpret)
     if formula.value is None:
         results = formula.row_results((job.rows,), job.dtype)
     else:
@@ -68,8 +70,10 @@ def launch(
     of_parts = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
     reductions = jax.tree.unflatten(structure, job.launch(_reduce_only, f"{name}_reduce", of_parts))
     if formula.value is None:
-        totals = formula.reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
-        return [a.astype(to.dtype) for a, to in zip(formula.constants(totals), results, strict=True)]
+        of_parts = formula.scaled(None if scale is None else scale[:, None])
+        totals = of_parts.reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
+        constants = formula.scaled(scale).constants(totals)
+        return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
     return job.launch(_write_only, name, results, reductions)
 
 
@@ -81,6 +85,7 @@ class _Job:
     arrays: list[jax.Array]
     mask: Mask | None
     parts: Parts
+    scale: jax.Array | None
     approximate: bool
     interpret: Any
 
@@ -139,8 +144,8 @@ class _Job:
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
             scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-        def body(x_gmem, mask_gmem, reductions_gmem, *out_gmem, **scratch):
-            kernel(self, _Refs(x_gmem, mask_gmem, reductions_gmem, out_gmem, **scratch))
+        def body(x_gmem, mask_gmem, scale_gmem, reductions_gmem, *out_gmem, **scratch):
+            kernel(self, _Refs(x_gmem, mask_gmem, scale_gmem, reductions_gmem, out_gmem, **scratch))
 
         inputs = [a.reshape(self.view) for a in self.arrays]
         return gpu_kernel(
@@ -152,7 +157,7 @@ class _Job:
             name=name,
             approximate=self.approximate,
             interpret=self.interpret,
-        )(inputs, None if self.mask is None else self.mask.array, reductions)
+        )(inputs, None if self.mask is None else self.mask.array, self.scale, reductions)
 
 
 class _Refs(NamedTuple):
@@ -161,6 +166,7 @@ class _Refs(NamedTuple):
     Attributes:
       x_gmem: the input arrays, in the shape `_Job.view`.
       mask_gmem: the mask, (mask rows, vocab or 1), or None.
+      scale_gmem: 1 / temperature, (rows,) or (1,), or None.
       reductions_gmem: the reductions of the parts, as references (rows, parts), or None.
       out_gmem: the results.
       x_smem: for each array, the body of the CTA's part. The buffer of the last array also stages the output.
@@ -171,6 +177,7 @@ class _Refs(NamedTuple):
 
     x_gmem: list
     mask_gmem: Any
+    scale_gmem: Any
     reductions_gmem: Any
     out_gmem: tuple
     x_smem: list
@@ -260,6 +267,7 @@ class _Part:
     """The part of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
     Attributes:
+      formula: the formula to compute, with the temperature of the row.
       place: the row and the position of the part in it.
       body_start: the element of the part at which its body starts.
       body: the body on its way through shared memory.
@@ -270,6 +278,10 @@ class _Part:
         self.job, self.refs, self.place, self.body = job, refs, place, body
         self.body_start = job.parts.body_start(place.row, place.start)
         self.edges: list[_Edge] = []
+        scale = refs.scale_gmem
+        self.formula = job.formula.scaled(
+            None if scale is None else scale[place.row if scale.shape[0] > 1 else 0]
+        )
 
     # --- Loads
 
@@ -299,7 +311,7 @@ class _Part:
 
     def _load_body(self, i, size: int):
         """Yields the blocks of step i of the body, as a tuple with a block from each array."""
-        fill = self.job.formula.reduction.neutral
+        fill = self.formula.reduction.neutral
         return zip(*(self.body.load(x_smem, i, size, fill) for x_smem in self.refs.x_smem), strict=True)
 
     def _load_body_mask(self, i) -> list:
@@ -334,22 +346,28 @@ class _Part:
             of_edges, of_body = self._reduce_edges(), self._reduce_body()
         else:
             of_body, of_edges = self._reduce_body(), self._reduce_edges()
-        return self.job.formula.reduction.combine(of_body, of_edges)
+        return self.formula.reduction.combine(of_body, of_edges)
 
     def _reduce_edges(self):
         """Returns the reduction of the edges, without the elements that count elsewhere."""
-        reduction = self.job.formula.reduction
+        reduction = self.formula.reduction
         lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
         terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
-        return reduction.combine_lanes(reduction.add(lanes, terms))
+        total = reduction.combine_lanes(reduction.add(lanes, terms, 0))
+        if not self.formula.locates:
+            return total
+        position = blocks.positions(interpret=self.job.interpret)
+        return self._located(total, terms, [position + edge.start for edge in self.edges])
 
     def _reduce_body(self):
         """Returns the reduction of the body. Each step is added when it arrives."""
-        reduction = self.job.formula.reduction
-        lanes = jax.tree.map(self.body.filled, reduction.empty)
+        reduction = self.formula.reduction
+        vec = 1 if reduction.one_per_thread else self.job.parts.vec
+        lanes = jax.tree.map(lambda x: blocks.filled(x, vec, interpret=self.job.interpret), reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
-        return reduction.combine_lanes(lanes)
+        total = reduction.combine_lanes(lanes)
+        return self._located_in_step(total) if self.formula.locates else total
 
     @property
     def _mask_steps_ahead(self) -> int:
@@ -358,7 +376,7 @@ class _Part:
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body to the reduction of each lane. The mask was loaded several steps earlier."""
         lanes, (mask_blocks, *next_masks) = state
-        formula, x_smem = self.job.formula, self.refs.x_smem
+        formula, x_smem = self.formula, self.refs.x_smem
         ahead = self._mask_steps_ahead
         all_loaded = ahead == self.job.parts.walk.steps
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
@@ -368,7 +386,10 @@ class _Part:
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
-        lanes = formula.reduction.add(lanes, terms)
+        if formula.reduction.one_per_thread:
+            vec, interpret = self.job.parts.vec, self.job.interpret
+            terms = [x for term in terms for x in blocks.split(term, vec, interpret=interpret)]
+        lanes = formula.reduction.add(lanes, terms, i)
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -378,6 +399,42 @@ class _Part:
 
         return lanes, next_masks
 
+    def _located_in_step(self, total: Located) -> Located:
+        """Returns the reduction of the body with the position of its largest element in the row.
+
+        `total.at` is the first step that holds it. These blocks are read again from shared memory. If the step is
+        shorter, they begin before it.
+        """
+        walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
+        held = walk.padded_length // walk.block_size
+        count = min(walk.step_blocks, held)
+        first = jnp.minimum(total.at.astype(jnp.int32) * walk.step_blocks, held - count)
+        position = blocks.positions(walk.vec, interpret=self.job.interpret)
+        terms, positions = [], []
+        for block in range(count):
+            at = (first + block) * walk.block_size
+            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec, interpret=self.job.interpret)
+            left = walk.length - at
+            inside = position < left if walk.length % walk.block_size else None
+            mask = None
+            if self.job.mask is not None:
+                (mask,) = _as_conditions([self._load_mask(self.body_start + at, left, walk.vec)])
+            terms.append(self._term([x.astype(jnp.float32)], mask, inside))
+            positions.append(position + (self.body_start + at))
+        return self._located(total, terms, positions)
+
+    def _located(self, total: Located, terms: list, positions: list) -> Located:
+        """Returns the reduction of some terms with the position of their largest element in the row.
+
+        Args:
+          total: the reduction.
+          terms: blocks that include the first of the largest elements.
+          positions: the positions of their elements in the part.
+        """
+        found = [online.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
+        at = jnp.min(online.tree(jnp.minimum, found))
+        return total._replace(at=(self.place.start + at).astype(jnp.float32))
+
     def _wait(self, i) -> None:
         """Waits until step i of the body has arrived."""
         for arrived in self.refs.arrived:
@@ -385,10 +442,10 @@ class _Part:
 
     def _term(self, x, *conditions):
         """Returns the terms to reduce, from one block of each array; neutral where a condition is False."""
-        term = self.job.formula.term(*x)
+        term = self.formula.term(*x)
         for condition in conditions:
             if condition is not None:
-                term = jnp.where(condition, term, self.job.formula.reduction.neutral)
+                term = jnp.where(condition, term, self.formula.reduction.neutral)
         return term
 
     def merge_over_cluster(self, total):
@@ -398,7 +455,7 @@ class _Part:
             self.refs.sent_smem,
             self.refs.cluster_barrier,
         )
-        reduction, count = self.job.formula.reduction, self.job.parts.count
+        reduction, count = self.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
             blocks.store_in_place(smem, blocks.filled(leaf, interpret=interpret), interpret=interpret)
         plgpu.commit_smem()
@@ -414,7 +471,7 @@ class _Part:
 
     def merge_from_device_memory(self):
         """Returns the merged reductions of the row's parts, which the first launch wrote."""
-        reduction, count = self.job.formula.reduction, self.job.parts.count
+        reduction, count = self.formula.reduction, self.job.parts.count
 
         def of_parts(first: int):
             def load(gmem, empty):
@@ -439,7 +496,7 @@ class _Part:
         total = self.reduce()
         if self.job.clustered:
             total = self.merge_over_cluster(total)
-        if self.job.formula.value is not None:
+        if self.formula.value is not None:
             self.write(total)
         else:
             self.write_constants(total)
@@ -451,7 +508,7 @@ class _Part:
 
     def write_constants(self, total) -> None:
         """Writes the constants of the row."""
-        for gmem, constant in zip(self.refs.out_gmem, self.job.formula.constants(total), strict=True):
+        for gmem, constant in zip(self.refs.out_gmem, self.formula.constants(total), strict=True):
             gmem[self.place.row] = constant.astype(gmem.dtype)
 
     def write(self, total) -> None:
@@ -478,7 +535,7 @@ class _Part:
           total: the reduction of the row.
           read_mask: whether to read the mask for the body.
         """
-        formula, refs, place = self.job.formula, self.refs, self.place
+        formula, refs, place = self.formula, self.refs, self.place
         constants = formula.constants(total)
         elements: Any = formula.value
 

@@ -260,6 +260,8 @@ class _Problem:
       itemsize: bytes of an element.
       arrays: number of arrays that the operation reads, the mask not counted.
       only_read: whether the results are per-row numbers, so that no elements are written.
+      located: whether the operation is token_stats. With its larger state, steps of LONG_STEP_BLOCKS would take so
+        many registers that fewer CTAs share a multiprocessor.
       masked: whether there is a mask.
       hopper: whether the GPU is a Hopper. FULL_CLUSTERS is known only for these.
       smem: bytes of shared memory of a CTA.
@@ -271,6 +273,7 @@ class _Problem:
     itemsize: int
     arrays: int
     only_read: bool
+    located: bool
     masked: bool
     hopper: bool
     smem: int
@@ -291,7 +294,7 @@ class _Problem:
         if self.rows <= FEW_ROWS:
             long = cluster and not self.only_read
         else:
-            long = self.only_read or self.vocab > count * LONG_PART_ELEMENTS
+            long = not self.located and (self.only_read or self.vocab > count * LONG_PART_ELEMENTS)
         steps = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
         return Parts(self.vocab, self.vec, LONG_STEP_BLOCKS if long else steps, count, cluster)
 
@@ -323,7 +326,8 @@ def plan_softmax(
         vocab=vocab,
         itemsize=jnp.dtype(dtype).itemsize,
         arrays=2 if op.endswith("_grad") else 1,
-        only_read=op == "logsumexp",
+        only_read=op in ("logsumexp", "token_stats"),
+        located=op == "token_stats",
         masked=masked,
         hopper=major == 9,
         smem=SMEM_BYTES[major] - RESERVED_SMEM_BYTES,

@@ -1,9 +1,12 @@
 """Kernel for short rows, held in registers: each row spans a few lanes, a warp, or all threads of a CTA."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax import online
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
@@ -16,6 +19,7 @@ def launch(
     arrays: list[jax.Array],
     mask: Mask | None,
     tile: Tile,
+    scale: jax.Array | None = None,
     *,
     name: str,
     approximate: bool,
@@ -28,6 +32,7 @@ def launch(
       arrays: the arrays that the formula reads, all of one shape.
       mask: which elements count, or None.
       tile: how rows are laid out over a CTA.
+      scale: 1 / temperature, (rows,) or (1,), for a formula with a temperature; or None.
       name: the kernel's name in profiles.
       approximate: whether exp may be approximate; see `plan.approximate`.
       interpret: as for `pallas_call`.
@@ -45,7 +50,7 @@ def launch(
     def broadcast(per_row):
         return lax.broadcast_in_dim(per_row, tile.shape, (0,))
 
-    def body(x_gmem, mask_gmem, *out_gmem):
+    def body(x_gmem, mask_gmem, scale_gmem, *out_gmem):
         row = lax.axis_index("row") * tile.rows
         x = [tiles.load(gmem, tile, row, fill, interpret=interpret).astype(jnp.float32) for gmem in x_gmem]
         term = formula.term(*x)
@@ -54,8 +59,14 @@ def launch(
             keep = tiles.load_mask(mask_gmem, tile, row, (rows, vocab), mask.row, interpret=interpret)
             term = jnp.where(keep, term, fill)
 
-        total = formula.reduction.combine_lanes(formula.reduction.of_terms(term), 1, broadcast)
-        constants = [broadcast(constant) for constant in formula.constants(total)]
+        of_element, of_row = _scales(scale_gmem, tile, row, interpret)
+        reduction = formula.scaled(of_element).reduction
+        total = reduction.combine_lanes(reduction.of_terms(term), 1, broadcast)
+        if formula.locates:
+            column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+            at = online.if_largest(column, term, broadcast(total.moments.m))
+            total = total._replace(at=jnp.min(at, 1))
+        constants = [broadcast(constant) for constant in formula.scaled(of_row).constants(total)]
         if formula.value is None:
             results = constants
         else:
@@ -73,4 +84,14 @@ def launch(
         approximate=approximate,
         interpret=interpret,
     )
-    return kernel(arrays, None if mask is None else mask.array)
+    return kernel(arrays, None if mask is None else mask.array, scale)
+
+
+def _scales(scale_gmem, tile: Tile, row, interpret) -> tuple[Any, Any]:
+    """Returns the scale of each element of a tile and of each of its rows; numbers if all rows share one, or None."""
+    if scale_gmem is None:
+        return None, None
+    if scale_gmem.shape[0] == 1:
+        return scale_gmem[0], scale_gmem[0]
+    of_element = tiles.load_per_row(scale_gmem, tile, row, interpret=interpret)
+    return of_element, jnp.max(of_element, 1)

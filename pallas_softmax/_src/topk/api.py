@@ -90,13 +90,7 @@ def fused_topk(
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     name = "fused_topk"
-    temperature = arguments.parameter(name, "temperature", temperature)
-    if arguments.is_known(temperature):  # checked here: in `at_once` it may be traced
-        if np.asarray(temperature).dtype.kind in "bc":
-            raise TypeError(f"{name}: temperature must be real, got {np.asarray(temperature).dtype.name}")
-        if not np.all(np.asarray(temperature) > 0):
-            raise ValueError(f"{name}: temperature must be positive, got {temperature}")
-    temperature = arguments.normal_temperature(temperature, logits)
+    temperature = arguments.known_temperature(name, temperature, logits)
     return at_once(_topk_of, (logits, where, temperature), (k, axis, log, dtype, axis_name, implementation))
 
 
@@ -108,7 +102,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     k = arguments.count_in_row(name, "k", k, length)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     floating = jax.eval_shape(jnp.exp, x).dtype
-    t = _temperature(name, temperature, x.shape, axis, floating)
+    t = arguments.row_temperature(name, temperature, x.shape, axis, floating)
     out_dtype = jnp.dtype(floating if dtype is None else _as_stored(name, dtype))
     if varies(t, mesh_axes):
         raise ValueError(f"{name}: temperature must be the same on all devices of axis_name={axis_name!r}")
@@ -154,18 +148,6 @@ def _as_stored(name: str, dtype):
             stacklevel=2,
         )
     return got
-
-
-def _temperature(name: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
-    """Returns the temperature, of shape (1, ..., 1) or batch + (1,); NaN where it is not positive."""
-    t = arguments.array(name, "temperature", temperature)
-    if jnp.issubdtype(t.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: temperature must be real, got {t.dtype.name}")
-    t = arguments.per_row(name, "temperature", t, shape, axis)
-    t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
-    # beyond tiny and 1 / tiny, 1 / t is no normal number: 0 times an infinite x is NaN
-    tiny = jnp.finfo(t.dtype).tiny
-    return jnp.clip(jnp.where(t > 0, t, jnp.nan), tiny, 1 / tiny)
 
 
 def _values_and_d(static: Static, xs, constants):

@@ -1,11 +1,10 @@
 """Top-k of rows that are spread over a mesh: devices exchange two numbers and k candidates per row, never logits."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax import online
-from pallas_softmax._src.dispatch.mesh_types import is_tracked
+from pallas_softmax._src.dispatch.collectives import gather
 from pallas_softmax._src.masks import mask_at
 from pallas_softmax._src.topk.xla import best_order
 from pallas_softmax.online import Normalizer
@@ -33,13 +32,13 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     if where is not None:  # the complement, which is negative, says that the position is masked
         position = jnp.where(mask_at(where, logits, indices), position, ~position)
     for mesh_axis in mesh_axes[:0:-1]:
-        won, position, tops, d = _gather((won, position, top, d), mesh_axis)
+        won, position, tops, d = gather((won, position, top, d), mesh_axis)
         _, d = online.combine_parts(Normalizer(online.to_float(tops, (-1,)), d), temperature)
         top = jnp.max(tops, -1, keepdims=True)
         order = best_order(won, _kept(position, where), min(k, won.shape[-1]))
         won, position = (jnp.take_along_axis(a, order, -1) for a in (won, position))
     list_length = won.shape[-1]
-    won, position, tops, d = _gather((won, position, top, d), mesh_axes[0])
+    won, position, tops, d = gather((won, position, top, d), mesh_axes[0])
     lists = won, _kept(position, where), jnp.maximum(position, ~position), (tops, d), temperature
     keywords = {"k": k, "log": log, "dtype": dtype}
     if list_length < k:  # kernels merge lists of k winners only
@@ -62,20 +61,3 @@ def _widen(x):
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     nan = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
     return jnp.where(jnp.isnan(x), lax.bitcast_convert_type(nan, jnp.float32), wide)
-
-
-def _gather(arrays: tuple[jax.Array, ...], mesh_axis: str) -> list[jax.Array]:
-    """Gathers arrays (..., n) over a mesh axis, to (..., devices * n) each, by one all-gather of their bits."""
-    words = []
-    for a in arrays:
-        bits = lax.bitcast_convert_type(a, jnp.uint32)  # of 64 bits: two words, in a dimension of their own
-        words.append(bits.reshape(*a.shape[:-1], a.shape[-1] * (a.dtype.itemsize // 4)))
-    to = "invarying" if is_tracked((mesh_axis,)) else "varying"
-    gathered = jnp.moveaxis(lax.all_gather(jnp.concatenate(words, -1), mesh_axis, to=to), 0, -2)
-    ends = [sum(w.shape[-1] for w in words[: i + 1]) for i in range(len(words))]
-    out = []
-    for a, bits in zip(arrays, jnp.split(gathered, ends[:-1], -1)):
-        two_words = () if a.dtype.itemsize == 4 else (a.dtype.itemsize // 4,)
-        bits = bits.reshape(*bits.shape[:-2], bits.shape[-2] * a.shape[-1], *two_words)
-        out.append(lax.bitcast_convert_type(bits, a.dtype))
-    return out

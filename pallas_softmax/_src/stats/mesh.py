@@ -1,0 +1,43 @@
+"""Token statistics of rows that are spread over a mesh: the devices exchange five numbers per row in one all-gather."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax._src.dispatch.collectives import gather
+from pallas_softmax._src.stats.xla import finished, is_column, logits_at
+from pallas_softmax.online import Moments
+
+
+def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
+    """Returns the `RowStats` of whole rows; the arguments are as for `xla.token_stats`."""
+    vocab = logits.shape[-1]
+    of_shard = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
+    label_logit = logits_at(labels, logits, where, mesh_axes)
+    position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
+    moments, label_logit, argmax = merge_shards(
+        of_shard.moments, label_logit, position, mesh_axes, 1 / temperature if scaled else None
+    )
+    has_label = is_column(labels, vocab * lax.axis_size(mesh_axes))
+    return finished(moments, temperature, label_logit, argmax, has_label)
+
+
+def merge_shards(moments: Moments, label_logit, position, mesh_axes, scale=None):
+    """Merges what the devices found in their shards of each row; arrays (..., 1).
+
+    Args:
+      moments: the moments of a shard.
+      label_logit: the logit at the label; 0 if the label is in another shard.
+      position: the position in the whole row of the first of the shard's largest logits.
+      mesh_axes: the mesh axes that each row is spread over.
+      scale: 1 / temperature, if the moments have one.
+
+    Returns:
+      The moments, the label's logit, and the position of the first of the largest logits, of whole rows.
+    """
+    *parts, label_logits, positions = gather((*moments, label_logit, position), mesh_axes)
+    parts = Moments(*parts)
+    total = online.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
+    total = Moments(*(a[..., None] for a in total))
+    first = jnp.min(online.if_largest(positions, parts.m, total.m), -1, keepdims=True)
+    return total, jnp.sum(label_logits, -1, keepdims=True), first
