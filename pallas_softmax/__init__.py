@@ -8,6 +8,7 @@ from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import IMPLEMENTATIONS, ImplementationName, explain
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear.api import Reduction, linear_cross_entropy, linear_log_probs, linear_logsumexp
+from pallas_softmax._src.route.api import Routing, route
 from pallas_softmax._src.sample.api import Sample, sample
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
 from pallas_softmax._src.topk.api import TopK, fused_topk
@@ -21,6 +22,7 @@ __all__ = [
     "Choice",
     "ImplementationName",
     "Reduction",
+    "Routing",
     "Sample",
     "TopK",
     "explain",
@@ -31,6 +33,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "online",
+    "route",
     "sample",
     "softmax",
 ]
