@@ -64,7 +64,7 @@ def route_rows(
         won = tiles.gather(
             x_gmem, winners, row, index, rows=rows, blocked=True, interpret=interpret
         ).astype(jnp.float32)
-        won = only_first(won, winners, k, blocked=True)
+        won = only_first(won, winners, k, blocked=not interpret)
         weight = gate.weights(won, per_row, of_row(winners))
         tiles.store(weights_gmem, winners, row, weight, blocked=True, interpret=interpret)
         tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
@@ -97,7 +97,11 @@ def of_row(tile: Tile) -> OfRow:
 
 
 def only_first(won, tile: Tile, k: int, *, blocked: bool):
-    """Returns the logits of winners, with -inf at places of the tile from k on. For `blocked` see `tiles.store`."""
+    """Returns the logits of winners, with -inf from place k on.
+
+    Args:
+      blocked: whether the registers of a lane are neighbours, as in `tiles.store`; never in the interpreter.
+    """
     if tile.shape[1] == k:
         return won
     place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
