@@ -24,12 +24,12 @@ def operands(held):
     return {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
 
 
-def by_row(machine, tile, name):
+def by_row(machine, tile, name, dtype="int32"):
     """Returns the results <name{row}_{i}> of all threads as rows: the inverse of `held_by_threads`."""
     lanes, rows = tile.lanes // tile.pieces, tile.rows // (128 // tile.lanes)
     count = tile.steps * tile.vec
     found = [[machine.registers[f"%{name}{row}_{i}"] for i in range(count)] for row in range(rows)]
-    found = np.moveaxis(np.array(found), -1, 0).astype("uint32").astype("int32")
+    found = np.moveaxis(np.array(found), -1, 0).astype("uint32").view(dtype)
     found = found.reshape(128 // tile.lanes, tile.pieces, lanes, rows, tile.steps, tile.vec)
     return found.transpose(3, 0, 1, 4, 2, 5).reshape(tile.rows, -1)
 
@@ -83,3 +83,31 @@ def test_merges_of_pieces(experts, groups, kind):
     columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
     best = np.lexsort((np.broadcast_to(np.arange(experts), keys.shape), -keys), -1)[:, :k]
     np.testing.assert_array_equal(columns.reshape(tile.rows, -1)[:, :k], best)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tile", [kernels.Tile(16, 8, 4, 8), kernels.Tile(128, 2, 4, 1), kernels.Tile(4, 32, 1, 5)], ids=str)
+def test_exponentials(tile, score):
+    """Rows with a sum that is neither large nor small, near both ends, beyond them, and with special numbers."""
+    rng = np.random.default_rng(tile.lanes)
+    x = rng.standard_normal(tile.shape).astype(F32)
+    x[::2] += rng.choice(np.array([-1000, -87, -30, -10, 0, 10, 16, 30, 87, 300], F32), (len(x[::2]), 1))
+    x[1, 0], x[2, 1], x[3], x[0, 2] = np.inf, np.nan, -np.inf, -np.inf
+    bits = held_by_threads(tile, x.view("i4").astype("int64"))
+    machine = ptx.run(kernels.exponentials_ptx_of(tile, score), np.zeros(16, "u1"), **operands(bits))
+    e = by_row(machine, tile, "e", F32)
+    per_row = {}
+    for name in "md":
+        found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
+        found = np.array(found).astype("uint32").view(F32).reshape(-1, 128 // tile.lanes, tile.lanes)
+        per_row[name] = found.reshape(tile.rows, tile.lanes)
+        np.testing.assert_array_equal(per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape))
+    m, d = (per_row[name][:, :1].astype("f8") for name in "md")
+    with np.errstate(all="ignore"):
+        lse = np.where(m == np.inf, m, m + np.log(d))
+        np.testing.assert_allclose(lse[:, 0], oracle.logsumexp(x, -1), rtol=3e-7, atol=2e-6)
+        if score == "softmax":
+            got, want = e / d, oracle.softmax(x)
+        else:
+            got, want = e.astype("f8") / (1 + e.astype("f8")), 1 / (1 + np.exp(-x.astype("f8")))
+        np.testing.assert_allclose(got, want, rtol=4e-5, atol=1e-30)

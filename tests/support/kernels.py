@@ -17,7 +17,7 @@ from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, na
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
 from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
 from pallas_softmax._src.route import grad_kernel as route_grad_kernel
-from pallas_softmax._src.route import groups_ptx
+from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route import kernel as route_kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
@@ -465,6 +465,11 @@ def plan_route(experts, k, dtype, *, steered, groups=1):
 def groups_ptx_of(tile, groups, top_groups):
     """Returns the text that gives the experts of other groups the lowest key: <x0_0> to <kept0_0>, ..."""
     return groups_ptx.groups_program(tile, groups, top_groups)
+
+
+def exponentials_ptx_of(tile, score):
+    """Returns the text that computes exponentials <e0_0>, ... of <x0_0>, ... and normalizers <m0>, <d0>, ..."""
+    return scores_ptx.exponentials_program(tile, score)
 
 
 def route_rows(x, k, gate, bias, interpret=INTERPRET):

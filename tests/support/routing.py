@@ -163,6 +163,19 @@ def judge(got, x, k, gate, bias, *, units=32.0):
     return near
 
 
+def judge_vjp(got, x, chosen, gate, g, g_logsumexp, *, units=32.0):
+    """Asserts that the cotangents of the logits are right, in rows where the definition has finite ones."""
+    got, wide = np.asarray(got), oracle.wide(x)
+    assert got.dtype == x.dtype and got.shape == x.shape
+    want, unit = vjp(x, chosen, gate, g, g_logsumexp)
+    with np.errstate(all="ignore"):
+        distance = 1 + np.nan_to_num(np.abs(wide - wide.max(-1, keepdims=True)), posinf=0, neginf=0)
+    wide_enough = x.dtype == np.float32
+    limit = (units * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (1e-36 if wide_enough else 1e-6)
+    finite = np.isfinite(want).all(-1)
+    assert_near(got[finite], want[finite], limit[finite])
+
+
 def assert_near(got, want, bound):
     """Asserts that numbers differ by at most the bound, and that NaN and infinities are the same."""
     got, want = oracle.wide(got), oracle.wide(want)

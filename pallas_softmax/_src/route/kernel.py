@@ -16,8 +16,8 @@ from pallas_softmax._src.gpu import sort_keys, tiles
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.route import groups_ptx
-from pallas_softmax._src.route.formulas import Gate, OfRow
+from pallas_softmax._src.route import groups_ptx, scores_ptx
+from pallas_softmax._src.route.formulas import Gate, OfRow, Score
 from pallas_softmax._src.route.plan import winning_lanes
 from pallas_softmax._src.topk.tile_kernel import searched, take, take_words
 from pallas_softmax._src.topk.tile_plan import merged_tile
@@ -45,17 +45,17 @@ def route_rows(
     def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
         row = lax.axis_index("row") * plan.rows
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        m, d, e = normalizer(x, plan)
-        logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
-        tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
         if bias is None:
+            m, d, _ = normalizer(x, plan)
             held, _ = searched(x, by_words)
         else:
-            score = e / d if gate.score == "softmax" else lax.logistic(x.astype(jnp.float32))
+            e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32), interpret=interpret)
             steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row, interpret=interpret)
-            held = sort_keys.key(score + steer)
+            held = sort_keys.key(e * factor + steer)
             if groups > 1:
                 held = _keep_groups(plan, groups, top_groups, held, interpret=interpret)
+        logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
+        tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
         per_row = (m, d) if gate.needs_normalizer else ()
         if by_words:
             _, index, per_row = take_words(plan, experts, k, held, per_row, interpret=interpret)
@@ -108,6 +108,18 @@ def only_first(won, tile: Tile, k: int, *, blocked: bool):
     if blocked:
         place = (place & tile.lanes - 1) * tile.steps + place // tile.lanes
     return jnp.where(place < k, won, -jnp.inf)
+
+
+def _exponentials(tile: Tile, score: Score, x, *, interpret):
+    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
+    if not interpret:
+        e, m, d = scores_ptx.exponentials(tile, score, x)
+        return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+    m, d, e = normalizer(x, tile)
+    if score == "softmax":
+        return e, m, d, 1 / d
+    e = jnp.exp(jnp.minimum(x, 80))
+    return e, m, d, 1 / (1 + e)
 
 
 def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
