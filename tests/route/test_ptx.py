@@ -86,7 +86,9 @@ def test_merges_of_pieces(experts, groups, kind):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("tile", [kernels.Tile(16, 8, 4, 8), kernels.Tile(128, 2, 4, 1), kernels.Tile(4, 32, 1, 5)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [kernels.Tile(16, 8, 4, 8), kernels.Tile(128, 2, 4, 1), kernels.Tile(4, 32, 1, 5)], ids=str
+)
 def test_exponentials(tile, score):
     """Rows with a sum that is neither large nor small, near both ends, beyond them, and with special numbers."""
     rng = np.random.default_rng(tile.lanes)
@@ -101,7 +103,9 @@ def test_exponentials(tile, score):
         found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
         found = np.array(found).astype("uint32").view(F32).reshape(-1, 128 // tile.lanes, tile.lanes)
         per_row[name] = found.reshape(tile.rows, tile.lanes)
-        np.testing.assert_array_equal(per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape))
+        np.testing.assert_array_equal(
+            per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape)
+        )
     m, d = (per_row[name][:, :1].astype("f8") for name in "md")
     with np.errstate(all="ignore"):
         lse = np.where(m == np.inf, m, m + np.log(d))

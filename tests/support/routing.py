@@ -156,7 +156,9 @@ def judge(got, x, k, gate, bias, *, units=32.0):
     w = weights(x, got_indices, gate)
     m = oracle.row_max(oracle.wide(x), np.ones(x.shape, bool), -1)
     with np.errstate(all="ignore"):
-        distance = 1 + np.nan_to_num(np.abs(np.take_along_axis(oracle.wide(x), got_indices, -1) - m), posinf=0, neginf=0)
+        distance = 1 + np.nan_to_num(
+            np.abs(np.take_along_axis(oracle.wide(x), got_indices, -1) - m), posinf=0, neginf=0
+        )
     assert_near(got_weights, w, units * eps * distance * np.abs(w) + 1e-37)
     lse = oracle.logsumexp(x, -1)
     assert_near(got_logsumexp, lse, units * eps * (1 + np.abs(lse)))
@@ -171,7 +173,9 @@ def judge_vjp(got, x, chosen, gate, g, g_logsumexp, *, units=32.0):
     with np.errstate(all="ignore"):
         distance = 1 + np.nan_to_num(np.abs(wide - wide.max(-1, keepdims=True)), posinf=0, neginf=0)
     wide_enough = x.dtype == np.float32
-    limit = (units * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (1e-36 if wide_enough else 1e-6)
+    limit = (units * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (
+        1e-36 if wide_enough else 1e-6
+    )
     finite = np.isfinite(want).all(-1)
     assert_near(got[finite], want[finite], limit[finite])
 

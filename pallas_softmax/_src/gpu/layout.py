@@ -25,8 +25,8 @@ class Tile:
 
     Elements beyond the row's end and rows beyond the array's end hold a fill value.
 
-    With `pieces`, a power of two up to `lanes`, a row is cut into that many pieces. Each piece lies in the same way over
-    lanes / pieces neighbouring lanes, and fills them. In the kernel, columns of such a tile are not in order.
+    With `pieces`, a power of two up to `lanes`, a row is cut into that many pieces. Each piece lies in the same way
+    over lanes / pieces neighbouring lanes, and fills them. The columns of such a tile are not in order.
     """
 
     rows: int
@@ -51,7 +51,7 @@ class Tile:
         return self.step_columns * self.steps
 
     def first_column(self, lane):
-        """Returns the column of the first element of lane number `lane` of a row: a number, or a value with operators."""
+        """Returns the column of the first element of a lane; `lane` is a value of inline PTX."""
         if self.pieces == 1:
             return lane * self.vec
         of_piece = self.lanes // self.pieces  # a power of two

@@ -82,8 +82,8 @@ def route(
       have no derivative.
 
     Raises:
-      TypeError: `logits` or `bias` is not a real array; `k`, `groups` or `top_groups` is not a static int; `renormalize`
-        is not a bool; or `scale` is not a static real number.
+      TypeError: `logits` or `bias` is not a real array; `k`, `groups` or `top_groups` is not a static int;
+        `renormalize` is not a bool; or `scale` is not a static real number.
       ValueError: `k` is out of range, or more than the experts of `top_groups` groups; `groups` does not divide E;
         `top_groups` is not from 1 to `groups`; `bias` has another shape; or `score` or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.

@@ -8,8 +8,6 @@ lane, or a lane has several groups (see `plan.plan_steered`). The steps:
     lanes of a row       count for each group how many others are better: a larger sum, or an equal one of a lower group
 """
 
-import numpy as np
-
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
@@ -26,7 +24,7 @@ def keep_groups(tile: Tile, groups: int, top_groups: int, key):
     Args:
       key: tile of the sort keys of float32 numbers, without padding.
     """
-    layout, rows = tiles.layout(tile), packed_ptx.rows_of_thread(tile)
+    layout = tiles.layout(tile)
     program = groups_program(tile, groups, top_groups)
 
     @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "int32"))
@@ -34,7 +32,9 @@ def keep_groups(tile: Tile, groups: int, top_groups: int, key):
         held = [x for register in key.registers.flat for x in elements(register)]
         of_row = tile.steps * tile.vec
         operands = {f"x{i // of_row}_{i % of_row}": x for i, x in enumerate(held)}
-        kept = emit_ptx(program, {"thread": thread(), **operands}, {f"kept{name[1:]}": "i32" for name in operands})
+        kept = emit_ptx(
+            program, {"thread": thread(), **operands}, {f"kept{name[1:]}": "i32" for name in operands}
+        )
         registers = [pack(kept[i : i + tile.vec]) for i in range(0, len(kept), tile.vec)]
         return array(layout.to_mgpu(), tile.shape, registers)
 
@@ -42,7 +42,10 @@ def keep_groups(tile: Tile, groups: int, top_groups: int, key):
 
 
 def groups_program(tile: Tile, groups: int, top_groups: int) -> Program:
-    """Returns the program of `keep_groups`: <x{row}_{i}> has key i of a row of the thread, and <kept{row}_{i}> gets it."""
+    """Returns the program of `keep_groups`.
+
+    <x{row}_{i}> has key i of a row of the thread, and <kept{row}_{i}> gets this key or LOWEST.
+    """
     p = Program()
     lane = p.operand("thread", "u32") & (tile.lanes - 1)
     lanes = tile.lanes // tile.pieces  # of a group
@@ -83,7 +86,9 @@ def _two_best(p: Program, keys: list[Value]) -> tuple[Value, Value | None]:
     return _merged(p, _two_best(p, keys[:half]), _two_best(p, keys[half:]))
 
 
-def _merged(p: Program, a: tuple[Value, Value | None], b: tuple[Value, Value | None]) -> tuple[Value, Value | None]:
+def _merged(
+    p: Program, a: tuple[Value, Value | None], b: tuple[Value, Value | None]
+) -> tuple[Value, Value | None]:
     """Returns the two best of two pairs, each in order."""
     second = p.min(a[0], b[0])
     lower = [key for key in (a[1], b[1]) if key is not None]
@@ -91,11 +96,13 @@ def _merged(p: Program, a: tuple[Value, Value | None], b: tuple[Value, Value | N
 
 
 def _flipped(p: Program, bits: Value) -> Value:
-    """Returns the float with a sort key, or the sort key of a float: negative numbers have all bits but one inverted."""
+    """Returns the float with a sort key, or the sort key of a float."""
     return p.bitwise3(lambda bits, sign, ones: bits ^ sign & ones, bits, bits.sign(), _MAGNITUDE)
 
 
-def _count_better(p: Program, ranks: list[Value], group: int, own_piece: Value, pieces: int, lanes: int) -> Value:
+def _count_better(
+    p: Program, ranks: list[Value], group: int, own_piece: Value, pieces: int, lanes: int
+) -> Value:
     """Returns how many groups of the row are better than this group of the lane.
 
     Args:

@@ -61,9 +61,9 @@ def route_rows(
             _, index, per_row = take_words(plan, experts, k, held, per_row, interpret=interpret)
         else:
             index, per_row = take(plan, experts, k, held, per_row, lanes, interpret=interpret)
-        won = tiles.gather(
-            x_gmem, winners, row, index, rows=rows, blocked=True, interpret=interpret
-        ).astype(jnp.float32)
+        won = tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=True, interpret=interpret).astype(
+            jnp.float32
+        )
         won = only_first(won, winners, k, blocked=not interpret)
         weight = gate.weights(won, per_row, of_row(winners))
         tiles.store(weights_gmem, winners, row, weight, blocked=True, interpret=interpret)
@@ -85,7 +85,9 @@ def route_rows(
 def normalizer(x, tile: Tile):
     """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
     broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
-    m = broadcast(jnp.max(x, 1).astype(jnp.float32))  # before the cast: one instruction compares two 16-bit elements
+    m = broadcast(
+        jnp.max(x, 1).astype(jnp.float32)
+    )  # before the cast: one instruction compares two 16-bit elements
     e = jnp.exp2((x.astype(jnp.float32) - online.shift(m)) * online.LOG2_E)
     return m, broadcast(jnp.sum(e, 1)), e
 

@@ -6,22 +6,24 @@ A softmax usually subtracts the largest logit first. Here e = exp(x) itself serv
     softmax      e / d
     sigmoid      e / (1 + e)
 
-That is accurate if d is neither large nor small. Otherwise the warp computes the normalizers of its rows again, with the
-largest logit subtracted.
+That is accurate if d is neither large nor small. Otherwise the warp computes the normalizers of its rows again, with
+the largest logit subtracted.
 """
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program, Value
 from pallas_softmax._src.route.formulas import Score
 from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax.online import LOG2_E
 
-# The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An x
-# below -87 counts as -inf, so the largest should not be much less than 0.
+# The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
+# x below -87 counts as -inf, so the largest should not be much less than 0.
 LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**24
-LARGEST_EXPONENT = 126.0  # of exponentials for the sigmoid, so that e / (1 + e) is 1, and not infinity / infinity
+LARGEST_EXPONENT = (
+    126.0  # of exponentials for the sigmoid, so that e / (1 + e) is 1, and not infinity / infinity
+)
 
 
 def exponentials(tile: Tile, score: Score, x):
@@ -41,9 +43,16 @@ def exponentials(tile: Tile, score: Score, x):
         operands = {f"x{place}": word for place, word in zip(places, held, strict=True)}
         names = [f"e{place}" for place in places] + [f"{name}{row}" for name in "md" for row in range(rows)]
         found = emit_ptx(program, {"thread": thread(), **operands}, dict.fromkeys(names, "f32"))
-        m, d = ([each for each in found[i : i + rows] for _ in range(count)] for i in (len(held), len(held) + rows))
+        m, d = (
+            [each for each in found[i : i + rows] for _ in range(count)]
+            for i in (len(held), len(held) + rows)
+        )
         return tuple(
-            array(layout.to_mgpu(), tile.shape, [pack(each[i : i + tile.vec]) for i in range(0, len(held), tile.vec)])
+            array(
+                layout.to_mgpu(),
+                tile.shape,
+                [pack(each[i : i + tile.vec]) for i in range(0, len(held), tile.vec)],
+            )
             for each in (found, m, d)
         )
 
@@ -75,7 +84,9 @@ def exponentials_program(tile: Tile, score: Score) -> Program:
     """
     p, count = Program(), tile.steps * tile.vec
     rows = range(packed_ptx.rows_of_thread(tile))
-    xs, es = ([p.operands("f32", *(f"{name}{row}_{i}" for i in range(count))) for row in rows] for name in "xe")
+    xs, es = (
+        [p.operands("f32", *(f"{name}{row}_{i}" for i in range(count))) for row in rows] for name in "xe"
+    )
     m, d = (p.operands("f32", *(f"{name}{row}" for row in rows)) for name in "md")
     inexact = p.var(False, "pred")
     for row in rows:
@@ -88,6 +99,8 @@ def exponentials_program(tile: Tile, score: Score) -> Program:
     with p.when(p.any(inexact)):
         for row in rows:
             _subtract_largest(p, tile, score, xs[row], es[row], m[row], d[row])
+    # Without this barrier, ptxas moves the loads of the bias to the top, and needs 20 more registers.
+    p += f"bar.warp.sync {WHOLE_WARP};"
     return p
 
 

@@ -78,7 +78,9 @@ def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: 
     column = (~word & ones).bits("u32")
     owner = lane & -tile.lanes
     if tile.pieces > 1:
-        piece = column * -(-(1 << 20) // tile.piece_columns) >> 20  # the quotient, exact for columns up to 1024
+        piece = (
+            column * -(-(1 << 20) // tile.piece_columns) >> 20
+        )  # the quotient, exact for columns up to 1024
         column = column - piece * tile.piece_columns
         owner = owner + piece * (tile.lanes // tile.pieces)
     of_step = column & (tile.step_columns - 1)

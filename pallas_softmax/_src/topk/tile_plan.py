@@ -125,8 +125,8 @@ def _too_short(share: float, k: int, length: int) -> float:
     """Returns an upper bound of the share of warps with a list that is too short.
 
     A list of `length` is too short if its lane has at least `length` of the k best of a row. The bound is the
-    probability of this in one lane, for a row in random order, times 32 lanes. A winner is in that lane with probability
-    `share`.
+    probability of this in one lane, for a row in random order, times 32 lanes. A winner is in that lane with the
+    probability `share`.
     """
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
     return LANES * (1 - fewer)
