@@ -32,22 +32,10 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags
+from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.language_model import (
-    Weights,
-    add_tokens_per_s,
-    as_text,
-    choose_prompts,
-    measure_decoding,
-    model,
-    prefill,
-    token_ids,
-    trained,
-)
+from benchmarks.support.language_model import Weights
 from benchmarks.support.result import Record, View
-
-_SHOWN = 4  # hypotheses printed
 
 # (scores, logits) -> (scores, parents, tokens). The logits are (batch, beams, V), all others are (batch, beams).
 Arrays = tuple[jax.Array, ...]
@@ -92,16 +80,12 @@ def select_by_rows(winners: Callable[[jax.Array, int], Arrays]) -> Select:
     return select
 
 
-def _jax_rows(logits: jax.Array, k: int) -> Arrays:
-    log_p, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
-    return log_p, tokens
+def _jax_rows(logits: jax.Array, k: int) -> Any:
+    return lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
 
 
-def _ours(logits: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None) -> Arrays:
-    log_p, tokens = pallas_softmax.fused_topk(
-        logits, k, log=True, dtype=jnp.float32, implementation=implementation
-    )
-    return log_p, tokens
+def _ours(logits: jax.Array, k: int, **options: Any) -> Any:
+    return pallas_softmax.fused_topk(logits, k, log=True, dtype=jnp.float32, **options)
 
 
 def selection(contender: str) -> Select:
@@ -115,7 +99,7 @@ def selection(contender: str) -> Select:
 
 def _start(weights: Weights, prompts: jax.Array, beams: int) -> Arrays:
     """Returns hidden state, last token and score of every beam. Only the first beam of a prompt scores above -inf."""
-    batch, hidden = len(prompts), prefill(weights, prompts)
+    batch, hidden = len(prompts), language_model.prefill(weights, prompts)
     scores = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
     return (
         jnp.broadcast_to(hidden[:, None], (batch, beams, hidden.shape[-1])),
@@ -129,7 +113,7 @@ def decode(select: Select, search: Search, weights: Weights, prompts: jax.Array)
 
     def step(carry: Any, _: None) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
-        hidden, logits = model(weights, hidden, token)
+        hidden, logits = language_model.model(weights, hidden, token)
         scores, parents, token = select(scores, logits)
         return (_of(hidden, parents), token, scores), (token, parents, scores)
 
@@ -158,7 +142,7 @@ def replay(
 
     def step(carry: Any, chosen: Arrays) -> tuple[Any, Arrays]:
         hidden, token, scores = carry
-        hidden, logits = model(weights, hidden, token)
+        hidden, logits = language_model.model(weights, hidden, token)
         scores = all_scores(scores, logits).reshape(search.batch, -1)
         token, parents = chosen
         best, _ = lax.top_k(scores, search.beams)
@@ -218,11 +202,9 @@ def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str
     search, name = record.case, record.contender
     program = functools.partial(decode, selection(name), search)
     call = jax_call(program, weights, starts, ran="" if record.ours else "jax")
-    driver.described(record, call)
-    if record.ours:
-        logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
-        said = driver.explained(record, _ours, logits, search.beams, None if name == "auto" else name)
-        driver.require_ran(record, said)
+    logits = jax.ShapeDtypeStruct((search.batch, search.beams, search.vocab), search.dtype)
+    ours = functools.partial(_ours, implementation=named(name))
+    driver.describe(record, call, ours, logits, search.beams)
     found = call.run()
     hypotheses = np.asarray(found["hypotheses"])
     if name == "jax":
@@ -240,8 +222,8 @@ def _prepare(record: Record, weights: Weights, starts: jax.Array, jaxs: dict[str
 
 
 def run_search(search: Search, chosen: Any) -> list[Record]:
-    """Checks all contenders in one search, then times them together. Prints some of jax's hypotheses."""
-    weights, training_loss = trained(search.vocab, chosen)
+    """Checks all contenders in one search, then times them together."""
+    weights, training_loss = language_model.trained(search.vocab, chosen)
     records = [
         Record(search, name, ours=name in chosen.implementations, required=True)
         for name in ["jax", "jax_rows", *chosen.implementations]
@@ -249,12 +231,9 @@ def run_search(search: Search, chosen: Any) -> list[Record]:
     for record in records:
         record.add(training_loss=training_loss)
     weights = weights | {"embed": weights["embed"].astype(search.dtype)}
-    starts = jnp.asarray(choose_prompts(token_ids(search.vocab), search.batch))
+    starts = jnp.asarray(language_model.choose_prompts(search.vocab, search.batch))
     jaxs: dict[str, np.ndarray] = {}
-    measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen, search.sequence)
-    if jaxs:
-        print(f"\n{search} (training loss {training_loss:.2f}), best hypotheses by jax:")
-        print(examples(search, jaxs["hypotheses"][:, :, 0].T))
+    language_model.measure_decoding(records, lambda record: _prepare(record, weights, starts, jaxs), chosen)
     return records
 
 
@@ -265,16 +244,9 @@ BENCHMARK = driver.Benchmark(
     View(
         ("ran", "status", "same", "score_error", "gap", "tokens_per_s", "speedup", "device_us_per_step"),
         baselines=("jax",),
-        derive=add_tokens_per_s,
+        derive=language_model.add_tokens_per_s,
     ),
 )
-
-
-def examples(search: Search, hypotheses: np.ndarray) -> str:
-    """Returns the first few prompts as text, each with its best hypothesis."""
-    starts = choose_prompts(token_ids(search.vocab), search.batch)
-    pairs = zip(starts[:_SHOWN], hypotheses[:_SHOWN], strict=True)
-    return "\n".join(f"  {as_text(start)} ... {as_text(ids)}" for start, ids in pairs)
 
 
 def define_flags() -> None:

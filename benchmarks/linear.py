@@ -11,6 +11,8 @@ torch         F.cross_entropy(x @ w, labels)
 torch_compile the same under torch.compile
 liger         LigerFusedLinearCrossEntropyFunction of liger-kernel, dw summed in float32
 cce           linear_cross_entropy of cut-cross-entropy, which skips small gradients
+quack         chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time
+quack_exp     the same with its "scaled exp" kernels, which store exponentials in place of logits
 
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
@@ -18,7 +20,8 @@ products    The time relative to matmul. A forward computes 1 product, a mean wi
            with gradients computes 4 products if the logits are not kept.
 memory_mib  Memory in addition to arguments and results: XLA's plan, or torch's peak. It includes any float32 dw.
 
-liger and cce take w as (V, D). Their time does not include the copy of w into that layout.
+--w_shape=VxD stores w as (V, D), and ours takes it with transpose_w=True. liger, cce and quack_exp need that shape.
+With --w_shape=DxV their time does not include the copy of w.
 
 With --training_steps, a small language model trains on the text in data/, once with the plain loss and once with
 ours. The two loss curves are compared. The embedding of the model is also its head.
@@ -26,7 +29,6 @@ ours. The two loss curves are compared. The embedding of the model is also its h
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +43,10 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot, timing
-from benchmarks.support.contenders import Call, fetch_jax, jax_call, named
+from benchmarks.support.contenders import Call, jax_call, named, torch_and_wait
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.language_model import adam, token_ids
-from benchmarks.support.result import Record, View
+from benchmarks.support.result import Record, View, case_columns
 
 # Width D and columns V of models' heads.
 HEADS = {
@@ -53,8 +55,11 @@ HEADS = {
     "llama3": (4096, 128256),
     "gemma2": (2304, 256000),
     "qwen3": (4096, 151936),
+    "olmo": (2048, 50304),
+    "bitnet": (2560, 128256),
 }
-TORCH = ("torch", "torch_compile", "liger", "cce")
+W_SHAPES = ("DxV", "VxD")
+TORCH = ("torch", "torch_compile", "liger", "cce", "quack", "quack_exp")
 PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", *TORCH)
 REFERENCE = "jax_scan"
 _SCANNED = 2048  # tokens per step of jax_scan
@@ -74,6 +79,7 @@ class Loss:
     dtype: str
     reduction: str  # mean or none
     direction: str  # forward or both
+    w_shape: str = "DxV"
 
 
 def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
@@ -93,28 +99,31 @@ def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     return losses if whole == len(x) else jnp.concatenate([losses, step((x[whole:], labels[whole:]))])
 
 
-def _losses(contender: str, reduction: str) -> Callable:
+def _losses(contender: str, loss: Loss) -> Callable:
     """Returns the loss (x, w, labels) -> mean or one loss per token, of a JAX contender."""
-    mean = jnp.mean if reduction == "mean" else lambda losses: losses
+    mean = jnp.mean if loss.reduction == "mean" else lambda losses: losses
+    transposed = loss.w_shape == "VxD"
+    columns = (lambda w: w.T) if transposed else (lambda w: w)
     match contender:
         case "matmul":
-            return lambda x, w, labels: x @ w
+            return lambda x, w, labels: x @ columns(w)
         case "jax_scan":
-            return lambda *args: mean(_scanned(*args))
+            return lambda x, w, labels: mean(_scanned(x, columns(w), labels))
         case "jax_float32":
-            return lambda x, w, labels: mean(_plain(x, w, labels, jnp.float32))
+            return lambda x, w, labels: mean(_plain(x, columns(w), labels, jnp.float32))
         case "jax_inexact":
-            return lambda x, w, labels: mean(_plain(x, w, labels, x.dtype))
+            return lambda x, w, labels: mean(_plain(x, columns(w), labels, x.dtype))
     return functools.partial(
         pallas_softmax.linear_cross_entropy,
-        reduction="mean" if reduction == "mean" else None,
+        reduction="mean" if loss.reduction == "mean" else None,
+        transpose_w=transposed,
         implementation=named(contender),
     )
 
 
 def _jax_call(record: Record, arrays: tuple) -> Call:
     """Returns the call of a JAX contender, and writes into its record the memory that XLA plans."""
-    function = _losses(record.contender, record.case.reduction)
+    function = _losses(record.contender, record.case)
 
     def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
         return {"y": function(x, w, labels)}
@@ -148,6 +157,8 @@ def _torch_losses(contender: str, reduction: str) -> Callable:
             from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
             return functools.partial(linear_cross_entropy, reduction=reduction)
+        case "quack" | "quack_exp":
+            return _quack(contender == "quack_exp", reduction)
 
     def losses(x: Any, w: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(x @ w.T, labels, reduction=reduction)
@@ -155,15 +166,33 @@ def _torch_losses(contender: str, reduction: str) -> Callable:
     return torch.compile(losses) if contender == "torch_compile" else losses
 
 
+def _quack(scaled_exp: bool, reduction: str) -> Callable:
+    """Returns the loss (x, w, labels) of QuACK. It raises NotImplementedError for what QuACK does not take."""
+    from quack import linear_cross_entropy as quack  # pyright: ignore[reportMissingImports]
+
+    chunk = {"chunk_size": 4096, "reduction": reduction}
+
+    def losses(x: Any, w: Any, labels: Any) -> Any:
+        if not x.is_cuda:
+            raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
+        if reduction == "none" or len(x) % 8 or len(w) % 8:
+            raise NotImplementedError("QuACK takes means, of a multiple of 8 tokens, with V a multiple of 8")
+        if scaled_exp and not quack.scaled_exp_lce_supported(x, w, **chunk):
+            raise NotImplementedError(
+                "QuACK's scaled exp takes bfloat16, V a multiple of 128, and an H100 or H200"
+            )
+        return quack.chunked_linear_cross_entropy(x, w, labels, **chunk, use_scaled_exp=scaled_exp)
+
+    return losses
+
+
 def _torch_call(record: Record, arrays: tuple) -> Call:
     """Returns the call of a torch contender on the JAX arrays' memory, and records torch's peak memory."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if timing.on_gpu() and not torch.cuda.is_available():
-        raise NotImplementedError("this torch has no CUDA device")
+    torch, wait = torch_and_wait()
     x, w, labels = map(torch.from_dlpack, arrays)
-    labels, w = labels.long(), w.T  # a view of shape (V, D)
-    if record.contender in ("liger", "cce"):
+    transposed = record.case.w_shape == "VxD"
+    labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
+    if record.contender in ("liger", "cce", "quack_exp"):
         w = w.contiguous()
     function = _torch_losses(record.contender, record.case.reduction)
 
@@ -176,11 +205,7 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     def both() -> dict[str, Any]:
         y = function(*leaves, labels)
         dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / y.numel()))
-        return {"y": y.detach(), "dx": dx, "dw": dw.T}
-
-    def wait(_: Any) -> None:
-        if timing.on_gpu():
-            torch.cuda.synchronize()
+        return {"y": y.detach(), "dx": dx, "dw": dw if transposed else dw.T}
 
     run = forward if record.case.direction == "forward" else both
     if timing.on_gpu():
@@ -191,7 +216,7 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
         torch.cuda.synchronize()
         kept = sum(a.numel() * a.element_size() for a in result.values())
         record.add(memory_mib=(torch.cuda.max_memory_allocated() - before - kept) / 2**20)
-    return Call(run=run, wait=wait, fetch=fetch_jax, ran="torch")
+    return Call(run, "torch", wait)
 
 
 def make_losses(chosen: Any) -> list[Loss]:
@@ -200,10 +225,11 @@ def make_losses(chosen: Any) -> list[Loss]:
     A forward has one reduction only, because a mean and one loss per token cost the same.
     """
     return [
-        Loss(tokens, head, dtype, reduction, direction)
+        Loss(tokens, head, dtype, reduction, direction, w_shape)
         for head in chosen.head
         for tokens in chosen.batch
         for dtype in chosen.dtype
+        for w_shape in chosen.w_shape
         for reduction in chosen.reduction
         for direction in chosen.direction
         if direction == "both" or reduction == chosen.reduction[0]
@@ -215,20 +241,24 @@ def _arrays(loss: Loss, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(seed), 3)
     x = jax.random.normal(keys[0], (loss.tokens, width), loss.dtype)
     w = jax.random.normal(keys[1], (width, vocab), loss.dtype) * jnp.asarray(2 * width**-0.5, loss.dtype)
+    w = w.T if loss.w_shape == "VxD" else w
     return x, w, jax.random.randint(keys[2], (loss.tokens,), 0, vocab)
 
 
 def run_loss(loss: Loss, chosen: Any) -> list[Record]:
-    """Compares all contenders of one loss with jax_scan, then times them together."""
+    """Compares all contenders of one loss with jax_scan, then times them together.
+
+    A failure of a torch library does not fail the run.
+    """
     names = dict.fromkeys([REFERENCE, "matmul", *chosen.peers, *chosen.implementations])
-    records = [Record(loss, name, ours=name not in PEERS, required=True) for name in names]
+    records = [Record(loss, name, ours=name not in PEERS, required=name not in TORCH) for name in names]
     arrays = functools.cache(lambda: _arrays(loss, chosen.seed))
     wanted: dict[str, jax.Array] = {}
 
     def prepare(record: Record) -> Call:
         name, allowed = record.contender, TOLERANCE[loss.dtype]
-        call = driver.described(record, (_torch_call if name in TORCH else _jax_call)(record, arrays()))
-        driver.require_among(record)
+        call = (_torch_call if name in TORCH else _jax_call)(record, arrays())
+        driver.describe(record, call)
         got = call.run()
         call.wait(got)
         if name == "matmul":
@@ -261,19 +291,21 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     if rows.empty:
         return
     baseline = rows[rows.speedup == 1].contender.iloc[0]
-    losses = list(rows.groupby(["head", "tokens", "dtype", "reduction", "direction"], sort=False))
+    losses = [own for _, own in rows.groupby(case_columns(rows), sort=False)]
     plt = plot.pyplot()
-    height = 1.4 + sum(0.9 + 0.28 * len(own) for _, own in losses)
+    height = 1.4 + sum(0.9 + 0.28 * len(own) for own in losses)
     figure, axes = plt.subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height))
-    for (speed, memory), ((head, tokens, dtype, reduction, direction), own) in zip(axes, losses):
+    for (speed, memory), own in zip(axes, losses):
         own = own.sort_values("speedup", ascending=False)
         plot.bars(speed, own, own.speedup, f"speed-up over {plot.words(baseline)}, times")
         plot.bars(memory, own, own.memory_mib / 1024, "temporaries, GiB")
         memory.tick_params(axis="y", labelleft=False)
-        what = {"mean": "mean", "none": "a loss per token"}[reduction]
-        passes = {"both": "forward and backward", "forward": "forward"}[direction]
-        width, vocab = HEADS[head]
-        size = f"{tokens:,} tokens, {width:,} to {vocab:,}, {dtype}"
+        loss = own.iloc[0]
+        what = {"mean": "mean", "none": "a loss per token"}[loss.reduction]
+        passes = {"both": "forward and backward", "forward": "forward"}[loss.direction]
+        width, vocab = HEADS[loss["head"]]
+        size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
+        size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
         speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
     ours = rows[rows.contender == "auto"]
     peak = rows.memory_mib[rows.contender == "jax_float32"].max()
@@ -368,10 +400,8 @@ def run_training(training: Training, chosen: Any) -> list[Record]:
 
 
 def make_trainings(chosen: Any) -> list[Training]:
-    found = itertools.product(chosen.vocab if chosen.training_steps else (), chosen.dtype)
-    return [
-        Training(vocab, chosen.width, dtype, chosen.tokens, chosen.training_steps) for vocab, dtype in found
-    ]
+    sizes = chosen.tokens, chosen.training_steps
+    return [Training(vocab, chosen.width, dtype, *sizes) for vocab in chosen.vocab for dtype in chosen.dtype]
 
 
 TRAINING = Benchmark(
@@ -393,6 +423,7 @@ def define_flags() -> None:
     flags.define_list(
         "head", flags.words(HEADS), "small", "The models to take the projection's width and columns from."
     )
+    flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
     flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
     flags.define_list(
         "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."

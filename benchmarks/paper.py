@@ -53,19 +53,10 @@ def _run(case: Case, chosen: Any) -> list[Record]:
     return run_case(case, [_algorithm(name, case) for name in chosen.algorithms] + others, chosen)
 
 
-def _over(rows: Frame) -> str:
-    """Returns what the figure is over: k if only k varies, or else V."""
-    return "k" if rows.vocab.nunique() == 1 < rows.k.nunique() else "vocab"
-
-
-def _pair(rows: Frame) -> tuple[str, str]:
-    """Returns the pair that the paper compares: the faster algorithm, then its baseline."""
-    return ("online", "safe") if rows.k.iloc[0] is None else ("online_fused", "safe_unfused")
-
-
 def _draw(rows: Frame, document: dict[str, Any], file: Path) -> None:
     """Draws the figure. Its title gives the paper's speed-up, and ours, at the end of the axis."""
-    over, (fast, slow) = _over(rows), _pair(rows)
+    over = "k" if rows.vocab.nunique() == 1 < rows.k.nunique() else "vocab"
+    fast, slow = ("online", "safe") if rows.k.iloc[0] is None else ("online_fused", "safe_unfused")
     own = rows[rows.batch == rows.batch.iloc[0]]
     if over == "vocab":
         own = own[own.k.map(str) == str(own.k.iloc[0])]

@@ -16,8 +16,6 @@ need to be among the entries that the filters keep.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,16 +27,8 @@ from jax import lax
 import pallas_softmax
 from benchmarks.support import cases, driver, flags, plot, timing
 from benchmarks.support.cases import Case
-from benchmarks.support.contenders import (
-    Call,
-    Contender,
-    fetch_jax,
-    jax_call,
-    named,
-    prepare_jax,
-    prepare_torch,
-)
-from benchmarks.support.driver import Benchmark, Wrong, described, explained, require_ran
+from benchmarks.support.contenders import Call, Contender, fetch, jax_call, named, prepare_jax, prepare_torch
+from benchmarks.support.driver import Benchmark, Wrong, describe
 from benchmarks.support.result import Record, View
 from tests.support import bounds, oracle
 
@@ -146,14 +136,12 @@ def _prepare(record: Record, key: jax.Array, x: jax.Array, given: dict[str, Any]
         call = prepare_torch(peer, "forward", (x,), None)
     else:
         call = jax_call(functools.partial(ours, name), key, x, given)
-    described(record, call)
+    describe(record, call, functools.partial(ours, name), key, x, given)
     record.add(extra_mb=call.extra_mb)
-    if record.ours:
-        require_ran(record, explained(record, functools.partial(ours, name), key, x, given))
     result = call.run()
     call.wait(result)
     try:
-        record.add(rows_checked=check(result, call.fetch, record.case, key, x, given))
+        record.add(rows_checked=check(result, record.case, key, x, given))
     except AssertionError as error:
         raise Wrong(str(error)) from None
     return call
@@ -163,14 +151,14 @@ def ours(name: str, key: jax.Array, x: jax.Array, given: dict[str, Any]) -> dict
     return {"sample": pallas_softmax.sample(key, x, **given, implementation=named(name))}
 
 
-def check(result: dict[str, Any], fetch: Callable, case: Case, key, x, given) -> int:
+def check(result: dict[str, Any], case: Case, key, x, given) -> int:
     """Checks the draws of some rows and raises if any is wrong. Returns how many rows were checked."""
     rows = case.checked_rows
-    logits = fetch_jax(x, rows, 0)
-    temperature, *_ = of_row = [fetch_jax(a, rows, 0) for a in given.values()]
+    logits = fetch(x, rows, 0)
+    temperature, *_ = of_row = [fetch(a, rows, 0) for a in given.values()]
     filters = dict(zip(list(given)[1:], of_row[1:]))
     if "sample" in result:
-        u = fetch_jax(jax.random.uniform(key, (case.batch,), jnp.float32), rows, 0)
+        u = fetch(jax.random.uniform(key, (case.batch,), jnp.float32), rows, 0)
         got = [fetch(a, rows, 0) for a in result["sample"]]
         bounds.assert_sample(got, logits, u, rows, None, temperature, **filters)
     else:
@@ -195,14 +183,10 @@ def _run(case: Case, chosen: Any) -> list[Record]:
     return records
 
 
-def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
-    plot.heat(rows, document, file, "jax.random.categorical", "sample")
-
-
 VIEW = View(
     ("ran", "status", "rows_checked", "p50_us", "share_of_read", "speedup", "first_result_s"),
     baselines=("jax",),
-    draw=_draw,
+    draw=lambda rows, document, file: plot.heat(rows, document, file, "jax.random.categorical", "sample"),
 )
 BENCHMARK = Benchmark("sample", make_draws, _run, VIEW, lambda cases: ("copy", "read"))
 

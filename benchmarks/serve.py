@@ -25,17 +25,8 @@ from absl import app
 from jax import lax
 
 import pallas_softmax
-from benchmarks.support import driver, flags
+from benchmarks.support import driver, flags, language_model
 from benchmarks.support.contenders import Call, jax_call, named
-from benchmarks.support.language_model import (
-    add_tokens_per_s,
-    choose_prompts,
-    measure_decoding,
-    model,
-    prefill,
-    token_ids,
-    trained,
-)
 from benchmarks.support.result import Record, View
 from tests.support import bounds
 
@@ -102,11 +93,11 @@ def decode(draw: Any, length: int, weights: Any, prompts: jax.Array, seeds: jax.
 
     def step(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
         hidden, token = carry
-        hidden, logits = model(weights, hidden, token)
+        hidden, logits = language_model.model(weights, hidden, token)
         drawn = draw(keys_of(seeds, i), logits, asked)
         return (hidden, drawn[0]), drawn
 
-    start = prefill(weights, prompts), prompts[:, -1]
+    start = language_model.prefill(weights, prompts), prompts[:, -1]
     return {"drawn": lax.scan(step, start, jnp.arange(length))[1]}
 
 
@@ -119,10 +110,10 @@ def replay(weights: Any, prompts: jax.Array, tokens: jax.Array) -> jax.Array:
     """
 
     def step(carry: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-        hidden, logits = model(weights, *carry)
+        hidden, logits = language_model.model(weights, *carry)
         return (hidden, token), logits[:_CHECKED]
 
-    _, logits = lax.scan(step, (prefill(weights, prompts), prompts[:, -1]), tokens)
+    _, logits = lax.scan(step, (language_model.prefill(weights, prompts), prompts[:, -1]), tokens)
     return logits
 
 
@@ -144,13 +135,11 @@ def _prepare(record: Record, *arguments: Any) -> Call:
     service, name = record.case, record.contender
     draw = functools.partial(ours, name) if record.ours else by_sort
     program = functools.partial(decode, draw, service.sequence)
-    call = driver.described(record, jax_call(program, *arguments, ran="" if record.ours else "jax"))
+    call = jax_call(program, *arguments, ran="" if record.ours else "jax")
+    _, _, seeds, asked = arguments
+    logits = jax.ShapeDtypeStruct((service.batch, service.vocab), service.dtype)
+    driver.describe(record, call, functools.partial(ours, name), seeds, logits, asked)
     if record.ours:
-        _, _, seeds, asked = arguments
-        logits = jax.ShapeDtypeStruct((service.batch, service.vocab), service.dtype)
-        driver.require_ran(
-            record, driver.explained(record, functools.partial(ours, name), seeds, logits, asked)
-        )
         try:
             record.add(draws_checked=check(call.run()["drawn"], *arguments))
         except AssertionError as error:
@@ -163,12 +152,12 @@ def run_service(service: Service, chosen: Any) -> list[Record]:
         Record(service, name, ours=name != "sort", required=True)
         for name in ["sort", *chosen.implementations]
     ]
-    weights, _ = trained(service.vocab, chosen)
+    weights, _ = language_model.trained(service.vocab, chosen)
     weights = weights | {"embed": weights["embed"].astype(service.dtype)}
-    prompts = jnp.asarray(choose_prompts(token_ids(service.vocab), service.batch))
+    prompts = jnp.asarray(language_model.choose_prompts(service.vocab, service.batch))
     seeds = jax.random.split(jax.random.key(chosen.seed), service.batch)
     arguments = weights, prompts, seeds, requests(service.batch)
-    measure_decoding(records, lambda record: _prepare(record, *arguments), chosen, service.sequence)
+    language_model.measure_decoding(records, lambda record: _prepare(record, *arguments), chosen)
     return records
 
 
@@ -186,7 +175,7 @@ BENCHMARK = driver.Benchmark(
     View(
         ("ran", "status", "draws_checked", "tokens_per_s", "speedup", "device_us_per_step", "first_result_s"),
         baselines=("sort",),
-        derive=add_tokens_per_s,
+        derive=language_model.add_tokens_per_s,
     ),
 )
 

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_softmax
 from benchmarks.support import answers, cases, driver, flags, links, plot, timing, traces
 from benchmarks.support.cases import Case
-from benchmarks.support.contenders import Call, fetch_jax
+from benchmarks.support.contenders import Call, fetch
 from benchmarks.support.result import Record, View
 
 SHARDINGS = {"batch": P("d", None), "vocab": P(None, "d")}
@@ -155,7 +155,7 @@ def _not_repeated(single: Any, program: Any, calls: int, x: jax.Array) -> str:
 def _answer(case: Case, devices: int) -> tuple[np.ndarray, answers.Answer]:
     """Returns rows to check and their answer. With up to `devices` devices, each of these holds some of the rows."""
     rows = np.union1d(case.checked_rows, np.arange(devices) * case.batch // devices)
-    return rows, answers.Answer(fetch_jax(cases.logits(case), rows, 0), None, case.function, case.k)
+    return rows, answers.Answer(fetch(cases.logits(case), rows, 0), None, case.function, case.k)
 
 
 def _fetch(array: jax.Array, rows: np.ndarray) -> np.ndarray:
@@ -201,7 +201,7 @@ def _prepare(record: Record, function: Callable[[jax.Array], Any], x: jax.Array,
             record.reason = record.reason or why
         else:
             record.add(device_us=1e6 * traces.call_seconds(lambda: program(x), CALLS))
-    return Call(lambda: single(x), jax.block_until_ready, fetch_jax, ran="jax")
+    return Call(lambda: single(x), record.ran)
 
 
 def run_layout(layout: Layout, chosen: Any) -> list[Record]:
@@ -254,9 +254,6 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
         if 1 in ours.index:
             axis.plot(n, ours[1] / n, ":", color="#777777", label="linear scaling of pallas_softmax")
         ticks = [int(each) for each in n]
-        if sharding == "vocab" and case.k and "H200" in document["runs"][0]["device"]:
-            _draw_model(axis, case, ours.to_dict())
-            ticks = [1, 4, 16, 64, 256, 1024, 4096]
         axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axis.set_xlabel("number of devices")
     axes[0].set_ylabel("device time of a call, µs")
@@ -268,32 +265,6 @@ def picture(rows: Any, document: dict[str, Any], file: Path) -> None:
         title = f"{what}: {plot.span(spread)} less device time than plain JAX on several GPUs"
     title += f" ({case.batch:,} × {case.vocab:,} {case['dtype']}{over})"
     plot.finish(figure, file, document, title)
-
-
-def _draw_model(axis: Any, case: Any, measured: dict[int, float]) -> None:
-    """Draws the model of ours for up to 4096 devices, its error, and a grey area where nothing was measured."""
-    shape = case.batch, case.vocab, case.k, jax.numpy.dtype(case["dtype"]).itemsize
-
-    def model_us(*mesh: int) -> float:
-        return 1e6 * links.predicted(*shape, mesh, links.H200).seconds
-
-    meshes = {"one mesh axis": lambda i: (2**i,), "two": lambda i: (2 ** ((i + 1) // 2), 2 ** (i // 2))}
-    for (name, mesh), color in zip(meshes.items(), (plot.SKY, plot.ORANGE)):
-        times = [model_us(*mesh(i)) for i in range(13)]
-        axis.plot(2 ** np.arange(13), times, "-.", color=color, label=f"model of links.py, {name}")
-    if measured:
-        axis.axvspan(max(measured), 4096, color="#f0f0f0", zorder=0)
-        place = {"transform": axis.get_xaxis_transform(), "va": "top"}
-        axis.text(1.2 * max(measured), 0.97, misses(measured, model_us), fontsize=8, **place)
-
-
-def misses(measured: dict[int, float], model_us: Callable[[int], float]) -> str:
-    """Returns a text: the model's error for each number of devices, and where the measurements end."""
-    off = (f"{model_us(n) / us - 1:+.0%} on {n}" for n, us in measured.items())
-    return (
-        f"grey: nothing was measured beyond {max(measured)} devices;\n"
-        f"the model is off the measured times (vocab)\nby {', '.join(off)}"
-    )
 
 
 VIEW = View(

@@ -11,23 +11,16 @@ import pallas_softmax
 from benchmarks.support import driver, flags, plot
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
-from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
+from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_torch
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Record, View
 
 
-def _ours(
-    x: jax.Array,
-    where: jax.Array | None = None,
-    *,
-    function: str,
-    axis: int,
-    implementation: pallas_softmax.ImplementationName | None,
-) -> tuple[jax.Array, None]:
-    return getattr(pallas_softmax, function)(x, axis=axis, where=where, implementation=implementation), None
+def _ours(x: jax.Array, where: Any = None, *, function: str, **options: Any) -> tuple[jax.Array, None]:
+    return getattr(pallas_softmax, function)(x, where=where, **options), None
 
 
-def _jax(x: jax.Array, where: jax.Array | None = None, *, function: str, axis: int) -> tuple[jax.Array, None]:
+def _jax(x: jax.Array, where: Any = None, *, function: str, axis: int) -> tuple[jax.Array, None]:
     return getattr(jax.nn, function)(x, axis=axis, where=where), None
 
 
@@ -38,6 +31,8 @@ def _torch(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
 def _quack(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
     if function != "softmax" or axis != -1:
         raise NotImplementedError("QuACK has only softmax, and only along the last axis")
+    if not x.is_cuda:
+        raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
     from quack import softmax  # pyright: ignore[reportMissingImports]
 
     return softmax(x), None
@@ -52,7 +47,7 @@ def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, .
     every = {
         "jax": Contender("jax", False, functools.partial(_jax, **what), prepare_jax),
         "torch": Contender("torch", False, functools.partial(_torch, **what), prepare_torch),
-        "quack": Contender("quack", False, functools.partial(_quack, **what), prepare_quack),
+        "quack": Contender("quack", False, functools.partial(_quack, **what), prepare_torch),
     }
     return ours(functools.partial(_ours, **what), implementations) + [every[p] for p in peers if p in every]
 

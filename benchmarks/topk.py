@@ -13,45 +13,41 @@ import pallas_softmax
 from benchmarks.support import driver, flags, plot, timing
 from benchmarks.support.cases import Case, make_cases
 from benchmarks.support.checked import run_case
-from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_quack, prepare_torch
+from benchmarks.support.contenders import Contender, ours, prepare_jax, prepare_torch
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Record, View
 
 
-def _ours(
-    x: jax.Array, k: int, implementation: pallas_softmax.ImplementationName | None
-) -> tuple[jax.Array, jax.Array]:
-    values, indices = pallas_softmax.fused_topk(x, k, implementation=implementation)
-    return values, indices
+def _ours(x: jax.Array, k: int, **options: Any) -> Any:
+    return pallas_softmax.fused_topk(x, k, **options)
 
 
-def _jax_stable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    values, indices = lax.top_k(jax.nn.softmax(x), k)
-    return values, indices
+def _jax_stable(x: jax.Array, k: int) -> Any:
+    return lax.top_k(jax.nn.softmax(x), k)
 
 
-def _jax_unstable(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _jax_unstable(x: jax.Array, k: int) -> Any:
     if "is_stable" not in inspect.signature(lax.top_k).parameters:
         raise NotImplementedError(f"lax.top_k of jax {jax.__version__} has no is_stable")
-    values, indices = lax.top_k(jax.nn.softmax(x), k, is_stable=False)
-    return values, indices
+    return lax.top_k(jax.nn.softmax(x), k, is_stable=False)
 
 
-def _jax_raft(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _jax_raft(x: jax.Array, k: int) -> Any:
     if not timing.on_gpu():  # elsewhere XLA accepts the option and ignores it
         raise NotImplementedError("XLA has RAFT's kernels on GPUs only")
     return _jax_stable(x, k)
 
 
-def _torch(x: Any, k: int) -> tuple[Any, Any]:
-    values, indices = x.softmax(dim=-1).topk(k, dim=-1)
-    return values, indices
+def _torch(x: Any, k: int) -> Any:
+    return x.softmax(dim=-1).topk(k, dim=-1)
 
 
-def _quack(x: Any, k: int) -> tuple[Any, Any]:
+def _quack(x: Any, k: int) -> Any:
     v = x.shape[-1]
     if v > 4096 or k > 128 or v & (v - 1) or k & (k - 1):
         raise NotImplementedError("QuACK's top-k takes V up to 4096 and k up to 128, both powers of 2")
+    if not x.is_cuda:
+        raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
     from quack import softmax  # pyright: ignore[reportMissingImports]
     from quack.topk import topk  # pyright: ignore[reportMissingImports]
 
@@ -76,7 +72,7 @@ def contenders(case: Case, implementations: tuple[str, ...], peers: tuple[str, .
         "jax_unstable": (_jax_unstable, prepare_jax),
         "jax_raft": (_jax_raft, functools.partial(prepare_jax, options=_RAFT)),
         "torch": (_torch, prepare_torch),
-        "quack": (_quack, prepare_quack),
+        "quack": (_quack, prepare_torch),
     }
     found = ours(functools.partial(_ours, k=case.k), implementations)
     for name in peers:

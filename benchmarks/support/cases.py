@@ -88,14 +88,13 @@ class Case:
 
 def _open(path: str) -> np.ndarray:
     """Returns the logits of a user's file as a memory-mapped array (rows, V)."""
-    array = np.load(path, mmap_mode="r")
-    if array.ndim == 0 or array.dtype.kind != "f":
-        raise ValueError(
-            f"--logits={path} holds {array.dtype} of shape {array.shape}; it must hold float16,"
-            " float32 or float64 with at least one axis"
-        )
-    if array.size == 0:
-        raise ValueError(f"--logits={path} is empty: its shape is {array.shape}")
+    try:
+        array = np.load(path, mmap_mode="r")
+    except OSError as error:
+        raise ValueError(f"--logits={path}: {error}") from None
+    if array.ndim == 0 or array.size == 0 or array.dtype.kind != "f":
+        holds = f"--logits={path} holds {array.dtype} of shape {array.shape}"
+        raise ValueError(f"{holds}; it must hold floating-point numbers, with at least one row")
     return array.reshape(-1, array.shape[-1])
 
 
@@ -199,9 +198,7 @@ def _draw(key: jax.Array, shape: tuple[int, ...], kind: str, dtype: str, axis: i
             x = 1 + jax.random.randint(other_key, shape, 0, 2**12) * jnp.finfo(jnp.float32).eps
         case "blocked":
             x = jnp.where(jnp.abs(i + 0.5 - vocab // 2) < 128, x + 10, x)
-        case (
-            "one_lane"
-        ):  # belongs to one thread, if up to 256 threads take turns with vectors of four or more
+        case "one_lane":  # of one thread, if up to 256 threads take turns with vectors of four or more
             x = jnp.where(i % 1024 < 4, x + 10, x)
         case "neg_inf":
             x = jnp.full(shape, -jnp.inf)

@@ -1,7 +1,6 @@
 """One case of softmax, topk or paper: every contender is compared with the float64 oracle, then all are timed."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pallas_softmax
 from benchmarks.support import answers, cases, driver, timing
 from benchmarks.support.cases import Case
-from benchmarks.support.contenders import Call, Contender, fetch_jax
+from benchmarks.support.contenders import Call, Contender, fetch
 from benchmarks.support.result import Record
 
 
@@ -35,7 +34,7 @@ def run_case(case: Case, contenders: list[Contender], chosen: Any) -> list[Recor
     return records
 
 
-def rows_of(fetch: Callable[..., np.ndarray], array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
+def rows_of(array: Any, case: Case, rows: np.ndarray) -> np.ndarray:
     """Returns some rows of an input or a result of the case. With axis 0, these are columns of the array."""
     if case.axis == 0:
         return fetch(array, rows, array.ndim - 1).T
@@ -50,10 +49,9 @@ def question(case: Case, rows: np.ndarray) -> tuple[tuple[jax.Array, ...], jax.A
     x, mask = cases.logits(case), cases.mask(case)
     g = None if case.direction == "forward" else cases.cotangent(case)
     arrays = (x,) if mask is None else (x, mask)
-    kept = None if mask is None else rows_of(fetch_jax, jnp.broadcast_to(mask, x.shape), case, rows)
-    x_rows = rows_of(fetch_jax, x, case, rows)
-    g_rows = None if g is None else rows_of(fetch_jax, g, case, rows)
-    return arrays, g, answers.Answer(x_rows, g_rows, case.function, case.k, kept)
+    kept = None if mask is None else rows_of(jnp.broadcast_to(mask, x.shape), case, rows)
+    g_rows = None if g is None else rows_of(g, case, rows)
+    return arrays, g, answers.Answer(rows_of(x, case, rows), g_rows, case.function, case.k, kept)
 
 
 def _prepare(
@@ -69,8 +67,9 @@ def _prepare(
     """
     case = record.case
     # explain comes later: it would do part of the tracing, which first_result_s should include.
-    call = driver.described(record, contender.prepare(contender, case.direction, arrays, g))
-    record.add(extra_mb=call.extra_mb)
+    call = contender.prepare(contender, case.direction, arrays, g)
+    record.ran = call.ran
+    record.add(first_result_s=call.first_result_s, extra_mb=call.extra_mb)
     if contender.ours:
         choices = pallas_softmax.explain(contender.function, *arrays)
         record.add(explain="; ".join(map(str, choices)))
@@ -93,14 +92,14 @@ def _check(
     checks = []
     if "y" in result:
         check = answer.check_logits if contender.of_logits else answer.check_output
-        checks.append(check(rows_of(call.fetch, result["y"], case, rows)))
+        checks.append(check(rows_of(result["y"], case, rows)))
     if "indices" in result:
-        checks.append(answer.check_indices(call.fetch(result["indices"], rows, 0), contender.stable))
+        checks.append(answer.check_indices(fetch(result["indices"], rows, 0), contender.stable))
     if "dx" in result:
         chosen = None
         if not contender.ours and case.k is not None:  # a peer may order ties freely
-            chosen = call.fetch(result.get("indices", call.indices), rows, 0)
-        checks.append(answer.check_gradient(rows_of(call.fetch, result["dx"], case, rows), chosen))
+            chosen = fetch(result.get("indices", call.indices), rows, 0)
+        checks.append(answer.check_gradient(rows_of(result["dx"], case, rows), chosen))
     return answers.all_of(checks)
 
 

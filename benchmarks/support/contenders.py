@@ -27,10 +27,9 @@ _KERNELS = ("mosaic_gpu", "triton")
 class Call:
     """A contender on one input: run() starts a call, wait(result) returns when it has finished."""
 
-    run: Callable[[], dict[str, Any]]  # some of y, indices, dx
-    wait: Callable[[Any], Any]
-    fetch: Callable[[Any, np.ndarray, int], np.ndarray]  # (result, indices, axis) -> these elements, in numpy
+    run: Callable[[], Any]  # -> some of y, indices, dx, in a dictionary
     ran: str  # the implementation found in the lowered program, or a peer's library
+    wait: Callable[[Any], Any] = jax.block_until_ready
     first_result_s: float | None = None  # seconds to trace, lower, compile and run it once
     extra_mb: float | None = None  # device memory that the program needs beyond its arguments
     indices: Any = None  # the winners, if a backward call starts from them
@@ -68,9 +67,14 @@ def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> li
     ]
 
 
-def fetch_jax(array: jax.Array, indices: np.ndarray, axis: int) -> np.ndarray:
-    """Returns the elements at `indices` along an axis, as a numpy array."""
-    return np.asarray(array.take(indices, axis))
+def fetch(array: Any, indices: np.ndarray, axis: int) -> np.ndarray:
+    """Returns the elements at `indices` along an axis of a JAX or torch array. torch's 16-bit results are widened."""
+    if isinstance(array, jax.Array):
+        return np.asarray(array.take(indices, axis))
+    import torch  # pyright: ignore[reportMissingImports]
+
+    part = array.detach().index_select(axis, torch.from_numpy(indices).to(array.device)).cpu()
+    return (part.float() if part.is_floating_point() else part).numpy()
 
 
 def jax_call(
@@ -93,8 +97,6 @@ def jax_call(
         extra_mb = extra / 1e6
     return Call(
         run=lambda: compiled(*args),
-        wait=jax.block_until_ready,
-        fetch=fetch_jax,
         ran=ran or _lowered_to(lowered.as_text()),
         first_result_s=first_result_s,
         extra_mb=extra_mb,
@@ -141,6 +143,16 @@ def prepare_jax(
     return dataclasses.replace(call(backward, pull, g), indices=indices)
 
 
+def torch_and_wait() -> tuple[Any, Callable[[Any], None]]:
+    """Returns the module torch, and a function that waits for a result of torch on JAX's device."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise NotImplementedError("this torch has no CUDA device")
+    return torch, lambda result: torch.cuda.synchronize() if on_gpu else None
+
+
 def prepare_torch(
     contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
 ) -> Call:
@@ -148,11 +160,7 @@ def prepare_torch(
     x, *mask = arrays
     if mask:
         raise NotImplementedError(f"{contender.name}'s softmax takes no mask")
-    import torch  # pyright: ignore[reportMissingImports]
-
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise NotImplementedError("this torch has no CUDA device")
+    torch, wait = torch_and_wait()
     leaf = torch.from_dlpack(x).requires_grad_(direction != "forward")
     gradient = None if g is None else torch.from_dlpack(g)
 
@@ -169,22 +177,5 @@ def prepare_torch(
 
     kept = forward() if direction == "backward" else {}
 
-    def wait(result: Any) -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    def fetch(tensor: Any, indices: np.ndarray, axis: int) -> np.ndarray:
-        part = tensor.detach().index_select(axis, torch.from_numpy(indices).to(tensor.device)).cpu()
-        return (part.float() if part.is_floating_point() else part).numpy()
-
     run = {"forward": forward, "backward": backward, "both": both}[direction]
-    return Call(run=run, wait=wait, fetch=fetch, ran=contender.name, indices=kept.get("indices"))
-
-
-def prepare_quack(
-    contender: Contender, direction: str, arrays: tuple[jax.Array, ...], g: jax.Array | None
-) -> Call:
-    """Returns the call of a QuACK function. Its kernels take torch tensors."""
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("QuACK has kernels for NVIDIA GPUs only")
-    return prepare_torch(contender, direction, arrays, g)
+    return Call(run, contender.name, wait, indices=kept.get("indices"))

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,35 @@ def measure(
             note(record, error)
     failed = lambda name, error: note(found[name], error)  # noqa: E731
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed, sample).items():
-        percentiles = zip(("p20_us", "p50_us", "p80_us"), timing.percentiles_us(seconds))
-        found[name].add(samples=len(seconds), **{prefix + column: us for column, us in percentiles})
+        times = {f"{prefix}p{n}_us": 1e6 * float(np.percentile(seconds, n)) for n in (20, 50, 80)}
+        found[name].add(samples=len(seconds), **times)
     return calls
 
 
-def described(record: Record, call: Call) -> Call:
-    """Writes into a record what its call ran, and how long that took the first time. Returns the call."""
+def describe(record: Record, call: Call, *explained: Any) -> None:
+    """Writes into a record what its call ran, and how long that took the first time.
+
+    Args:
+      record: the record of the contender.
+      call: its call.
+      *explained: a function of ours and its arguments, if the call is one call of ours and `explain` can name what
+        it runs. Without them, the call is a whole program.
+
+    Raises:
+      AssertionError: ours ran another implementation than its name asks for, or than `explain` says.
+    """
     record.ran = call.ran
     record.add(first_result_s=call.first_result_s)
-    return call
+    if not record.ours:
+        return
+    said, accepted = {call.ran}, {"auto", "xla", *call.ran.split("+")}
+    if explained:
+        choices = pallas_softmax.explain(*explained)
+        record.add(explain="; ".join(map(str, choices)))
+        said = {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
+        accepted = {"auto", call.ran}
+    if said != {call.ran} or record.contender not in accepted:
+        raise AssertionError(f"asked for {record.contender}, explained as {said}, lowered to {call.ran}")
 
 
 def note(record: Record, error: Exception) -> None:
@@ -104,49 +123,18 @@ def _cannot_run(error: Exception) -> bool:
     return type(error).__name__ == "OutOfMemoryError"  # torch's
 
 
-def explained(record: Record, function: Callable[..., Any], *args: Any) -> set[str | None]:
-    """Writes into a record what explain says about a call of ours. Returns the implementations that it names."""
-    choices = pallas_softmax.explain(function, *args)
-    record.add(explain="; ".join(map(str, choices)))
-    return {choice.cuda if timing.on_gpu() else choice.elsewhere for choice in choices}
-
-
-def require_ran(record: Record, said: set[str | None]) -> None:
-    """Raises unless the lowered program runs what its name asks for, and what `explained` returned."""
-    if said != {record.ran} or record.contender not in ("auto", record.ran):
-        raise AssertionError(f"asked for {record.contender}, explained as {said}, lowered to {record.ran}")
-
-
-def require_among(record: Record) -> None:
-    """Raises unless a whole program of ours ran the implementation in its name, maybe among others."""
-    if record.ours and record.contender not in ("auto", "xla", *record.ran.split("+")):
-        raise AssertionError(f"asked for {record.contender}, lowered to {record.ran}")
-
-
 @jax.jit
-def relative_errors(got: Any, want: Any) -> Any:
-    """Returns the relative error of each array: the norm of the difference over the norm of `want`."""
-
-    def error(got: jax.Array, want: jax.Array) -> jax.Array:
-        got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
-        return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
-
-    return jax.tree.map(error, got, want)
+def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
+    return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
 
 
 def largest_error(got: Any, want: Any) -> float:
-    """Returns the largest relative error over the arrays of two trees. A NaN is the largest."""
-    return float(np.max([np.asarray(error) for error in jax.tree.leaves(relative_errors(got, want))]))
+    """Returns the largest relative error of the arrays of two trees: the norm of the difference over the norm.
 
-
-def progress(todo: list[Any], name: str) -> Iterator[Any]:
-    """Yields the items of `todo`, and on a terminal shows a progress bar with their fields."""
-    from tqdm import tqdm
-
-    with tqdm(todo, desc=name, unit="case", disable=None) as bar:
-        for case in bar:
-            bar.set_postfix_str(" ".join(map(str, result.flat(case).values())))
-            yield case
+    A NaN is the largest.
+    """
+    return float(np.max(jax.tree.leaves(jax.tree.map(_relative_error, got, want))))
 
 
 def main(benchmark: Benchmark, argv: list[str]) -> int:
@@ -159,6 +147,8 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
         raise SystemExit(
             f"the benchmarks need {' and '.join(missing)}; install the extra bench: pip install '.[bench]'"
         )
+    from tqdm import tqdm
+
     try:
         todo = benchmark.cases(chosen)
     except ValueError as error:
@@ -170,7 +160,7 @@ def main(benchmark: Benchmark, argv: list[str]) -> int:
     except RuntimeError as error:
         raise SystemExit(f"{error}: {error.__cause__}") from error
     records: list[Record] = []
-    for case in progress(todo, benchmark.name):
+    for case in tqdm(todo, desc=benchmark.name, unit="case", disable=None):  # a progress bar on a terminal
         records += benchmark.run(case, chosen)
         if benchmark.several:
             result.write(chosen.output_dir, benchmark.name, records, run | limits)

@@ -5,7 +5,6 @@ A list flag is a tuple: FLAGS.batch is (1024,) after --batch=1024. A benchmark's
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -42,51 +41,32 @@ flags.disclaim_key_flags()
 class Items(flags.ArgumentParser):
     """Parses items separated by commas into a tuple without repetitions."""
 
-    def __init__(self, item: Callable[[str], Any], accepted: str, empty: bool = False):
-        self.item, self.empty, self.syntactic_help = item, empty, f"a list of {accepted}, separated by commas"
+    def __init__(self, pattern: str, accepted: str, item: Callable[[str], Any] = str, empty: bool = False):
+        """Takes the regular expression of an item, and the function that makes an item of its text."""
+        self.pattern, self.item, self.empty = re.compile(pattern, re.ASCII), item, empty
+        self.syntactic_help = f"a list of {accepted}, separated by commas"
 
     def parse(self, argument: str) -> tuple:
-        """Returns the items. `item` raises a ValueError for an item that is not accepted."""
-        try:
-            found = tuple(dict.fromkeys(map(self.item, argument.split(",")))) if argument else ()
-        except ValueError:
-            found = None
-        if found is None or not (found or self.empty):
+        texts = argument.split(",") if argument else []
+        if not (texts or self.empty) or not all(map(self.pattern.fullmatch, texts)):
             raise ValueError(f"it takes {self.syntactic_help}")
-        return found
+        return tuple(dict.fromkeys(map(self.item, texts)))
 
 
-def _accepted(item: str, ok: bool) -> str:
-    if not ok:
-        raise ValueError(item)
-    return item
-
-
-def _integer(item: str) -> int:
-    return int(_accepted(item, item.isdecimal() and int(item) > 0))
-
-
-INTEGERS = Items(_integer, "positive integers")
+_INTEGER = r"0*[1-9]\d*"
+INTEGERS = Items(_INTEGER, "positive integers", int)
 
 
 def words(names: Any, empty: bool = False) -> Items:
     """Returns the parser of a list of some of these names."""
-    return Items(lambda item: _accepted(item, item in names), f"any of {', '.join(names)}", empty)
+    return Items("|".join(names), f"any of {', '.join(names)}", empty=empty)
 
 
 def shapes(with_k: bool) -> Items:
     """Returns the parser of shapes: (batch, V), or (batch, V, k) as well."""
-    pattern = re.compile(rf"0*[1-9]\d*(x0*[1-9]\d*){{1,{1 + with_k}}}", re.ASCII)
     form = "BATCHxV or BATCHxVxK" if with_k else "BATCHxV"
-    return Items(
-        lambda item: tuple(map(int, _accepted(item, bool(pattern.fullmatch(item))).split("x"))),
-        f"{form}, such as 4000x1000",
-        empty=True,
-    )
-
-
-def _logits(item: str) -> str:
-    return _accepted(item, item in LOGITS or (item.endswith(".npy") and Path(item).is_file()))
+    pattern = rf"{_INTEGER}(x{_INTEGER}){{1,{1 + with_k}}}"
+    return Items(pattern, f"{form}, such as 4000x1000", lambda text: tuple(map(int, text.split("x"))), True)
 
 
 # name: parser, default, help
@@ -104,7 +84,7 @@ _LISTS = {
         " whole rows).",
     ),
     "axis": (
-        Items(lambda item: int(_accepted(item, item in ("-1", "0"))), "any of -1, 0"),
+        Items("-1|0", "any of -1, 0", int),
         "-1",
         "The axis of V; 0 means logits of shape (V, batch).",
     ),
@@ -119,7 +99,7 @@ _LISTS = {
         "Which of our implementations to time; auto is what users get by default.",
     ),
     "logits": (
-        Items(_logits, f"any of {', '.join(LOGITS)} and paths of existing .npy files"),
+        Items("|".join([*LOGITS, r".+\.npy"]), f"any of {', '.join(LOGITS)} and paths of .npy files"),
         "normal",
         f"The input: {'; '.join(f'{name} ({text})' for name, text in LOGITS.items())}; or your own file, which is"
         " memory-mapped and gives its own V (the last axis; the others are rows).",

@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,23 +42,16 @@ def token_ids(vocab: int) -> np.ndarray:
     return np.array([known.get(word, UNKNOWN) for word in text], np.int32)
 
 
-def choose_prompts(ids: np.ndarray, batch: int) -> np.ndarray:
-    """Returns the first tokens of `batch` speeches, spread evenly over the text."""
+def choose_prompts(vocab: int, batch: int) -> np.ndarray:
+    """Returns the first tokens of `batch` speeches, spread evenly over the text, as ids below vocab."""
     text, _ = text_tokens()
     ends = np.flatnonzero([word == "\n\n" for word in text])
     starts = ends[:-1][np.diff(ends) > PROMPT] + 1
     chosen = starts[np.arange(batch) * len(starts) // batch]
-    return ids[chosen[:, None] + np.arange(PROMPT)]
+    return token_ids(vocab)[chosen[:, None] + np.arange(PROMPT)]
 
 
-def as_text(ids: np.ndarray) -> str:
-    """Returns ids as one line of text: / marks the end of a line, // the end of a speech."""
-    _, words = text_tokens()
-    line = " ".join(words[i] if i < len(words) else f"<{i}>" for i in ids)
-    return re.sub(r" (?=[,.;:!?])", "", line.replace("\n", "/"))
-
-
-def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> jax.Array:
+def _gru(weights: Weights, hidden: jax.Array, token: jax.Array) -> jax.Array:
     x = weights["embed"][token].astype(jnp.float32) @ weights["input"] + weights["bias"]
     h = hidden @ weights["hidden"]
     x_update, x_reset, x_new = jnp.split(x, 3, -1)
@@ -69,7 +61,7 @@ def _gru(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> 
     return update * hidden + (1 - update) * new
 
 
-def model(weights: dict[str, jax.Array], hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def model(weights: Weights, hidden: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the next hidden state, and the logits in the dtype of the output layer (the embedding).
 
     The barriers give all programs the same logits: the compiler can neither fuse the model with a selection nor
@@ -101,15 +93,14 @@ def adam(loss: Callable[..., jax.Array], rate: Callable[[Any], Any]) -> Callable
     return step
 
 
-def train(vocab: int, chosen: Any) -> tuple[Weights, float]:
-    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
-    width, steps = chosen.width, chosen.training_steps
+@functools.cache  # the same model is trained once
+def _trained(vocab: int, width: int, steps: int, tokens: int, seed: int) -> tuple[Weights, float]:
     ids = jnp.asarray(token_ids(vocab))
-    keys = jax.random.split(jax.random.key(chosen.seed), 4)
+    keys = jax.random.split(jax.random.key(seed), 4)
     shapes = {"embed": (vocab, width), "input": (width, 3 * width), "hidden": (width, 3 * width)}
     weights = {name: width**-0.5 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys)}
     weights["bias"] = jnp.zeros(3 * width)
-    count = max(1, chosen.tokens // _TRAINED)
+    count = max(1, tokens // _TRAINED)
     starts = jax.random.randint(keys[3], (steps, count), 0, len(ids) - _TRAINED)
 
     def loss(weights: Weights, start: jax.Array) -> jax.Array:
@@ -131,24 +122,18 @@ def train(vocab: int, chosen: Any) -> tuple[Weights, float]:
     return weights, float(jnp.mean(losses[-20:]))
 
 
-_trained = functools.cache(lambda vocab, *sizes: train(vocab, SimpleNamespace(**dict(sizes))))
+def trained(vocab: int, chosen: Any) -> tuple[Weights, float]:
+    """Trains with Adam for --training_steps. Returns the weights and the mean of the last losses."""
+    return _trained(vocab, chosen.width, chosen.training_steps, chosen.tokens, chosen.seed)
 
 
-def trained(vocab: int, chosen: Any) -> tuple[dict[str, jax.Array], float]:
-    """Returns what `train` returns. The same model is trained once."""
-    sizes = ("width", "training_steps", "tokens", "seed")
-    return _trained(vocab, *((name, getattr(chosen, name)) for name in sizes))
-
-
-def prefill(weights: dict[str, jax.Array], prompts: jax.Array) -> jax.Array:
+def prefill(weights: Weights, prompts: jax.Array) -> jax.Array:
     """Returns the hidden state before the last token of each prompt, (batch, width)."""
     hidden = jnp.zeros((len(prompts), weights["hidden"].shape[0]))
     return lax.scan(lambda h, token: (_gru(weights, h, token), None), hidden, prompts[:, :-1].T)[0]
 
 
-def measure_decoding(
-    records: list[Record], prepare: Callable[[Record], Call], chosen: Any, steps: int
-) -> None:
+def measure_decoding(records: list[Record], prepare: Callable[[Record], Call], chosen: Any) -> None:
     """Prepares and times the contenders by wall time, and on a GPU by the device time of a step as well."""
     calls = driver.measure(records, prepare, chosen, timing.wall_times)
     if not timing.on_gpu():
@@ -159,7 +144,7 @@ def measure_decoding(
         found[name].reason = f"no device time: {error}"
 
     for name, seconds in timing.interleave(calls, chosen.repeats, chosen.seconds, failed).items():
-        found[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / steps)
+        found[name].add(device_us_per_step=1e6 * float(np.median(seconds)) / found[name].case.sequence)
 
 
 def add_tokens_per_s(rows: Any, of: Callable) -> None:

@@ -1,32 +1,13 @@
-"""The traffic on the links between devices: read from a compiled program, and predicted by a model.
-
-`collectives` reads the text of `jax.jit(f).lower(x).compile().as_text()`. `predicted` and `model_table` model the
-cost of top-k with the rows sharded along V.
-"""
+"""The traffic on the links between devices, read from the text of a compiled program."""
 
 import dataclasses
 import math
 import re
 
-from benchmarks.support.result import number
-
-_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # An asynchronous collective counts at its start. No quote or percent sign precedes an operation's name.
-_INSTRUCTION = re.compile(rf'^\s*(?:ROOT )?%?[\w.-]+ = ([^"%]*?) ({_KINDS})(-start)?\((.*)$', re.MULTILINE)
+_INSTRUCTION = re.compile(rf'^\s*(?:ROOT )?%?[\w.-]+ = ([^"%]*?) ({KINDS})(-start)?\((.*)$', re.MULTILINE)
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
-_MODEL_MESHES = (
-    (1,),
-    (2,),
-    (4,),
-    (8,),
-    (64,),
-    (8, 8),
-    (16, 16),
-    (4, 8, 8),
-    (32, 32),
-    (8, 16, 8),
-    (16, 16, 16),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,71 +82,3 @@ def _group(attributes: str, devices: int) -> int:
         groups = re.findall(r"\{([\d,]+)\}", listed[1])
         return max((group.count(",") + 1 for group in groups), default=devices)
     raise ValueError(f"a collective whose groups cannot be read: ({attributes[:200]}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """The measured constants of devices and their links.
-
-    Attributes:
-      bandwidth: bytes per second that top-k reads from a device's memory.
-      link_bandwidth: bytes per second that one device receives.
-      latency: the least seconds of an all-gather of candidates, including the kernels before and after it.
-      hop: extra seconds per further device, because its message waits for the previous one.
-      merge_cost: seconds per candidate that a device merges, counting the candidates of all rows.
-    """
-
-    bandwidth: float
-    link_bandwidth: float
-    latency: float
-    hop: float
-    merge_cost: float
-
-
-# H200s of one host (NVLink), fitted to the times in benchmarks/results/sharded. The README there shows the misfit.
-H200 = Machine(bandwidth=3.5e12, link_bandwidth=1.3e11, latency=5e-5, hop=2e-6, merge_cost=1.8e-11)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """The seconds of one call, by cause."""
-
-    read: float  # reading the device's shard of the logits
-    latency: float  # starting the collectives and their steps
-    links: float  # receiving bytes over the links
-    merge: float  # merging the devices' candidates
-
-    @property
-    def seconds(self) -> float:
-        return self.read + self.latency + self.links + self.merge
-
-
-def predicted(
-    rows: int, vocab: int, k: int, itemsize: int, mesh: tuple[int, ...], machine: Machine
-) -> Prediction:
-    """Predicts the time of fused_topk on logits with V sharded over the axes of a mesh.
-
-    Each device reads its shard. Then, over one mesh axis after another, the devices all-gather and merge k values, k
-    indices and (m, d) for each row, at 4 bytes each. The model assumes that a shard has at least k elements per row.
-    """
-    gathers = [Collective("all-gather", n * rows * (2 * k + 2) * 4, n) for n in mesh if n > 1]
-    return Prediction(
-        read=rows * vocab * itemsize / (math.prod(mesh) * machine.bandwidth),
-        latency=sum(machine.latency + machine.hop * (each.group - 1) for each in gathers),
-        links=sum(each.received for each in gathers) / machine.link_bandwidth,
-        merge=machine.merge_cost * rows * k * sum(each.group for each in gathers),
-    )
-
-
-def model_table(rows: int, vocab: int, k: int, itemsize: int, machine: Machine) -> str:
-    """Returns a table of the terms of `predicted` in µs, for up to 4096 devices on one or several mesh axes."""
-    head = ("mesh", "read", "latency", "links", "merge", "us", "of linear")
-    lines: list[tuple[str, ...]] = [head]
-    one = predicted(rows, vocab, k, itemsize, (1,), machine).seconds
-    for mesh in _MODEL_MESHES:
-        cost = predicted(rows, vocab, k, itemsize, mesh, machine)
-        values = (cost.read, cost.latency, cost.links, cost.merge, cost.seconds)
-        cells = [" x ".join(map(str, mesh)), *(number(1e6 * value) if value else "0" for value in values)]
-        cells.append(f"{one / (math.prod(mesh) * cost.seconds):.0%}")
-        lines.append(tuple(cells))
-    return "\n".join(f"{first:<13}" + "".join(f"{cell:>10}" for cell in rest) for first, *rest in lines)

@@ -46,6 +46,7 @@ STYLES = {
     "torch_compile": ("torch.compile, 16-bit logits", PINK, "-"),
     "liger": ("Liger", GREEN, "-"),
     "cce": ("cut-cross-entropy", YELLOW, "-"),
+    "quack_exp": ("QuACK, scaled exponentials", ORANGE, ":"),
 }
 _LETTERS = 90  # per line of a title
 
@@ -107,7 +108,8 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     ours = (ours[ours.slowdown.notna()] if measure == "slowdown" else ours).copy()
     shapes = ours[["batch", "vocab"]].drop_duplicates()
     many = len(shapes) > 1 or ours.logits.nunique() == 1
-    ours["down"] = ours.apply(_shape if many else lambda row: _logits(row.logits), axis=1)
+    kind = lambda row: f"{row.logits} ({LOGITS.get(row.logits, 'a file')})"  # noqa: E731
+    ours["down"] = ours.apply(_shape if many else kind, axis=1)
     across = [name for name in case_columns(rows) if ours[name].map(str).nunique() > 1]
     across = [name for name in across if name not in (("batch", "vocab", "k") if many else ("logits",))]
     ours["across"] = ours.apply(lambda row: "\n".join(_value(name, row[name]) for name in across), axis=1)
@@ -181,10 +183,6 @@ def _shape(row: Any) -> str:
 
 def _value(name: str, value: Any) -> str:
     return {"k": f"k = {value}", "axis": f"axis {value}"}.get(name, str(value).replace("_", " "))
-
-
-def _logits(kind: str) -> str:
-    return f"{kind} ({LOGITS.get(kind, 'a file')})"
 
 
 def lines(axis: Any, rows: Frame, x: str, y: str) -> None:

@@ -96,10 +96,6 @@ def interleave(
     return times
 
 
-def percentiles_us(seconds: list[float]) -> list[float]:
-    return (1e6 * np.percentile(seconds, [20, 50, 80])).tolist()
-
-
 def _gigabyte() -> jax.Array:
     """Returns 1 GB of float32, or 256 MB on a CPU."""
     return jnp.ones((2**28 if on_gpu() else 2**26,), jnp.float32)
@@ -131,7 +127,7 @@ def read_bandwidth() -> float:
 def _median_seconds(run: Callable[[], dict[str, jax.Array]]) -> float:
     """Returns the median of about twenty samples of a JAX function without arguments."""
     run()  # compiles
-    call = Call(run, jax.block_until_ready, lambda array, indices, axis: array.take(indices, axis), "jax")
+    call = Call(run, "jax")
 
     def failed(name: str, error: Exception) -> None:
         raise RuntimeError(

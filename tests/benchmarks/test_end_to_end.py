@@ -1,10 +1,10 @@
-"""The benchmarks of softmax and top-k end to end on the CPU: checks, output and failures."""
+"""The benchmarks end to end on the CPU: checks, output and failures."""
 
 import csv
 import dataclasses
+import functools
 import gc
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -21,11 +21,12 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import softmax, topk
-from benchmarks.support import answers, cases, checked, driver, flags, result, timing
+from benchmarks import accuracy, beam_search, linear, programs, sample, serve, sharded, softmax, topk
+from benchmarks.support import cases, checked, driver, result, timing
 from benchmarks.support.contenders import Contender, jax_call, prepare_jax
 from benchmarks.support.result import Record
 from tests.support.benchmark_cases import case_of
+from tests.support.covering import first
 
 ROOT = Path(__file__).parents[2]
 CASE = (
@@ -39,21 +40,26 @@ SMOKE = ["--flagfile=configs/smoke.flags", "--vocab=1000", "--seconds=0", "--rep
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def assert_smoke(directory: Path, printed: str):
-    """Asserts the files and the text of `python -m benchmarks` on 64 rows, with ours right everywhere."""
+@pytest.mark.slow
+def test_smoke_flags(tmp_path):
+    """`python -m benchmarks` on 64 rows: its files and its text, with ours right everywhere."""
+    command = [sys.executable, "-m", "benchmarks", *SMOKE, f"--output_dir={tmp_path}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
     for name in ("softmax", "topk"):
-        assert f"{name} on " in printed
-        document = json.loads((directory / f"{name}.json").read_text())
+        assert f"{name} on " in done.stdout
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        document = json.loads((tmp_path / f"{name}.json").read_text())
         (run,) = document["runs"]
         assert {"device", "jax", "commit", "date", "command", "copy_tb_per_s"} <= set(run)
         assert ("read_tb_per_s" in run) == (name == "topk")
-        with open(directory / f"{name}.csv", newline="") as file:
+        assert run["flags"]["batch"] == [64] and "heads" not in run["flags"]
+        with open(tmp_path / f"{name}.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        assert list(rows[0])[: len(CASE)] == CASE and set(rows[0]) - {"share_of_read"} == {
-            *CASE,
-            *MEASURED,
-            *DERIVED,
-        }
+        assert list(rows[0])[: len(CASE)] == CASE
+        assert set(rows[0]) - {"share_of_read"} == {*CASE, *MEASURED, *DERIVED}
         assert not set(DERIVED) & set(document["rows"][0])  # the JSON has only what cannot be computed again
         ours = [row for row in rows if row["ours"] == "True"]
         assert ours and all(row["status"] == "ok" and row["ran"] == "xla" for row in ours)
@@ -62,35 +68,12 @@ def assert_smoke(directory: Path, printed: str):
         for row in ours:
             assert float(row["p20_us"]) <= float(row["p50_us"]) <= float(row["p80_us"])
             assert float(row["samples"]) >= 3 and float(row["rows_checked"]) == 64
-            rate = int(row["bytes"]) / float(row["p50_us"]) / 1e6
+            seconds = float(row["p50_us"]) / 1e6
+            rate = int(row["bytes"]) / seconds / 1e12
             np.testing.assert_allclose(float(row["tb_per_s"]), rate)
-            np.testing.assert_allclose(
-                float(row["elements_per_s"]), 64e6 * int(row["vocab"]) / float(row["p50_us"])
-            )
+            np.testing.assert_allclose(float(row["elements_per_s"]), 64 * int(row["vocab"]) / seconds)
             for limit in {"copy", "read"} & {each.split("_")[0] for each in run}:
                 np.testing.assert_allclose(float(row[f"share_of_{limit}"]), rate / run[f"{limit}_tb_per_s"])
-
-
-@pytest.mark.slow
-def test_smoke_flags_end_to_end(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", *SMOKE, f"--output_dir={tmp_path}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert_smoke(tmp_path, done.stdout)
-    for name in ("softmax", "topk"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        (run,) = json.loads((tmp_path / f"{name}.json").read_text())["runs"]
-        assert run["flags"]["batch"] == [64] and "heads" not in run["flags"]
-
-
-@pytest.mark.slow
-def test_smoke_flags_in_this_process(tmp_path, run_benchmark, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    code, _ = run_benchmark(both, *SMOKE, "--vocab=33", "--dtype=float32", "--direction=forward", name="topk")
-    assert code == 0
-    assert_smoke(tmp_path, capsys.readouterr().out)
 
 
 def test_without_pandas_the_json_is_written(tmp_path, run_benchmark, monkeypatch, capsys):
@@ -102,49 +85,95 @@ def test_without_pandas_the_json_is_written(tmp_path, run_benchmark, monkeypatch
     assert "benchmarks.support.redraw" in capsys.readouterr().out
 
 
-# These cases cover every direction and dtype; the smoke test above has float32 and forward.
-@pytest.mark.slow
-@pytest.mark.parametrize(("direction", "dtype"), list(itertools.product(flags.DIRECTIONS, flags.DTYPES)))
-def test_every_direction_and_dtype_passes(run_benchmark, direction, dtype):
-    for benchmark in (softmax, topk):
-        args = (f"--dtype={dtype}", f"--direction={direction}", "--logits=peaked")
-        assert run_benchmark(benchmark, *args)[0] == 0
+# A benchmark, its flags, and the number of its rows. Torch may not be installed.
+DTYPES = "--dtype=float32,bfloat16,float16 --direction=forward,backward,both --logits=peaked"
+MASKS = "--shapes=6x33 --function=softmax,log_softmax,logsumexp --where=none,full,vocab,rows --axis=-1,0"
+DECODING = (
+    "--vocab=90 --sequence=6 --tokens=64 --width=16 --training_steps=4 --implementations=auto,mosaic_gpu"
+)
+PROGRAMS = "--sequence=16 --vocab=50 --tokens=32 --heads=2 --width=16 --implementations=auto,mosaic_gpu"
+LINEAR = "--batch=40 --vocab=50 --tokens=32 --width=16 --training_steps=5 --implementations=auto,mosaic_gpu"
+RUNS = [
+    (softmax, DTYPES, 9),
+    (topk, DTYPES, 9),
+    (softmax, f"{MASKS} --direction=both --logits=peaked --peers=jax,torch", 3 * 4 * 2 * 3),
+    (sample, "--shapes=3x60 --dtype=float32,bfloat16 --peers=jax,torch --logits=normal,ties", 4 * 6 * 3),
+    (serve, f"{DECODING} --batch=9 --dtype=float32,bfloat16", 2 * 3),
+    (beam_search, f"{DECODING} --batch=3 --k=3 --dtype=bfloat16", 4),
+    (accuracy, "--shapes=20x300 --function=softmax,log_softmax --implementations=xla,mosaic_gpu", 4),
+    (sharded, "--shapes=6x40,6x40x5", 5),
+    (linear, f"{LINEAR} --reduction=mean,none --direction=both --w_shape=DxV,VxD --peers=quack", 4 * 5),
+    (programs, f"{PROGRAMS} --programs=block_where,loss_lse,attention_causal --dtype=bfloat16", 2 * 10),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", flags.FUNCTIONS)
-def test_every_function_mask_and_axis_passes(run_benchmark, function):
-    args = ["--shapes=6x33", f"--function={function}", "--where=none,full,vocab,rows", "--axis=-1,0"]
-    args += ["--direction=both", "--logits=peaked", "--peers=jax,torch"]
-    code, rows = run_benchmark(softmax, *args)
-    assert code == 0 and len(rows) == 4 * 2 * 3
+@pytest.mark.parametrize(("benchmark", "args", "count"), RUNS)
+def test_every_benchmark_runs(run_benchmark, capsys, benchmark, args, count):
+    code, rows = run_benchmark(benchmark, *args.split())
+    assert code == 0 and len(rows) == count
     for row in rows:
-        if row["contender"] != "torch":
+        if row["contender"] in ("mosaic_gpu", "torch", "quack") and row["status"] == "not run":
+            assert row["contender"] in row["reason"] or "torch" in row["reason"] or "mask" in row["reason"]
+        else:
             assert row["status"] == "ok", row
-        elif row["where"] != "none":
-            assert row["status"] == "not run" and "mask" in row["reason"]
+            assert benchmark is accuracy or row.get("p50_us", row.get("wall_p50_us")) > 0
+            assert row.get("same", 9) == 9 and row.get("draws_checked", 6 * 8) == 6 * 8
+    assert f"{benchmark.__name__.split('.')[-1]} on " in capsys.readouterr().out
 
 
-_FAST = (("softmax", "forward"), ("softmax", "backward"))
+def _second_passed_over(topk, x, k, **options):
+    found = topk(x, k + 1, **options)
+    return jax.tree.map(lambda a: jnp.delete(a, 1, axis=-1, assume_unique_indices=True), found)
 
 
-@pytest.mark.parametrize(
-    "function, direction",
-    [
-        pytest.param(*pair, marks=[] if pair in _FAST else pytest.mark.slow)
-        for pair in itertools.product(flags.FUNCTIONS, flags.DIRECTIONS)
-    ],
-)  # test_the_oracle_has_every_function has the check alone
-def test_wrong_results_fail_the_run(one, monkeypatch, capsys, function, direction):
-    # the output, and therefore the gradient, is off by one part in a thousand
-    def off(x, axis, where, implementation):
-        return 1.001 * getattr(jax.nn, function)(x, axis=axis, where=where)
+def _first_entry(sample, *args, **options):
+    drawn = sample(*args, **options)
+    return drawn._replace(indices=jnp.zeros_like(drawn.indices))
 
-    monkeypatch.setattr(pallas_softmax, function, off)
-    args = (f"--function={function}", f"--direction={direction}", "--where=full", "--batch=2")
-    code, rows = one(softmax, *args)
-    assert code == 1 and rows["auto"]["status"] == "FAILED" and "p50_us" not in rows["auto"]
-    assert "FAILED" in capsys.readouterr().out
+
+def _without_gradient(loss, x, w, *args, **options):
+    return lax.stop_gradient(loss(x, w, *args, **options)) + 0 * x.sum() * w.sum()
+
+
+def _off(softmax, x, **options):
+    return softmax(x, **options) * (1 + 2.0**-6)
+
+
+WRONG = [  # a function of ours, a wrong one, and a benchmark with its flags
+    ("softmax", _off, softmax, "--where=full --batch=2"),
+    ("log_softmax", _off, softmax, "--function=log_softmax --direction=backward"),
+    ("fused_topk", _second_passed_over, sharded, "--shapes=6x40x5 --k=5"),
+    ("fused_topk", _second_passed_over, beam_search, f"{DECODING} --batch=3 --k=3"),
+    ("softmax", _off, sharded, "--shapes=6x40"),
+    ("softmax", _off, accuracy, "--shapes=20x300 --implementations=xla"),
+    ("sample", _first_entry, sample, "--shapes=3x60 --filters=top_k --peers=jax"),
+    ("sample", _first_entry, serve, f"{DECODING} --batch=9"),
+    ("logsumexp", _off, programs, f"{PROGRAMS} --programs=loss_lse"),
+    ("linear_cross_entropy", _without_gradient, linear, "--batch=40 --direction=both --training_steps=0"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "benchmark", "args"), first(1, WRONG))
+def test_a_wrong_result_of_ours_is_not_timed(
+    run_benchmark, monkeypatch, capsys, name, wrong, benchmark, args
+):
+    monkeypatch.setattr(pallas_softmax, name, functools.partial(wrong, getattr(pallas_softmax, name)))
+    code, rows = run_benchmark(benchmark, *args.split())
+    assert code == 1 and "records failed" in capsys.readouterr().err
+    wrong = "WORSE" if benchmark is accuracy else "FAILED"
+    for row in rows:
+        assert row["status"] in ((wrong, "not run") if row["ours"] else ("ok",))
+        assert not row["ours"] or not {"p50_us", "wall_p50_us"} & set(row)
+
+
+@pytest.mark.slow
+def test_training_gives_the_same_losses(run_benchmark, tmp_path):
+    args = "--batch=40 --vocab=50 --tokens=32 --width=16 --training_steps=5 --peers="
+    run_benchmark(linear, *args.split())
+    plain, ours = result.read(tmp_path / "linear_training.json")["rows"]
+    np.testing.assert_allclose(plain["first_loss"], np.log(50), rtol=0.1)
+    assert ours["largest_gap"] <= 1e-4 and ours["last_loss"] < ours["first_loss"]
 
 
 def test_wrong_order_of_ties_fails_the_run(one, monkeypatch):
@@ -184,28 +213,13 @@ def test_unavailable_contenders_are_rows_with_a_reason(one, monkeypatch):
             assert rows[name]["status"] == "not run" and name in rows[name]["reason"]
 
 
-def test_quack_runs_if_it_can(run_benchmark, monkeypatch):
-    def reasons(status):
-        found = []
-        for benchmark, k in ((softmax, []), (topk, ["--k=4,5"])):
-            code, rows = run_benchmark(benchmark, "--vocab=32", "--peers=quack", "--implementations=", *k)
-            found += [row["reason"] for row in rows]
-            assert code == 0 and {row["status"] for row in rows} <= {status, "not run"}
-        return found
-
-    assert all("GPU" in reason for reason in reasons("not run"))
-    for module in (softmax, topk):
-        monkeypatch.setattr(module, "prepare_quack", prepare_jax)
-    monkeypatch.setitem(sys.modules, "quack", None)
-    absent, also, powers = reasons("not run")
-    assert "quack" in absent and "quack" in also and "powers of 2" in powers
-
-    def refuse(*args):
-        raise AssertionError("Unsupported dtype")
-
-    monkeypatch.setitem(sys.modules, "quack", types.SimpleNamespace(softmax=refuse))
-    monkeypatch.setitem(sys.modules, "quack.topk", types.SimpleNamespace(topk=refuse))
-    assert all("AssertionError: Unsupported" in reason for reason in reasons("error")[:2])
+def test_quack_is_not_run_without_a_gpu():
+    x = types.SimpleNamespace(is_cuda=False, shape=(6, 32))
+    for run in (lambda: softmax._quack(x, function="softmax", axis=-1), lambda: topk._quack(x, 4)):
+        with pytest.raises(NotImplementedError, match="GPUs only"):
+            run()
+    with pytest.raises(NotImplementedError, match="powers of 2"):
+        topk._quack(x, 5)
 
 
 def test_an_unknown_xla_option_is_a_row_with_a_reason(one):
@@ -230,12 +244,8 @@ def test_bad_logits_are_checked_and_compared_with_normal_ones(run_benchmark, tmp
     rows = result.frame(result.read(tmp_path / "topk.json"), topk.VIEW)
     assert np.isnan(rows.slowdown[0])
     np.testing.assert_allclose(rows.slowdown[1:], [row["p50_us"] / normal["p50_us"] for row in bad])
-
-
-@pytest.mark.slow
-def test_other_logits_alone_are_compared_with_nothing(run_benchmark, capsys):
-    assert run_benchmark(topk, "--logits=nan")[0] == 0
-    assert "slowdown" not in capsys.readouterr().out
+    run_benchmark(topk, "--logits=nan")
+    assert "slowdown" not in capsys.readouterr().out  # nothing to compare with
 
 
 def test_a_call_that_raises_keeps_no_arrays_alive():
@@ -282,18 +292,13 @@ def test_a_gradient_without_a_kernel_is_not_timed_under_its_name():
 
 
 def test_a_users_file_decides_the_result(run_benchmark, parse, tmp_path):
-    logits = np.zeros((2, 3, 10), np.float64)
-    logits[:, 1] = -1e3
-    logits[:, 1, 7] = 50
+    logits = np.arange(60.0).reshape(2, 3, 10)
     path = tmp_path / "logits.npy"
     np.save(path, logits)
     args = ("--batch=4,100", f"--logits={path}", "--k=2")
     found = topk.BENCHMARK.cases(parse(topk, *args))
     assert [(case.batch, case.vocab) for case in found] == [(4, 10), (6, 10)]
-    x = cases.logits(found[0])
-    np.testing.assert_array_equal(x, logits.reshape(6, 10)[:4])
-    answer = answers.Answer(np.asarray(x), np.ones((4, 2)), k=2)
-    np.testing.assert_array_equal(answer.indices, [[0, 1], [7, 0], [0, 1], [0, 1]])
+    np.testing.assert_array_equal(cases.logits(found[0]), logits.reshape(6, 10)[:4])
     code, (_, row) = run_benchmark(topk, *args)
     assert code == 0 and row["batch"] == 6
 
@@ -303,6 +308,8 @@ def test_unusable_files_are_refused(run_benchmark, tmp_path, array):
     np.save(tmp_path / "logits.npy", array)
     with pytest.raises(SystemExit, match="--logits=.*logits.npy"):
         run_benchmark(softmax, f"--logits={tmp_path / 'logits.npy'}")
+    with pytest.raises(SystemExit, match="--logits=missing.npy: .*No such file"):
+        run_benchmark(softmax, "--logits=missing.npy")
 
 
 def test_topk_ignores_function_where_and_axis(run_benchmark):
@@ -310,3 +317,14 @@ def test_topk_ignores_function_where_and_axis(run_benchmark):
     code, (row,) = run_benchmark(both, "--batch=6", "--vocab=40", "--peers=", *args, name="topk")
     assert code == 0
     assert (row["function"], row["where"], row["axis"], row["k"]) == ("softmax", "none", -1, 5)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(run_benchmark):
+    with pytest.raises(SystemExit, match="--width=10 is not accepted; with --heads=3"):
+        run_benchmark(programs, "--width=10", "--heads=3")
+
+
+def test_worse_than_xla():
+    better = (1.0, 0.5, "bfloat16"), (3.0, 3.0, "float16"), (4.0, 2.0, "float32")
+    worse = (1.6, 0.5, "bfloat16"), (4.2, 2.0, "float32"), (np.nan, 2.0, "float32"), (np.inf, 2.0, "bfloat16")
+    assert not any(accuracy.worse(*each) for each in better) and all(accuracy.worse(*each) for each in worse)

@@ -1,8 +1,6 @@
 """The pictures, tables and CSVs of the benchmarks, made again from the committed results."""
 
 import colorsys
-import csv
-import math
 from pathlib import Path
 
 import matplotlib.colors
@@ -126,27 +124,11 @@ def test_no_baseline_no_picture(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-def test_the_model_says_where_it_is_off(drawn):
-    (text,) = (text for text in texts(drawn("sharded/sharded")) if text.startswith("grey"))
-    assert "nothing was measured beyond 4 devices" in text and "+29% on 4" in text
-    assert "-50% on 1, +0% on 8" in sharded.misses({1: 20.0, 8: 10.0}, lambda n: 10.0)
-
-
 @pytest.mark.parametrize("file", FILES, **FOLDER)
 def test_a_csv_follows_from_its_json(file):
-    document = result.read(file)
-    rows = result.frame(document, redraw.benchmark_of(file.stem).view)
-    with open(file.with_suffix(".csv"), newline="") as lines:
-        found = list(csv.DictReader(lines))
-    assert not {"command", "jax", "commit", "date"} & set(found[0])
-    assert list(found[0]) == list(rows.columns) and len(found) == len(rows)
-    for line, (_, row) in zip(found, rows.iterrows()):
-        for name, text in line.items():
-            value = row[name]
-            if isinstance(value, float | int) and not isinstance(value, bool) and text:
-                assert math.isclose(float(text), value, rel_tol=1e-12), (name, text, value)
-            else:
-                assert text in (str(value), ""), (name, text, value)
+    rows = result.frame(result.read(file), redraw.benchmark_of(file.stem).view)
+    assert rows.to_csv(index=False, lineterminator="\n") == file.with_suffix(".csv").read_text()
+    assert not {"command", "jax", "commit", "date"} & set(rows.columns)
 
 
 @pytest.mark.parametrize("file", first_values(3, FILES), **FOLDER)
@@ -189,8 +171,6 @@ def test_numbers(value, text):
 
 def test_help_lists_every_benchmark():
     modules = [accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk, redraw]
-    files = {file.stem for file in (RESULTS.parent).glob("*.py")} - {"__init__", "__main__"}
-    assert {f"benchmarks.{name}" for name in files} | {redraw.__name__} == {each.__name__ for each in modules}
     lines = (both.__doc__ or "").splitlines()  # absl prints the docstring
     for module in modules:
         what = (module.__doc__ or "").split(" python -m")[0].rstrip(":")

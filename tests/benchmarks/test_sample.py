@@ -1,44 +1,33 @@
-"""benchmarks.sample: every contender is checked, and a wrong one is not timed."""
+"""The peers of the benchmarks of sampling."""
 
-import functools
-
+import jax
 import numpy as np
-import pytest
 
-from benchmarks import sample
-
-
-@pytest.fixture
-def run(run_benchmark):
-    """Runs the benchmark on a small input."""
-    return functools.partial(run_benchmark, sample, "--shapes=3x60")
+from benchmarks import sample, serve
+from tests.support import oracle
 
 
-@pytest.mark.slow
-def test_every_filter_and_contender(run, capsys):
-    code, rows = run("--dtype=float32,bfloat16", "--peers=jax,torch", "--logits=normal,ties")
-    assert code == 0
-    assert len(rows) == 2 * 2 * len(sample.FILTERS) * 3
-    for row in rows:
-        if row["status"] != "not run":  # torch may not be there
-            assert row["status"] == "ok" and row["p50_us"] > 0, row
-    assert "sample on" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_wrong_draw_fails(run, monkeypatch):
-    """A wrong draw of ours fails, and a peer's draw outside the kept set differs. Neither is timed."""
-    draw = sample.pallas_softmax.sample
-    wrong = lambda *args, **kwargs: draw(*args, **kwargs)._replace(indices=np.zeros(3, np.int32))  # noqa: E731
-    monkeypatch.setattr(sample.pallas_softmax, "sample", wrong)
-    monkeypatch.setattr(sample, "by_jax", lambda key, x, given: x.argmin(-1))
-    code, rows = run("--filters=top_k", "--peers=jax")
-    assert code == 1
-    assert [row["status"] for row in rows] == ["FAILED", "differs"]
-    assert not any("p50_us" in row for row in rows)
-
-
-def test_flashinfer_is_not_run_without_a_gpu(run):
-    code, rows = run("--filters=none", "--peers=flashinfer")
+def test_flashinfer_is_not_run_without_a_gpu(run_benchmark):
+    code, rows = run_benchmark(sample, "--shapes=3x60", "--filters=none", "--peers=flashinfer")
     assert code == 0
     assert [row["status"] for row in rows] == ["ok", "not run"] and "GPU" in rows[1]["reason"]
+
+
+def test_a_wrong_draw_of_a_peer_differs(run_benchmark, monkeypatch):
+    monkeypatch.setattr(sample, "by_jax", lambda key, x, given: x.argmin(-1))
+    args = "--shapes=3x60", "--filters=top_k", "--peers=jax", "--implementations="
+    code, (row,) = run_benchmark(sample, *args)
+    assert code == 0 and row["status"] == "differs" and "p50_us" not in row
+
+
+def test_sorted_draws_are_in_the_kept_set():
+    x = np.random.default_rng(0).standard_normal((70, 200)).astype("float32") * 2
+    asked = serve.requests(70)
+    temperature, *filters = map(np.asarray, asked.values())
+    (tokens,) = jax.jit(serve.by_sort)(serve.keys_of(jax.random.split(jax.random.key(0), 70), 3), x, asked)
+    kept = oracle.sample_kept(
+        x, None, temperature, **dict(zip(("top_k", "top_p", "min_p"), filters)), lean=1e-4, min_p_lean=-1e-4
+    )
+    assert kept[np.arange(70), tokens].all()
+    np.testing.assert_array_equal(tokens[::7], x[::7].argmax(-1))  # greedy
+    assert len(np.unique(tokens[6::7])) > 5  # no filter

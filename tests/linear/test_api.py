@@ -1,6 +1,7 @@
 """linear_logsumexp, linear_cross_entropy and linear_log_probs: losses, gradients, labels, masks and memory."""
 
 import functools
+import re
 
 import jax
 import jax.export
@@ -14,11 +15,12 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import _scale, chunk_rows, gradient_rows
 from pallas_softmax._src.linear.losses import Head, Tokens
-from tests.support.covering import first, slow
+from tests.support.covering import first, pairs, slow
 from tests.support.linear import (
     FEATURES,
     MEMORY,
     arrays,
+    assert_left_out_tokens_do_not_matter,
     assert_losses_and_gradients,
     assert_several_labels,
     gradient_bound,
@@ -168,6 +170,29 @@ def test_masked_tokens_do_not_matter(reduction):
     )
     f = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(f_of(*args)), (0, 1)))
     jax.tree.map(np.testing.assert_array_equal, f(x, w, labels), f(masked_x, w, masked_labels))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    ("dtype", "share", "reduction"),
+    first(1, pairs(["float32", "bfloat16", "float16"], [0.5, 0.0, 0.2, 0.7, 0.95, 1.0], ["mean", None])),
+)
+def test_many_left_out_tokens(dtype, share, reduction):
+    """With many tokens, only the kept ones are multiplied, and some more."""
+    assert_left_out_tokens_do_not_matter(dtype, share, reduction)
+
+
+def test_products_of_kept_tokens():
+    """A program has four sizes of its products: 5, 9, 13 and 16 sixteenths of the tokens. A call runs one of them."""
+    x, w, labels, _ = arrays(2048, 8, 100, "float32")
+
+    def rows(where):
+        f = functools.partial(ps.linear_cross_entropy, where=where)
+        text = str(jax.make_jaxpr(f)(x, w, labels))
+        return {int(rows) for rows in re.findall(r":f32\[(\d+),100\] = dot_general", text)}
+
+    assert rows(jnp.arange(2048) % 2 == 0) == {640, 1152, 1664, 2048}
+    assert rows(None) == {2048}
 
 
 WEIGHTS = np.float32([0.5, -2, 0, 1e-3, 3, 0, -0.25, 1, 7, 0])  # of the tokens of `weighted`

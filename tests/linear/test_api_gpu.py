@@ -8,6 +8,7 @@ from tests.support.gpu import much_memory
 from tests.support.linear import (
     FEATURES,
     MEMORY,
+    assert_left_out_tokens_do_not_matter,
     assert_losses_and_gradients,
     assert_several_labels,
     of_size,
@@ -46,6 +47,14 @@ def test_token_weights(dtype, features, reduction):
 def test_several_labels(dtype, features, peak):
     shape = {"n": 301, "depth": 200, "vocab": 5003, "k": 64}
     assert_several_labels(run_log_probs, dtype, features, peak, temperature=0.7, **shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "reduction"),
+    pairs(["bfloat16", "float16", "float32"], [0.2, 0.5, 0.7, 1.0], ["mean", None]),
+)
+def test_many_left_out_tokens(dtype, share, reduction):
+    assert_left_out_tokens_do_not_matter(dtype, share, reduction, n=1301, depth=200, vocab=5003)
 
 
 @much_memory

@@ -100,7 +100,7 @@ def test_interpreted_gradient_at_the_label(head, numbers, monkeypatch):
     [
         ("bfloat16", "", 1, 9, 64, 320, 2**29),
         ("bfloat16", "softcap", 40, 130, 72, 257, 2**29),
-        ("float16", "bias", 4, 136, 64, 256, 48 * 512),  # three chunks; eight rows of the gather at a time
+        ("float16", "bias", 4, 136, 64, 256, 48 * 512),  # chunks of 16 rows
     ],
 )
 def test_interpreted_several_labels(dtype, features, peak, n, depth, vocab, workspace, monkeypatch):

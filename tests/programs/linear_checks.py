@@ -185,6 +185,50 @@ def weights_and_several_labels(how, layout):
     assert not np.asarray(got[1][3])[weights == 0].any()
 
 
+def left_out_tokens(how, layout):
+    """With many tokens left out, loss and gradients agree with one device. Devices keep different numbers of tokens."""
+    devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(
+        (devices // 2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:devices]
+    )
+    n = 1024 * (devices // 2)
+    x, w, labels, bias = linear.arrays(n, D, V, "float32", bias=True)
+    where = np.random.default_rng(3).random(n) < np.linspace(0, 1, n)
+    x = jnp.where(where[:, None], x, jnp.nan)
+    names = "model" if how == "shard_map" and layout in ("columns", "both") else None
+
+    def total(x, w, bias, labels, where, axis_name=None):
+        f = functools.partial(
+            ps.linear_cross_entropy, x, w, labels, bias=bias, where=where, axis_name=axis_name
+        )
+        return f(reduction="sum") + jnp.sum(f(reduction=None) ** 2)
+
+    specs = *LAYOUTS[layout], LAYOUTS[layout][-1]
+    f = total
+    if how == "shard_map":
+
+        def on_shard(x, w, *others):
+            w = jax.lax.all_gather(w, "data", tiled=True) if layout == "fsdp" else w
+            value = total(x, w, *others, names)
+            return value if layout == "columns" else jax.lax.psum(value, "data")
+
+        f = jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    args = x, w, bias, labels, where
+    want = jax.jit(jax.value_and_grad(total, (0, 1, 2)))(x[where], w, bias, labels[where], None)
+    with jax.set_mesh(mesh):
+        laid = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+        value, (dx, *others) = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*laid)
+    dx = np.asarray(dx)
+    assert not dx[~where].any()
+    for a, b in zip(jax.tree.leaves((value, dx[where], others)), jax.tree.leaves(want)):
+        assert linear.rounded_errors(a, np.asarray(b, "float64")) <= 1e-5
+
+
+for how, layout in itertools.product(("auto", "explicit", "shard_map"), LAYOUTS):
+    name = f"linear-left_out-{how}-{layout}"
+    CHECKS[name] = functools.partial(left_out_tokens, how, layout)
+    SLOW.add(name)
 for how, layout in itertools.product(("auto", "explicit", "shard_map"), LAYOUTS):
     name = f"linear-weights-{how}-{layout}"
     CHECKS[name] = functools.partial(weights_and_several_labels, how, layout)

@@ -16,6 +16,13 @@ Rows are taken in chunks, so that the stored logits stay within a bound:
 If the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is written once
 (`gradient_rows`). Otherwise the last chunk ends with the array. It then begins inside the chunk before it, and its
 repeated rows do not count again.
+
+Rows that are left out do not take part in the products (`_on_kept_rows`):
+
+    rows      a . c . . f . h     "." is left out
+    gather    a c f h . . . .     kept rows first
+    compute   a c f h .           the first rows only: the smallest of a few sizes that holds the kept rows
+    scatter   A . C . . F . H     results in their places
 """
 
 import dataclasses
@@ -42,6 +49,12 @@ _FEWEST_ROWS = (
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
 _MOST_LOGITS = 2**31 - 1
 
+# With rows left out, this many sixteenths of the rows may be computed. A program contains the code for each size, and
+# the GPU's host picks one while the program runs. Sizes are a little above the quarters: a random mask keeps a few rows
+# more or less than half. For fewer rows, the sizes would save little time.
+_SIXTEENTHS = (5, 9, 13)
+_FEWEST_ROWS_TO_LEAVE_OUT = 1024
+
 # The largest dz in float16 is about this, so that small probabilities do not underflow. It leaves a factor of 64.
 _LARGEST = 2.0**10
 
@@ -53,8 +66,6 @@ class Pieces(NamedTuple):
 
     Attributes:
       statistics: (x, w, bias, tokens, *, head) -> Statistics.
-      label_logits: (x, w, bias, tokens, *, head) -> the logits at several labels, (rows, K), which `statistics` then
-        leaves None. None if `statistics` finds them.
       dlogits: (x, w, bias, tokens, coefficients, *, head) -> dz, the gradient in the raw logits. Here and in
         `statistics_and_dlogits`, dz at several labels may be anything: it is replaced.
       statistics_and_dlogits: (x, w, bias, tokens, to_coefficients, largest, *, head) -> (Statistics, dz, of_rows).
@@ -64,17 +75,16 @@ class Pieces(NamedTuple):
         dtype of the arithmetic. A total of None is 0.
       product: (x, dz, *, head) -> the same without a total, in the dtype of x. It is summed in float32 without a
         float32 array. None if an implementation has no such function.
-      bytes_per_logit: (itemsize of x) -> two numbers, the bytes that `statistics` stores for each logit, and the bytes
-        that the other two store.
+      bytes_per_logit: (itemsize of x, whether there are several labels) -> two numbers, the bytes that `statistics`
+        stores for each logit, and the bytes that the other two store.
     """
 
     statistics: Callable[..., Statistics]
-    label_logits: Callable[..., jax.Array] | None
     dlogits: Callable[..., jax.Array]
     statistics_and_dlogits: Callable[..., tuple[Statistics, jax.Array, jax.Array | None]]
     add_product: Callable[..., jax.Array]
     product: Callable[..., jax.Array] | None
-    bytes_per_logit: Callable[[int], tuple[float, float]]
+    bytes_per_logit: Callable[[int, bool], tuple[float, float]]
 
 
 def chunk_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: float) -> int:
@@ -132,28 +142,27 @@ def _projection(pieces: Pieces, x, w, bias, tokens: Tokens, **static):
       **static: `head`, `workspace_bytes` and `mesh_axes`, as for `_Projection`.
     """
     projection = _Projection(pieces, w, bias, **static)
-    head = projection.head
     tokens = projection.with_own_labels(tokens, x)
-    stored = pieces.bytes_per_logit(x.dtype.itemsize)[0]
-    rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
+    empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
 
-    def step(of: Callable, chunk: _Chunk, found):
-        of_chunk = of(chunk.of(x), w, bias, chunk.of(tokens), head=head)
+    def of_rows(rows) -> tuple[Statistics, None]:
+        return _statistics(projection, *rows), None
+
+    return _on_kept_rows(of_rows, tokens.kept, (x, tokens), empty)[0].merged(projection.mesh_axes)
+
+
+def _statistics(projection: "_Projection", x, tokens: Tokens) -> Statistics:
+    """Returns the statistics of this device's columns."""
+    stored, _ = projection.pieces.bytes_per_logit(x.dtype.itemsize, tokens.several)
+    rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
+    w, bias, head = projection.w, projection.bias, projection.head
+
+    def step(chunk: _Chunk, found: Statistics) -> Statistics:
+        of_chunk = projection.pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
         return chunk.put(found, vary_together(of_chunk, x, w)[0])
 
-    def all_rows(of: Callable, rows: int, empty):
-        return _over_chunks(x.shape[0], rows, functools.partial(step, of), empty)
-
     empty = vary_together(_no_statistics(x, tokens), x, w, tokens)[0]
-    if tokens.several and pieces.label_logits is not None:
-        gathered = tokens.labels.shape[1] * x.shape[1]  # elements of w for each row
-        few = chunk_rows(x.shape[0], gathered, x.dtype.itemsize, projection.workspace_bytes)
-        label_logit = all_rows(pieces.label_logits, few, empty.label_logit)
-        found = all_rows(pieces.statistics, rows, empty._replace(label_logit=None))
-        found = found._replace(label_logit=label_logit)
-    else:
-        found = all_rows(pieces.statistics, rows, empty)
-    return found.merged(projection.mesh_axes)
+    return _over_chunks(x.shape[0], rows, step, empty)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
@@ -172,12 +181,12 @@ def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statis
     # differently. In a row with p = 1 at the label, the gradient would be this difference of two large logits instead
     # of 0. So the gradient computes statistics of its own logits. Compared with float32 products, this costs little.
     known = statistics if x.dtype.itemsize == 2 else None
-    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, known)[1:]
+    return _gradients(_Projection(pieces, w, bias, **static), _GradientRows(x, tokens, weights, known))[1:]
 
 
 def _projection_with_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, **static):
     """Returns the statistics of whole rows (except rows of weight 0), and the gradients."""
-    return _gradients(_Projection(pieces, w, bias, **static), x, tokens, weights, None)
+    return _gradients(_Projection(pieces, w, bias, **static), _GradientRows(x, tokens, weights, None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,7 +231,7 @@ class _Projection:
             labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
         return tokens._replace(labels=labels)
 
-    def way_to_dw(self, x) -> tuple[Any, Callable | None]:
+    def way_to_dw(self, x, tokens: Tokens) -> tuple[Any, Callable | None]:
         """Returns the rows of a chunk of a gradient, and the function that computes dw of all rows at once.
 
         The function is None if chunks are added to a float32 dw.
@@ -230,7 +239,7 @@ class _Projection:
         n = x.shape[0]
         # For this product, x is multiplied by the scale, which could overflow in float16.
         product = self.pieces.product if x.dtype == jnp.bfloat16 else None
-        stored = self.pieces.bytes_per_logit(x.dtype.itemsize)[1]
+        _, stored = self.pieces.bytes_per_logit(x.dtype.itemsize, tokens.several)
         dw_bytes = min(4 * self.w.size, stored * _MOST_LOGITS) if product and self.with_dw else 0
         rows = gradient_rows(n, self.vocab, stored, self.workspace_bytes, dw_bytes)
         return rows, product if _is_one_chunk(n, rows) else None
@@ -261,25 +270,62 @@ class _GradientRows(NamedTuple):
     known: Statistics | None
 
 
-def _gradients(projection: _Projection, x, tokens: Tokens, weights, known: Statistics | None):
-    """Returns the statistics of whole rows, `known` or computed, and the gradients (dx, dw, dbias)."""
+def _gradients(projection: _Projection, rows: _GradientRows):
+    """Returns the statistics of whole rows, known or computed, and the gradients (dx, dw, dbias)."""
+    rows = rows._replace(tokens=projection.with_own_labels(rows.tokens, rows.x))
+    of_no_row = _no_statistics(rows.x, rows.tokens), jnp.zeros_like(rows.x)
+    of_no_row = vary_together(of_no_row, rows, projection.w, but=projection.mesh_axes)[0]
+    of_rows = functools.partial(_gradients_of_rows, projection)
+    per_row, of_w = _on_kept_rows(of_rows, rows.tokens.kept, rows, of_no_row)
+    return *per_row, *of_w
+
+
+def _gradients_of_rows(projection: _Projection, rows: _GradientRows):
+    """Returns two tuples, (statistics, dx) and (dw, dbias)."""
+    x, tokens, weights, known = rows
     w, bias = projection.w, projection.bias
-    tokens = projection.with_own_labels(tokens, x)
-    rows, product = projection.way_to_dw(x)
+    size_of_chunk, product = projection.way_to_dw(x, tokens)
     scale = _scale(_dz_sizes(tokens, weights, known), x.dtype, exact=product is not None)
-    weights = weights / scale
-    step = functools.partial(_add_chunk, projection, _GradientRows(x, tokens, weights, known), product, scale)
+    rows = rows._replace(weights=weights / scale)
+    step = functools.partial(_add_chunk, projection, rows, product, scale)
 
     statistics = known if known is not None else _no_statistics(x, tokens)
-    per_row = statistics, jnp.zeros_like(x)
-    statistics, dx = vary_together(per_row, x, w, tokens, weights, but=projection.mesh_axes)[0]
+    per_row = vary_together((statistics, jnp.zeros_like(x)), rows, w, but=projection.mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    dbias = vary_together(dbias, x, w, tokens, weights)[0]
-    carry = statistics, dx, None, dbias
-    statistics, dx, dw, dbias = _over_chunks(x.shape[0], rows, step, carry, first_apart=True)
+    carry = *per_row, None, vary_together(dbias, rows, w)[0]
+    *per_row, dw, dbias = _over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
 
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
-    return statistics, dx, (dw * (1 if product else scale)).astype(w.dtype), dbias
+    return tuple(per_row), ((dw * (1 if product else scale)).astype(w.dtype), dbias)
+
+
+def _on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, of_no_row) -> tuple[Any, Any]:
+    """Returns function(rows), computed from the kept rows.
+
+    Args:
+      function: (rows) -> (a result for each row, results of all rows together). Other rows than the kept ones do not
+        change the results of all rows together.
+      kept: boolean (n,), or None for all rows.
+      rows: a tree of arrays (n, ...).
+      of_no_row: the first results, for rows that are left out. They may have other results.
+    """
+    n = jax.tree.leaves(rows)[0].shape[0]
+    if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:
+        return function(rows)
+    kept_first = jnp.argsort(~kept, stable=True)
+
+    def of_first(size: int) -> Callable:
+        def branch(kept_first, rows):
+            first = kept_first[:size]
+            unique = {"mode": "promise_in_bounds", "unique_indices": True}
+            per_row, of_all = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
+            return jax.tree.map(lambda a, part: a.at[first].set(part, **unique), of_no_row, per_row), of_all
+
+        return branch
+
+    sizes = [-(-n * part // 16 // _ROWS) * _ROWS for part in _SIXTEENTHS]
+    too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
+    return lax.switch(too_small, [*map(of_first, sizes), lambda _, rows: function(rows)], kept_first, rows)
 
 
 def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable | None, scale, chunk, carry):
@@ -387,9 +433,11 @@ def _scale(sizes, dtype, *, exact: bool):
 
 
 def _no_statistics(x, tokens: Tokens) -> Statistics:
+    """Returns harmless statistics, for rows that are left out."""
     zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
     at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
-    return Statistics(Normalizer(zeros, zeros), at_label, None if tokens.label_smoothing is None else zeros)
+    total = None if tokens.label_smoothing is None else zeros
+    return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total)
 
 
 class _Chunk(NamedTuple):
@@ -441,11 +489,15 @@ def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *
     """
     if _is_one_chunk(n, rows):
         return step(_Chunk(None, rows, 0), carry)
+    first = jnp.int32(0)
     if first_apart:
-        carry = step(_Chunk(jnp.int32(0), rows, 0), carry)
+        carry = step(_Chunk(first, rows, 0), carry)
+        # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the
+        # logits of two chunks at a time.
+        first, carry = lax.optimization_barrier((first + 1, carry))
 
     def body(i, carry):
         start = jnp.minimum(i * rows, n - rows)
         return step(_Chunk(start, rows, i * rows - start), carry)
 
-    return lax.fori_loop(1 if first_apart else 0, -(-n // rows), body, carry)
+    return lax.fori_loop(first, -(-n // rows), body, carry)

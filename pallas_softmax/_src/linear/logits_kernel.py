@@ -1,13 +1,13 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
-`row_sums` reduces the rows of each tile. Given a reference for each row, it also writes exponentials.
-`logit_gradients` writes gradients. The logits themselves stay in registers:
+`row_sums` reduces the rows of each tile. It may also write the logits, or exponentials if each row has a reference.
+`logit_gradients` writes gradients. Otherwise the logits stay in registers:
 
     acc, 64 rows of a tile of x @ w, float32
       │  + bias, softcap, temperature; -inf from column V on
       ▼
       z ──► per row: max, sum of exp(z - max), z at the label, sum of z     (tiles, rows), merged by ⊕ outside
-      └───► exp(z - reference), or the gradient                             (rows, V), 16-bit
+      └───► exp(z - reference), or the gradient, or z                       (rows, V), 16-bit; z in float32
 """
 
 from typing import Any, NamedTuple
@@ -61,19 +61,21 @@ def row_sums(
     *,
     head: Head,
     tiling: Tiling,
+    keep_logits: bool = False,
     interpret: Any = None,
-) -> tuple[RowSums, jax.Array | None]:
-    """Reduces the rows of the logits. With a reference, also writes exp(z - reference) in the dtype of x.
+) -> tuple[RowSums, Any]:
+    """Reduces the rows of the logits z. With a reference, also writes exp(z - reference) in the dtype of x.
 
     Args:
       x, w, bias, tokens: as in `chunks.Pieces`.
       reference: float32 (rows,), or None.
       head: the projection.
       tiling: sizes of tiles and stages.
+      keep_logits: whether to write z in float32, without a reference.
       interpret: as for `pallas_call`.
 
     Returns:
-      The sums, and the exponentials or None. In the sums, the number of rows is rounded up to a multiple of
+      The sums, and the exponentials, the logits or None. In the sums, the number of rows is rounded up to a multiple of
       `tiling.cluster_rows`. The exponentials (rows, columns of w) are 0 from column V on. With a softcap, they are
       multiplied by its slope.
     """
@@ -81,7 +83,8 @@ def row_sums(
     tiles = -(-columns // TILE_N)
     number: Any = jax.ShapeDtypeStruct((tiles, rounded_up(rows, tiling.cluster_rows)), jnp.float32)
     sums = RowSums(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
-    stored = None if reference is None else jax.ShapeDtypeStruct((rows, columns), x.dtype)
+    stored_dtype = jnp.float32 if keep_logits else None if reference is None else x.dtype
+    stored = None if stored_dtype is None else jax.ShapeDtypeStruct((rows, columns), stored_dtype)
     inputs = (
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens.labels, columns, head.vocab(w), tiling),
@@ -107,7 +110,9 @@ def row_sums(
         r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place, interpret)
         e = jnp.exp(z - _broadcast_rows(r, z))
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
-        if stored_gmem is not None:
+        if keep_logits:
+            store(place, z, stored_gmem)
+        elif stored_gmem is not None:
             store(place, e * _slope(z, place, scale_gmem, head, interpret), stored_gmem)
 
     return product(
@@ -117,9 +122,9 @@ def row_sums(
         inputs,
         (sums, stored),
         b_transposed=head.transpose_w,
-        staged=None if stored is None else x.dtype,
+        staged=stored_dtype,
         tiling=tiling,
-        name="linear_statistics" if stored is None else "linear_exponentials",
+        name="linear_statistics" if reference is None else "linear_exponentials",
         interpret=interpret,
     )
 

@@ -50,12 +50,14 @@ class Tokens(NamedTuple):
       temperature: the divisor of the logits, applied after the softcap; None for 1.
       label_smoothing: the part of the target that is spread evenly over all columns; None for 0.
       z_loss: the weight of the squared logsumexp in the loss; None for 0.
+      kept: boolean, False for a token that is left out; None if all tokens count.
     """
 
     labels: Any
     temperature: Any = None
     label_smoothing: Any = None
     z_loss: Any = None
+    kept: Any = None
 
     @property
     def several(self) -> bool:
@@ -101,6 +103,18 @@ class Coefficients(NamedTuple):
     constant: jax.Array | None
 
 
+def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
+    """Returns z (rows, V or more) at one or several columns of each row, and 0 for a column outside [0, vocab).
+
+    Args:
+      columns: int32, (rows,) or (rows, K).
+    """
+    own = (columns >= 0) & (columns < vocab)
+    index = jnp.where(own, columns, 0).reshape(z.shape[0], -1)
+    found = jnp.take_along_axis(z, index, 1, mode="promise_in_bounds").reshape(columns.shape)
+    return jnp.where(own, found, 0)
+
+
 def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     """Returns logsumexp(z) - z[label] of each row, with label smoothing and z_loss.
 
@@ -117,8 +131,6 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     # log d is added last: in a peaked row, m - z[label] is exact and log d is small
     loss = jnp.where(finite, m - label_logit, online.log_of(Normalizer(m, d)) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
-    if several:  # m and the label's logit may come from products that round differently
-        loss = jnp.maximum(loss, 0)
     if total is not None:
         loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
     if tokens.z_loss is not None:

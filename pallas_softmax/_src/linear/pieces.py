@@ -1,6 +1,6 @@
 """The pieces of a projection (`chunks.Pieces`) by Mosaic GPU kernels, for 16-bit floats.
 
-    statistics               one product; its epilogue reduces
+    statistics               one product; its epilogue reduces, and stores the logits for several labels
     dlogits                  one product; its epilogue writes the gradients
     statistics_and_dlogits   in bfloat16 without label smoothing, one product; its epilogue does both
 
@@ -20,7 +20,7 @@ from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import Pieces
 from pallas_softmax._src.linear.logits_kernel import RowSums
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, gradient_at_label
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, gradient_at_label
 from pallas_softmax._src.linear.plan import TILE_N, plan_projection
 from pallas_softmax.online import Normalizer
 
@@ -31,30 +31,13 @@ _LARGEST_SUM = 2.0**64
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head, interpret: Any = None) -> Statistics:
     """The `statistics` of `Pieces`."""
-    several = tokens.several
-    if several:
-        tokens = _without_labels(tokens)
-    sums, _ = logits_kernel.row_sums(
-        x, w, bias, tokens, head=head, tiling=plan_projection(len(x)), interpret=interpret
+    tiling, several = plan_projection(len(x)), tokens.several
+    of_one = _without_labels(tokens) if several else tokens
+    sums, z = logits_kernel.row_sums(
+        x, w, bias, of_one, head=head, tiling=tiling, keep_logits=several, interpret=interpret
     )
     found = _of_rows(sums, None, len(x))
-    return found._replace(label_logit=None) if several else found
-
-
-def label_logits(x, w, bias, tokens: Tokens, *, head: Head) -> jax.Array:
-    """The `label_logits` of `Pieces`: a gather of columns of w, and float32 sums of float32 products."""
-    own = (tokens.labels >= 0) & (tokens.labels < head.vocab(w))
-    columns = jnp.where(own, tokens.labels, 0)
-    if head.transpose_w:
-        of_labels = w.at[columns].get(mode="promise_in_bounds")
-    else:
-        of_labels = jnp.moveaxis(w.at[:, columns].get(mode="promise_in_bounds"), 0, 2)
-    # not a matrix product: XLA makes the gather part of this sum, but not of a product
-    z = jnp.sum(of_labels.astype(jnp.float32) * x.astype(jnp.float32)[:, None, :], 2)
-    z = z if bias is None else z + bias[columns].astype(z.dtype)
-    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
-    z = z if tokens.temperature is None else z / tokens.temperature[:, None]
-    return jnp.where(own, z, 0)
+    return found._replace(label_logit=at_columns(z, tokens.labels, head.vocab(w))) if several else found
 
 
 def _without_labels(tokens: Tokens) -> Tokens:
@@ -173,9 +156,12 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
     return Statistics(normalizer, label_logit, None if sums.total is None else jnp.sum(sums.total, 0)[:rows])
 
 
-def bytes_per_logit(itemsize: int) -> tuple[float, float]:
-    """Returns the bytes stored for each logit: by `statistics` four float32 per row of a tile, else the gradients."""
-    return 16 / TILE_N, itemsize
+def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
+    """Returns the bytes stored for each logit: by `statistics` four float32 per row of a tile, else the gradients.
+
+    For several labels, `statistics` stores the logits in addition.
+    """
+    return 16 / TILE_N + (4 if several else 0), itemsize
 
 
 def pieces(interpret: Any = None) -> Pieces:
@@ -186,7 +172,6 @@ def pieces(interpret: Any = None) -> Pieces:
 
     return Pieces(
         of(statistics),
-        label_logits,
         of(dlogits),
         of(statistics_and_dlogits),
         xla_projection.add_product,

@@ -6,7 +6,7 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
-from pallas_softmax._src.linear.losses import Head, Statistics, Tokens
+from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
 from pallas_softmax.online import Normalizer
 
 # On the CPU, x.T @ dz is stored before it is added to the total. It is cut into pieces of at most this many bytes.
@@ -41,12 +41,9 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
 
 def _statistics_of(z, tokens: Tokens) -> Statistics:
     m, d = online.reduce(z, 1, chunk=z.shape[1])
-    # A negative index would count from the end.
-    columns = jnp.where(tokens.labels < 0, z.shape[1], tokens.labels)
-    columns = columns if tokens.several else columns[:, None]
-    label_logit = jnp.take_along_axis(z, columns, 1, mode="fill", fill_value=0)
+    label_logit = at_columns(z, tokens.labels, z.shape[1])
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
-    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit.reshape(tokens.labels.shape), total)
+    return Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
 
 
 def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
@@ -102,13 +99,14 @@ def product(x, dz, *, head: Head):
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def bytes_per_logit(itemsize: int) -> tuple[float, float]:
+def bytes_per_logit(itemsize: int, several: bool) -> tuple[float, float]:
     """Returns the bytes of one z, in float32 or wider, and the bytes of one z and one dz, in the dtype of x."""
+    del several
     wide = max(4, itemsize)
     return wide, wide + itemsize
 
 
 # No `product`: on the CPU, XLA would copy its operands to float32.
 functions = operations_of(
-    Pieces(statistics, None, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
+    Pieces(statistics, dlogits, statistics_and_dlogits, add_product, None, bytes_per_logit)
 )
