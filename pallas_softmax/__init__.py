@@ -14,6 +14,7 @@ from pallas_softmax._src.linear.api import (
     linear_logsumexp,
     linear_token_stats,
 )
+from pallas_softmax._src.route.api import Routing, route
 from pallas_softmax._src.sample.api import Sample, sample
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
 from pallas_softmax._src.stats.api import TokenStats, token_stats
@@ -28,6 +29,7 @@ __all__ = [
     "Choice",
     "ImplementationName",
     "Reduction",
+    "Routing",
     "Sample",
     "TokenStats",
     "TopK",
@@ -40,6 +42,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "online",
+    "route",
     "sample",
     "softmax",
     "token_stats",

@@ -16,6 +16,7 @@ PACKAGE = pallas_softmax.__name__
 # its files that are not listed themselves.
 LAYERS = (
     ("__init__",),
+    ("_src.route",),
     ("_src.linear", "_src.sample", "_src.softmax", "_src.stats", "_src.topk", "paper"),
     ("_src.arguments",),
     ("_src.triton", "_src.gpu"),
@@ -111,7 +112,7 @@ def test_private_modules_are_hidden():
 
 
 def test_dispatch_imports_no_operation():
-    folders = {"softmax", "topk", "sample", "stats", "linear", "gpu", "triton"}
+    folders = {"softmax", "topk", "sample", "stats", "linear", "route", "gpu", "triton"}
     for module in FILES:
         if module.startswith(f"{PACKAGE}._src.dispatch."):
             assert not folders & {

@@ -16,6 +16,11 @@ from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
 from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
+from pallas_softmax._src.route import grad_kernel as route_grad_kernel
+from pallas_softmax._src.route import groups_ptx, scores_ptx
+from pallas_softmax._src.route import kernel as route_kernel
+from pallas_softmax._src.route import plan as route_plan
+from pallas_softmax._src.route.formulas import Gate
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
 from pallas_softmax._src.sample import kernel as sample_kernel
 from pallas_softmax._src.sample import plan as sample_plan
@@ -240,9 +245,25 @@ def merging_words_ptx_of(tile, vocab, k):
     return merging_ptx.take_words_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
 
 
-def merging_ptx_of(tile, vocab, k):
+def merging_ptx_of(tile, vocab, k, lanes=None):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.take_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
+    return merging_ptx.take_program(tile, vocab, k, lanes), tile_plan.merged_tile(tile, k)
+
+
+def near_keys(rng, shape, kind):
+    """Returns keys that a sort of packed keys leaves in the wrong order in few places, in many, or nowhere."""
+    x = rng.standard_normal(shape).astype(F32)
+    match kind:
+        case "few":  # two or three keys differ in their lowest bits or are equal
+            bits = x.view("i4")
+            for row in bits:
+                places = rng.choice(len(row), 6, replace=False)
+                row[places] = np.repeat(row[places[::3]], 3) ^ rng.integers(0, 3, 6)
+        case "many":
+            x = 5 + 1e-5 * x
+        case "ties":
+            x = np.round(2 * x)
+    return oracle.order_key(x).astype("int64")
 
 
 def merge_so_many_lists(monkeypatch, lists):
@@ -431,6 +452,53 @@ def steps(plan):
 def views(plans):
     """Returns the set of numbers of dimensions of the views that bulk copies read, for each (rows, plan)."""
     return {len(aligned_view(rows, plan.vocab, plan.vec)) for rows, plan in plans}
+
+
+# --- route --------------------------------------------------------------------------------------------
+
+
+def plan_route(experts, k, dtype, *, steered, groups=1):
+    """Returns the tile that the package chooses, or None."""
+    return route_plan.plan_route(experts, k, np.dtype(dtype).itemsize, steered=steered, groups=groups)
+
+
+def groups_ptx_of(tile, groups, top_groups):
+    """Returns the text that gives the experts of other groups the lowest key: <x0_0> to <kept0_0>, ..."""
+    return groups_ptx.groups_program(tile, groups, top_groups)
+
+
+def exponentials_ptx_of(tile, score):
+    """Returns the text that computes exponentials <e0_0>, ... of <x0_0>, ... and normalizers <m0>, <d0>, ..."""
+    return scores_ptx.exponentials_program(tile, score)
+
+
+def route_rows(x, k, gate, bias, interpret=INTERPRET):
+    """Returns the kernel's weights, indices and logsumexp for a gate of tests/support/routing.py."""
+    steer = bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None
+    plan = plan_route(x.shape[-1], k, x.dtype, steered=gate.steered, groups=gate.groups)
+    assert plan is not None
+    mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
+    weights, indices, logsumexp = route_kernel.route_rows(
+        jnp.asarray(x),
+        mask,
+        k,
+        plan if interpret is None else fewer_rows(plan),
+        gate=Gate(gate.score, gate.renormalize, gate.scale),
+        groups=gate.groups,
+        top_groups=gate.top_groups or 1,
+        interpret=interpret,
+    )
+    return weights, indices, logsumexp[:, 0]
+
+
+def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
+    """Returns the kernel's cotangents of the logits."""
+    plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    assert plan is not None
+    plan = plan if interpret is None else fewer_rows(plan)
+    gate = Gate(gate.score, gate.renormalize, gate.scale)
+    arrays = (jnp.asarray(a) for a in (x, indices, g, g_logsumexp))
+    return route_grad_kernel.route_grad_rows(*arrays, plan, gate=gate, interpret=interpret)
 
 
 # --- sample -------------------------------------------------------------------------------------------

@@ -283,22 +283,6 @@ def test_merges(tile, vocab, k):
     np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))
 
 
-def near_keys(rng, shape, kind):
-    """Returns keys that a sort of packed keys leaves in the wrong order in few places, in many, or nowhere."""
-    x = rng.standard_normal(shape).astype(F32)
-    match kind:
-        case "few":  # two or three keys differ in their lowest bits or are equal
-            bits = x.view("i4")
-            for row in bits:
-                places = rng.choice(len(row), 6, replace=False)
-                row[places] = np.repeat(row[places[::3]], 3) ^ rng.integers(0, 3, 6)
-        case "many":
-            x = 5 + 1e-5 * x
-        case "ties":
-            x = np.round(2 * x)
-    return oracle.order_key(x).astype("int64")
-
-
 def columns_found(code, out, tile, keys):
     """Returns the columns that a text finds in rows of 32-bit keys, by thread."""
     held = keys.reshape(-1, 128 // tile.lanes, tile.steps, tile.lanes, tile.vec).transpose(1, 3, 0, 2, 4)
@@ -354,7 +338,7 @@ def test_merges_of_32_bit_keys(tile, vocab, k, kind):
 
     One lane may have more winners than its list has room for.
     """
-    keys = near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
+    keys = kernels.near_keys(np.random.default_rng(k), tile.shape, "normal" if kind == "one lane" else kind)
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
     code, out = kernels.merging_ptx_of(tile, vocab, k)

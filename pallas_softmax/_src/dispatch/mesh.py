@@ -156,13 +156,16 @@ class _DimensionsOfRows:
         results = result_shapes(operation, arrays, keywords)
 
         def full(kinds, tree):
-            """Returns which dimensions of each array are full. PER_ROW arrays have no full dimension along the row."""
+            """Returns which dimensions of each array are full. PER_ROW arrays have no full dimension along the row.
+
+            If devices need whole rows, no array has one.
+            """
             kinds = jax.tree.leaves(
                 jax.tree.map(lambda kind, sub: jax.tree.map(lambda _: kind, sub), kinds, tree)
             )
             return [
                 [
-                    n == size and (kind != PER_ROW or i not in axes)
+                    n == size and (i not in axes or not (kind == PER_ROW or operation.whole_rows))
                     for i, (n, size) in enumerate(zip(a.shape, shape))
                 ]
                 for a, kind in zip(jax.tree.leaves(tree), kinds, strict=True)

@@ -69,6 +69,7 @@ class Operation:
         `plain(..., mesh_axes=)`.
       shard_step: the operation that `on_mesh` runs on each shard; None for this operation itself.
       kernels_take_mesh_axes: whether the kernels themselves take mesh_axes=, and so need no `on_mesh`.
+      whole_rows: whether each device needs whole rows. Rows that a mesh divides are then gathered first.
       divided_by_xla: whether XLA divides the plain form over a mesh equally well.
       vmap_adds_rows: whether even the plain form must see a vmap as more rows. JAX's own vmap would run both branches
         of its conditions.
@@ -88,6 +89,7 @@ class Operation:
     on_mesh: Callable[..., Any] | None = None
     shard_step: "Operation | None" = None
     kernels_take_mesh_axes: bool = False
+    whole_rows: bool = False
     divided_by_xla: bool = True
     vmap_adds_rows: bool = False
     better_by_xla: Callable[["Call"], str | None] = _never
@@ -111,8 +113,9 @@ class Call:
       vocab: the number of elements of a row, or of one device's shard of a row that is spread over a mesh.
       inner: the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
         None if the reduced axes are not adjacent, so that no single number describes the distance.
-      masked: whether there is a `where`.
-      k: the number of winners of top-k; None for other operations.
+      masked: whether there is a `where` or, for a router, a bias: the second array of the call.
+      k: the number of winners of top-k or a router; None for other operations.
+      groups: for a router, the number of groups of experts; 1 for other operations.
       objection: a reason that rules out every kernel, such as a symbolic shape; None otherwise.
       mesh_axes: the mesh axes of `jax.shard_map` that each row is spread over.
       depth: for a projection x @ w, the length D of the rows of x; None for other operations.
@@ -126,6 +129,7 @@ class Call:
     inner: int | None = 1
     masked: bool = False
     k: int | None = None
+    groups: int = 1
     objection: str | None = None
     mesh_axes: tuple[str, ...] = ()
     depth: int | None = None

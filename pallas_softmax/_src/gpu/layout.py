@@ -24,17 +24,39 @@ class Tile:
         row 8      thread 0       ...                                 thread 15      (warp 0 again)
 
     Elements beyond the row's end and rows beyond the array's end hold a fill value.
+
+    With `pieces`, a power of two up to `lanes`, a row is cut into that many pieces. Each piece lies in the same way
+    over lanes / pieces neighbouring lanes, and fills them. The columns of such a tile are not in order.
     """
 
     rows: int
     lanes: int
     vec: int
     steps: int
+    pieces: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the tile: number of rows, and number of elements of each row with padding."""
         return self.rows, self.lanes * self.vec * self.steps
+
+    @property
+    def step_columns(self) -> int:
+        """Number of elements of a step, of one piece."""
+        return self.lanes // self.pieces * self.vec
+
+    @property
+    def piece_columns(self) -> int:
+        """Number of elements of a piece."""
+        return self.step_columns * self.steps
+
+    def first_column(self, lane):
+        """Returns the column of the first element of a lane; `lane` is a value of inline PTX."""
+        if self.pieces == 1:
+            return lane * self.vec
+        of_piece = self.lanes // self.pieces  # a power of two
+        piece = lane >> of_piece.bit_length() - 1
+        return piece * self.piece_columns + (lane & of_piece - 1) * self.vec
 
 
 # Rows up to this many bytes lie over the lanes of one warp, longer rows over all threads. The float32 softmax of

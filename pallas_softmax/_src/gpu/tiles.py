@@ -52,11 +52,15 @@ def layout(tile: Tile) -> Any:
     )
 
 
-def load(ref, tile: Tile, row, fill, *, interpret):
-    """Returns the rows of an array (rows, vocab) from `row` on as a tile, with `fill` beyond its end."""
+def load(ref, tile: Tile, row, fill, *, ref_row=lambda row: row, interpret):
+    """Returns the rows of an array (rows, vocab) from `row` on as a tile, with `fill` beyond its end.
+
+    `ref_row` maps a row of the tile to its row of the array.
+    """
     rows, vocab = ref.shape
     if interpret:
         i, j = _indices(tile, row)
+        i = ref_row(i)
         inside = (i < rows) & (j < vocab)
         return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
 
@@ -65,6 +69,7 @@ def load(ref, tile: Tile, row, fill, *, interpret):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = []
         for at, column in places(tile, scalar(row)):
+            at = ref_row(_RowNumber(at)).value
             offset = predicated_ptx.offset_of(at, vocab, column)
             inside = _inside(at, rows, column, vocab)
             registers.append(predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill))
@@ -259,9 +264,15 @@ def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
 def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Yields the row and the first column of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
-    of_lane, of_step = (tile.steps, 1) if blocked else (tile.vec, lanes * tile.vec)
     row = arith.addi(row, arith.divui(own, i32(lanes)))
-    column = arith.muli(arith.remui(own, i32(lanes)), i32(of_lane))
+    lane, of_step = arith.remui(own, i32(lanes)), 1 if blocked else tile.step_columns
+    if tile.pieces > 1:
+        column = arith.addi(
+            arith.muli(arith.divui(lane, i32(lanes // tile.pieces)), i32(tile.piece_columns)),
+            arith.muli(arith.remui(lane, i32(lanes // tile.pieces)), i32(tile.vec)),
+        )
+    else:
+        column = arith.muli(lane, i32(tile.steps if blocked else tile.vec))
     for i in range(0, tile.rows, WARPGROUP // lanes):
         for step in range(tile.steps):
             yield arith.addi(row, i32(i)), arith.addi(column, i32(step * of_step))

@@ -76,8 +76,15 @@ def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
 def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: int) -> Value:
     """Returns the whole key for packed key `word`, from the row of `lane`. Both must be the same in all lanes."""
     column = (~word & ones).bits("u32")
-    of_step = column & (tile.lanes * tile.vec - 1)
-    step = column >> (tile.lanes * tile.vec).bit_length() - 1
+    owner = lane & -tile.lanes
+    if tile.pieces > 1:
+        piece = (
+            column * -(-(1 << 20) // tile.piece_columns) >> 20
+        )  # the quotient, exact for columns up to 1024
+        column = column - piece * tile.piece_columns
+        owner = owner + piece * (tile.lanes // tile.pieces)
+    of_step = column & (tile.step_columns - 1)
+    step = column >> tile.step_columns.bit_length() - 1
     i = step * tile.vec + (of_step & (tile.vec - 1))
-    owner = (lane & -tile.lanes) + (of_step >> tile.vec.bit_length() - 1)
+    owner = owner + (of_step >> tile.vec.bit_length() - 1)
     return of_lane(p, packed_ptx.keys_of_thread(p, tile, row), i, owner)

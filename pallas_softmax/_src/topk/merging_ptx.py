@@ -59,12 +59,13 @@ def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
     )
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row):
+def take(tile: Tile, vocab: int, k: int, key, per_row, lanes: float | None = None):
     """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `tile_kernel`."""
-    return packed_ptx.insert_in_tile(take_program(tile, vocab, k), tile, merged_tile(tile, k), key, per_row)
+    program = take_program(tile, vocab, k, lanes)
+    return packed_ptx.insert_in_tile(program, tile, merged_tile(tile, k), key, per_row)
 
 
-def take_program(tile: Tile, vocab: int, k: int) -> Program:
+def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> Program:
     """Returns the program of `take`.
 
     <x{row}_{i}> has key i of a row of the thread. <winner{row}_{i}> gets the column of winner lane * held + i.
@@ -75,7 +76,7 @@ def take_program(tile: Tile, vocab: int, k: int) -> Program:
     ones, size = (1 << bits) - 1, power_of_two(k, 1)
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
     # as well (`maybe_short`).
-    length = list_length(tile, k, itemsize=4)
+    length = list_length(tile, k, itemsize=4, lanes=lanes)
     held = merged_tile(tile, k).steps
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []

@@ -82,7 +82,7 @@ def _words(registers) -> list[ir.Value]:
 def lane_and_first_column(p: Program, tile: Tile) -> tuple[Value, Value]:
     """Returns the number of the thread's lane in its rows, and the column of its first element."""
     lane = p.operand("thread", "u32") & (tile.lanes - 1)
-    return lane, lane * tile.vec
+    return lane, tile.first_column(lane)
 
 
 def winner(p: Program, row: int, i: int) -> Value:
@@ -92,7 +92,7 @@ def winner(p: Program, row: int, i: int) -> Value:
 
 def columns_of_thread(tile: Tile) -> list[int]:
     """Returns the columns of a thread's elements, relative to the first column of its lane."""
-    return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
+    return [step * tile.step_columns + j for step in range(tile.steps) for j in range(tile.vec)]
 
 
 def keys_of_thread(p: Program, tile: Tile, row: int) -> list[Value]:

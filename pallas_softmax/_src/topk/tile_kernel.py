@@ -35,7 +35,7 @@ def topk_rows(
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
-        held, lowest = _searched(x, by_words)
+        held, lowest = searched(x, by_words)
         if mask is not None:
             keep = tiles.load_mask(mask_gmem, plan, row, (rows, vocab), mask.row, interpret=interpret)
             held = jnp.where(keep, held, jnp.full_like(held, lowest))
@@ -45,9 +45,9 @@ def topk_rows(
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
         per_row = m, d, row_scale
         if by_words:
-            key, index, per_row = _take_words(plan, vocab, k, held, per_row, interpret=interpret)
+            key, index, per_row = take_words(plan, vocab, k, held, per_row, interpret=interpret)
         else:
-            index, per_row = _take(plan, vocab, k, held, per_row, interpret=interpret)
+            index, per_row = take(plan, vocab, k, held, per_row, interpret=interpret)
             key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, rows, interpret)
         m, d, row_scale = per_row
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
@@ -69,7 +69,7 @@ def topk_rows(
     return Candidates(values, indices), Normalizer(m, d)
 
 
-def _searched(x, by_words: bool) -> tuple[Any, int]:
+def searched(x, by_words: bool) -> tuple[Any, int]:
     """Returns what the search compares, and its value for a masked element: raw bits if `by_words`, else keys."""
     if by_words:
         return lax.bitcast_convert_type(x, jnp.int16), -1
@@ -110,16 +110,17 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, ro
     return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
-def _take(tile: Tile, vocab: int, k: int, key, per_row, *, interpret):
+def take(tile: Tile, vocab: int, k: int, key, per_row, lanes: float | None = None, *, interpret):
     """Returns indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked (see `tiles.store`).
 
     Args:
       vocab: number of elements of a row. The tile may have more columns.
       key: tile with the keys of the row's elements.
       per_row: tiles that hold one number for each row. They are returned spread over the winners' tile.
+      lanes: number of a row's lanes that may have winners; by default, all.
     """
     if not interpret:
-        return merging_ptx.take(tile, vocab, k, key, per_row)
+        return merging_ptx.take(tile, vocab, k, key, per_row, lanes)
     out = merged_tile(tile, k)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
@@ -127,12 +128,12 @@ def _take(tile: Tile, vocab: int, k: int, key, per_row, *, interpret):
     return best, [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
 
 
-def _take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
+def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
     """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
 
     Args:
       bits: tile with the bits of the row's 16-bit elements, all ones for masked elements.
-      vocab, per_row: as in `_take`.
+      vocab, per_row: as in `take`.
     """
     if not interpret:
         word, per_row = merging_ptx.take_words(tile, vocab, k, bits, per_row)

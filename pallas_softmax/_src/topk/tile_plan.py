@@ -111,19 +111,23 @@ def mostly_winners(vocab: int, k: int) -> bool:
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
 
 
-def list_length(tile: Tile, k: int, itemsize: int) -> int:
-    """Returns the length of a lane's list: the shortest that TOO_SHORT allows, at most k + 1 or all elements."""
+def list_length(tile: Tile, k: int, itemsize: int, lanes: float | None = None) -> int:
+    """Returns the length of a lane's list: the shortest that TOO_SHORT allows, at most k + 1 or all elements.
+
+    `lanes` is the number of a row's lanes that may have winners; by default, all.
+    """
     most = min(k + 1, tile.steps * tile.vec)
-    return next((n for n in range(1, most) if _too_short(tile, k, n) < TOO_SHORT[itemsize]), most)
+    share = 1 / (lanes or tile.lanes)
+    return next((n for n in range(1, most) if _too_short(share, k, n) < TOO_SHORT[itemsize]), most)
 
 
-def _too_short(tile: Tile, k: int, length: int) -> float:
+def _too_short(share: float, k: int, length: int) -> float:
     """Returns an upper bound of the share of warps with a list that is too short.
 
     A list of `length` is too short if its lane has at least `length` of the k best of a row. The bound is the
-    probability of this in one lane, for a row in random order, times 32 lanes.
+    probability of this in one lane, for a row in random order, times 32 lanes. A winner is in that lane with the
+    probability `share`.
     """
-    share = 1 / tile.lanes
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
     return LANES * (1 - fewer)
 

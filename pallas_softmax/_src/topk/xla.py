@@ -100,7 +100,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
 
     everywhere, won = p * rest / temperature, (direct + p_won * rest) / temperature
     dtype = logits.dtype if jnp.issubdtype(logits.dtype, jnp.floating) else x.dtype
-    dx = _put(everywhere.astype(dtype), indices, won.astype(dtype))
+    dx = put(everywhere.astype(dtype), indices, won.astype(dtype))
 
     def slope(weight, scaled):
         """Returns the sum of weight * scaled. A weight of 0 contributes 0, even where x is -inf."""
@@ -154,7 +154,7 @@ def _scaled_and_softmax(x, where, m, d, temperature):
 def indices_in_shard(indices, vocab: int, mesh_axes):
     """Converts indices of the row to indices of this device's shard of `vocab` elements; returns also which lie in it.
 
-    The others become different indices beyond the shard, where `_put` puts nothing.
+    The others become different indices beyond the shard, where `put` puts nothing.
     """
     indices = indices - lax.axis_index(mesh_axes) * vocab
     own = (indices >= 0) & (indices < vocab)
@@ -162,7 +162,7 @@ def indices_in_shard(indices, vocab: int, mesh_axes):
     return jnp.where(own, indices, beyond), own
 
 
-def _put(x, indices, values):
+def put(x, indices, values):
     """Puts the values at the indices of the last axis of x, which all differ; indices beyond it are dropped."""
 
     def put(x, indices, values):

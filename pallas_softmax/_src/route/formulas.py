@@ -1,0 +1,101 @@
+"""The weights of a router and their derivative, stated once for plain JAX and for the kernels.
+
+Let x be the logits of a row, and p = softmax(x) with the normalizer (m, d). The scores are p or sigmoid(x). The weight
+of a winner is its score, or its share of the winners' scores, times `scale`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+Score = Literal["softmax", "sigmoid"]
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """How logits become weights.
+
+    Attributes:
+      score: the name of the score.
+      renormalize: whether the weights of the winners are divided by their sum.
+      scale: the factor of all weights.
+    """
+
+    score: Score
+    renormalize: bool
+    scale: float
+
+    @property
+    def needs_normalizer(self) -> bool:
+        """Whether the weights depend on logits that did not win."""
+        return self.score == "softmax" and not self.renormalize
+
+    def weights(self, x, normalizer: Any, of_row: "OfRow"):
+        """Returns the weights of the winners.
+
+        Args:
+          x: the logits of the winners. Places without a winner hold -inf.
+          normalizer: (m, d) of the row, spread over the winners. It is unused unless `needs_normalizer`.
+          of_row: reductions over the winners of a row.
+        """
+        if self.renormalize:
+            weight = _shares(self.score, x, of_row)
+        elif self.score == "softmax":
+            m, d = normalizer
+            weight = jnp.exp(x - m) / d
+        else:
+            weight = lax.logistic(x)
+        return weight if self.scale == 1 else weight * self.scale
+
+    def cotangents(self, x, normalizer: Any, g, g_logsumexp, of_row: "OfRow") -> tuple[Any, Any]:
+        """Returns (direct, rest): the cotangent of a logit is p rest, and for a winner p rest + direct.
+
+        Args:
+          x, normalizer, of_row: as for `weights`.
+          g: the cotangents of the winners' weights, 0 at places without a winner.
+          g_logsumexp: the cotangent of the row's logsumexp, spread over the winners.
+        """
+        weight = self.weights(x, normalizer, of_row)
+        if self.renormalize:
+            direct = weight * (g - of_row.total(g * weight) / self.scale)
+            return (direct if self.score == "softmax" else direct * lax.logistic(-x)), g_logsumexp
+        direct = g * weight
+        if self.score == "softmax":
+            return direct, g_logsumexp - of_row.total(direct)
+        return direct * lax.logistic(-x), g_logsumexp
+
+    def tangents(self, x, normalizer: Any, dx, mean, of_row: "OfRow"):
+        """Returns the tangents of the weights: the transpose of `cotangents`.
+
+        Args:
+          x, normalizer, of_row: as for `weights`.
+          dx: the tangents of the winners' logits.
+          mean: the sum of p dx over the whole row.
+        """
+        weight = self.weights(x, normalizer, of_row)
+        dlog = dx if self.score == "softmax" else dx * lax.logistic(-x)
+        if self.renormalize:
+            return weight * (dlog - of_row.total(weight * dlog) / self.scale)
+        return weight * (dlog - mean if self.score == "softmax" else dlog)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRow:
+    """Reductions over the winners of each row. Each returns one number per row, spread over the winners."""
+
+    largest: Callable[[Any], Any]
+    total: Callable[[Any], Any]
+
+
+def _shares(score: Score, x, of_row: OfRow):
+    """Returns the winners' scores over their sum. A common factor makes the largest 1, or at least 1/2."""
+    top = of_row.largest(x)
+    if score == "softmax":
+        share = jnp.exp(x - top)
+    else:  # sigmoid(x) = exp(min(x, 0)) / (1 + exp(-|x|))
+        share = jnp.exp(jnp.minimum(x, 0) - jnp.minimum(top, 0)) / (1 + jnp.exp(-jnp.abs(x)))
+    return share / of_row.total(share)

@@ -1,0 +1,125 @@
+"""Inline PTX that chooses the groups of experts that take part, for rows in registers.
+
+A group is ranked by the sum of its two best entries. A group lies in the elements of some neighbouring lanes, or of one
+lane, or a lane has several groups (see `plan.plan_steered`). The steps:
+
+    each lane            finds the two best entries of its part of each group
+    lanes of a group     merge their two best, by shuffles, and add them
+    lanes of a row       count for each group how many others are better: a larger sum, or an equal one of a lower group
+"""
+
+from pallas_softmax._src.gpu import tiles
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
+from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.topk import packed_ptx
+from pallas_softmax._src.topk.packed_ptx import LOWEST
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def keep_groups(tile: Tile, groups: int, top_groups: int, key):
+    """Returns a tile of sort keys, with LOWEST for elements of groups that take no part.
+
+    Args:
+      key: tile of the sort keys of float32 numbers, without padding.
+    """
+    layout = tiles.layout(tile)
+    program = groups_program(tile, groups, top_groups)
+
+    @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "int32"))
+    def keep(_, key):
+        held = [x for register in key.registers.flat for x in elements(register)]
+        of_row = tile.steps * tile.vec
+        operands = {f"x{i // of_row}_{i % of_row}": x for i, x in enumerate(held)}
+        kept = emit_ptx(
+            program, {"thread": thread(), **operands}, {f"kept{name[1:]}": "i32" for name in operands}
+        )
+        registers = [pack(kept[i : i + tile.vec]) for i in range(0, len(kept), tile.vec)]
+        return array(layout.to_mgpu(), tile.shape, registers)
+
+    return keep(key)
+
+
+def groups_program(tile: Tile, groups: int, top_groups: int) -> Program:
+    """Returns the program of `keep_groups`.
+
+    <x{row}_{i}> has key i of a row of the thread, and <kept{row}_{i}> gets this key or LOWEST.
+    """
+    p = Program()
+    lane = p.operand("thread", "u32") & (tile.lanes - 1)
+    lanes = tile.lanes // tile.pieces  # of a group
+    own_piece = lane >> lanes.bit_length() - 1
+    for row in range(packed_ptx.rows_of_thread(tile)):
+        keys = packed_ptx.keys_of_thread(p, tile, row)
+        size = len(keys) * tile.pieces // groups  # elements of a group in this lane
+        of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
+        ranks = [_rank(p, of_group, lanes) for of_group in of_groups]
+        for group, of_group in enumerate(of_groups):
+            better = _count_better(p, ranks, group, own_piece, tile.pieces, lanes)
+            takes_part = better < top_groups
+            for i, key in enumerate(of_group, group * size):
+                kept = p.operand(f"kept{row}_{i}", "s32")
+                p += f"selp.b32 {kept}, {key}, {LOWEST}, {takes_part};"
+    return p
+
+
+def _rank(p: Program, keys: list[Value], lanes: int) -> Value:
+    """Returns the sort key of the sum of the two best entries of a group that lies over `lanes` lanes."""
+    best, second = _two_best(p, keys)
+    distance = 1
+    while distance < lanes:
+        others = [key and p.shuffle(key, "bfly", distance) for key in (best, second)]
+        best, second = _merged(p, (best, second), (others[0], others[1]))
+        distance *= 2
+    total = _flipped(p, best).bits("f32")
+    if second is not None:
+        total = total + _flipped(p, second).bits("f32")
+    return _flipped(p, total.bits("s32"))
+
+
+def _two_best(p: Program, keys: list[Value]) -> tuple[Value, Value | None]:
+    """Returns the largest and the second largest of some keys. A single key has no second."""
+    if len(keys) == 1:
+        return keys[0], None
+    half = len(keys) // 2
+    return _merged(p, _two_best(p, keys[:half]), _two_best(p, keys[half:]))
+
+
+def _merged(
+    p: Program, a: tuple[Value, Value | None], b: tuple[Value, Value | None]
+) -> tuple[Value, Value | None]:
+    """Returns the two best of two pairs, each in order."""
+    second = p.min(a[0], b[0])
+    lower = [key for key in (a[1], b[1]) if key is not None]
+    return p.max(a[0], b[0]), p.reduce("max", [second, *lower][::-1])
+
+
+def _flipped(p: Program, bits: Value) -> Value:
+    """Returns the float with a sort key, or the sort key of a float."""
+    return p.bitwise3(lambda bits, sign, ones: bits ^ sign & ones, bits, bits.sign(), _MAGNITUDE)
+
+
+def _count_better(
+    p: Program, ranks: list[Value], group: int, own_piece: Value, pieces: int, lanes: int
+) -> Value:
+    """Returns how many groups of the row are better than this group of the lane.
+
+    Args:
+      ranks: the ranks of the lane's groups.
+      group: the group's number in its lane.
+      own_piece: the number of the lane's piece of the row.
+      pieces: the number of pieces.
+      lanes: the number of lanes of each.
+    """
+    own, better = ranks[group], p.var(0, "u32")
+    for other, rank in enumerate(ranks):
+        if other != group:
+            p.increase(better, 1, when=rank >= own if other < group else rank > own)
+    for distance in range(1, pieces):
+        # Of two pieces, the lower one lacks the highest bit in which their numbers differ.
+        is_higher = own_piece >> distance.bit_length() - 1 & 1
+        bound = own - is_higher.bits("s32")
+        for rank in ranks:
+            p.increase(better, 1, when=p.shuffle(rank, "bfly", distance * lanes) > bound)
+    return better

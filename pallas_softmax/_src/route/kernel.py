@@ -1,0 +1,136 @@
+"""The kernel of a router, for short rows in registers: top-k with another sort key, and another value of a winner.
+
+A row lies over some lanes of a warp, as in `topk.tile_kernel`. With a bias the sort keys are those of score + bias, in
+float32. The logits of the winners are read again, from the cache, and give the weights.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_softmax import online
+from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.gpu import sort_keys, tiles
+from pallas_softmax._src.gpu.arithmetic import log_of_sum
+from pallas_softmax._src.gpu.kernel import gpu_kernel
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.route import groups_ptx, scores_ptx
+from pallas_softmax._src.route.formulas import Gate, OfRow, Score
+from pallas_softmax._src.route.plan import winning_lanes
+from pallas_softmax._src.topk.tile_kernel import searched, take, take_words
+from pallas_softmax._src.topk.tile_plan import merged_tile
+
+
+def route_rows(
+    x, bias: Mask | None, k: int, plan: Tile, *, gate: Gate, groups=1, top_groups=1, interpret=None
+):
+    """Returns weights (rows, k), indices (rows, k) and the logsumexp (rows, 1).
+
+    Args:
+      x: (rows, experts), the logits.
+      bias: None, or (bias rows, experts) float32, with the map from a row to its row of the bias.
+      k: the number of winners.
+      plan: how a row lies over the lanes.
+      gate: how logits become weights.
+      groups, top_groups: the number of groups, and of those that take part. With groups there must be a bias.
+      interpret: as for `pallas_call`.
+    """
+    rows, experts = x.shape
+    by_words = x.dtype.itemsize == 2 and bias is None
+    winners = merged_tile(plan, k)
+    lanes = winning_lanes(plan, groups, top_groups) if groups > 1 else None
+
+    def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
+        row = lax.axis_index("row") * plan.rows
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
+        if bias is None:
+            m, d, _ = normalizer(x, plan)
+            held, _ = searched(x, by_words)
+        else:
+            e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32), interpret=interpret)
+            steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row, interpret=interpret)
+            held = sort_keys.key(e * factor + steer)
+            if groups > 1:
+                held = _keep_groups(plan, groups, top_groups, held, interpret=interpret)
+        logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
+        tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
+        per_row = (m, d) if gate.needs_normalizer else ()
+        if by_words:
+            _, index, per_row = take_words(plan, experts, k, held, per_row, interpret=interpret)
+        else:
+            index, per_row = take(plan, experts, k, held, per_row, lanes, interpret=interpret)
+        won = tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=True, interpret=interpret).astype(
+            jnp.float32
+        )
+        won = only_first(won, winners, k, blocked=not interpret)
+        weight = gate.weights(won, per_row, of_row(winners))
+        tiles.store(weights_gmem, winners, row, weight, blocked=True, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
+
+    return gpu_kernel(
+        route,
+        grid={"row": -(-rows // plan.rows)},
+        out_type=[
+            jax.ShapeDtypeStruct((rows, k), jnp.float32),
+            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        ],
+        approximate=True,
+        interpret=interpret,
+    )(x, None if bias is None else bias.array)
+
+
+def normalizer(x, tile: Tile):
+    """Returns m and d of each row of a tile, spread over the tile, and the exponentials of x - m."""
+    broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
+    m = broadcast(
+        jnp.max(x, 1).astype(jnp.float32)
+    )  # before the cast: one instruction compares two 16-bit elements
+    e = jnp.exp2((x.astype(jnp.float32) - online.shift(m)) * online.LOG2_E)
+    return m, broadcast(jnp.sum(e, 1)), e
+
+
+def of_row(tile: Tile) -> OfRow:
+    """Returns the reductions over the winners in the rows of a tile."""
+    broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
+    return OfRow(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
+
+
+def only_first(won, tile: Tile, k: int, *, blocked: bool):
+    """Returns the logits of winners, with -inf from place k on.
+
+    Args:
+      blocked: whether the registers of a lane are neighbours, as in `tiles.store`; never in the interpreter.
+    """
+    if tile.shape[1] == k:
+        return won
+    place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+    if blocked:
+        place = (place & tile.lanes - 1) * tile.steps + place // tile.lanes
+    return jnp.where(place < k, won, -jnp.inf)
+
+
+def _exponentials(tile: Tile, score: Score, x, *, interpret):
+    """Returns e, m, d and the factor of e in the score, as tiles. For the arguments see `scores_ptx.exponentials`."""
+    if not interpret:
+        e, m, d = scores_ptx.exponentials(tile, score, x)
+        return e, m, d, scores_ptx.reciprocals(tile, d if score == "softmax" else 1 + e)
+    m, d, e = normalizer(x, tile)
+    if score == "softmax":
+        return e, m, d, 1 / d
+    e = jnp.exp(jnp.minimum(x, 80))
+    return e, m, d, 1 / (1 + e)
+
+
+def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
+    """Returns the sort keys in a tile, with the lowest one in groups that take no part."""
+    if not interpret:
+        return groups_ptx.keep_groups(tile, groups, top_groups, key)
+    of_groups = key.reshape(tile.rows, groups, -1)
+    best = -jnp.sort(-of_groups, -1)[..., :2]
+    total = jnp.sum(sort_keys.of_key(best, jnp.float32), -1)
+    _, order = lax.sort((~sort_keys.key(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2)
+    takes_part = jnp.any(order[:, :top_groups, None] == jnp.arange(groups), 1)
+    return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)

@@ -1,0 +1,55 @@
+"""How the rows of a router lie in registers: pure functions of E, k and dtype.
+
+Without a bias, the experts are the k best logits, in the tile of top-k. With a bias, the sort keys are those of float32
+numbers for all dtypes. With groups, a row is cut into pieces so that lanes hold whole groups, or groups hold whole
+lanes:
+
+    64 experts in 8 groups,  4 lanes    lane 0 has groups 0 and 1, lane 1 has groups 2 and 3, ...
+    256 experts in 8 groups, 8 lanes    lane 0 has group 0, lane 1 has group 1, ...
+    384 experts in 8 groups, 16 lanes   lanes 0 and 1 have group 0, lanes 2 and 3 have group 1, ...
+"""
+
+import dataclasses
+import math
+
+from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.layout import Tile, row_tile
+from pallas_softmax._src.topk.tile_plan import LANE_ELEMENTS, MANY_LANES, MAX_LANE_ELEMENTS, plan_tile
+
+MAX_EXPERTS = 1_024  # more elements of a float32 row do not fit into the registers of a warp
+_FLOAT_BYTES = 4
+
+
+def plan_route(experts: int, k: int, itemsize: int, *, steered: bool, groups: int) -> Tile | None:
+    """Returns the tile of a router's forward, or None if no tile fits.
+
+    Args:
+      itemsize: bytes of a logit.
+      steered: whether there is a bias.
+      groups: the number of groups.
+    """
+    if experts > MAX_EXPERTS:
+        return None
+    if groups > 1:
+        return _grouped_tile(experts, groups)
+    return plan_tile(experts, k, _FLOAT_BYTES if steered else itemsize)
+
+
+def _grouped_tile(experts: int, groups: int) -> Tile | None:
+    """Returns the tile with the fewest lanes where no lane has parts of different groups; None if there is none."""
+    if groups & (groups - 1) or groups > experts:
+        return None
+    lanes, size = 2, experts // groups
+    while lanes <= LANES:
+        pieces = min(groups, lanes)
+        vec = math.gcd(4, size, experts // lanes if experts % lanes == 0 else 0)
+        most = LANE_ELEMENTS[_FLOAT_BYTES] if lanes < MANY_LANES else MAX_LANE_ELEMENTS
+        if experts % lanes == 0 and experts // lanes <= most:
+            return dataclasses.replace(row_tile(experts, vec, lanes), pieces=pieces)
+        lanes *= 2
+    return None
+
+
+def winning_lanes(tile: Tile, groups: int, top_groups: int) -> float:
+    """Returns the number of a row's lanes that may have winners."""
+    return max(1, tile.lanes * top_groups / groups)

@@ -1,0 +1,117 @@
+"""The inline PTX of routers, run in numpy (tests/support/ptx.py), against numpy."""
+
+import numpy as np
+import pytest
+
+from tests.support import kernels, oracle, ptx
+from tests.support.cases import F32
+
+# (experts, groups): lanes that hold two groups; one group; half a group; a quarter. A group of one expert.
+GROUPED = [(64, 8), (256, 8), (384, 8), (160, 8), (1024, 4), (8, 8)]
+LOWEST = -(2**31)
+
+
+def held_by_threads(tile, keys):
+    """Returns the keys of each thread, (128, rows of a thread, elements), for rows cut into pieces."""
+    lanes = tile.lanes // tile.pieces
+    shape = (-1, 128 // tile.lanes, tile.pieces, tile.steps, lanes, tile.vec)
+    held = keys.reshape(shape).transpose(1, 2, 4, 0, 3, 5)
+    return held.reshape(128, held.shape[3], -1)
+
+
+def operands(held):
+    _, rows, count = held.shape
+    return {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
+
+
+def by_row(machine, tile, name, dtype="int32"):
+    """Returns the results <name{row}_{i}> of all threads as rows: the inverse of `held_by_threads`."""
+    lanes, rows = tile.lanes // tile.pieces, tile.rows // (128 // tile.lanes)
+    count = tile.steps * tile.vec
+    found = [[machine.registers[f"%{name}{row}_{i}"] for i in range(count)] for row in range(rows)]
+    found = np.moveaxis(np.array(found), -1, 0).astype("uint32").view(dtype)
+    found = found.reshape(128 // tile.lanes, tile.pieces, lanes, rows, tile.steps, tile.vec)
+    return found.transpose(3, 0, 1, 4, 2, 5).reshape(tile.rows, -1)
+
+
+def rows_of_groups(rng, shape, kind):
+    if kind == "ties":
+        return rng.integers(0, 3, shape).astype(F32)
+    x = rng.standard_normal(shape).astype(F32)
+    if kind == "special":
+        x[rng.random(shape) < 0.1] = np.inf
+        x[rng.random(shape) < 0.1] = -np.inf
+        x[rng.random(shape) < 0.02] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "special"])
+@pytest.mark.parametrize(("experts", "groups"), GROUPED)
+def test_groups(experts, groups, kind):
+    """Experts of the best groups keep their keys; of groups that tie, the lowest take part."""
+    tile = kernels.plan_route(experts, 4, F32, steered=True, groups=groups)
+    x = rows_of_groups(np.random.default_rng(experts), (tile.rows, experts), kind)
+    keys = oracle.order_key(x).astype("int64")
+    code = kernels.groups_ptx_of(tile, groups, 3)
+    machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
+    of_groups = keys.reshape(tile.rows, groups, -1)
+    best = np.sort(of_groups, -1)[..., ::-1][..., :2]
+    bits = np.where(best < 0, best ^ 0x7FFFFFFF, best).astype("int32")
+    with np.errstate(all="ignore"):
+        rank = bits.view(F32).sum(-1)
+    rank = np.where(np.isnan(rank), np.float32(np.nan), rank)
+    order = np.argsort(-oracle.order_key(rank).astype("int64"), -1, kind="stable")[:, :3]
+    takes_part = (order[..., None] == np.arange(groups)).any(1)
+    want = np.where(takes_part[..., None], of_groups, LOWEST).reshape(keys.shape)
+    np.testing.assert_array_equal(by_row(machine, tile, "kept"), want)
+
+
+@pytest.mark.parametrize("kind", ["normal", "few", "many", "ties"])
+@pytest.mark.parametrize(("experts", "groups"), GROUPED)
+def test_merges_of_pieces(experts, groups, kind):
+    """The k best of rows that are cut into pieces, with lower columns first among ties, in few lanes only."""
+    k = min(8, experts // 2)
+    tile = kernels.plan_route(experts, k, F32, steered=True, groups=groups)
+    keys = kernels.near_keys(np.random.default_rng(k), tile.shape, kind)
+    of_groups = keys.reshape(tile.rows, groups, -1)
+    of_groups[:, groups // 2 :] = LOWEST
+    code, out = kernels.merging_ptx_of(tile, experts, k, tile.lanes / 2)
+    machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
+    rows = range(tile.rows // (128 // tile.lanes))
+    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.steps)] for row in rows]
+    columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
+    columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
+    best = np.lexsort((np.broadcast_to(np.arange(experts), keys.shape), -keys), -1)[:, :k]
+    np.testing.assert_array_equal(columns.reshape(tile.rows, -1)[:, :k], best)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "tile", [kernels.Tile(16, 8, 4, 8), kernels.Tile(128, 2, 4, 1), kernels.Tile(4, 32, 1, 5)], ids=str
+)
+def test_exponentials(tile, score):
+    """Rows with a sum that is neither large nor small, near both ends, beyond them, and with special numbers."""
+    rng = np.random.default_rng(tile.lanes)
+    x = rng.standard_normal(tile.shape).astype(F32)
+    x[::2] += rng.choice(np.array([-1000, -87, -30, -10, 0, 10, 16, 30, 87, 300], F32), (len(x[::2]), 1))
+    x[1, 0], x[2, 1], x[3], x[0, 2] = np.inf, np.nan, -np.inf, -np.inf
+    bits = held_by_threads(tile, x.view("i4").astype("int64"))
+    machine = ptx.run(kernels.exponentials_ptx_of(tile, score), np.zeros(16, "u1"), **operands(bits))
+    e = by_row(machine, tile, "e", F32)
+    per_row = {}
+    for name in "md":
+        found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
+        found = np.array(found).astype("uint32").view(F32).reshape(-1, 128 // tile.lanes, tile.lanes)
+        per_row[name] = found.reshape(tile.rows, tile.lanes)
+        np.testing.assert_array_equal(
+            per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape)
+        )
+    m, d = (per_row[name][:, :1].astype("f8") for name in "md")
+    with np.errstate(all="ignore"):
+        lse = np.where(m == np.inf, m, m + np.log(d))
+        np.testing.assert_allclose(lse[:, 0], oracle.logsumexp(x, -1), rtol=3e-7, atol=2e-6)
+        if score == "softmax":
+            got, want = e / d, oracle.softmax(x)
+        else:
+            got, want = e.astype("f8") / (1 + e.astype("f8")), 1 / (1 + np.exp(-x.astype("f8")))
+        np.testing.assert_allclose(got, want, rtol=4e-5, atol=1e-30)

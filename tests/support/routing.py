@@ -1,0 +1,190 @@
+"""Routers: the definition in float64 NumPy, its derivative, and the judge of a result.
+
+The definition follows the published code of DeepSeek-V3 (its `MoEGate`), with all arithmetic in float64.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.support import oracle
+
+# Two experts, or two groups, may be exchanged if their exact numbers differ by less than this times max(1, |bias|).
+NEAR = 2.0**-20
+
+
+class Gate(NamedTuple):
+    """The arguments of `route` that say how logits become weights, and which groups take part."""
+
+    score: str = "softmax"
+    biased: bool = False
+    groups: int = 1
+    top_groups: int | None = None
+    renormalize: bool = False
+    scale: float = 1.0
+
+    def keywords(self, bias):
+        """Returns the keyword arguments of `route`."""
+        return {
+            "score": self.score,
+            "bias": bias if self.biased else None,
+            "groups": self.groups,
+            "top_groups": self.top_groups,
+            "renormalize": self.renormalize,
+            "scale": self.scale,
+        }
+
+    @property
+    def steered(self):
+        """Whether experts are chosen by score + bias in floats, and not by the order of the logits."""
+        return self.biased or self.groups > 1
+
+
+GATES = {
+    "softmax": Gate(),
+    "softmax, renormalized": Gate(renormalize=True),
+    "sigmoid": Gate("sigmoid", scale=1.5),
+    "sigmoid, renormalized": Gate("sigmoid", renormalize=True),
+    "softmax, bias": Gate("softmax", True),
+    "sigmoid, bias": Gate("sigmoid", True, renormalize=True, scale=2.5),
+    "softmax, groups": Gate("softmax", False, 8, 3, scale=16.0),
+    "sigmoid, bias, groups": Gate("sigmoid", True, 8, 4, True, 2.5),
+}
+
+
+def sigmoid(x):
+    with np.errstate(all="ignore"):
+        return 1 / (1 + np.exp(-oracle.wide(x)))
+
+
+def choice(x, gate, bias):
+    """Returns score + bias, and which groups take part may be decided by rounding: (choice, in, near)."""
+    score = oracle.softmax(x) if gate.score == "softmax" else sigmoid(x)
+    keys = score + (oracle.wide(bias) if gate.biased else 0)
+    takes_part = np.ones(keys.shape, bool)
+    near = np.zeros(len(keys), bool)
+    if gate.groups > 1 and gate.top_groups < gate.groups:
+        of_groups = keys.reshape(len(keys), gate.groups, -1)
+        rank = np.sort(of_groups, -1)[..., ::-1][..., :2].sum(-1)
+        order = np.argsort(-rank, axis=-1, kind="stable")
+        sorted_rank = np.take_along_axis(rank, order, -1)
+        gap = sorted_rank[:, gate.top_groups - 1] - sorted_rank[:, gate.top_groups]
+        near = (gap > 0) & (gap < bound(gate, bias))
+        chosen = np.zeros(rank.shape, bool)
+        np.put_along_axis(chosen, order[:, : gate.top_groups], True, -1)
+        takes_part = np.repeat(chosen, of_groups.shape[-1], -1)
+    return keys, takes_part, near
+
+
+def bound(gate, bias):
+    return NEAR * max(1.0, float(np.abs(bias).max()) if gate.biased else 0.0)
+
+
+def indices(x, k, gate, bias):
+    """Returns the experts by the definition, and which rows have a near tie that rounding may decide."""
+    if not gate.steered:
+        return oracle.topk_indices(x, k), np.zeros(len(x), bool)
+    keys, takes_part, near = choice(x, gate, bias)
+    keys = np.where(takes_part, keys, -np.inf)
+    order = np.argsort(-keys, axis=-1, kind="stable")
+    best = np.take_along_axis(keys, order[:, : k + 1], -1)
+    gap = best[:, :-1] - best[:, 1:]
+    return order[:, :k], near | np.any((gap > 0) & (gap < bound(gate, bias)), -1)
+
+
+def weights(x, chosen, gate):
+    """Returns the weights of the chosen experts."""
+    x = oracle.wide(x)
+    won = np.take_along_axis(x, chosen, -1)
+    with np.errstate(all="ignore"):
+        if gate.renormalize:
+            log = won if gate.score == "softmax" else -np.logaddexp(0, -won)
+            return gate.scale * oracle.softmax(log)
+        score = oracle.softmax(x) if gate.score == "softmax" else sigmoid(x)
+        return gate.scale * np.take_along_axis(score, chosen, -1)
+
+
+def vjp(x, chosen, gate, g, g_logsumexp):
+    """Returns the cotangent of the logits, and the sum of the absolute values of its terms."""
+    x, g, g_logsumexp = oracle.wide(x), oracle.wide(g), oracle.wide(g_logsumexp)[:, None]
+    p, won, w = oracle.softmax(x), np.take_along_axis(x, chosen, -1), weights(x, chosen, gate)
+    slope = 1 if gate.score == "softmax" else sigmoid(-won)
+    rest, size = g_logsumexp, np.abs(g_logsumexp)
+    if gate.renormalize:
+        mean = np.sum(g * w, -1, keepdims=True) / gate.scale
+        direct = w * (g - mean) * slope
+        of_winner = w * (np.abs(g) + np.sum(np.abs(g * w), -1, keepdims=True) / gate.scale)
+    else:
+        direct = g * w * slope
+        of_winner = np.abs(direct)
+        if gate.score == "softmax":
+            rest = rest - np.sum(direct, -1, keepdims=True)
+            size = size + np.sum(of_winner, -1, keepdims=True)
+    dx, unit = p * rest, p * size
+    np.put_along_axis(dx, chosen, np.take_along_axis(dx, chosen, -1) + direct, -1)
+    np.put_along_axis(unit, chosen, np.take_along_axis(unit, chosen, -1) + of_winner, -1)
+    return dx, unit
+
+
+def same_entries_in_order(x, chosen, gate, bias):
+    """Asserts that of equal entries, with the same logit and bias in the same group, the lowest indices come first."""
+    entries = oracle.wide(x)
+    steer = oracle.wide(bias) if gate.biased else np.zeros(x.shape[-1])
+    group = np.arange(x.shape[-1]) // (x.shape[-1] // gate.groups)
+    for row, found in zip(entries, chosen):
+        for place, i in enumerate(found):
+            same = (row == row[i]) & (steer == steer[i]) & (group == group[i])
+            lower = np.flatnonzero(same[:i])
+            assert set(lower) <= set(found[:place]), (row[i], lower, found)
+
+
+def judge(got, x, k, gate, bias, *, units=32.0):
+    """Asserts that a routing is right: indices but for near ties, weights, and logsumexp. Returns the near rows."""
+    got_weights, got_indices, got_logsumexp = map(np.asarray, got)
+    want, near = indices(x, k, gate, bias)
+    assert got_indices.dtype == np.int32 and got_weights.shape == got_indices.shape == (len(x), k)
+    np.testing.assert_array_equal(got_indices[~near], want[~near])
+    if gate.steered and near.any():
+        keys, _, _ = choice(x[near], gate, bias)
+        found = np.take_along_axis(keys, got_indices[near], -1)
+        exact = np.take_along_axis(keys, want[near], -1)
+        few = gate.groups == 1  # with groups, another group may take part
+        assert not few or np.all(np.abs(found - exact) <= bound(gate, bias))
+    assert all(len(set(row)) == k for row in got_indices)
+    same_entries_in_order(x, got_indices, gate, bias)
+    eps = np.finfo(np.float32).eps
+    w = weights(x, got_indices, gate)
+    m = oracle.row_max(oracle.wide(x), np.ones(x.shape, bool), -1)
+    with np.errstate(all="ignore"):
+        distance = 1 + np.nan_to_num(
+            np.abs(np.take_along_axis(oracle.wide(x), got_indices, -1) - m), posinf=0, neginf=0
+        )
+    assert_near(got_weights, w, units * eps * distance * np.abs(w) + 1e-37)
+    lse = oracle.logsumexp(x, -1)
+    assert_near(got_logsumexp, lse, units * eps * (1 + np.abs(lse)))
+    return near
+
+
+def judge_vjp(got, x, chosen, gate, g, g_logsumexp, *, units=32.0):
+    """Asserts that the cotangents of the logits are right, in rows where the definition has finite ones."""
+    got, wide = np.asarray(got), oracle.wide(x)
+    assert got.dtype == x.dtype and got.shape == x.shape
+    want, unit = vjp(x, chosen, gate, g, g_logsumexp)
+    with np.errstate(all="ignore"):
+        distance = 1 + np.nan_to_num(np.abs(wide - wide.max(-1, keepdims=True)), posinf=0, neginf=0)
+    wide_enough = x.dtype == np.float32
+    limit = (units * 2.0**-23 if wide_enough else 2.0**-7) * unit * distance + (
+        1e-36 if wide_enough else 1e-6
+    )
+    finite = np.isfinite(want).all(-1)
+    assert_near(got[finite], want[finite], limit[finite])
+
+
+def assert_near(got, want, bound):
+    """Asserts that numbers differ by at most the bound, and that NaN and infinities are the same."""
+    got, want = oracle.wide(got), oracle.wide(want)
+    with np.errstate(all="ignore"):
+        fine = (np.abs(got - want) <= bound) | (got == want) | (np.isnan(got) & np.isnan(want))
+    if not fine.all():
+        at = tuple(np.argwhere(~fine)[0])
+        raise AssertionError(f"{(~fine).sum()} wrong; first at {at}: {got[at]}, expected {want[at]}")
