@@ -104,7 +104,7 @@ def load_from_ctas(ref, count: int, empty: float):
         p.set(out, empty)
         there = p.fresh("u32")
         p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
-        p.load_into(out, there, when=inside, space="shared::cluster")
+        p.load_into([out], there, when=inside, space="shared::cluster")
         (element,) = emit_ptx(p, {"ref": ref, "thread": thread()}, {"out": "f32"})
         return as_block(element)
 

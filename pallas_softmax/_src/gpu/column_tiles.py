@@ -111,7 +111,7 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
                 p.set(word, empty)
             here = p.at(p.operand("ref", "u32"), p.operand("column", "u32"), 4)
             p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {number};"
-            p.load_vector_into(words, there, when=inside, space="shared::cluster")
+            p.load_into(words, there, when=inside, space="shared::cluster")
             types = {str(word)[1:-1]: "f32" for word in words}
             out = emit_ptx(p, {"ref": ref, "column": column, "cta": cta}, types)
             registers.append(pack(out))

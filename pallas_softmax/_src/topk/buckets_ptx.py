@@ -190,7 +190,7 @@ def _group(p: CtaProgram, of: CandidateList, values: list[Value], places: list[V
         before = []
         for has, place in zip(have, places[batch]):
             before.append(place >> _HALF)
-            p.load_into(place, p.at(of.buckets, place & _LOWER, 4), when=has)
+            p.load_into([place], p.at(of.buckets, place & _LOWER, 4), when=has)
         for has, value, place, number in zip(have, values[batch], places[batch], before):
             p.store(of.at(p, (place & _LOWER) + number), value, when=has)
     p.barrier()

@@ -115,8 +115,8 @@ def _collect(p: CtaProgram, winners: int, candidates: Value, counts: Value, capa
             p.set(key, LOWEST_KEY)
             p.set(index, 0)
             offset = 4 * WARPGROUP * i
-            p.load_into(key, own + keys_at, offset=offset, when=listed[-1], space="global")
-            p.load_into(index, own + indices_at, offset=offset, when=listed[-1], space="global")
+            p.load_into([key], own + keys_at, offset=offset, when=listed[-1], space="global")
+            p.load_into([index], own + indices_at, offset=offset, when=listed[-1], space="global")
         for is_listed, key, index in zip(listed, keys, indices):
             with p.when(is_listed & (key >= bound)):
                 place = p.take_from(counts, 1)

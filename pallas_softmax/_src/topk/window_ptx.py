@@ -67,7 +67,7 @@ class WindowProgram(CtaProgram):
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
         if default is not None:
             return self.load(address, "u32", when=when, default=default)
-        self.load_into(address, address, when=when)  # overwriting the address saves a register
+        self.load_into([address], address, when=when)  # overwriting the address saves a register
         return address
 
     def _hit(self, at: Value) -> Value:

@@ -37,7 +37,7 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     reads = p.operand("inside", "u32").differs(0)
     for word in words:
         p.set(word, _bits(fill, element, kind))
-    p.load_vector_into(words, p.operand("at", "u64"), when=reads, space="global")
+    p.load_into(words, p.operand("at", "u64"), when=reads, space="global")
     registers = emit_ptx(
         p,
         {"at": _address(pointer, offset, itemsize), "inside": _as_i32(inside)},
@@ -99,7 +99,7 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     reads_last = reads & shift.differs(0)
     words = [p.var(0, "u32") for _ in range(count + 1)]
     for i, word in enumerate(words):
-        p.load_into(word, first, offset=4 * i, when=reads if i < count else reads_last, space="global")
+        p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last, space="global")
     for i, (low, high) in enumerate(zip(words, words[1:])):
         p.set(p.operand(f"x{i}", "u32"), p.shift_right(low, high, shift))
     registers = emit_ptx(

@@ -128,7 +128,7 @@ def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool
         in_body = from_head & (position < window.head + window.body)
         # Outside the body, another warpgroup may be writing in `fill_edges`: `sample` has several warpgroups.
         words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
-        p.load_vector_into(words, address, offset=b * block_bytes, when=in_body)
+        p.load_into(words, address, offset=b * block_bytes, when=in_body)
         for j in range(window.vec):
             keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
             masked = keep.equals(0)
