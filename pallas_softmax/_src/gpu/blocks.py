@@ -22,11 +22,9 @@ from pallas_softmax._src.gpu.ptx.inline import (
     REF,
     SCALAR,
     array,
-    as_block,
-    emit_ptx,
     i32,
     inline,
-    per_thread_type,
+    insert_ptx,
     scalar,
     thread,
 )
@@ -96,19 +94,15 @@ def load_from_ctas(ref, count: int, empty: float):
       empty: 0 or -inf.
     """
 
-    @inline(arg_types=(REF,), return_type=per_thread_type("float32"))
-    def load_from_ctas(_, ref):
-        p = Program()
-        cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
-        inside = cta < count
-        p.set(out, empty)
-        there = p.fresh("u32")
-        p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
-        p.load_into([out], there, when=inside, space="shared::cluster")
-        (element,) = emit_ptx(p, {"ref": ref, "thread": thread()}, {"out": "f32"})
-        return as_block(element)
-
-    return load_from_ctas(ref)
+    p = Program()
+    cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
+    inside = cta < count
+    p.set(out, empty)
+    there = p.fresh("u32")
+    p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
+    p.load_into([out], there, when=inside, space="shared::cluster")
+    (block,) = insert_ptx(p, {"ref": ref}, results={"out": "f32"})
+    return block
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):

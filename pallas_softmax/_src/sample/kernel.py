@@ -30,7 +30,7 @@ import numpy as np
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import (
     Part,

@@ -7,7 +7,7 @@ import numpy as np
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk import candidates

@@ -26,7 +26,7 @@ from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
 from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners, searches_lists
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners

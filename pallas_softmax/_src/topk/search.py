@@ -31,7 +31,7 @@ from jax import lax
 
 from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Extent, Window
 from pallas_softmax._src.topk import arrival_ptx
 from pallas_softmax._src.topk.plan import ordering_words, padded_winners
