@@ -15,7 +15,7 @@ from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
-from pallas_softmax._src.gpu.window import Extent, Window  # noqa: F401
+from pallas_softmax._src.gpu.window import Window  # noqa: F401
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
 from pallas_softmax._src.sample import kernel as sample_kernel
 from pallas_softmax._src.sample import plan as sample_plan

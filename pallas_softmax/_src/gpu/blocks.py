@@ -68,8 +68,8 @@ def store(ref, block, *, interpret):
         ref[...] = block
 
 
-def store_in_place(ref, block, vec: int = 1, *, interpret):
-    """Writes a block to `ref`, a one-dimensional reference to shared memory of the block's size.
+def store_in_place(ref, block, block_layout: Any, *, interpret):
+    """Writes an array with this layout to `ref`, shared memory of the same shape.
 
     Each thread writes its own elements without a barrier. A store by Pallas synchronizes all threads before and
     after it, which is needed only if threads read each other's elements.
@@ -78,7 +78,7 @@ def store_in_place(ref, block, vec: int = 1, *, interpret):
         ref[...] = block
         return
 
-    @inline(arg_types=(REF, layout(vec, interpret=interpret)))
+    @inline(arg_types=(REF, block_layout))
     def store_in_place(_, ref, block):
         block.store_untiled(ref, optimized=False)
 
@@ -93,7 +93,6 @@ def load_from_ctas(ref, count: int, empty: float):
       count: number of CTAs of the cluster, up to 32.
       empty: 0 or -inf.
     """
-
     p = Program()
     cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
     inside = cta < count

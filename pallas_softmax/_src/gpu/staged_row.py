@@ -186,9 +186,10 @@ class StagedRow:
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
         """Writes the blocks of step i, of `size` elements, to shared memory. Each thread writes its own elements."""
+        layout = blocks.layout(self.walk.vec, interpret=self.interpret)
         values = [block.astype(smem.dtype) for block in values]
         for (at, _), block in zip(self.blocks(i, size), values, strict=True):
-            blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
+            blocks.store_in_place(smem.at[at], block, layout, interpret=self.interpret)
 
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
         """Writes the blocks values(i, size) of each step i through `smem` to `gmem`, from its element `start` on.

@@ -14,7 +14,7 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.ptx import window as window_ptx
 from pallas_softmax._src.gpu.staged_row import PartPlace, part_place
-from pallas_softmax._src.gpu.window import Extent, Window
+from pallas_softmax._src.gpu.window import Window
 
 
 class Part(NamedTuple):
@@ -24,14 +24,17 @@ class Part(NamedTuple):
       place: the row, and the place of the part in it.
       x_gmem: one-dimensional device memory. The part starts at element `place.first`.
       body: number of the element in x_gmem where the body starts.
-      extent: where in the window the part lies.
+      low, high: position of the first element in the window, and the position after the last one.
+      origin: index in the row that position 0 has; it may be negative.
       mask: None, or (reference to the mask, its row).
     """
 
     place: PartPlace
     x_gmem: Any
     body: Any
-    extent: Extent
+    low: Any
+    high: Any
+    origin: Any
     mask: Any
 
 
@@ -40,9 +43,9 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
-    extent = Extent(*(jnp.int32(i) for i in (low, low + place.owned, place.start - low)))
+    extent = (jnp.int32(i) for i in (low, low + place.owned, place.start - low))
     mask_of_part = None if mask is None else (mask_gmem, mask.row(place.row))
-    return Part(place, place.in_view(x_gmem), place.first + before_body, extent, mask_of_part)
+    return Part(place, place.in_view(x_gmem), place.first + before_body, *extent, mask_of_part)
 
 
 def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
@@ -62,20 +65,19 @@ def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False, in
     Args:
       infinite: whether a masked element becomes -inf, instead of the float of the lowest key.
     """
-    extent = part.extent
     if not interpret:
-        window_ptx.fill_edges(window, part.x_gmem, part.place.first, x_smem, extent, part.mask, infinite)
+        window_ptx.fill_edges(window, part, x_smem, infinite)
         return
     for start, end in ((0, window.head), (window.head + window.body, window.size)):
         if start == end:
             continue
         position = jnp.arange(start, end)
-        inside = (position >= extent.low) & (position < extent.high)
-        at = jnp.where(inside, part.place.first + position - extent.low, 0)
+        inside = (position >= part.low) & (position < part.high)
+        at = jnp.where(inside, part.place.first + position - part.low, 0)
         x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
         if part.mask is not None:
             mask_gmem, row = part.mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
             x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
         x_smem[start:end] = x.astype(x_smem.dtype)
 
@@ -91,7 +93,7 @@ def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
         return blocks.load_mask(
             mask_gmem,
             mask_row,
-            start=position + part.extent.origin,
+            start=position + part.origin,
             held=window.head + window.body - position,
             vec=window.vec,
             skip=window.head - jnp.minimum(position, window.head),

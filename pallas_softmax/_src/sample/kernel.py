@@ -77,7 +77,7 @@ def sample_rows(
             _draw_by_twin(part, x_smem, of_row, out, barrier)
             return
         results = dict(zip(("index", "log_prob", "log_mass"), out))
-        place = {"row": part.place.row, "part": part.place.index, "origin": part.extent.origin}
+        place = {"row": part.place.row, "part": part.place.index, "origin": part.origin}
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
         insert_ptx(
@@ -115,7 +115,7 @@ def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> N
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def write():
         position, *logs = draw(x_smem[...], of_row)
-        index = jnp.where(position < 0, position, position + part.extent.origin)
+        index = jnp.where(position < 0, position, position + part.origin)
         for gmem, result in zip(out, (index, *logs), strict=True):
             gmem[part.place.row] = result
 

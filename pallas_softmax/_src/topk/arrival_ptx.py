@@ -2,25 +2,12 @@
 
 import math
 
-import numpy as np
-
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
-from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import candidates
 from pallas_softmax.online import Normalizer
-
-
-def clear(list_smem, counts_smem) -> None:
-    """Empties the list of candidates."""
-    p = CtaProgram()
-    (items,) = list_smem.shape
-    size = items * np.dtype(list_smem.dtype).itemsize
-    candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
-    insert_ptx(p, {"candidates": list_smem, "counts": counts_smem})
 
 
 def add_step(
@@ -36,10 +23,22 @@ def add_step(
     """
     element, p = Elements(x_smem.dtype), Program()
     m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
-    x_at, keys_at = _step_addresses(p, window, element)
-    vectors = [element.vector(p, x_at, b * window.block * element.itemsize) for b in range(blocks)]
+    thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
+    block_bytes, keys_of_step = (
+        window.block * element.itemsize,
+        window.step_blocks // window.group_blocks * WARPGROUP,
+    )
+    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
+    vectors = [element.vector(p, x_at, b * block_bytes) for b in range(blocks)]
+    # If some elements are masked, their floats differ from the words.
     floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
-    largest = _largest_of_groups(p, window, element, vectors, floats, keys_at)
+    largest = []
+    for i, start in enumerate(range(0, blocks, window.group_blocks)):
+        group = slice(start, start + window.group_blocks)
+        value, key = element.best(p, sum(vectors[group], []), sum(floats[group], []) if floats else None)
+        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
+        largest.append(value)
     p.set(new_m, p.max(p.reduce("max", largest), m))
     s = p.select(new_m.equals(-math.inf), 0.0, new_m)
     terms = []
@@ -56,37 +55,3 @@ def add_step(
         {"new_m": "f32", "new_d": "f32"},
     )
     return Normalizer(*new)
-
-
-def _step_addresses(p: Program, window: Window, element: Elements) -> tuple[Value, Value]:
-    """Returns the addresses of the thread's first vector and first group key of step <step>."""
-    thread, step, x, group_keys = p.operands("u32", "thread", "step", "x", "group_keys")
-    step_bytes = window.step_blocks * window.block * element.itemsize
-    keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
-    x_at = p.at(p.at(x, step, step_bytes), thread, ACCESS_BYTES)
-    return x_at, p.at(p.at(group_keys, step, 4 * keys_of_step), thread, 4)
-
-
-def _largest_of_groups(
-    p: Program,
-    window: Window,
-    element: Elements,
-    vectors: list[list[Value]],
-    floats: list[list[Value]] | None,
-    keys_at: Value,
-) -> list[Value]:
-    """Writes the largest key of each of the thread's groups in a step. Returns the groups' largest floats.
-
-    Args:
-      vectors: the words of each block.
-      floats: the elements of each block as floats, if some are masked and so differ from the words; else None.
-      keys_at: the address of the thread's first group key.
-    """
-    largest = []
-    for i, start in enumerate(range(0, len(vectors), window.group_blocks)):
-        group = slice(start, start + window.group_blocks)
-        words, values = sum(vectors[group], []), sum(floats[group], []) if floats else None
-        value, key = element.best(p, words, values)
-        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
-        largest.append(value)
-    return largest

@@ -80,12 +80,6 @@ def candidate_of(p: Program, key: Value, index: Value) -> Value:
     return p.join(low, high)
 
 
-def index_and_key(p: Program, candidate: Value) -> tuple[Value, Value]:
-    """Returns the index and the key of a candidate."""
-    low, high = p.split(candidate)
-    return ~low, high ^ _SIGN
-
-
 def store_winners(
     p: Program, ranked: Value, winners: Sequence[Value], rank: Value, k: int, when: Condition = None
 ) -> None:
@@ -96,6 +90,7 @@ def store_winners(
     at = p.at(ranked, rank, 4)
     for i, winner in enumerate(winners):
         wins = rank.bits("s32") < k - i if when is None else when & (rank.bits("s32") < k - i)
-        index, key = index_and_key(p, winner)
+        low, high = p.split(winner)
+        index, key = ~low, high ^ _SIGN
         p.store(at, key, offset=4 * i, when=wins)
         p.store(at, index, offset=4 * (padded_winners(k) + i), when=wins)

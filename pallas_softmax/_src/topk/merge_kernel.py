@@ -90,17 +90,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
 
     def topk_merge(
-        lists_gmem,
-        scale_gmem,
-        values_gmem,
-        indices_gmem,
-        m_gmem,
-        d_gmem,
-        *,
-        best_smem,
-        buckets_smem,
-        counts_smem,
-        candidates_smem,
+        lists_gmem, scale_gmem, *merged_gmem, best_smem, buckets_smem, counts_smem, candidates_smem
     ):
         row = lax.axis_index("row")
         number = jnp.int32(0) if final else lax.axis_index("merge")
@@ -110,22 +100,19 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.combine_lanes(lane, scale=row_scale)
+        refs = {"candidates": candidates_smem, "ranked": best_smem}
+        refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
         if interpret:
             _sort(lists_gmem, row, first * k, held * k, best_smem, k)
         elif final and searches_lists(fan_in, k):
-            refs = {"candidates": candidates_smem, "ranked": best_smem}
-            refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
             insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
-            refs = {"candidates": candidates_smem, "counts": counts_smem, "buckets": buckets_smem}
-            refs |= {"ranked": best_smem, "keys": lists_gmem.values, "indices": lists_gmem.indices}
+            refs |= {"counts": counts_smem, "buckets": buckets_smem}
             bound = _bound(lists_gmem.values, row, first, held, k, interpret)
             program = rank_lists_program(count * k, capacity, k, jnp.dtype(request.logits_dtype))
             insert_ptx(program, refs, {"row": row, "first": first * k, "n": held * k, "bound": bound})
-        write_winners(
-            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
-            best_smem, normalizer, row_scale, request, final,
-        )  # fmt: skip
+        merged, number = WinnerLists(*merged_gmem), row * merges + number
+        write_winners(merged, number, best_smem, normalizer, row_scale, request, final)
 
     return gpu_kernel(
         topk_merge,

@@ -31,9 +31,11 @@ from jax import lax
 
 from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.window import Extent, Window
-from pallas_softmax._src.topk import arrival_ptx
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.window_arrival import Part
+from pallas_softmax._src.topk import arrival_ptx, candidates
 from pallas_softmax._src.topk.plan import ordering_words, padded_winners
 from pallas_softmax._src.topk.search_ptx import search_program
 from pallas_softmax.online import Normalizer, shift
@@ -63,7 +65,9 @@ class SearchMemory(NamedTuple):
 def clear(memory: SearchMemory, *, interpret) -> None:
     """Empties the list of candidates."""
     if not interpret:
-        arrival_ptx.clear(memory.candidates, memory.counts)
+        p, size = CtaProgram(), memory.candidates.size * jnp.dtype(memory.candidates.dtype).itemsize
+        candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+        insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
 def add_step(
@@ -73,8 +77,8 @@ def add_step(
     count: int,
     lane: Normalizer,
     scale,
-    *,
     masked: bool,
+    *,
     interpret,
 ) -> Normalizer:
     """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
@@ -99,27 +103,27 @@ def add_step(
     return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
 
 
-def find_winners(window: Window, memory: SearchMemory, extent: Extent, k: int, *, interpret):
+def find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, interpret):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
     """
     if interpret:
-        _sort(window, memory, extent, k)
+        _sort(window, memory, part, k)
         return memory.group_keys
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
-    insert_ptx(program, memory._asdict(), extent._asdict())
+    insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return pieces(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
 
 
-def _sort(window: Window, memory: SearchMemory, extent: Extent, k: int) -> None:
+def _sort(window: Window, memory: SearchMemory, part: Part, k: int) -> None:
     """Writes the k best of the part to `memory.group_keys`, by a sort of the window."""
     position = jnp.arange(window.size)
-    outside = (position < extent.low) | (position >= extent.high)
+    outside = (position < part.low) | (position >= part.high)
     _, key, position = lax.sort((outside, ~sort_keys.key(memory.x[: window.size]), position), num_keys=3)
     padded = padded_winners(k)
     memory.group_keys[:k] = ~key[:k]
-    memory.group_keys[padded : padded + k] = position[:k] + extent.origin
+    memory.group_keys[padded : padded + k] = position[:k] + part.origin
 
 
 def pieces(ref, *sizes: int) -> list:

@@ -82,22 +82,16 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
     view = aligned_view(rows, vocab, window.vec)
 
-    def softmax_topk(
-        x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *,
-        groups_smem, arrived, lists_smem, x_smem,
-    ):  # fmt: skip
+    def softmax_topk(x_gmem, scale_gmem, mask_gmem, *out_gmem, groups_smem, arrived, lists_smem, x_smem):
         part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
         group_keys_smem, counts_smem = pieces(groups_smem, words, WARPGROUP)
         candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
         memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
         row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
         normalizer = _arrive(window, part, memory, arrived, row_scale, interpret)
-        ranked_smem = find_winners(window, memory, part.extent, k, interpret=interpret)
+        ranked_smem = find_winners(window, memory, part, k, interpret=interpret)
         number = part.place.row * window.count + part.place.index
-        write_winners(
-            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), number, ranked_smem, normalizer, row_scale,
-            request, final,
-        )  # fmt: skip
+        write_winners(WinnerLists(*out_gmem), number, ranked_smem, normalizer, row_scale, request, final)
 
     words, item = group_words(window, k), jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
@@ -129,10 +123,8 @@ def _arrive(window: Window, part: Part, memory: SearchMemory, arrived, scale, in
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
             mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
-        lane = add_step(
-            window, memory, i, count, lane, scale * online.LOG2_E,
-            masked=part.mask is not None, interpret=interpret,
-        )  # fmt: skip
+        masked = part.mask is not None
+        lane = add_step(window, memory, i, count, lane, scale * online.LOG2_E, masked, interpret=interpret)
         return lane, next_keep
 
     empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]

@@ -1,5 +1,7 @@
 """Inline PTX that fills the edges of a window and masks its steps: `gpu.window_arrival`."""
 
+from typing import Any
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -17,7 +19,7 @@ _BYTE = 0xFF
 _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
-def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bool) -> None:
+def fill_edges(window: Window, part: Any, x_smem, infinite: bool) -> None:
     """Each thread fills at most one position of the head, and every 128th position of the tail:
 
     if low <= position < high:  x = the element; if masked, the float of the lowest key, or -inf if `infinite`
@@ -27,7 +29,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
     element = Elements(x_smem.dtype)
     tail, last = window.head + window.body, window.head + window.cut.longest
 
-    @inline(arg_types=(REF, REF) + (SCALAR,) * 4 + (() if mask is None else (REF, SCALAR)))
+    @inline(arg_types=(REF, REF) + (SCALAR,) * 4 + (() if part.mask is None else (REF, SCALAR)))
     def emit(_, x_gmem, x_smem, first, low, high, origin, *mask):
         first, low, high, origin = map(scalar, (first, low, high, origin))
         bits = ir.IntegerType.get_signless(8 * element.itemsize)
@@ -51,7 +53,7 @@ def fill_edges(window: Window, x_gmem, first, x_smem, extent, mask, infinite: bo
         for position in range(tail, window.size, WARPGROUP):
             place(arith.addi(thread(), i32(position)), window.size, position < last)
 
-    emit(x_gmem, x_smem, first, *extent, *(mask or ()))
+    emit(part.x_gmem, x_smem, part.place.first, part.low, part.high, part.origin, *(part.mask or ()))
 
 
 def _element(x_gmem, at, inside, bits) -> ir.Value:
