@@ -5,26 +5,25 @@ nearly tie one by one. All lanes read the two packed keys, then the two whole ke
 """
 
 from pallas_softmax._src.gpu.hardware import LANES
-from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import packed_ptx
+from pallas_softmax._src.topk.packed_ptx import TileProgram
 
 
-def near_ties(p: Program, words: list[Value], lane: Value, ones: int, count: int) -> Value:
-    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits `ones` only.
+def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
+    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits of the column only.
 
     Only the first `count` pairs of neighbours of each row are compared.
     """
     bits = p.var(0, "u32")
     of_next_lane = p.shuffle(words[0], "down", 1)
-    remaining = (count - lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
+    remaining = (count - p.lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
     for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
-        near = (word ^ other).bits("u32") <= ones
+        near = (word ^ other).bits("u32") <= p.ones
         p.update(bits, "or", 1 << i, when=near & (remaining > i))
     return bits
 
 
-def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Value, ones: int) -> None:
+def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
     """Exchanges neighbours that are in the wrong order, pair by pair.
 
     If two pairs share a word, passes are repeated until one pass exchanges nothing.
@@ -55,7 +54,7 @@ def put_in_order(p: Program, tile: Tile, row: int, words: list[Value], pairs: Va
             is_last = i.equals(len(words) - 1)
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
             word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)
-            key, next_key = (whole_key(p, tile, row, w, lane, ones) for w in (word, next_word))
+            key, next_key = (whole_key(p, row, w, lane) for w in (word, next_word))
             with p.when(key < next_key):
                 put(i, lane, next_word)
                 put(next_i, next_lane, word)
@@ -73,11 +72,11 @@ def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
     return p.shuffle(values[0], "idx", lane)
 
 
-def whole_key(p: Program, tile: Tile, row: int, word: Value, lane: Value, ones: int) -> Value:
+def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
     """Returns the whole key for packed key `word`, from the row of `lane`. Both must be the same in all lanes."""
-    column = (~word & ones).bits("u32")
+    tile, column = p.tile, (~word & p.ones).bits("u32")
     of_step = column & (tile.lanes * tile.vec - 1)
     step = column >> (tile.lanes * tile.vec).bit_length() - 1
     i = step * tile.vec + (of_step & (tile.vec - 1))
     owner = (lane & -tile.lanes) + (of_step >> tile.vec.bit_length() - 1)
-    return of_lane(p, packed_ptx.keys_of_thread(p, tile, row), i, owner)
+    return of_lane(p, p.keys(row), i, owner)

@@ -31,24 +31,51 @@ LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the colu
 _LOWEST_WIDE = -(2**63)
 
 
-def rows_of_thread(tile: Tile) -> int:
-    """Returns the number of rows in each thread."""
-    return tile.rows // (WARPGROUP // tile.lanes)
+class TileProgram(Program):
+    """A program that searches the rows of a tile. It reads and writes these operands, for each row of a thread:
+
+    <x{row}_{i}>          key i of the row, or 16-bit elements 2 i and 2 i + 1
+    <winner{row}_{i}>     the result: register i of the winners of the row
+
+    Attributes:
+      tile, vocab: how rows lie over the lanes, and the number of their elements.
+      rows: number of rows of each thread.
+      lane, first_column: number of the thread's lane in its rows, and the column of the thread's first element.
+      columns: the columns of the thread's elements, relative to the first one.
+      bits, ones: number of bits of a column in a packed key, and a word with ones there.
+    """
+
+    def __init__(self, tile: Tile, vocab: int):
+        super().__init__()
+        self.tile, self.vocab, self.rows = tile, vocab, tile.rows // (WARPGROUP // tile.lanes)
+        self.lane = self.operand("thread", "u32") & (tile.lanes - 1)
+        self.first_column = self.lane * tile.vec
+        self.columns = [
+            step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)
+        ]
+        self.bits = (tile.shape[1] - 1).bit_length()
+        self.ones = (1 << self.bits) - 1
+
+    def keys(self, row: int) -> list[Value]:
+        """Returns the keys of the thread's elements of a row."""
+        return [self.operand(f"x{row}_{i}", "s32") for i in range(len(self.columns))]
+
+    def winner(self, row: int, i: int) -> Value:
+        """Returns the result <winner{row}_{i}>."""
+        return self.operand(f"winner{row}_{i}", "s32")
 
 
-def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
+def insert_in_tile(code: TileProgram, out: Tile, held, per_row):
     """Inserts PTX into the kernel. Returns the winners as a tile `out`, and `per_row` spread over such tiles.
 
     Args:
-      code: the program. It reads <x{row}_{i}>: key i of a row of the thread, or 16-bit elements 2 i and 2 i + 1. It
-        writes <winner{row}_{i}>: register i of a row of winners.
+      code: the program.
       held: a tile of 32-bit keys, or of 16-bit elements as integers.
       per_row: tiles that hold one number for each row.
     """
-    layout, out_layout = tiles.layout(tile), tiles.layout(out)
+    layout, out_layout, rows = tiles.layout(code.tile), tiles.layout(out), code.rows
     dtypes = ["int32"] + ["float32"] * len(per_row)
     result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
-    rows = rows_of_thread(tile)
 
     @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
     def emit(_, held, per_row):
@@ -58,7 +85,7 @@ def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
         winners = [f"winner{row}_{i}" for row in range(rows) for i in range(out.steps)]
         outputs = [[pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(winners, "i32"))]]
         for a in per_row:
-            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
+            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: code.tile.steps]]
             outputs.append([pack([x]) for x in of_rows for _ in range(out.steps)])
         return tuple(array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
 
@@ -79,85 +106,49 @@ def _words(registers) -> list[ir.Value]:
     return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
 
 
-def lane_and_first_column(p: Program, tile: Tile) -> tuple[Value, Value]:
-    """Returns the number of the thread's lane in its rows, and the column of its first element."""
-    lane = p.operand("thread", "u32") & (tile.lanes - 1)
-    return lane, lane * tile.vec
-
-
-def winner(p: Program, row: int, i: int) -> Value:
-    """Returns the result <winner{row}_{i}>."""
-    return p.operand(f"winner{row}_{i}", "s32")
-
-
-def columns_of_thread(tile: Tile) -> list[int]:
-    """Returns the columns of a thread's elements, relative to the first column of its lane."""
-    return [step * tile.lanes * tile.vec + j for step in range(tile.steps) for j in range(tile.vec)]
-
-
-def keys_of_thread(p: Program, tile: Tile, row: int) -> list[Value]:
-    """Returns the operands <x{row}_{i}>: the keys of the thread's elements of a row."""
-    return [p.operand(f"x{row}_{i}", "s32") for i in range(tile.steps * tile.vec)]
-
-
-def column_bits(tile: Tile) -> int:
-    """Returns the number of bits of a column in a packed key."""
-    return (tile.shape[1] - 1).bit_length()
-
-
-def packed_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int) -> list[Value]:
+def packed_keys(p: TileProgram, row: int) -> list[Value]:
     """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
-    ones = (1 << bits) - 1
     packed = []
-    for key, column in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
-        complement = ones - column - first_column
-        packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
-    lower_beyond_row(p, tile, vocab, packed, first_column)
+    for key, column in zip(p.keys(row), p.columns):
+        complement = p.ones - column - p.first_column
+        packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, p.ones))
+    lower_beyond_row(p, packed, p.first_column)
     return packed
 
 
-def lower_beyond_row(p: Program, tile: Tile, vocab: int, words: list[Value], first_column: Value) -> None:
+def lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
     """Sets the packed keys of positions beyond the row to LOWEST."""
-    for word, column in zip(words, columns_of_thread(tile)):
-        if column + tile.vec * (tile.lanes - 1) >= vocab:  # the position of the last lane is beyond the row
-            p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
+    for word, column in zip(words, p.columns):
+        if (
+            column + p.tile.vec * (p.tile.lanes - 1) >= p.vocab
+        ):  # the position of the last lane is beyond the row
+            p.set(word, LOWEST, when=first_column >= max(0, p.vocab - column))
 
 
-def leave_if_exact(
-    p: Program,
-    tile: Tile,
-    rows: int,
-    bits: int,
-    near_tie: Value,
-    leave: Callable[[Value], None],
-    too_short: Value | None = None,
-) -> None:
+def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
-    They do if no neighbours nearly tie. They also do if the lowest `bits` bits of all floats are 0.
+    They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
     """
 
-    def leave_unless(condition):
-        leave(~p.any(condition if too_short is None else condition | too_short))
-
-    leave_unless(near_tie)
+    leave(~p.any(near_tie | too_short))
     union = p.var(0, "s32")
-    for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
+    for key in itertools.chain(*map(p.keys, range(p.rows))):
         # The key of a negative float has all bits but the sign inverted.
         union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
-    leave_unless((union & (1 << bits) - 1).differs(0))
+    leave(~p.any((union & p.ones).differs(0) | too_short))
 
 
-def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, count: int) -> list[Value]:
+def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
     """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
 
     Words for positions beyond the row, and words that pad to `count`, are lower than all others.
     """
     held = []
-    for of_element, start in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
-        key, column = p.var(of_element), first_column + start
-        if tile.shape[1] > vocab:
-            beyond = column >= vocab
+    for of_element, start in zip(p.keys(row), p.columns):
+        key, column = p.var(of_element), p.first_column + start
+        if p.tile.shape[1] > p.vocab:
+            beyond = column >= p.vocab
             p.set(key, LOWEST, when=beyond)
             p.set(column, _HIGHEST, when=beyond)
         held.append((column.bits("s32"), key))
