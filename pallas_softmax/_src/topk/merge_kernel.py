@@ -43,14 +43,8 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
       kept: (rows, lists * k), the mask of the winners, or None.
       indices: (rows, lists * k) int32, the winners' indices in the row.
       parts: (rows, lists), the normalizers of the shards.
-      temperature: float32, (1,) or (rows,).
-      k: number of winners.
-      log: whether to return logs of probabilities.
-      dtype: dtype of the values.
-      interpret: as for `pallas_call`.
 
-    Returns:
-      Candidates (rows, k), and the normalizers (rows, 1).
+    `window_kernel.topk_rows` documents the other arguments and the results.
     """
     keys = sort_keys.key(won)
     if kept is not None:

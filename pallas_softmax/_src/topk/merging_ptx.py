@@ -173,7 +173,8 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
             of_lane, place = divmod(k - 1, len(best))
             worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - p.lane + of_lane)
             leave(~p.any(last >= worst))
-            same_column = p.first_column + _zero(p)
+            # A 0 that the compiler does not know. So it recomputes what follows, instead of keeping it in registers.
+            same_column = p.first_column + p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
             words = _packed_keys(p, row, same_column, _complements(p, same_column))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
@@ -182,11 +183,6 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
             more = _merged(p, listed, size)
             _set_all(p, best, _better_half(p, best, more, min(size, tile.lanes)))
     return p
-
-
-def _zero(p: Program) -> Value:
-    """Returns 0 in a way that hides it from the compiler, which then recomputes values instead of keeping them."""
-    return p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
 
 
 def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:

@@ -11,7 +11,6 @@ from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, 
 _COUNTED = 96  # up to this many candidates, counting is faster than buckets
 _COMPARED = 256  # up to this many candidates, counting is faster than sorting
 _AT_ONCE = 4  # candidates that a thread compares with its own at once
-_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 
 
 def rank(p: CtaProgram, of: CandidateList) -> None:
@@ -26,7 +25,7 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
             with p.block() as count:
                 count(of.n <= _COUNTED)
                 with p.block() as crowded:
-                    rank_by_buckets(p, of, _IN_BUCKET, otherwise=crowded)
+                    rank_by_buckets(p, of, otherwise=crowded)
                     finish()
                 p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
             _rank_by_counting(p, of)
@@ -34,7 +33,7 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
             with p.block() as sort:
                 with p.block() as count:
                     count(of.n <= _COUNTED)
-                    rank_by_buckets(p, of, _IN_BUCKET, otherwise=sort)
+                    rank_by_buckets(p, of, otherwise=sort)
                     finish()
                 _rank_by_counting(p, of)
                 finish()
