@@ -23,6 +23,7 @@ operations there. The interpreter sorts the part instead.
 """
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -30,12 +31,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.gpu import sort_keys
-from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import Part
-from pallas_softmax._src.topk import arrival_ptx, candidates
+from pallas_softmax._src.topk import candidates
 from pallas_softmax._src.topk.plan import ordering_words, padded_winners
 from pallas_softmax._src.topk.search_ptx import search_program
 from pallas_softmax.online import Normalizer, shift
@@ -65,7 +68,7 @@ class SearchMemory(NamedTuple):
 def clear(memory: SearchMemory, *, interpret) -> None:
     """Empties the list of candidates."""
     if not interpret:
-        p, size = CtaProgram(), memory.candidates.size * jnp.dtype(memory.candidates.dtype).itemsize
+        p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
         candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
         insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
@@ -83,6 +86,12 @@ def add_step(
 ) -> Normalizer:
     """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
 
+    Thread t has vector t of every block. All its elements share one rescaling of d:
+
+    new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
+    s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
+    new_d = d * 2^((m - s) scale) + sum of 2^((x - s) scale)
+
     Args:
       step: number of the step.
       count: number of blocks in the step.
@@ -90,8 +99,44 @@ def add_step(
       scale: d is the sum of 2^((x - m) * scale).
       masked: whether there is a mask. Then an element with the lowest key is masked, and counts as -inf.
     """
-    if not interpret:
-        return arrival_ptx.add_step(window, memory.x, memory.group_keys, step, count, lane, scale, masked)
+    if interpret:
+        return _add_step_in_jax(window, memory, step, count, lane, scale, masked)
+    element, p = Elements(memory.x.dtype), Program()
+    m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
+    block_bytes = window.block * element.itemsize
+    keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
+    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
+    vectors = [element.vector(p, x_at, b * block_bytes) for b in range(count)]
+    # If some elements are masked, their floats differ from the words.
+    floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
+    largest = []
+    for i, start in enumerate(range(0, count, window.group_blocks)):
+        group = slice(start, start + window.group_blocks)
+        value, key = element.best(p, sum(vectors[group], []), sum(floats[group], []) if floats else None)
+        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
+        largest.append(value)
+    p.set(new_m, p.max(p.reduce("max", largest), m))
+    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
+    terms = []
+    for b, words in enumerate(vectors):
+        for x in floats[b] if floats else element.floats(p, words, marked=False):
+            terms.append(p.exp2((x - s) * scale_of_row))
+    rescale = p.exp2((m - s) * scale_of_row)
+    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
+    new = insert_ptx(
+        p,
+        {"x": memory.x, "group_keys": memory.group_keys},
+        {"step": step, "scale": scale},
+        {"m": lane.m, "d": lane.d},
+        {"new_m": "f32", "new_d": "f32"},
+    )
+    return Normalizer(*new)
+
+
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+    """Returns the normalizer that `add_step` returns, and writes no group_keys."""
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)
     if masked:
