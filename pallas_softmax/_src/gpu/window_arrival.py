@@ -43,9 +43,9 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
-    extent = (jnp.int32(i) for i in (low, low + place.owned, place.start - low))
+    low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
     mask_of_part = None if mask is None else (mask_gmem, mask.row(place.row))
-    return Part(place, place.in_view(x_gmem), place.first + before_body, *extent, mask_of_part)
+    return Part(place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part)
 
 
 def start_copies(window: Window, part: Part, x_smem, arrived) -> None:

@@ -139,7 +139,7 @@ def _factor(p: CtaProgram, distances: Value, capacity: int) -> Value:
 
     It is capacity * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
     """
-    return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+    return p.convert(p.op("rcp.approx.ftz", "f32", distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
 
 
 def _count(

@@ -30,7 +30,7 @@ read again. Two 16-bit elements share a register and are packed together:
     two words         k1 ~c1 | k0 ~c0
 
 The packed key of a 32-bit element lacks the lowest bits of the key. So near ties among winners are ordered by whole
-keys (`mending_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
+keys (`packed_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
 larger. If there are many near ties, or a list may be too short, the warp merges whole lists again, in 64-bit words.
 """
 
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import mending_ptx, packed_ptx
+from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
 
@@ -76,7 +76,7 @@ def take_program(tile: Tile, vocab: int, k: int) -> TileProgram:
         words = packed_ptx.packed_keys(p, row)
         listed = packed_ptx.best(p, words, length)
         winners = [p.var(word) for word in _merged(p, listed[:size], size)]
-        pairs = mending_ptx.near_ties(p, winners, min(k, vocab) - 1)
+        pairs = packed_ptx.near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
         others = _other_near_ties(p, listed, worst) if k < vocab else None
         if length < len(words):
@@ -138,19 +138,19 @@ def _mend(p: TileProgram, row: int, found: _Found, place: tuple[Value, int]) -> 
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
     if others is None:
-        mending_ptx.put_in_order(p, row, winners, found.pairs)
+        packed_ptx.put_in_order(p, row, winners, found.pairs)
         return
     with p.loop() as leave:
-        mending_ptx.put_in_order(p, row, winners, found.pairs)
+        packed_ptx.put_in_order(p, row, winners, found.pairs)
         lanes = p.ballot(others.differs(0))
         leave(lanes.equals(0))
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
         last_lane = p.shuffle(place[0], "idx", lane)  # in the row of `lane`
-        word = mending_ptx.of_lane(p, found.listed, i, lane)
+        word = packed_ptx.of_lane(p, found.listed, i, lane)
         last = p.shuffle(winners[place[1]], "idx", last_lane)
-        key, last_key = (mending_ptx.whole_key(p, row, w, lane) for w in (word, last))
+        key, last_key = (packed_ptx.whole_key(p, row, w, lane) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
         p.set(winners[place[1]], word, when=larger & own_lane.equals(last_lane))
 

@@ -152,12 +152,12 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
 
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
     """Returns whether the window and the memory of its search fit into `room` bytes."""
-    return window.size * itemsize + selection_bytes(window, k) <= room
+    return window.size * itemsize + sum(selection_bytes(window, k)) <= room
 
 
 def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     """Returns the bytes of shared memory of a CTA, with Mosaic's padding of arrays and scratch for reductions."""
-    arrays = [window.size * itemsize, *_arrays_beside_row(window, k), REDUCTION_BYTES]
+    arrays = [window.size * itemsize, *selection_bytes(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 
@@ -230,13 +230,7 @@ def listed_items(window: Window, k: int) -> tuple[int, int]:
     return max(MIN_POSITIONS, capacity - capacity // 8), padded_winners(k + k // 4)
 
 
-def selection_bytes(window: Window, k: int) -> int:
-    """Returns the bytes of shared memory that top-k takes in addition to the row."""
-    return sum(_arrays_beside_row(window, k))
-
-
-def _arrays_beside_row(window: Window, k: int) -> list[int]:
-    return [
-        4 * (group_words(window, k) + WARPGROUP),
-        (2 if window.compact else 4) * sum(listed_items(window, k)),
-    ]
+def selection_bytes(window: Window, k: int) -> tuple[int, int]:
+    """Returns the bytes of the arrays in shared memory that top-k takes in addition to the row."""
+    lists = (2 if window.compact else 4) * sum(listed_items(window, k))
+    return 4 * (group_words(window, k) + WARPGROUP), lists

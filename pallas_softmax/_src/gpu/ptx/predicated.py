@@ -91,7 +91,7 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     for i, word in enumerate(words):
         p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last, space="global")
     for i, (low, high) in enumerate(zip(words, words[1:])):
-        p.set(p.operand(f"x{i}", "u32"), p.shift_right(low, high, shift))
+        p.set(p.operand(f"x{i}", "u32"), p.write("shf.r.wrap.b32", "u32", low, high, shift))
     registers = _emit(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})
     return vector.bitcast(ir.VectorType.get((vec,), ir.IntegerType.get_signless(8)), pack(registers))
 

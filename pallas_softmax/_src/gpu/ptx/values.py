@@ -235,10 +235,6 @@ class Program:
         """Returns the upper half of the bits of the product."""
         return self.op("mul.hi", a.kind, a, b)
 
-    def reciprocal(self, x: Value) -> Value:
-        """Returns 1 / x of a float, accurate to one unit in the last place."""
-        return self.op("rcp.approx.ftz", "f32", x)
-
     def divide(self, a: Value, b: Any) -> Value:
         """Returns a / b of floats, accurate to two units in the last place."""
         return self.op("div.full", "f32", a, b)
@@ -298,10 +294,6 @@ class Program:
         out = self.fresh(kind)
         self += f"mov.b{_BITS[kind]} {out}, {{{low}, {high}}};"
         return out
-
-    def shift_right(self, low: Value, high: Value, by: Value) -> Value:
-        """Shifts the 64-bit number (high, low) right by less than 32 bits; returns the lower 32 bits."""
-        return self.write("shf.r.wrap.b32", "u32", low, high, by)
 
     # --- Bits
 
