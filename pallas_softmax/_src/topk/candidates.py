@@ -20,7 +20,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -94,3 +96,11 @@ def store_winners(
         index, key = ~low, high ^ _SIGN
         p.store(at, key, offset=4 * i, when=wins)
         p.store(at, index, offset=4 * (padded_winners(k) + i), when=wins)
+
+
+def sort_winners(ranked, keys, indices, inside, k: int) -> None:
+    """Writes the k best of the elements `inside` to `ranked` in the same format; only the interpreter runs this."""
+    _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
+    padded = padded_winners(k)
+    ranked[:k] = ~keys[:k]
+    ranked[padded : padded + k] = indices[:k]

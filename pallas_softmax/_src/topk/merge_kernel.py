@@ -27,6 +27,7 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.topk.candidates import sort_winners
 from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
 from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners, searches_lists
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
@@ -97,7 +98,9 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         refs = {"candidates": candidates_smem, "ranked": best_smem}
         refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
         if interpret:
-            _sort(lists_gmem, row, first * k, held * k, best_smem, k)
+            keys, number_in_row = lists_gmem.values[row], jnp.arange(count * k)
+            inside = (number_in_row >= first * k) & (number_in_row < (first + held) * k)
+            sort_winners(best_smem, keys, lists_gmem.indices[row], inside, k)
         elif final and searches_lists(fan_in, k):
             insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
@@ -121,17 +124,6 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         approximate=True,
         interpret=interpret,
     )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
-
-
-def _sort(lists_gmem: WinnerLists, row, first, n, best_smem, k: int) -> None:
-    """Writes the k best of n winners of a row to shared memory, by a sort; only the interpreter runs this."""
-    keys, indices = lists_gmem.values[row], lists_gmem.indices[row]
-    number = jnp.arange(keys.size)
-    outside = (number < first) | (number >= first + n)
-    _, keys, indices = lax.sort((outside, ~keys, indices), num_keys=3)
-    padded = padded_winners(k)
-    best_smem[:k] = ~keys[:k]
-    best_smem[padded : padded + k] = indices[:k]
 
 
 def _bound(keys_gmem, row, first, held, k: int, interpret):

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_softmax._src.gpu import sort_keys
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
@@ -39,7 +38,7 @@ from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import Part
 from pallas_softmax._src.topk import candidates
-from pallas_softmax._src.topk.plan import ordering_words, padded_winners
+from pallas_softmax._src.topk.plan import ordering_words
 from pallas_softmax._src.topk.search_ptx import search_program
 from pallas_softmax.online import Normalizer, shift
 
@@ -154,21 +153,13 @@ def find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, in
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
     """
     if interpret:
-        _sort(window, memory, part, k)
+        position, keys = jnp.arange(window.size), sort_keys.key(memory.x[: window.size])
+        inside = (position >= part.low) & (position < part.high)
+        candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
         return memory.group_keys
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return pieces(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
-
-
-def _sort(window: Window, memory: SearchMemory, part: Part, k: int) -> None:
-    """Writes the k best of the part to `memory.group_keys`, by a sort of the window."""
-    position = jnp.arange(window.size)
-    outside = (position < part.low) | (position >= part.high)
-    _, key, position = lax.sort((outside, ~sort_keys.key(memory.x[: window.size]), position), num_keys=3)
-    padded = padded_winners(k)
-    memory.group_keys[:k] = ~key[:k]
-    memory.group_keys[padded : padded + k] = position[:k] + part.origin
 
 
 def pieces(ref, *sizes: int) -> list:

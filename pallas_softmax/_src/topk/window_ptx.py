@@ -7,10 +7,8 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.plan import listed_items
 
-SCRATCH_BYTE = 16  # offset of the scratch in <counts>
-HITS_BYTE = (
-    4  # offset in <counts> of the number of groups that reach the bound, after the number of candidates
-)
+# Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
+HITS_BYTE, SCRATCH_BYTE = 4, 16
 
 
 class WindowProgram(CtaProgram):
