@@ -18,16 +18,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
-from pallas_softmax._src.gpu.ptx.inline import (
-    REF,
-    SCALAR,
-    array,
-    i32,
-    inline,
-    insert_ptx,
-    scalar,
-    thread,
-)
+from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, array, i32, inline, insert_ptx, scalar, thread
 from pallas_softmax._src.gpu.ptx.values import Program
 
 # Arguments of `plgpu.load` that index the whole reference. jax 0.10 requires an index; later versions accept none.

@@ -20,18 +20,16 @@ A list is too short if its last element is a winner, because the lane may have f
 this is rare in rows in random order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
-An element is one word, its packed key (see `packed_ptx`). It ends with the complement of
-the column, so no two words of a row are equal. For 16-bit elements it has the whole key, so the winners need not be
-read again. Two 16-bit elements share a register and are packed together:
+An element is one word, its packed key (see `packed_ptx`). Two 16-bit elements share a register and are packed together:
 
     two elements      x1 x0                       the upper half has the higher column
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
     two complements   ~c1 ~c0                     of the columns
     two words         k1 ~c1 | k0 ~c0
 
-The packed key of a 32-bit element lacks the lowest bits of the key. So near ties among winners are ordered by whole
-keys (`packed_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
-larger. If there are many near ties, or a list may be too short, the warp merges whole lists again, in 64-bit words.
+Near ties among 32-bit winners are ordered by whole keys. Other elements that nearly tie with the last winner are
+compared with it, and replace it if larger. If there are many near ties, or a list may be too short, the warp merges
+whole lists again, in 64-bit words.
 """
 
 from collections.abc import Sequence
