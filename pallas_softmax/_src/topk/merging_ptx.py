@@ -251,7 +251,7 @@ def _merged(p: TileProgram, words: list[Value], size: int) -> list[Value]:
         for flip in bitonic:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
             held = _exchanged(p, held, flip, turned, mirrored=flip == run)
-        held = _exchanged_in_lane(p, held, _bitonic(len(held)))
+        held = packed_ptx.sorted_bitonic(p, held)
         run *= 2
     if flips == sorted(flips, reverse=True):
         return held
@@ -295,19 +295,4 @@ def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: 
     while flip:
         words = _exchanged(p, words, flip, None, mirrored=False)
         flip //= 2
-    return _exchanged_in_lane(p, words, _bitonic(len(words)))
-
-
-def _bitonic(n: int) -> list[tuple[int, int]]:
-    """Returns the comparisons that sort n bitonic elements."""
-    strides = [n >> level for level in range(1, n.bit_length())]
-    return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
-
-
-def _exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
-    """Returns the words after these comparisons (i, j). Each puts the larger of two words at i."""
-    out = list(words)
-    for i, j in comparisons:
-        a, b = out[i], out[j]
-        out[j], out[i] = p.min(a, b), p.max(a, b)
-    return out
+    return packed_ptx.sorted_bitonic(p, words)

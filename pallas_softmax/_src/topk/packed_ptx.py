@@ -176,6 +176,18 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
     return [out[i] for i in places] + [p.var(LOWEST, "s32") for _ in range(count - len(places))]
 
 
+def sorted_bitonic(p: Program, words: list[Value]) -> list[Value]:
+    """Returns bitonic words in order, the largest first. Their number is a power of two."""
+    out, stride = list(words), len(words) // 2
+    while stride:
+        for i in range(len(out)):
+            if not i & stride:
+                a, b = out[i], out[i + stride]
+                out[i + stride], out[i] = p.min(a, b), p.max(a, b)
+        stride //= 2
+    return out
+
+
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Returns the comparisons that find the best `count` of n elements, and their final places, the best first.
 
