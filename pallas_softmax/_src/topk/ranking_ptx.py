@@ -22,23 +22,17 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
     more, over 32 in some bucket       counting if the list has 256 entries, sorting if it has more
     """
     with p.block() as finish:
-        if of.capacity <= _COMPARED:
-            with p.block() as count:
-                count(of.n <= _COUNTED)
-                with p.block() as crowded:
-                    rank_by_buckets(p, of, otherwise=crowded)
-                    finish()
-                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
-            _rank_by_counting(p, of)
-        else:
-            with p.block() as sort:
-                with p.block() as count:
-                    count(of.n <= _COUNTED)
-                    rank_by_buckets(p, of, otherwise=sort)
-                    finish()
-                _rank_by_counting(p, of)
+        with p.block() as count:
+            count(of.n <= _COUNTED)
+            with p.block() as crowded:
+                rank_by_buckets(p, of, otherwise=crowded)
                 finish()
-            _rank_by_sorting(p, of)
+            if of.capacity > _COMPARED:
+                _rank_by_sorting(p, of)
+                finish()
+            else:
+                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
+        _rank_by_counting(p, of)
     p.barrier()
 
 
