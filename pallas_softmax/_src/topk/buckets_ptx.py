@@ -146,14 +146,14 @@ def _count(
     p: CtaProgram, of: CandidateList, values: list[Value], distance: Callable[[Value], Value], factor: Value
 ) -> list[Value]:
     """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
-    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_BATCH]]
+    places = [p.fresh("u32") for _ in values]
     for have, batch in _batches(p, of, len(values)):
-        for has, value, place, number in zip(have, values[batch], places[batch], before):
+        before = []
+        for has, value, place in zip(have, values[batch], places[batch]):
             p.set(place, p.multiply_high(distance(value), factor))
-            p.take_into(number, p.at(of.buckets, place, 4), 1, when=has)
+            before.append(p.take_from(p.at(of.buckets, place, 4), 1, when=has))
         for place, number in zip(places[batch], before):
-            p.set(number, number << _HALF)
-            p.update(place, "or", number)
+            p.update(place, "or", number << _HALF)
     p.barrier()
     return places
 

@@ -419,18 +419,14 @@ class Program:
         add = "red.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} [{address}+{offset}], {_ptx_of(number, 'u32')};"
 
-    def take_from(self, address: Value, number: Any, *, when: Condition = None, default: Any = None) -> Value:
+    def take_from(
+        self, address: Value, number: Any, *, offset: int = 0, when: Condition = None, default: Any = None
+    ) -> Value:
         """Adds atomically to a number in shared memory and returns its old value; otherwise like `load`."""
         out = self.fresh("u32") if default is None else self.var(default, "u32")
-        self.take_into(out, address, number, when=when)
-        return out
-
-    def take_into(
-        self, register: Value, address: Value, number: Any, *, offset: int = 0, when: Condition = None
-    ) -> None:
-        """Adds atomically to a number in shared memory and puts its old value into a register, where `when` holds."""
         add = "atom.relaxed.cta.shared::cta.add.u32"
-        self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_ptx_of(number, 'u32')};"
+        self += f"{_if(when)}{add} {out}, [{address}+{offset}], {_ptx_of(number, 'u32')};"
+        return out
 
     def in_cta(self, address: Value, cta: Any) -> Value:
         """Returns the address, for space="shared::cluster", of the same location in another CTA of the cluster."""
