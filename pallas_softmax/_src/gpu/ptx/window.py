@@ -3,18 +3,24 @@
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import vector
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.elements import Elements
-from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, elements, emit_ptx, i32, inline, scalar, thread
-from pallas_softmax._src.gpu.ptx.predicated import load_mask, load_vector
+from pallas_softmax._src.gpu.ptx.inline import (
+    REF,
+    SCALAR,
+    elements,
+    emit_ptx,
+    inline,
+    insert_ptx,
+    scalar,
+    thread,
+)
 from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.window import Window
 
-_SLT, _SGE = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
 _BYTE = 0xFF
 _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
@@ -25,63 +31,40 @@ def fill_edges(window: Window, part: Any, x_smem, infinite: bool) -> None:
     if low <= position < high:  x = the element; if masked, the float of the lowest key, or -inf if `infinite`
     else:                       x = -inf
     x_smem[position] = x
+
+    Args:
+      part: the `window_arrival.Part` that the CTA holds.
     """
-    element = Elements(x_smem.dtype)
-    tail, last = window.head + window.body, window.head + window.cut.longest
+    element, p = Elements(x_smem.dtype), Program()
+    refs = {"x": part.x_gmem, "smem": x_smem}
+    numbers = {"first": part.place.first, "low": part.low, "high": part.high, "origin": part.origin}
+    if part.mask is not None:
+        refs["mask"], numbers["row"] = part.mask
+    thread, first, low, high, origin = p.operands("s32", "thread", "first", "low", "high", "origin")
 
-    @inline(arg_types=(REF, REF) + (SCALAR,) * 4 + (() if part.mask is None else (REF, SCALAR)))
-    def emit(_, x_gmem, x_smem, first, low, high, origin, *mask):
-        first, low, high, origin = map(scalar, (first, low, high, origin))
-        bits = ir.IntegerType.get_signless(8 * element.itemsize)
+    def fill(position, end, in_row):
+        """Fills a position below `end`. `in_row` says whether the row may have an element there."""
+        x, within = p.var(element.neg_inf, f"u{8 * element.itemsize}"), position < end
+        if in_row:
+            inside = within & (position >= low) & (position < high)
+            number = (first + (position - low)).bits("u32")
+            x_at = p.operand("x", "u64") + p.multiply_wide(number, element.itemsize)
+            p.load_into([x], x_at, when=inside, space="global")
+            if part.mask is not None:
+                columns, keep = refs["mask"].shape[1], p.var(1, "u8")
+                mask_at = p.operand("mask", "u64") + p.multiply_wide(p.operand("row", "u32"), columns)
+                if columns > 1:
+                    mask_at = mask_at + p.convert((position + origin).bits("u32"), "u64")
+                p.load_into([keep], mask_at, when=inside, space="global")
+                masked = p.convert(keep, "u32").equals(0)
+                p.set(x, element.neg_inf if infinite else element.all_ones, when=masked)
+        p.store(p.at(p.operand("smem", "u32"), position, element.itemsize), x, when=within)
 
-        def place(position, end, in_row):
-            """Fills a position below `end`. `in_row` says whether the row may have an element there."""
-            within = arith.cmpi(_SLT, position, i32(end))
-            inside = arith.andi(arith.cmpi(_SGE, position, low), arith.cmpi(_SLT, position, high))
-            x = utils.c(element.neg_inf, bits)
-            if in_row:
-                inside = arith.andi(inside, within)
-                x = _element(x_gmem, arith.addi(first, arith.subi(position, low)), inside, bits)
-            if in_row and mask:
-                mask_gmem, row = mask
-                of_masked = element.neg_inf if infinite else element.all_ones
-                x = _masked(x, mask_gmem, row, arith.addi(position, origin), inside, of_masked)
-            _store_if(within, x_smem, position, x, element.itemsize)
-
-        if window.head:
-            place(thread(), window.head, True)
-        for position in range(tail, window.size, WARPGROUP):
-            place(arith.addi(thread(), i32(position)), window.size, position < last)
-
-    emit(part.x_gmem, x_smem, part.place.first, part.low, part.high, part.origin, *(part.mask or ()))
-
-
-def _element(x_gmem, at, inside, bits) -> ir.Value:
-    """Returns the bits of element number `at` (i32) of x_gmem if `inside`, else the bits of -inf."""
-    offset = arith.extui(ir.IntegerType.get_signless(64), at)
-    dtype = ir.MemRefType(x_gmem.type).element_type
-    x = load_vector(utils.memref_ptr(x_gmem), dtype, 1, offset, inside, -float("inf"))
-    (x,) = elements(vector.bitcast(ir.VectorType.get((1,), bits), x))
-    return x
-
-
-def _masked(x, mask_gmem, row, column, inside, of_masked: int) -> ir.Value:
-    """Returns `of_masked` if the position is `inside` and its mask byte is 0, else the bits x."""
-    columns = ir.MemRefType(mask_gmem.type).shape[1]
-    keep = load_mask(utils.memref_ptr(mask_gmem), 1, scalar(row), column, columns, inside)
-    (keep,) = elements(keep)
-    masked = arith.cmpi(arith.CmpIPredicate.eq, keep, utils.c(0, keep.type))
-    return arith.select(arith.andi(inside, masked), utils.c(of_masked, x.type), x)
-
-
-def _store_if(condition, x_smem, position, x, itemsize: int) -> None:
-    """Writes the bits x to a position of shared memory, if the condition holds."""
-    p = Program()
-    smem, number = p.operands("u32", "smem", "position")
-    writes = p.operand("condition", "u32").differs(0)
-    p.store(p.at(smem, number, itemsize), p.operand("x", f"u{8 * itemsize}"), when=writes)
-    condition = arith.extui(ir.IntegerType.get_signless(32), condition)
-    emit_ptx(p, {"smem": x_smem, "position": position, "x": x, "condition": condition})
+    if window.head:
+        fill(thread, window.head, True)
+    for position in range(window.head + window.body, window.size, WARPGROUP):
+        fill(thread + position, window.size, position < window.head + window.cut.longest)
+    insert_ptx(p, refs, numbers)
 
 
 # ---- a step
