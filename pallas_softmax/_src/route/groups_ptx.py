@@ -12,8 +12,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import packed_ptx
-from pallas_softmax._src.topk.packed_ptx import LOWEST
+from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -41,17 +40,13 @@ def keep_groups(tile: Tile, groups: int, top_groups: int, key):
     return keep(key)
 
 
-def groups_program(tile: Tile, groups: int, top_groups: int) -> Program:
-    """Returns the program of `keep_groups`.
-
-    <x{row}_{i}> has key i of a row of the thread, and <kept{row}_{i}> gets this key or LOWEST.
-    """
-    p = Program()
-    lane = p.operand("thread", "u32") & (tile.lanes - 1)
+def groups_program(tile: Tile, groups: int, top_groups: int) -> TileProgram:
+    """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
+    p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
-    own_piece = lane >> lanes.bit_length() - 1
-    for row in range(packed_ptx.rows_of_thread(tile)):
-        keys = packed_ptx.keys_of_thread(p, tile, row)
+    own_piece = p.lane >> lanes.bit_length() - 1
+    for row in range(p.rows):
+        keys = p.keys(row)
         size = len(keys) * tile.pieces // groups  # elements of a group in this lane
         of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
         ranks = [_rank(p, of_group, lanes) for of_group in of_groups]
