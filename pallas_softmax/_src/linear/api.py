@@ -373,7 +373,7 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 
 def _token_stats_of(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
     static, arrays = _checked(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
-    x, w, bias, _, _, tokens = arrays
+    x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
     found: Any = _stats(static, x, w, bias, tokens)
     log_probs, entropy, logsumexp, bits = found
@@ -405,10 +405,9 @@ def _stats_forward(static: _Static, *arrays):
 
 def _stats_backward(static: _Static, saved, cotangents):
     *residuals, statistics, with_dw = saved
-    cotangents = [
-        jnp.zeros(g.aval.shape, g.aval.dtype) if isinstance(g, SymbolicZero) else g for g in cotangents[:3]
-    ]
-    of_label, of_entropy, of_logsumexp = sum_cotangents(cotangents, static.mesh_axes)
+    zeros = jnp.zeros_like(statistics.t)
+    given = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
+    of_label, of_entropy, of_logsumexp = sum_cotangents(given, static.mesh_axes)
     of_loss = static.weights(residuals[-1].labels, -of_label)
     weights = jnp.stack(vary_together(of_loss, of_entropy, of_logsumexp), -1)
     dx, dw, dbias = static.project(

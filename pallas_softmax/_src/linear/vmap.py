@@ -15,9 +15,9 @@ from pallas_softmax._src.linear.operation import GRADIENTS
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs an operation of a projection x @ w.
 
-    If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all slices. Gradients
-    run slice by slice, because each slice has its own dw. If w or bias differ between slices, these run slice by slice
-    as well.
+    If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
+    slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
+    statistics or winners run slice by slice as well.
 
     Args:
       choice: the call and its implementations.
