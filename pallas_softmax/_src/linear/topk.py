@@ -54,7 +54,7 @@ def linear_topk(
 
     Returns:
       TopK(values, indices), each of the shape of `x` with k instead of D. `values` are float32 (float64 for float64).
-      The order is that of `fused_topk` for float32 logits. There is no gradient: pass the indices to `linear_log_probs`
+      `fused_topk` of float32 logits gives the same order. There is no gradient: pass the indices to `linear_log_probs`
       as labels.
 
     Raises:

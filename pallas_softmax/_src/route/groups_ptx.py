@@ -112,7 +112,7 @@ def _count_better(
         if other != group:
             p.increase(better, 1, when=rank >= own if other < group else rank > own)
     for distance in range(1, pieces):
-        # Of two pieces, the lower one lacks the highest bit in which their numbers differ.
+        # The numbers of two pieces differ in a highest bit. The lower number has a 0 there.
         is_higher = own_piece >> distance.bit_length() - 1 & 1
         bound = own - is_higher.bits("s32")
         for rank in ranks:
