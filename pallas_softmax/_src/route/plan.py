@@ -1,7 +1,7 @@
 """How the rows of a router lie in registers: pure functions of E, k and dtype.
 
-Without a bias, the experts are the k best logits, in the tile of top-k. With a bias, the sort keys order float32 numbers
-for all dtypes. With groups, a row is cut into pieces so that lanes hold whole groups, or groups hold whole
+Without a bias, the experts are the k best logits, in the tile of top-k. With a bias, the sort keys order float32
+numbers for all dtypes. With groups, a row is cut into pieces so that lanes hold whole groups, or groups hold whole
 lanes:
 
     64 experts in 8 groups,  4 lanes    lane 0 has groups 0 and 1, lane 1 has groups 2 and 3, ...
