@@ -104,7 +104,7 @@ def _distance(x, shift, temperature, scaled):
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
-    """Returns the cotangents of the logits and the temperature. g_lse to g_t belong to the first three `RowStats`, d and t.
+    """Returns the cotangents of the logits and the temperature, from the cotangents of `RowStats`, d and t.
 
     It is elementwise: one read and one write. With p = exp(u) / d and the mean t / d of u,
 
