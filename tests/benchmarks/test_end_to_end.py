@@ -21,7 +21,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, programs, sample, serve, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, linear, programs, route, sample, serve, sharded, softmax, topk
 from benchmarks.support import cases, checked, driver, result, timing
 from benchmarks.support.contenders import Contender, jax_call, prepare_jax
 from benchmarks.support.result import Record
@@ -102,6 +102,7 @@ RUNS = [
     (beam_search, f"{DECODING} --batch=3 --k=3 --dtype=bfloat16", 4),
     (accuracy, "--shapes=20x300 --function=softmax,log_softmax --implementations=xla,mosaic_gpu", 4),
     (sharded, "--shapes=6x40,6x40x5", 5),
+    (route, "--shapes=9x64x6,9x12x2 --direction=forward,both --peers=fused_topk,jax_dense", 5 * 2 * 4),
     (linear, f"{LINEAR} --reduction=mean,none --direction=both --w_shape=DxV,VxD --peers=quack", 4 * 5),
     (programs, f"{PROGRAMS} --programs=block_where,loss_lse,attention_causal --dtype=bfloat16", 2 * 10),
 ]
