@@ -361,7 +361,8 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         width, vocab = HEADS[loss["head"]]
         size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
         size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
-        size += f", {loss.workspace_mib:,} MiB" * (loss.get("workspace_mib", 512) != 512)
+        workspace = loss.get("workspace_mib", 512)
+        size += f", {workspace:,} MiB" * (workspace != 512)
         speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
     ours = rows[rows.contender == "auto"]
     peak = rows.memory_mib[rows.contender == "jax_float32"].max()
