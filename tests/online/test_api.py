@@ -292,6 +292,7 @@ MOMENTS = hnp.arrays(F32, (4, 2), elements=st.one_of(st.floats(-90, 90, width=32
 )
 
 
+@pytest.mark.slow
 @FREE
 @given(a=MOMENTS, b=MOMENTS, c=MOMENTS)
 def test_combine_of_moments_is_associative_and_commutative(a, b, c):
@@ -328,7 +329,7 @@ def test_reduce_and_scan_of_moments():
     np.testing.assert_allclose(got, entropy, rtol=0, atol=64 * 2.0**-23 * (1 + np.log(129)))
 
 
-@pytest.mark.parametrize("special", first_values(1, ["inf_last", "nan_first", "two_infs", "nan_and_inf"]))
+@pytest.mark.parametrize("special", first_values(0, ["inf_last", "nan_first", "two_infs", "nan_and_inf"]))
 def test_moments_of_nan_and_inf_are_nan(special):
     x = cases.rows([special], 9)
     for moments in (reduce_moments(x), combine(reduce_moments(x[:, :4]), reduce_moments(x[:, 4:]))):

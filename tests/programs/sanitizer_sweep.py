@@ -208,7 +208,7 @@ def projection():
         close(e.astype("float32"), e_of_row * slope)
         for a in (dz, dz_of_entropy):
             close(a.astype("float32"), (e_of_row / d[:, None] - of_label) * slope)
-        np.testing.assert_array_equal(with_t.normalizer.m, sums.normalizer.m)
+        close(with_t.normalizer.m.max(0)[:n], m)
     print("swept projection", PROJECTIONS)
 
 
