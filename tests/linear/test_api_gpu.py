@@ -11,6 +11,8 @@ from tests.support.linear import (
     assert_left_out_tokens_do_not_matter,
     assert_losses_and_gradients,
     assert_several_labels,
+    assert_stats,
+    assert_topk,
     of_size,
     run_log_probs,
 )
@@ -47,6 +49,22 @@ def test_token_weights(dtype, features, reduction):
 def test_several_labels(dtype, features, peak):
     shape = {"n": 301, "depth": 200, "vocab": 5003, "k": 64}
     assert_several_labels(run_log_probs, dtype, features, peak, temperature=0.7, **shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "peak"),
+    pairs(["bfloat16", "float16", "float32"], ["", "bias", "softcap", "transposed"], [1, 40]),
+)
+def test_token_stats(dtype, features, peak):
+    assert_stats(dtype, features, peak, n=301, depth=200, vocab=5003, rows=128)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "k"),
+    [("bfloat16", "softcap", 5), ("float16", "bias", 64), ("float32", "transposed", 1)],
+)
+def test_topk(dtype, features, k):
+    assert_topk(dtype, features, k, n=301, depth=200, vocab=50257, rows=128)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,21 @@ def test_several_labels(dtype, features, peak, n, vocab, k, workspace):
     linear.assert_several_labels(run, dtype, features, peak, temperature=0.7, **shape)
 
 
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
+    [
+        (300, 128, 50257, "bfloat16", "", 3, LARGE),
+        (513, 64, 1000, "bfloat16", "softcap", 40, 2**18),  # chunks
+        (129, 100, 5000, "float16", "bias", 3, LARGE),
+        (9, 64, 257, "bfloat16", "transposed", 1e-3, LARGE),
+    ],
+)
+def test_token_stats(n, depth, vocab, dtype, features, peak, workspace):
+    linear.assert_operations_of_stats(
+        mosaic_gpu.operations(), n, depth, vocab, dtype, features, peak, workspace
+    )
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 65, 255])
 def test_few_columns(vocab):
     """The plan refuses fewer columns than a tile, but the kernels take them.

@@ -121,3 +121,19 @@ def test_interpreted_labels_of_other_shards(monkeypatch):
     found = projection(x, w, None, Tokens(labels), head=Head(), workspace_bytes=2**29).label_logit
     z, _ = linear.logits(x, w)
     np.testing.assert_allclose(found, np.where(np.arange(8) == 1, z[:, 259], 0), atol=1e-5)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("n", "depth", "vocab", "dtype", "features", "peak", "workspace"),
+    [
+        (9, 64, 320, "bfloat16", "softcap", 1, 2**29),
+        (130, 72, 257, "bfloat16", "", 40, 48 * 512),  # chunks
+        (9, 64, 264, "float16", "bias", 4, 2**29),
+    ],
+)
+def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspace, monkeypatch):
+    monkeypatch.setattr(product, "CTAS", 2)
+    operations = mosaic_gpu.operations(INTERPRET)
+    linear.assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace)

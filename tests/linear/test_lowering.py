@@ -102,6 +102,51 @@ def test_lowered_several_labels(axis_name, transpose_w):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_x64", [False, True])
+@pytest.mark.parametrize(("dtype", "transpose_w"), [("bfloat16", False), ("float16", True)])
+def test_lowered_token_stats(dtype, transpose_w, with_x64):
+    """Statistics are one kernel. The gradient computes the logits again, by the kernel of log-probabilities."""
+    w = array(*((512, 64) if transpose_w else (64, 512)), dtype=dtype)
+
+    def total(x, w, labels):
+        stats = ps.linear_token_stats(x, w, labels, transpose_w=transpose_w, implementation="mosaic_gpu")
+        return jnp.sum(stats.log_probs + stats.entropy * stats.logsumexp)
+
+    args = array(256, 64, dtype=dtype), w, array(256, dtype="int32")
+    with jax.enable_x64(with_x64):
+        assert kernel_names(lowered(total, *args)) == ["linear_statistics"]
+        of_gradient = ["linear_statistics", "linear_logit_gradients"]
+        assert kernel_names(lowered(jax.grad(total, (0, 1)), *args)) == of_gradient
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_name", [None, "v"])
+def test_lowered_topk(axis_name):
+    """The product is XLA's, and top-k of a chunk is one kernel. The program has one chunk, in a loop."""
+    topk = functools.partial(
+        ps.linear_topk, k=5, axis_name=axis_name, workspace_bytes=4 * 512 * 128, implementation="mosaic_gpu"
+    )
+    f = jax.shard_map(
+        topk,
+        mesh=jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P(None, axis_name)),
+        out_specs=P(),
+    )
+    text = lowered(f, array(512, 64, dtype="bfloat16"), array(64, 512, dtype="bfloat16"))
+    names = kernel_names(text)
+    assert names[0] == "softmax_topk" and len(names) == (1 if axis_name is None else 2), names
+    assert text.count("stablehlo.dot_general") == text.count("stablehlo.while") == 1
+
+
+def test_lowered_under_x64():
+    """In the kernel, a count of blocks and the number of stages have one dtype."""
+    args = array(256, 64, dtype="bfloat16"), array(64, 512, dtype="bfloat16")
+    with jax.enable_x64(True):
+        logsumexp = functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu")
+        assert kernel_names(lowered(logsumexp, *args)) == ["linear_statistics"]
+
+
+@pytest.mark.slow
 def test_lowered_without_dw():
     """Without a gradient of w, logits cannot use the memory of a float32 dw, so there are chunks."""
     x, w, labels = (

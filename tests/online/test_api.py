@@ -1,5 +1,7 @@
 """online: the pair (m, d), the operator's laws, prefixes, totals, and the merge of candidates."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pallas_softmax import online
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax.online import Candidates, Moments, Normalizer
 from tests.support import cases, oracle
 from tests.support.cases import F32
 from tests.support.covering import cover, first_values
@@ -264,3 +266,81 @@ def test_merge_of_integers():
     got = online.merge(a, b, 4)
     np.testing.assert_array_equal(got.values, [5, 5, 3, -7])
     np.testing.assert_array_equal(got.indices, [2, 4, 1, 0])
+
+
+# --- Moments ------------------------------------------------------------------------------------------
+
+reduce_moments = jax.jit(functools.partial(online.reduce, of=Moments), static_argnames=("axis", "chunk"))
+
+
+def assert_moments(got, x, axis=-1):
+    """Asserts that moments are right for rows without NaN and +inf; errors of t are relative to d (1 + log d)."""
+    x = np.asarray(x, np.float64)
+    m = x.max(axis, keepdims=True)
+    below = np.maximum(x - np.where(np.isneginf(m), 0, m), -1e4)
+    e = np.exp(below)
+    d, t = e.sum(axis, keepdims=True), (below * e).sum(axis, keepdims=True)
+    eps = 64 * 2.0**-23
+    assert_same_maximum(got.m, m.astype(F32))
+    np.testing.assert_allclose(got.d, d, rtol=eps)
+    assert (np.abs(got.t - t) <= eps * d * (1 + np.log(np.maximum(d, 1)))).all()
+
+
+# the moments of four pairs of logits each; -inf stands for the empty set
+MOMENTS = hnp.arrays(F32, (4, 2), elements=st.one_of(st.floats(-90, 90, width=32), st.just(-np.inf))).map(
+    lambda x: jax.tree.map(lambda a: np.asarray(a)[:, 0], reduce_moments(x))
+)
+
+
+@pytest.mark.slow
+@FREE
+@given(a=MOMENTS, b=MOMENTS, c=MOMENTS)
+def test_combine_of_moments_is_associative_and_commutative(a, b, c):
+    left, right = combine(a, combine(b, c)), combine(combine(a, b), c)
+    assert isinstance(left, Moments)
+    assert_pairs_close(left, right)
+    np.testing.assert_allclose(left.t, right.t, rtol=2e-6, atol=2e-6)
+    jax.tree.map(np.testing.assert_array_equal, combine(a, b), combine(b, a))
+
+
+@FREE
+@given(a=MOMENTS)
+def test_identity_of_moments_is_neutral(a):
+    empty = online.identity((4,), F32, of=Moments)
+    for total in (combine(a, empty), combine(empty, a)):
+        jax.tree.map(np.testing.assert_array_equal, total, a)
+
+
+@pytest.mark.slow
+def test_reduce_and_scan_of_moments():
+    """In chunks, by prefixes and at once, the moments of all rows are right, and the entropy does not cancel."""
+    x = np.concatenate([cases.rows(list(cases.FINITE), 129), np.full((1, 129), -np.inf, F32)])
+    x[1, ::2] = -np.inf
+    for chunk in (7, 129):
+        assert_moments(reduce_moments(x, chunk=chunk), x)
+    prefixes = jax.jit(functools.partial(online.scan, of=Moments))(x)
+    assert prefixes.t.shape == x.shape
+    for n in (1, 64, 129):
+        assert_moments(jax.tree.map(lambda a, n=n: a[:, n - 1 : n], prefixes), x[:, :n])
+    halves = combine(reduce_moments(x[:, :64]), reduce_moments(x[:, 64:]))
+    assert_moments(halves, x)
+    _, entropy, *_ = oracle.token_stats(x, np.zeros(len(x), int))
+    got = np.asarray(online.entropy(halves))[:, 0]
+    np.testing.assert_allclose(got, entropy, rtol=0, atol=64 * 2.0**-23 * (1 + np.log(129)))
+
+
+@pytest.mark.parametrize("special", first_values(0, ["inf_last", "nan_first", "two_infs", "nan_and_inf"]))
+def test_moments_of_nan_and_inf_are_nan(special):
+    x = cases.rows([special], 9)
+    for moments in (reduce_moments(x), combine(reduce_moments(x[:, :4]), reduce_moments(x[:, 4:]))):
+        assert np.isnan(online.entropy(moments)).all()
+
+
+def test_combine_refuses_other_sums():
+    moments, pair = online.identity(of=Moments), online.identity()
+    with pytest.raises(TypeError, match="b must be Moments, got Normalizer"):
+        online.combine(moments, pair)
+    with pytest.raises(TypeError, match="b must be a Normalizer, got Moments"):
+        online.combine(pair, moments)
+    with pytest.raises(TypeError, match="a must be a Normalizer or Moments"):
+        online.combine(tuple(pair), pair)

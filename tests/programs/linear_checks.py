@@ -225,6 +225,65 @@ def left_out_tokens(how, layout):
         assert linear.rounded_errors(a, np.asarray(b, "float64")) <= 1e-5
 
 
+def statistics_and_winners(how, layout):
+    """linear_token_stats, its gradient and linear_topk agree with one device; a row takes one collective."""
+    devices = next(n for n in (8, 4, 2) if n <= jax.device_count())
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh(
+        (devices // 2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:devices]
+    )
+    columns = layout in ("columns", "both")
+    args = linear.arrays(N, D, V, "float32", bias=True)
+    args = args[0], args[1], args[3], args[2]
+    specs = LAYOUTS[layout]
+
+    def stats(x, w, bias, labels, **keywords):
+        return ps.linear_token_stats(x, w, labels, bias=bias, softcap=20.0, temperature=0.7, **keywords)
+
+    def winners(x, w, bias, labels, **keywords):
+        return ps.linear_topk(x, w, 300, bias=bias, softcap=20.0, temperature=0.7, **keywords)
+
+    def in_chunks(x, w, bias, labels, **keywords):
+        return ps.linear_topk(x, w, 3, bias=bias, log=True, workspace_bytes=4 * ROWS * V, **keywords)
+
+    def mapped(f):
+        if how != "shard_map":
+            return f
+
+        def on_shard(x, w, *others):
+            w = jax.lax.all_gather(w, "data", tiled=True) if layout == "fsdp" else w
+            return f(x, w, *others, axis_name="model" if columns else None)
+
+        return jax.shard_map(on_shard, mesh=mesh, in_specs=specs, out_specs=specs[-1])
+
+    def gradient(f):
+        def total(*args):
+            log_probs, entropy, logsumexp, _ = f(*args)
+            return jnp.sum(log_probs * entropy + logsumexp**2)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+
+    with jax.set_mesh(mesh):
+        laid = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+        got = []
+        for f in stats, winners, in_chunks:
+            program = jax.jit(mapped(f)).lower(*laid).compile()
+            got.append(program(*laid))
+            found = [c.kind for c in links.collectives(program.as_text()) if c.group > 1]
+            assert found == ["all-gather"] * (columns or (layout == "fsdp" and devices > 2)), found
+        of_tokens = NamedSharding(mesh, specs[-1])
+        assert all(a.sharding.is_equivalent_to(of_tokens, a.ndim) for a in jax.tree.leaves(got))
+        gradients = gradient(mapped(stats))(*laid)
+    want = [jax.jit(f)(*args) for f in (stats, winners, in_chunks)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(gradient(stats)(*args))):
+        assert linear.rounded_errors(a, np.asarray(b, "float64")) <= 1e-5
+
+
+for how, layout in itertools.product(("auto", "explicit", "shard_map"), LAYOUTS):
+    name = f"linear-statistics-{how}-{layout}"
+    CHECKS[name] = functools.partial(statistics_and_winners, how, layout)
+    SLOW.add(name)
 for how, layout in itertools.product(("auto", "explicit", "shard_map"), LAYOUTS):
     name = f"linear-left_out-{how}-{layout}"
     CHECKS[name] = functools.partial(left_out_tokens, how, layout)

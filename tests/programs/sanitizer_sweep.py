@@ -4,6 +4,7 @@ The arguments are the implementations, by default all that can run here. The sha
 down accesses to shared memory by two orders of magnitude.
 """
 
+import dataclasses
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.linear.plan import plan_projection
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
-from tests.support import bounds, cases, kernels, linear, oracle, routing
+from tests.support import bounds, cases, kernels, linear, oracle, routing, stats
 from tests.support import triton_kernels as triton
 from tests.support.kernels import Parts, Strips, Tile, Window
 
@@ -66,6 +67,12 @@ SAMPLE = [
     (4, 1003, "float32", 1, 2, True),
     (4, 2048, "bfloat16", 2, 2, False),
     (4, 1501, "float32", 3, 1, True),
+]
+
+# (V, dtype, plan, whether there are a mask and temperatures) of token_stats: in registers, in clusters.
+STATS = [
+    (1000, "float32", None, True),
+    (2048, "bfloat16", Parts(2048, 8, 1, 4, True), False),
 ]
 
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
@@ -167,14 +174,26 @@ def mosaic_gpu():
         for algorithm in paper.TOPK.values():
             _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
             np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
-    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, PAPER)
+    for v, dtype, plan, options in STATS:
+        x, (labels, _, where, t) = stats.rows(v, dtype), stats.operands(v)
+        given = (where, t) if options else (None, None)
+        plan = plan or kernels.plan_softmax("token_stats", len(x), v, dtype)
+        got = jax.jit(functools.partial(stats.kernel_stats, plan))(x, labels, *given)
+        np.testing.assert_array_equal(
+            got.argmax, oracle.token_stats(x, labels, given[0], t if options else 1.0)[3]
+        )
+    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, STATS, PAPER)
 
 
 @functools.partial(jax.jit, static_argnames=("head", "tiling"))
 def projection_kernels(x, w, b, tokens, coefficients, **known):
     sums, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
     _, e = logits_kernel.row_sums(x, w, b, tokens, coefficients.m, **known)
-    return sums, e, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
+    dz = logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
+    known["head"] = dataclasses.replace(known["head"], entropy=True)
+    with_t, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
+    coefficients = coefficients._replace(slope=0 * coefficients.m)
+    return sums, e, dz, with_t, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
 
 
 def projection():
@@ -193,13 +212,15 @@ def projection():
         coefficients = Coefficients(*(jnp.asarray(c, "float32") for c in (m, 1 / d, 0 * d + 1, 0 * d)))
         tokens = linear.tokens_of(labels, temperature=t)
         found = projection_kernels(x, w, b, tokens, coefficients, head=head, tiling=plan_projection(n))
-        sums, e, dz = jax.tree.map(np.asarray, found)
+        sums, e, dz, with_t, dz_of_entropy = jax.tree.map(np.asarray, found)
         e_of_row = np.exp(z - m[:, None])
         close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
         close(sums.normalizer.m.max(0)[:n], m)
         close(sums.label_logit.sum(0)[:n], (z * of_label).sum(1))
         close(e.astype("float32"), e_of_row * slope)
-        close(dz.astype("float32"), (e_of_row / d[:, None] - of_label) * slope)
+        for a in (dz, dz_of_entropy):
+            close(a.astype("float32"), (e_of_row / d[:, None] - of_label) * slope)
+        close(with_t.normalizer.m.max(0)[:n], m)
     print("swept projection", PROJECTIONS)
 
 

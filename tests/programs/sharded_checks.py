@@ -31,6 +31,7 @@ from benchmarks.support import links
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
 from tests.support import bounds, cases, covering, oracle
+from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
 
 V = 256
@@ -448,6 +449,38 @@ def sample_where(how):
     got = jax.jit(f)(at.place(x), at.place(mask))
     u = np.asarray(jax.random.uniform(key, (len(x),)))
     bounds.assert_sample(got, x, u, NAMES, mask, top_p=np.float32(0.8))
+
+
+@each(layout=sorted(LAYOUTS, key=lambda layout: layout != "both"), how=HOW, masked=[False, True], fast=1)
+def stats(layout, how, masked):
+    """Token statistics and their gradient agree with the oracle; a sharded row takes one all-gather."""
+    x, at = np.asarray(token_stats.rows(V, F32)), split(layout, how)
+    labels, g, where, t = token_stats.operands(V)
+    where = where if masked else np.ones((1, V), bool)
+
+    def f(x, where, t, labels, axis_name=None):
+        options: Any = {"where": where, "temperature": t, "axis_name": axis_name}
+        s = ps.token_stats(x, labels, implementation=IMPLEMENTATION, **options)
+        return s[:3], s.argmax
+
+    per_row = P(at.spec[0])
+    if how == "shard_map":
+        specs = P(*at.spec), at.operand(where.shape).spec, per_row, per_row
+        f = functools.partial(f, axis_name=at.axis_name)
+        f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=per_row)
+    args = (
+        at.place(x),
+        at.place(where),
+        *(jax.device_put(a, NamedSharding(at.mesh, per_row)) for a in (t, labels)),
+    )
+    (values, argmax), sent = execute(f, *args)
+    token_stats.assert_stats((*values, argmax), x, labels, where, t)
+    assert [c.kind for c in sent if c.group > 1] == ["all-gather"] * bool(at.row), sent
+    g = tuple(jax.device_put(a, values[0].sharding) for a in g)
+    dx = jax.jit(lambda x, *others: jax.vjp(lambda x: f(x, *others)[0], x)[1](g)[0])(*args)
+    token_stats.assert_gradient(dx, x, labels, g, where, t)
+    for a, spec in ((argmax, per_row), (dx, P(*at.spec))):
+        assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, spec), a.ndim), a.sharding
 
 
 # --- Transformations ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 import pallas_softmax as ps
+from pallas_softmax import online
 from pallas_softmax._src.linear import losses as projection
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import oracle
@@ -371,9 +372,54 @@ def run_operations(operations, workspace_bytes, x, w, bias, labels, g, keywords)
 
 
 def assert_stats(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, temperature=True, **more):
-    """Asserts that statistics and gradients of `linear_token_stats` are right, in chunks of `rows` float32 rows.
+    """Asserts that statistics and gradients of `linear_token_stats` are right, in chunks of `rows` float32 rows."""
 
-    Some tokens have cotangents of 0. The argmax is exact if the largest logit is clearly the largest.
+    def run(x, w, bias, labels, t, g, keywords):
+        keywords = {**keywords, "workspace_bytes": workspace(vocab, rows), **more}
+
+        @jit
+        def run(x, w, bias):
+            def floats(x, w, bias):
+                stats = ps.linear_token_stats(
+                    x, w, labels, bias=bias, temperature=t if temperature else 1.0, **keywords
+                )
+                return stats[:3], stats
+
+            _, pull, stats = jax.vjp(floats, x, w, bias, has_aux=True)
+            return stats, pull(tuple(g))
+
+        return run(x, w, bias)
+
+    _assert_stats(run, n, depth, vocab, dtype, features, peak, temperature)
+
+
+def assert_operations_of_stats(operations, n, depth, vocab, dtype, features, peak, workspace_bytes):
+    """Asserts that statistics and gradients are right, from the operations of an implementation."""
+
+    def run(x, w, bias, labels, t, g, keywords):
+        head = Head(keywords.get("transpose_w", False), keywords.get("softcap"), entropy=True)
+        static = {"head": head, "workspace_bytes": workspace_bytes}
+        weights = jnp.asarray(np.stack([-g[0], g[1], g[2]], -1))
+
+        @jit
+        def run(x, w, bias):
+            tokens = Tokens(labels, jnp.asarray(t))
+            found = operations["projection"](x, w, bias, tokens, **static)
+            gradients = operations["projection_grad"](x, w, bias, tokens, weights, found, **static)
+            log_probs, lse = -projection.losses(found, tokens, vocab), online.log_of(found.normalizer)
+            return (log_probs, online.entropy(found.moments), lse, found.argmax), gradients
+
+        return run(x, w, bias)
+
+    _assert_stats(run, n, depth, vocab, dtype, features, peak, True)
+
+
+def _assert_stats(run, n, depth, vocab, dtype, features, peak, temperature):
+    """Asserts that statistics and gradients are right. The argmax is exact if its logit is clearly the largest.
+
+    Args:
+      run: (x, w, bias, labels, temperatures, cotangents, keywords) -> (statistics, gradients).
+      temperature: whether the temperatures differ from 1.
     """
     keywords = dict(FEATURES[features])
     has_bias, transpose_w = keywords.pop("bias", False), keywords.get("transpose_w", False)
@@ -381,41 +427,25 @@ def assert_stats(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows=ROW
     g = np.random.default_rng(1).standard_normal((3, n)).astype("float32")
     g[:, ::5] = 0
     t = np.linspace(0.5, 2, n, dtype="float32") if temperature else np.ones(n, "float32")
-    keywords |= {"temperature": t if temperature else 1.0, "workspace_bytes": workspace(vocab, rows), **more}
-
-    @jit
-    def run(x, w, bias):
-        def floats(x, w, bias):
-            stats = ps.linear_token_stats(x, w, labels, bias=bias, **keywords)
-            return stats[:3], stats.argmax
-
-        values, pull, argmax = jax.vjp(floats, x, w, bias, has_aux=True)
-        return values, argmax, pull(tuple(g))
-
-    values, argmax, gradients = run(x, w, bias)
-    z, slope = logits(
-        x,
-        w,
-        bias=bias,
-        softcap=keywords.get("softcap"),
-        temperature=wide(t)[:, None],
-        transpose_w=transpose_w,
-    )
+    (*values, argmax), gradients = run(x, w, bias, labels, t, g, keywords)
+    z, slope = logits(x, w, bias=bias, temperature=wide(t)[:, None], **keywords)
     *want, want_argmax = oracle.token_stats(z, labels)
     ulp = np.spacing(np.float32(1 + np.abs(z).max()))
     for got, of in zip(values, want):
         assert got.dtype == jnp.float32 and got.shape == (n,)
         assert np.abs(wide(got) - of).max() <= 24 * ulp, np.abs(wide(got) - of).max() / ulp
-    best = np.sort(z, 1)[:, -2:]
-    clear = best[:, 1] - best[:, 0] > 64 * ulp
+    others = np.where(np.arange(vocab) == want_argmax[:, None], -np.inf, z)
+    clear = z.max(1) - others.max(1) > 64 * ulp
     assert argmax.dtype == jnp.int32
     np.testing.assert_array_equal(np.asarray(argmax)[clear], want_argmax[clear])
-    dz, _ = oracle.token_stats_vjp(z, labels, g)
-    dz = (dz * slope).astype("float64")
-    want = dz @ (wide(w) if transpose_w else wide(w).T), dz.T @ wide(x) if transpose_w else wide(x).T @ dz
-    for got, of, array in zip(gradients, (*want, dz.sum(0)), [a for a in (x, w, bias) if a is not None]):
-        assert got.dtype == array.dtype and got.shape == array.shape
-        assert rounded_errors(got, of) <= {"float32": 2e-5, "bfloat16": 6e-3, "float16": 1e-3}[dtype]
+    dz = (oracle.token_stats_vjp(z, labels, g)[0] * slope).astype("float64")
+    of_x, of_w = dz @ (wide(w) if transpose_w else wide(w).T), wide(x).T @ dz
+    wanted = {"x": of_x, "w": of_w.T if transpose_w else of_w, "b": dz.sum(0)}
+    bound = {"float32": 2e-5, "bfloat16": 6e-3, "float16": 1e-3}[dtype]
+    for (name, of), got, array in zip(wanted.items(), gradients, (x, w, bias)):
+        if array is not None:
+            assert got.dtype == array.dtype and got.shape == array.shape
+            assert rounded_errors(got, of) <= bound, (name, rounded_errors(got, of))
 
 
 def assert_topk(dtype, features, k, *, log=False, n=101, depth=24, vocab=1003, rows=ROWS, **more):

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_softmax as ps
+from pallas_softmax._src.stats import mosaic_gpu
 from tests.support import oracle
 from tests.support.oracle import wide
 
-N = 14  # the number of rows
+N = 16  # the number of rows
 
 
 def rows(v, dtype):
@@ -27,6 +29,8 @@ def rows(v, dtype):
     x[12] = -np.inf
     x[12, v - 1] = -3
     x[13, 0] = 30
+    x[14, [v // 4, v - 1]] = np.nan
+    x[15] = 0
     return jnp.asarray(x, dtype)
 
 
@@ -78,11 +82,8 @@ def assert_gradient(dx, x, labels, g, where=None, temperature=1.0):
     got, want = wide(dx)[fine], want[fine]
     dtype = jnp.finfo(dx.dtype)
     eps = float(dtype.eps) / 2 + 40 * 2.0**-23
-    bound = (
-        float(dtype.smallest_subnormal)
-        + eps * np.abs(want)
-        + 1e-5 * np.abs(want).max(-1, keepdims=True, initial=1e-3)
-    )
+    largest = np.abs(want).max(-1, keepdims=True, initial=1e-3)
+    bound = float(dtype.smallest_subnormal) + eps * np.abs(want) + 1e-5 * largest
     assert (np.abs(got - want) <= bound).all(), np.max(np.abs(got - want) / bound)
     if where is not None:
         assert not wide(dx)[~np.broadcast_to(where, dx.shape)].any()
@@ -105,3 +106,16 @@ def stats_and_gradient(f):
         return stats, pull(g)[0]
 
     return run
+
+
+def kernel_stats(plan, x, labels, where=None, temperature=None, interpret=None):
+    """Returns what `token_stats` returns, from the kernel with this plan, for x (rows, V)."""
+    scaled = temperature is not None
+    t = jnp.asarray(temperature if scaled else np.ones(1, "float32"))[:, None]
+    where = None if where is None else jnp.asarray(where)
+    columns = jnp.asarray(labels)[:, None]
+    found = mosaic_gpu.token_stats(
+        plan, jnp.asarray(x), where, t, columns, scaled=scaled, interpret=interpret
+    )
+    log_probs = found.at_label - jnp.log(found.moments.d)
+    return ps.TokenStats(*(a[..., 0] for a in (log_probs, found.entropy, found.logsumexp, found.argmax)))

@@ -1,0 +1,36 @@
+"""token_stats on a GPU: numbers and gradients of short and long rows, and very long ones."""
+
+import functools
+
+import pytest
+
+import pallas_softmax as ps
+from tests.support import stats
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
+run = stats.stats_and_gradient(functools.partial(ps.token_stats, implementation="mosaic_gpu"))
+
+# Rows in registers, in one CTA, in clusters, in two launches.
+CASES = [
+    (1, "float32", False),
+    (127, "float16", True),
+    (1000, "bfloat16", False),
+    (1003, "float16", True),
+    (5000, "float32", False),
+    (25000, "bfloat16", True),
+    (50257, "float32", True),
+    (128256, "bfloat16", False),
+    (262144, "float32", False),
+    (3000001, "float32", False),
+]
+
+
+@pytest.mark.parametrize(("v", "dtype", "options"), CASES)
+def test_numbers_and_gradients(v, dtype, options):
+    """With options, there are a mask and temperatures."""
+    x = stats.rows(v, dtype)
+    labels, g, where, temperature = stats.operands(v)
+    where, temperature = (where, temperature) if options else (None, 1.0)
+    got, dx = run(x, labels, where, temperature, g)
+    stats.assert_stats(got, x, labels, where, temperature)
+    stats.assert_gradient(dx, x, labels, g, where, temperature)
