@@ -14,6 +14,13 @@ cce           linear_cross_entropy of cut-cross-entropy, which skips small gradi
 quack         chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time
 quack_exp     the same with its "scaled exp" kernels, which store exponentials in place of logits
 
+With --function=token_stats the contenders compute a loss, entropy, logsumexp and argmax per token. The gradients are
+those of the sum of all losses and entropies. liger is then LigerFusedLinearScaledCrossEntropyFunction, which has loss
+and entropy only. Other libraries have no entropy. Two yardsticks compute less, and are not checked:
+
+logsumexp     linear_logsumexp, for a forward
+log_probs     linear_log_probs, for gradients
+
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
 products    The time relative to matmul. A forward computes 1 product, a mean with gradients 3. One loss per token
@@ -60,7 +67,8 @@ HEADS = {
 }
 W_SHAPES = ("DxV", "VxD")
 TORCH = ("torch", "torch_compile", "liger", "cce", "quack", "quack_exp")
-PEERS = ("matmul", "jax_scan", "jax_float32", "jax_inexact", *TORCH)
+YARDSTICKS = ("matmul", "logsumexp", "log_probs")
+PEERS = (*YARDSTICKS, "jax_scan", "jax_float32", "jax_inexact", *TORCH)
 REFERENCE = "jax_scan"
 _SCANNED = 2048  # tokens per step of jax_scan
 # The largest relative error (norm of the difference over norm) allowed against jax_scan: a few eps of the dtype to
@@ -81,46 +89,69 @@ class Loss:
     direction: str  # forward or both
     w_shape: str = "DxV"
     workspace_mib: int = 512
+    function: str = "cross_entropy"  # or token_stats
+
+    @property
+    def stats(self) -> bool:
+        return self.function == "token_stats"
 
 
-def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
-    """Returns one loss per token. The logits are in memory, in `dtype`."""
+def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any, stats: bool = False) -> jax.Array:
+    """Returns one loss per token, or what `_stacked` returns. The logits are in memory, in `dtype`."""
     z = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=dtype).astype(jnp.float32)
-    return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
+    logsumexp = jax.nn.logsumexp(z, -1)
+    losses = logsumexp - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
+    if not stats:
+        return losses
+    entropy = logsumexp - jnp.sum(jnp.exp(z - logsumexp[:, None]) * z, -1)
+    return _stacked(-losses, entropy, logsumexp, jnp.argmax(z, -1))
 
 
-def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns one loss per token, computing float32 logits of a few tokens at a time. dw is summed in float32."""
+def _stacked(log_probs: jax.Array, entropy: jax.Array, logsumexp: jax.Array, argmax: jax.Array) -> jax.Array:
+    """Returns four numbers per token, (tokens, 4): the loss and the other statistics."""
+    return jnp.stack([-log_probs, entropy, logsumexp, argmax.astype(jnp.float32)], -1)
+
+
+def _scanned(x: jax.Array, w: jax.Array, labels: jax.Array, stats: bool) -> jax.Array:
+    """Returns what `_plain` returns, from float32 logits of a few tokens at a time. dw is summed in float32."""
     wide = w.astype(jnp.float32)
-    step = jax.checkpoint(lambda tokens: _plain(tokens[0], wide.astype(w.dtype), tokens[1], jnp.float32))
+
+    @jax.checkpoint
+    def step(tokens: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _plain(tokens[0], wide.astype(w.dtype), tokens[1], jnp.float32, stats)
+
     size = min(_SCANNED, len(x))
     whole = len(x) // size * size
     parts = x[:whole].reshape(-1, size, x.shape[1]), labels[:whole].reshape(-1, size)
-    losses = lax.map(step, parts).ravel()
+    losses = lax.map(step, parts)
+    losses = losses.reshape(whole, *losses.shape[2:])
     return losses if whole == len(x) else jnp.concatenate([losses, step((x[whole:], labels[whole:]))])
 
 
 def _losses(contender: str, loss: Loss) -> Callable:
-    """Returns the loss (x, w, labels) -> mean or one loss per token, of a JAX contender."""
+    """Returns the function (x, w, labels) -> mean, one loss per token, or `_stacked`, of a JAX contender."""
     mean = jnp.mean if loss.reduction == "mean" else lambda losses: losses
     transposed = loss.w_shape == "VxD"
     columns = (lambda w: w.T) if transposed else (lambda w: w)
+    options: dict[str, Any] = {"transpose_w": transposed, "workspace_bytes": loss.workspace_mib * 2**20}
     match contender:
         case "matmul":
             return lambda x, w, labels: x @ columns(w)
         case "jax_scan":
-            return lambda x, w, labels: mean(_scanned(x, columns(w), labels))
+            return lambda x, w, labels: mean(_scanned(x, columns(w), labels, loss.stats))
         case "jax_float32":
-            return lambda x, w, labels: mean(_plain(x, columns(w), labels, jnp.float32))
+            return lambda x, w, labels: mean(_plain(x, columns(w), labels, jnp.float32, loss.stats))
         case "jax_inexact":
-            return lambda x, w, labels: mean(_plain(x, columns(w), labels, x.dtype))
-    return functools.partial(
-        pallas_softmax.linear_cross_entropy,
-        reduction="mean" if loss.reduction == "mean" else None,
-        transpose_w=transposed,
-        workspace_bytes=loss.workspace_mib * 2**20,
-        implementation=named(contender),
-    )
+            return lambda x, w, labels: mean(_plain(x, columns(w), labels, x.dtype, loss.stats))
+        case "logsumexp":
+            return lambda x, w, labels: pallas_softmax.linear_logsumexp(x, w, **options)
+        case "log_probs":
+            return functools.partial(pallas_softmax.linear_log_probs, **options)
+    options["implementation"] = named(contender)
+    if loss.stats:
+        return lambda x, w, labels: _stacked(*pallas_softmax.linear_token_stats(x, w, labels, **options))
+    reduction = "mean" if loss.reduction == "mean" else None
+    return functools.partial(pallas_softmax.linear_cross_entropy, reduction=reduction, **options)
 
 
 def _jax_call(record: Record, arrays: tuple) -> Call:
@@ -128,12 +159,14 @@ def _jax_call(record: Record, arrays: tuple) -> Call:
     function = _losses(record.contender, record.case)
 
     def forward(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
-        return {"y": function(x, w, labels)}
+        y = function(x, w, labels)
+        return {"y": y} if record.contender == "matmul" else _by_name(y)
 
     def both(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, Any]:
         y, pull = jax.vjp(lambda x, w: function(x, w, labels), x, w)
-        dx, dw = pull(jnp.full_like(y, 1 / y.size))
-        return {"y": y, "dx": dx, "dw": dw}
+        g = jnp.full_like(y, 1 / (len(y) if y.ndim else 1))
+        dx, dw = pull(g if y.ndim < 2 else g.at[:, 2:].set(0))
+        return _by_name(y) | {"dx": dx, "dw": dw}
 
     run = forward if record.contender == "matmul" or record.case.direction == "forward" else both
     call = jax_call(run, *arrays, ran="" if record.ours else "jax")
@@ -143,11 +176,27 @@ def _jax_call(record: Record, arrays: tuple) -> Call:
     return call
 
 
-def _torch_losses(contender: str, reduction: str) -> Callable:
-    """Returns the loss (x, w, labels) of a torch contender. Its w is (V, D)."""
+def _by_name(y: Any) -> dict[str, Any]:
+    """Returns losses as y. Of statistics, it returns each by itself, because each has an error of its own."""
+    return {"y": y} if y.ndim < 2 else dict(zip(("y", "entropy", "logsumexp", "argmax"), y.T))
+
+
+def _torch_losses(contender: str, loss: Loss) -> Callable:
+    """Returns the function (x, w, labels) of a torch contender. Its w is (V, D). Statistics are loss and entropy."""
     import torch  # pyright: ignore[reportMissingImports]
 
+    reduction = loss.reduction
+    if loss.stats and contender != "liger":
+        raise NotImplementedError(f"{contender} has no entropy")
     match contender:
+        case "liger" if loss.stats:
+            from liger_kernel.ops import (  # pyright: ignore[reportMissingImports]
+                LigerFusedLinearScaledCrossEntropyFunction,
+            )
+
+            options = (1.0, -100, 1, True)  # temperature, ignored label, tiles per cluster, with the entropy
+            function = LigerFusedLinearScaledCrossEntropyFunction.apply
+            return lambda x, w, labels: torch.stack(function(x, w, labels, *options), -1)
         case "liger":
             from liger_kernel.ops import (  # pyright: ignore[reportMissingImports]
                 LigerFusedLinearCrossEntropyFunction,
@@ -196,18 +245,18 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
     labels, w = labels.long(), w if transposed else w.T  # a view of shape (V, D)
     if record.contender in ("liger", "cce", "quack_exp"):
         w = w.contiguous()
-    function = _torch_losses(record.contender, record.case.reduction)
+    function = _torch_losses(record.contender, record.case)
 
     def forward() -> dict[str, Any]:
         with torch.no_grad():
-            return {"y": function(x, w, labels)}
+            return _by_name(function(x, w, labels))
 
     leaves = [a.detach().requires_grad_() for a in (x, w)]
 
     def both() -> dict[str, Any]:
         y = function(*leaves, labels)
-        dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / y.numel()))
-        return {"y": y.detach(), "dx": dx, "dw": dw if transposed else dw.T}
+        dx, dw = torch.autograd.grad(y, leaves, torch.full_like(y, 1 / (len(y) if y.ndim else 1)))
+        return _by_name(y.detach()) | {"dx": dx, "dw": dw if transposed else dw.T}
 
     run = forward if record.case.direction == "forward" else both
     if timing.on_gpu():
@@ -224,18 +273,20 @@ def _torch_call(record: Record, arrays: tuple) -> Call:
 def make_losses(chosen: Any) -> list[Loss]:
     """Returns every loss that the flags ask for.
 
-    A forward has one reduction only, because a mean and one loss per token cost the same.
+    A forward has one reduction only, because a mean and one loss per token cost the same. Statistics are per token.
     """
     return [
-        Loss(tokens, head, dtype, reduction, direction, w_shape, workspace)
+        Loss(tokens, head, dtype, reduction, direction, w_shape, workspace, function)
+        for function in chosen.function
         for head in chosen.head
         for tokens in chosen.batch
         for dtype in chosen.dtype
         for w_shape in chosen.w_shape
         for workspace in chosen.workspace_mib
-        for reduction in chosen.reduction
+        for reductions in [("none",) if function == "token_stats" else chosen.reduction]
+        for reduction in reductions
         for direction in chosen.direction
-        if direction == "both" or reduction == chosen.reduction[0]
+        if direction == "both" or reduction == reductions[0]
     ]
 
 
@@ -264,12 +315,12 @@ def run_loss(loss: Loss, chosen: Any) -> list[Record]:
         driver.describe(record, call)
         got = call.run()
         call.wait(got)
-        if name == "matmul":
+        if name in YARDSTICKS:
             return call
         if name in TORCH:
             got = {key: jnp.from_dlpack(a.contiguous()) for key, a in got.items()}
         wanted.update(wanted or got)
-        error = driver.largest_error(got, wanted)
+        error = driver.largest_error(got, {key: wanted[key] for key in got})
         record.add(value=float(jnp.mean(got["y"])), error=error)
         if not error <= allowed:
             reason = f"{error:.3g} off {REFERENCE}'s, more than {allowed:.3g}"
@@ -305,15 +356,19 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
         memory.tick_params(axis="y", labelleft=False)
         loss = own.iloc[0]
         what = {"mean": "mean", "none": "a loss per token"}[loss.reduction]
+        what = "statistics of each token" if loss.get("function") == "token_stats" else what
         passes = {"both": "forward and backward", "forward": "forward"}[loss.direction]
         width, vocab = HEADS[loss["head"]]
         size = f"{loss.tokens:,} tokens, {width:,} to {vocab:,}, {loss['dtype']}"
         size += ", w as (V, D)" * (loss.get("w_shape") == "VxD")
-        size += f", {loss.workspace_mib:,} MiB" * (loss.get("workspace_mib", 512) != 512)
+        workspace = loss.get("workspace_mib", 512)
+        size += f", {workspace:,} MiB" * (workspace != 512)
         speed.set_title(f"{what}, {passes}: {size}", loc="left", fontsize=10)
     ours = rows[rows.contender == "auto"]
     peak = rows.memory_mib[rows.contender == "jax_float32"].max()
-    title = f"linear_cross_entropy: {plot.span(ours.speedup)} as fast as {plot.words(baseline)}"
+    functions = rows.function.unique() if "function" in rows else ("cross_entropy",)
+    title = ", ".join(f"linear_{name}" for name in functions)
+    title += f": {plot.span(ours.speedup)} as fast as {plot.words(baseline)}"
     if peak == peak:
         title += f", in {ours.memory_mib.max() / 1024:.1f} GiB of temporaries instead of {peak / 1024:.1f}"
     plot.finish(figure, file, document, title)
@@ -429,11 +484,13 @@ def define_flags() -> None:
     )
     flags.define_list("w_shape", flags.words(W_SHAPES), "DxV", "How w is stored.")
     flags.define_list("workspace_mib", flags.INTEGERS, "512", "workspace_bytes of our losses, in MiB.")
+    functions = flags.words(("cross_entropy", "token_stats"))
+    flags.define_list("function", functions, "cross_entropy", "The function of the projection.")
     flags.define_list("reduction", flags.words(("mean", "none")), "mean", "One mean, or one loss per token.")
     flags.define_list(
         "direction", flags.words(("forward", "both")), "forward", "The loss alone, or with its gradients."
     )
-    flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[1:4])
+    flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[3:6])
     absl_flags.DEFINE_integer("training_steps", 400, "Training steps of the language model; 0: none.", 0)
 
 

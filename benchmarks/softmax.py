@@ -1,10 +1,14 @@
-"""How fast are softmax, log_softmax and logsumexp? python -m benchmarks.softmax --flagfile=configs/targets.flags."""
+"""How fast are softmax, log_softmax and logsumexp? python -m benchmarks.softmax --flagfile=configs/targets.flags.
+
+--function=token_stats times the forward of token_stats. Its yardstick is --function=logsumexp.
+"""
 
 import functools
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import app
 
 import pallas_softmax
@@ -17,14 +21,31 @@ from benchmarks.support.result import Record, View
 
 
 def _ours(x: jax.Array, where: Any = None, *, function: str, **options: Any) -> tuple[jax.Array, None]:
+    if function == "token_stats":
+        labels = jnp.zeros(x.shape[1 + options["axis"]], jnp.int32)
+        statistics = pallas_softmax.token_stats(x, labels, where=where, **options)
+        return _stacked(statistics, options["axis"]), None
     return getattr(pallas_softmax, function)(x, where=where, **options), None
 
 
+def _stacked(statistics: Any, axis: int) -> jax.Array:
+    """Returns log p of label 0, the entropy, logsumexp and the argmax of each row, as float32 along `axis`."""
+    return jnp.stack([a.astype(jnp.float32) for a in statistics], axis)
+
+
 def _jax(x: jax.Array, where: Any = None, *, function: str, axis: int) -> tuple[jax.Array, None]:
+    if function == "token_stats":
+        x = x.astype(jnp.float32) if where is None else jnp.where(where, x.astype(jnp.float32), -jnp.inf)
+        log_p = jax.nn.log_softmax(x, axis)
+        entropy = -jnp.sum(jnp.where(log_p == -jnp.inf, 0, jnp.exp(log_p) * log_p), axis)
+        at_label, logsumexp = jnp.take(log_p, 0, axis), jax.nn.logsumexp(x, axis)
+        return _stacked((at_label, entropy, logsumexp, jnp.argmax(x, axis)), axis), None
     return getattr(jax.nn, function)(x, axis=axis, where=where), None
 
 
 def _torch(x: Any, *, function: str, axis: int) -> tuple[Any, None]:
+    if function == "token_stats":
+        raise NotImplementedError("torch has no function for the statistics of a row")
     return getattr(x, function)(dim=axis), None
 
 
@@ -71,7 +92,9 @@ BENCHMARK = Benchmark("softmax", make_cases, _run, VIEW, lambda cases: ("copy",)
 
 
 def define_flags() -> None:
-    flags.define("batch", "vocab", "shapes", "dtype", "function", "where", "axis", "direction")
+    flags.define("batch", "vocab", "shapes", "dtype", "where", "axis", "direction")
+    functions = flags.words((*flags.FUNCTIONS, "token_stats"))
+    flags.define_list("function", functions, "softmax", "The function to compute.")
     flags.define("implementations", "logits", "seed", "repeats")
     flags.define_peers(PEERS)
 

@@ -14,6 +14,7 @@ from pallas_softmax._src.linear.api import (
     linear_logsumexp,
     linear_token_stats,
 )
+from pallas_softmax._src.linear.topk import linear_topk
 from pallas_softmax._src.route.api import Routing, route
 from pallas_softmax._src.sample.api import Sample, sample
 from pallas_softmax._src.softmax.api import log_softmax, logsumexp, softmax
@@ -39,6 +40,7 @@ __all__ = [
     "linear_log_probs",
     "linear_logsumexp",
     "linear_token_stats",
+    "linear_topk",
     "log_softmax",
     "logsumexp",
     "online",

@@ -138,6 +138,8 @@ class Answer:
     @functools.cached_property
     def output(self) -> Expected:
         """The expected y of whole rows."""
+        if self.function == "token_stats":
+            return self._statistics()
         want, unit, slack_times = bounds.expected(self.function, (self.x,), self.mask)
         if self.function != "logsumexp":  # its unit already includes the error of d
             with np.errstate(all="ignore"):
@@ -150,6 +152,19 @@ class Answer:
             want, bound, scale = want[:, 0], bound[:, 0], scale[:, 0]
         return Expected(want, bound, scale, self.x.dtype)
 
+    def _statistics(self) -> Expected:
+        """Returns log p of label 0, the entropy, logsumexp and the argmax of each row, in float32."""
+        x = oracle.wide(self.x) if self.mask is None else np.where(self.mask, oracle.wide(self.x), -np.inf)
+        logsumexp = oracle.logsumexp(self.x, -1, self.mask)
+        with np.errstate(all="ignore"):
+            log_p = x - np.where(np.isfinite(logsumexp), logsumexp, np.nan)[:, None]
+            entropy = -np.sum(np.where(log_p == -np.inf, 0, np.exp(log_p) * log_p), -1)
+        want = np.stack([log_p[:, 0], entropy, logsumexp, np.argmax(x, -1)], -1)
+        scale = np.maximum(np.abs(np.nan_to_num(want, posinf=0, neginf=0)), 1)
+        scale[:, 1] = 1
+        bound = bounds.eps(np.dtype("float32")) * 4 * (1 + np.log(x.shape[1])) * scale * [1, 1, 1, 0]
+        return Expected(want, bound + _least(self.x.dtype), scale, np.dtype("float32"))
+
     @functools.cached_property
     def gradient(self) -> Expected:
         """The expected dx. For top-k the winners are the stable order's."""
@@ -158,6 +173,8 @@ class Answer:
     def _gradient(self, indices: np.ndarray | None) -> Expected:
         assert self.dy is not None, "a gradient needs a cotangent"
         x, mask, dtype = self.x, self.mask, self.x.dtype
+        if self.function == "token_stats":
+            raise NotImplementedError("the gradient of token_stats is not checked here")
         dy = self.dy.astype(dtype)
         p = oracle.softmax(x, -1, mask)
         if self.function == "logsumexp":

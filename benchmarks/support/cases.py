@@ -45,7 +45,9 @@ class Case:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The shape of the differentiable output, rows first: y, one number per row, or the k values."""
+        """The shape of the output, rows first: y, one number per row, four of them, or the k values."""
+        if self.function == "token_stats":
+            return (self.batch, 4)
         if self.function == "logsumexp":
             return (self.batch,)
         return (self.batch, self.vocab if self.k is None else self.k)
@@ -58,6 +60,7 @@ class Case:
         softmax, log_softmax  x                            y
           backward            y, dy                        dx
         logsumexp             x                            a number per row
+        token_stats           x                            four numbers per row
           backward            x, two numbers per row       dx
         top-k                 x                            k values, k int32 indices
           backward            x                            dx
@@ -68,8 +71,9 @@ class Case:
         row = self.vocab * itemsize
         if self.k is not None:
             forward, backward = row + self.k * (itemsize + 4), 2 * row
-        elif self.function == "logsumexp":
-            forward, backward = row + itemsize, 2 * row + 2 * itemsize
+        elif self.function in ("logsumexp", "token_stats"):
+            numbers = itemsize if self.function == "logsumexp" else 16
+            forward, backward = row + numbers, 2 * row + 2 * numbers
         else:
             forward, backward = 2 * row, 3 * row
         per_row = {"forward": forward, "backward": backward, "both": forward + backward}

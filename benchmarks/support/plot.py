@@ -36,6 +36,8 @@ STYLES = {
     "safe": ("safe softmax (3 reads, 1 write)", RED, "-"),
     "online": ("online softmax (2 reads, 1 write)", ORANGE, "-"),
     "topk": ("top-k alone", GREEN, "-"),
+    "fused_topk": ("fused_topk", SKY, "-"),
+    "jax_dense": ("plain JAX, dense weights", ORANGE, "--"),
     "safe_unfused": ("safe softmax and a separate top-k", RED, "-"),
     "safe_fused": ("safe softmax fused with top-k", PINK, "-"),
     "online_fused": ("online softmax fused with top-k", ORANGE, "-"),

@@ -47,6 +47,7 @@ COLUMNS = {
     "last_loss": "the mean loss of the last steps",
     "largest_gap": "the largest difference from plain JAX's loss, over all steps",
     "step_us": "the wall time of a step",
+    "of_topk": "the time relative to fused_topk",
     "products": "the time relative to the projection alone",
     "memory_mib": "temporaries, including any float32 dw: XLA's plan, or torch's peak",
     "first_result_s": "seconds to trace, lower, compile and run a JAX function the first time",

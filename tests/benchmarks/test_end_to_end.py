@@ -21,7 +21,7 @@ from jax import lax
 
 import pallas_softmax
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, programs, sample, serve, sharded, softmax, topk
+from benchmarks import accuracy, beam_search, linear, programs, route, sample, serve, sharded, softmax, topk
 from benchmarks.support import cases, checked, driver, result, timing
 from benchmarks.support.contenders import Contender, jax_call, prepare_jax
 from benchmarks.support.result import Record
@@ -97,12 +97,19 @@ RUNS = [
     (softmax, DTYPES, 9),
     (topk, DTYPES, 9),
     (softmax, f"{MASKS} --direction=both --logits=peaked --peers=jax,torch", 3 * 4 * 2 * 3),
+    (
+        softmax,
+        "--function=token_stats --axis=-1,0 --where=none,full --logits=ties,nan --peers=jax,torch",
+        8 * 3,
+    ),
     (sample, "--shapes=3x60 --dtype=float32,bfloat16 --peers=jax,torch --logits=normal,ties", 4 * 6 * 3),
     (serve, f"{DECODING} --batch=9 --dtype=float32,bfloat16", 2 * 3),
     (beam_search, f"{DECODING} --batch=3 --k=3 --dtype=bfloat16", 4),
     (accuracy, "--shapes=20x300 --function=softmax,log_softmax --implementations=xla,mosaic_gpu", 4),
     (sharded, "--shapes=6x40,6x40x5", 5),
+    (route, "--shapes=9x64x6,9x12x2 --direction=forward,both --peers=fused_topk,jax_dense", 5 * 2 * 4),
     (linear, f"{LINEAR} --reduction=mean,none --direction=both --w_shape=DxV,VxD --peers=quack", 4 * 5),
+    (linear, f"{LINEAR} --function=token_stats --direction=forward,both --peers=liger,log_probs", 2 * 6),
     (programs, f"{PROGRAMS} --programs=block_where,loss_lse,attention_causal --dtype=bfloat16", 2 * 10),
 ]
 
@@ -113,7 +120,7 @@ def test_every_benchmark_runs(run_benchmark, capsys, benchmark, args, count):
     code, rows = run_benchmark(benchmark, *args.split())
     assert code == 0 and len(rows) == count
     for row in rows:
-        if row["contender"] in ("mosaic_gpu", "torch", "quack") and row["status"] == "not run":
+        if row["contender"] in ("mosaic_gpu", "torch", "quack", "liger") and row["status"] == "not run":
             assert row["contender"] in row["reason"] or "torch" in row["reason"] or "mask" in row["reason"]
         else:
             assert row["status"] == "ok", row
@@ -136,6 +143,10 @@ def _without_gradient(loss, x, w, *args, **options):
     return lax.stop_gradient(loss(x, w, *args, **options)) + 0 * x.sum() * w.sum()
 
 
+def _no_entropy(token_stats, *args, **options):
+    return (stats := token_stats(*args, **options))._replace(entropy=0 * stats.entropy)
+
+
 def _off(softmax, x, **options):
     return softmax(x, **options) * (1 + 2.0**-6)
 
@@ -151,6 +162,8 @@ WRONG = [  # a function of ours, a wrong one, and a benchmark with its flags
     ("sample", _first_entry, serve, f"{DECODING} --batch=9"),
     ("logsumexp", _off, programs, f"{PROGRAMS} --programs=loss_lse"),
     ("linear_cross_entropy", _without_gradient, linear, "--batch=40 --direction=both --training_steps=0"),
+    ("linear_token_stats", _no_entropy, linear, "--batch=40 --function=token_stats --training_steps=0"),
+    ("token_stats", _no_entropy, softmax, "--function=token_stats"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""linear_logsumexp, linear_cross_entropy and linear_log_probs: losses, gradients, labels, masks and memory."""
+"""The functions linear_*: losses, statistics, winners, gradients, labels, masks and memory."""
 
 import functools
 import re
@@ -15,6 +15,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import _scale, chunk_rows, gradient_rows
 from pallas_softmax._src.linear.losses import Head, Tokens
+from tests.support import oracle
 from tests.support.covering import first, pairs, slow
 from tests.support.linear import (
     FEATURES,
@@ -23,6 +24,8 @@ from tests.support.linear import (
     assert_left_out_tokens_do_not_matter,
     assert_losses_and_gradients,
     assert_several_labels,
+    assert_stats,
+    assert_topk,
     gradient_bound,
     losses_and_gradients,
     of_size,
@@ -429,6 +432,183 @@ def test_columns_that_the_bias_masks():
     np.testing.assert_allclose(wide_loss, loss, rtol=1e-6)
     np.testing.assert_allclose(wide(wide_dx), wide(dx), rtol=2**-6, atol=2**-12)
     np.testing.assert_allclose(wide(wide_dw[:, :90]), wide(dw), rtol=2**-6, atol=2**-12)
+
+
+# --- Statistics of tokens, and winners ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    ("dtype", "features", "peak"),
+    first(
+        1,
+        [
+            ("bfloat16", "softcap", 1),
+            *pairs(["float32", "bfloat16", "float16"], ["", "bias", "softcap", "transposed"], [1, 40]),
+        ],
+    ),
+)
+def test_token_stats(dtype, features, peak):
+    assert_stats(dtype, features, peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 50257])
+@pytest.mark.parametrize("n", [1, 130])
+def test_token_stats_of_shapes(n, vocab):
+    assert_stats("bfloat16", "", 1, n=n, depth=8, vocab=vocab, temperature=False)
+
+
+@pytest.mark.slow
+def test_token_stats_and_labels():
+    """A label out of range makes its log-probability NaN, and the gradient NaN only if the cotangent is not 0."""
+    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    bad = labels.at[jnp.arange(3)].set(jnp.array([-1, 100, 2**31 - 1]))
+    got, without, want = (ps.linear_token_stats(x, w, *given) for given in ((bad,), (), (labels,)))
+    assert without.log_probs is None
+    np.testing.assert_array_equal(got.log_probs, want.log_probs.at[:3].set(jnp.nan))
+    for stats in (got, without):
+        jax.tree.map(np.testing.assert_array_equal, stats[1:], want[1:])
+
+    def total(x, kept, labels):
+        stats = ps.linear_token_stats(x, w, labels)
+        return jnp.sum(jnp.where(kept, stats.log_probs, 0)) + jnp.sum(stats.entropy)
+
+    dx = jax.grad(total)(x, np.arange(12) > 0, bad)
+    np.testing.assert_array_equal(np.isnan(dx).all(1), (np.arange(12) > 0) & (np.arange(12) < 3))
+    np.testing.assert_allclose(dx[3:], jax.grad(total)(x, np.arange(12) > 0, labels)[3:], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_bias", [np.nan, np.inf, -np.inf])
+def test_token_stats_of_logits_that_are_not_finite(of_bias):
+    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    bias = np.zeros(100, "float32")
+    bias[70:] = of_bias
+    got = ps.linear_token_stats(x.at[3].set(jnp.nan), w, labels % 70, bias=bias)
+    if np.isneginf(of_bias):  # these columns do not count
+        assert np.isfinite(np.delete(got.entropy, 3)).all() and (got.argmax < 70).all()
+    else:
+        assert np.isnan(got.entropy).all() and np.isnan(got.log_probs).all()
+        np.testing.assert_array_equal(got.argmax, [70] * 3 + [0] + [70] * 8)
+    none = ps.linear_token_stats(x, w, labels, bias=np.full(100, -np.inf, "float32"))
+    assert np.isnan(none.entropy).all() and np.isneginf(none.logsumexp).all() and not none.argmax.any()
+
+
+@pytest.mark.slow
+def test_transformations_of_token_stats():
+    x, w, labels, _ = arrays(24, 8, 100, "float32")
+
+    def total(x, w, labels):
+        log_probs, entropy, logsumexp, _ = ps.linear_token_stats(
+            x, w, labels, workspace_bytes=workspace(100, 8)
+        )
+        return jnp.sum(log_probs * logsumexp + entropy**2)
+
+    def in_slices(x, w, labels):
+        return jnp.sum(jax.vmap(total, (0, None, 0))(x.reshape(3, 8, 8), w, labels.reshape(3, 8)))
+
+    def reference(x, w, labels):
+        z = jnp.matmul(x, w, precision="highest")
+        log_p = jax.nn.log_softmax(z)
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+        return jnp.sum(log_p[jnp.arange(24), labels] * jax.nn.logsumexp(z, -1) + entropy**2)
+
+    want = jax.jit(jax.value_and_grad(reference, (0, 1)))(x, w, labels)
+    for f in (total, jax.checkpoint(total), in_slices):
+        got = jax.jit(jax.value_and_grad(f, (0, 1)))(x, w, labels)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: total(x, w, labels), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="no gradient in temperature"):
+        jax.grad(lambda t: ps.linear_token_stats(x, w, temperature=t).entropy.sum())(1.0)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    ("dtype", "features", "k", "log"),
+    first(
+        1,
+        [
+            ("bfloat16", "softcap", 5, True),
+            *pairs(
+                ["float32", "bfloat16", "float16"],
+                ["", "bias", "softcap", "transposed"],
+                [1, 5, 40],
+                [False, True],
+            ),
+        ],
+    ),
+)
+def test_topk(dtype, features, k, log):
+    assert_topk(dtype, features, k, log=log)
+
+
+@pytest.mark.slow
+def test_topk_equals_fused_topk():
+    """With integers, no sum is rounded: ties go to the lowest column. One token, one batch, no token, k of 0 and V."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-2, 3, (3, 7, 8)).astype("float32")
+    w = rng.integers(-2, 3, (8, 50)).astype("float32")
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    for rows, k in ((x, 5), (x, 0), (x, 50), (x[0, 0], 3), (x[:0], 3)):
+        got = ps.linear_topk(rows, w, k, workspace_bytes=1)
+        want = ps.fused_topk(rows @ w, k)
+        np.testing.assert_array_equal(got.indices, want.indices)
+        close(got.values, want.values)
+    each = jax.vmap(lambda w: ps.linear_topk(x[0], w, 4))(np.stack([w, -w]))
+    np.testing.assert_array_equal(each.indices[1], ps.fused_topk(-x[0] @ w, 4).indices)
+    shared = jax.vmap(lambda x, t: ps.linear_topk(x, w, 4, temperature=t))(
+        x, np.arange(1.0, 4, dtype="float32")
+    )
+    jax.tree.map(
+        close, shared, ps.fused_topk(x @ w, 4, temperature=np.arange(1.0, 4, dtype="float32")[:, None])
+    )
+    (n,) = jax.export.symbolic_shape("n")
+    f = jax.jit(functools.partial(ps.linear_topk, k=4, workspace_bytes=1))
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((n, 8), "float32"), w)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(x[0], w).indices, f(x[0], w).indices)
+
+
+@pytest.mark.slow
+def test_topk_in_float64(x64):
+    x, w, _, _ = arrays(20, 8, 100, "float64")
+    got = ps.linear_topk(x, w, 5)
+    want, indices = oracle.fused_topk(np.asarray(x, "longdouble") @ np.asarray(w, "longdouble"), 5)
+    assert got.values.dtype == "float64" and got.indices.dtype == "int32"
+    np.testing.assert_array_equal(got.indices, indices)
+    np.testing.assert_allclose(got.values, want.astype("float64"), rtol=1e-13)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd])
+def test_topk_has_no_gradient(transform):
+    with pytest.raises(NotImplementedError, match="linear_topk: there is no gradient.*linear_log_probs"):
+        jax.jit(transform(lambda w: jnp.sum(ps.linear_topk(X, w, 2).values))).lower(W)
+    jax.jit(
+        jax.grad(lambda w: jnp.sum(ps.linear_topk(X, jax.lax.stop_gradient(w), 2).values) * w[0, 0])
+    ).lower(W)
+
+
+def test_topk_and_bad_input():
+    for error, match, keywords in (
+        (ValueError, "k must be from 0 to the row's length 5, got 6", {"k": 6}),
+        (TypeError, "k must be an integer, got 1.0", {"k": 1.0}),
+        (TypeError, "log must be True or False, got 1", {"log": 1}),
+        (ValueError, "temperature must be positive, got 0.0", {"temperature": 0.0}),
+        (
+            ValueError,
+            r"temperature must be a scalar or broadcast .*\(3,\), got \(2,\)",
+            {"temperature": np.ones(2)},
+        ),
+        (ValueError, "workspace_bytes must be positive, got 0", {"workspace_bytes": 0}),
+        (ValueError, r"w \(V, D\) for transpose_w=True", {"transpose_w": True}),
+        (ValueError, "softcap must be", {"softcap": -1}),
+        (NotImplementedError, "cannot run topk", {"implementation": "mosaic_gpu"}),
+        (ValueError, "implementation must be", {"implementation": "cuda"}),
+    ):
+        with pytest.raises(error, match=f"linear_topk: .*{match}"):
+            ps.linear_topk(X, W, **{"k": 2, **keywords})
 
 
 # --- Memory and number of products --------------------------------------------------------------------

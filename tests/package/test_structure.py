@@ -16,8 +16,8 @@ PACKAGE = pallas_softmax.__name__
 # its files that are not listed themselves.
 LAYERS = (
     ("__init__",),
-    ("_src.route",),
-    ("_src.linear", "_src.sample", "_src.softmax", "_src.stats", "_src.topk", "paper"),
+    ("_src.linear", "_src.route"),
+    ("_src.sample", "_src.softmax", "_src.stats", "_src.topk", "paper"),
     ("_src.arguments",),
     ("_src.triton", "_src.gpu"),
     ("_src.dispatch",),

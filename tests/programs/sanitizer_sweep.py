@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_softmax as ps
 from pallas_softmax import paper
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.linear.plan import plan_projection
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
-from tests.support import bounds, cases, kernels, linear, oracle
+from tests.support import bounds, cases, kernels, linear, oracle, routing
 from tests.support import triton_kernels as triton
 from tests.support.kernels import Parts, Strips, Tile, Window
 
@@ -87,6 +88,11 @@ TRITON_TOPK = [
 ]
 
 # (n, D, V, dtype, head, bias, peak). A cluster with a tile that ends half beyond the last row; one tile; less than one.
+ROUTERS = [
+    ("softmax", 100, 6, "bfloat16"),
+    ("sigmoid, bias", 64, 6, "float32"),
+    ("sigmoid, bias, groups", 256, 8, "float32"),
+]
 PROJECTIONS = [
     (136, 128, 640, "bfloat16", Head(transpose_w=True, softcap=9.0), True, 1),
     (40, 64, 256, "bfloat16", Head(), False, 30),
@@ -128,6 +134,12 @@ def mosaic_gpu():
         dx, _ = gradients(x, won, m, d, g, np.zeros_like(m))
         want, _ = oracle.fused_topk_vjp(x, g, k)
         np.testing.assert_allclose(np.asarray(dx, "float32"), want, rtol=0.05, atol=1e-3)
+    for name, experts, k, dtype in ROUTERS:
+        x = np.random.default_rng(0).standard_normal((200, experts)).astype(dtype)
+        gate, bias = routing.GATES[name], np.linspace(-0.1, 0.1, experts, dtype="float32")
+        f = functools.partial(ps.route, k=k, implementation="mosaic_gpu", **gate.keywords(bias))
+        routing.judge(jax.jit(f)(x), x, k, gate, bias)
+        jax.block_until_ready(jax.jit(jax.grad(lambda x, f=f: f(x).weights.sum()))(x))
     for v, dtype, plan, names in COLUMNS:
         x = np.random.default_rng(0).standard_normal((32, v)).astype(dtype)  # two arrays of 16 columns
         for name in names:

@@ -796,6 +796,29 @@ def explained(op, how):
         assert (choices[0].call.rows, choices[0].call.vocab) == local
 
 
+@each(how=("auto", "explicit"), spec=("b", "v"), fast=0)
+def router(how, spec):
+    """A sharded batch stays where it is. Experts that a mesh divides are gathered."""
+    n = jax.device_count()
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((n,), ("d",), axis_types=(kind,))
+    x = np.random.default_rng(0).standard_normal((8 * n, 64)).astype(F32)
+    bias = np.linspace(-0.1, 0.1, 64).astype(F32)
+
+    def gate(x):
+        found = ps.route(x, 6, score="sigmoid", bias=bias, groups=8, top_groups=4, renormalize=True)
+        return found.weights.sum() + found.logsumexp.sum(), found
+
+    f = jax.grad(gate, has_aux=True)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("d", None) if spec == "b" else P(None, "d")))
+        got, sent = execute(f, placed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, f(x))
+    if spec == "b":
+        assert got[0].sharding.is_equivalent_to(placed.sharding, 2)
+        assert not [c for c in sent if c.group > 1 and c.bytes > 4]  # a sum of the loss
+
+
 CHECKS |= linear_checks.CHECKS
 SLOW |= linear_checks.SLOW
 SLOW |= {

@@ -21,6 +21,7 @@ from jax import lax
 import pallas_softmax as ps
 from pallas_softmax._src.linear import losses as projection
 from pallas_softmax._src.linear.losses import Head, Tokens
+from tests.support import oracle
 from tests.support.oracle import wide
 
 ROWS = 40  # rows of a chunk: fewer than the tokens, and not a divisor of their number
@@ -367,6 +368,84 @@ def run_operations(operations, workspace_bytes, x, w, bias, labels, g, keywords)
         return -projection.losses(found, tokens, None), gradients
 
     return run(x, w, bias)
+
+
+def assert_stats(dtype, features, peak, *, n=101, depth=24, vocab=1003, rows=ROWS, temperature=True, **more):
+    """Asserts that statistics and gradients of `linear_token_stats` are right, in chunks of `rows` float32 rows.
+
+    Some tokens have cotangents of 0. The argmax is exact if the largest logit is clearly the largest.
+    """
+    keywords = dict(FEATURES[features])
+    has_bias, transpose_w = keywords.pop("bias", False), keywords.get("transpose_w", False)
+    x, w, labels, bias = arrays(n, depth, vocab, dtype, peak=peak, bias=has_bias, transpose_w=transpose_w)
+    g = np.random.default_rng(1).standard_normal((3, n)).astype("float32")
+    g[:, ::5] = 0
+    t = np.linspace(0.5, 2, n, dtype="float32") if temperature else np.ones(n, "float32")
+    keywords |= {"temperature": t if temperature else 1.0, "workspace_bytes": workspace(vocab, rows), **more}
+
+    @jit
+    def run(x, w, bias):
+        def floats(x, w, bias):
+            stats = ps.linear_token_stats(x, w, labels, bias=bias, **keywords)
+            return stats[:3], stats.argmax
+
+        values, pull, argmax = jax.vjp(floats, x, w, bias, has_aux=True)
+        return values, argmax, pull(tuple(g))
+
+    values, argmax, gradients = run(x, w, bias)
+    z, slope = logits(
+        x,
+        w,
+        bias=bias,
+        softcap=keywords.get("softcap"),
+        temperature=wide(t)[:, None],
+        transpose_w=transpose_w,
+    )
+    *want, want_argmax = oracle.token_stats(z, labels)
+    ulp = np.spacing(np.float32(1 + np.abs(z).max()))
+    for got, of in zip(values, want):
+        assert got.dtype == jnp.float32 and got.shape == (n,)
+        assert np.abs(wide(got) - of).max() <= 24 * ulp, np.abs(wide(got) - of).max() / ulp
+    best = np.sort(z, 1)[:, -2:]
+    clear = best[:, 1] - best[:, 0] > 64 * ulp
+    assert argmax.dtype == jnp.int32
+    np.testing.assert_array_equal(np.asarray(argmax)[clear], want_argmax[clear])
+    dz, _ = oracle.token_stats_vjp(z, labels, g)
+    dz = (dz * slope).astype("float64")
+    want = dz @ (wide(w) if transpose_w else wide(w).T), dz.T @ wide(x) if transpose_w else wide(x).T @ dz
+    for got, of, array in zip(gradients, (*want, dz.sum(0)), [a for a in (x, w, bias) if a is not None]):
+        assert got.dtype == array.dtype and got.shape == array.shape
+        assert rounded_errors(got, of) <= {"float32": 2e-5, "bfloat16": 6e-3, "float16": 1e-3}[dtype]
+
+
+def assert_topk(dtype, features, k, *, log=False, n=101, depth=24, vocab=1003, rows=ROWS, **more):
+    """Asserts that `linear_topk` has the values and, except for near ties, the indices of the oracle's top-k."""
+    keywords = dict(FEATURES[features])
+    has_bias, transpose_w = keywords.pop("bias", False), keywords.get("transpose_w", False)
+    x, w, _, bias = arrays(n, depth, vocab, dtype, peak=2, bias=has_bias, transpose_w=transpose_w)
+    t = np.linspace(0.5, 2, n, dtype="float32")
+    keywords |= {"temperature": t, "workspace_bytes": workspace(vocab, rows), "log": log, **more}
+    values, indices = jit(lambda x, w, bias: ps.linear_topk(x, w, k, bias=bias, **keywords))(x, w, bias)
+    assert (
+        values.dtype == jnp.float32 and indices.dtype == jnp.int32 and values.shape == indices.shape == (n, k)
+    )
+    z, _ = logits(
+        x,
+        w,
+        bias=bias,
+        softcap=keywords.get("softcap"),
+        temperature=wide(t)[:, None],
+        transpose_w=transpose_w,
+    )
+    want, best = oracle.fused_topk(z, k, log=log)
+    ulp = np.spacing(np.float32(1 + np.abs(z).max()))
+    at_indices = np.take_along_axis(
+        oracle.log_softmax(z) if log else oracle.softmax(z), np.asarray(indices), -1
+    )
+    for got in values, at_indices:  # a near tie may be in another order
+        assert (np.abs(wide(got) - want) <= 24 * ulp * (1 if log else want)).all()
+    assert (np.asarray(indices) == best).mean() > 0.99
+    assert all(len(set(row)) == k for row in np.asarray(indices).tolist())
 
 
 # --- Memory at the size of a large language model: D = 4096, V = 128256 ---------------------------------

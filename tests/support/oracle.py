@@ -160,6 +160,53 @@ def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
     return dz / t, dt
 
 
+def token_stats(x, labels, where=None, temperature: Any = 1.0):
+    """Returns the log-probability of the label, the entropy, logsumexp and argmax of rows along the last axis.
+
+    A label out of range has NaN.
+    """
+    x = np.asarray(x)
+    z = np.where(unmasked(x, where), tempered(x, temperature), -np.inf)
+    labels, (log_p, p) = np.asarray(labels), _log_softmax_of_finite(z)
+    inside = (labels >= 0) & (labels < x.shape[-1])
+    at_label = np.take_along_axis(log_p, np.where(inside, labels, 0)[..., None], -1)[..., 0]
+    return np.where(inside, at_label, np.nan), -np.sum(_p_log_p(log_p, p), -1), logsumexp(z, -1), z.argmax(-1)
+
+
+def token_stats_vjp(x, labels, g, where=None, temperature: Any = 1.0):
+    """Returns the gradients with respect to x and each row's temperature, in rows without NaN and +inf.
+
+    Args:
+      x, where, temperature: as for `token_stats`.
+      labels: columns.
+      g: the cotangents of log_probs, entropy and logsumexp.
+    """
+    kept = unmasked(x, where)
+    z = np.where(kept, tempered(x, temperature), -np.inf)
+    t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
+    log_p, p = _log_softmax_of_finite(z)
+    of_label, of_entropy, of_logsumexp = (wide(a)[..., None] for a in g)
+    p_log_p = _p_log_p(log_p, p)
+    dz = p * (of_logsumexp - of_label) - of_entropy * (p_log_p - p * np.sum(p_log_p, -1, keepdims=True))
+    column = np.arange(z.shape[-1])
+    dz = np.where(kept, dz + np.where(column == np.asarray(labels)[..., None], of_label, 0), 0)
+    with np.errstate(invalid="ignore"):
+        return dz / t, -np.sum(np.where(dz == 0, 0, dz * z / t), -1)
+
+
+def _log_softmax_of_finite(z):
+    """Returns log p and p, both NaN in rows with NaN or +inf, or with nothing but -inf."""
+    with np.errstate(all="ignore"):
+        log_p = z - z.max(-1, keepdims=True)
+        log_p = log_p - np.log(np.exp(log_p).sum(-1, keepdims=True))
+        return log_p, np.exp(log_p)
+
+
+def _p_log_p(log_p, p):
+    with np.errstate(invalid="ignore"):
+        return np.where(p == 0, 0, p * log_p)
+
+
 def sample_terms(x, where=None, temperature: Any = 1.0):
     """Returns (x - m) / temperature of rows along the last axis, and its exponential, the mass.
 

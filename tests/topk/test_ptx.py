@@ -9,7 +9,7 @@ import pytest
 from tests.support import kernels, oracle, ptx
 from tests.support.cases import BF16, F32
 from tests.support.covering import slow
-from tests.support.kernels import Extent, Tile, Window
+from tests.support.kernels import Tile, Window
 
 SMEM = 200 * 1024
 
@@ -148,7 +148,7 @@ def search_memory(window, x, k, low):
     memory = np.zeros(SMEM, "u1")
     memory[: full.nbytes] = full.view("u1")
     words(memory, starts["group_keys"], window.groups, "int32")[:] = group_keys
-    return memory, {**starts, **Extent(low, low + window.vocab, 7)._asdict()}
+    return memory, {**starts, "low": low, "high": low + window.vocab, "origin": 7}
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

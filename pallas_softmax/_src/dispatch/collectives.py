@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange, if each row is spread over them."""
+"""Exchanges between the devices of a mesh, if each row is spread over them."""
 
 import jax
 import jax.numpy as jnp

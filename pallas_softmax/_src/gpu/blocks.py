@@ -19,15 +19,15 @@ from jaxlib.mlir.dialects import arith
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
 from pallas_softmax._src.gpu.ptx.inline import (
+    PER_THREAD,
     REF,
     SCALAR,
     array,
-    as_block,
     elements,
-    emit_ptx,
     i32,
     inline,
-    per_thread_type,
+    insert_ptx,
+    pack,
     scalar,
     thread,
 )
@@ -61,10 +61,12 @@ def split(block, vec: int, *, interpret) -> list:
     if interpret:
         return [*block.reshape(WARPGROUP, vec).T]
 
-    @inline(arg_types=(layout(vec, interpret=interpret),), return_type=[per_thread_type("float32")] * vec)
+    of_thread = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype("float32"), layout=PER_THREAD)
+
+    @inline(arg_types=(layout(vec, interpret=interpret),), return_type=[of_thread] * vec)
     def split(_, block):
         (register,) = block.registers.flat
-        return [as_block(element) for element in elements(register)]
+        return [array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
 
     return split(block)
 
@@ -84,8 +86,8 @@ def store(ref, block, *, interpret):
         ref[...] = block
 
 
-def store_in_place(ref, block, vec: int = 1, *, interpret):
-    """Writes a block to `ref`, a one-dimensional reference to shared memory of the block's size.
+def store_in_place(ref, block, block_layout: Any, *, interpret):
+    """Writes an array with this layout to `ref`, shared memory of the same shape.
 
     Each thread writes its own elements without a barrier. A store by Pallas synchronizes all threads before and
     after it, which is needed only if threads read each other's elements.
@@ -94,7 +96,7 @@ def store_in_place(ref, block, vec: int = 1, *, interpret):
         ref[...] = block
         return
 
-    @inline(arg_types=(REF, layout(vec, interpret=interpret)))
+    @inline(arg_types=(REF, block_layout))
     def store_in_place(_, ref, block):
         block.store_untiled(ref, optimized=False)
 
@@ -109,20 +111,15 @@ def load_from_ctas(ref, count: int, empty: float):
       count: number of CTAs of the cluster, up to 32.
       empty: 0 or -inf.
     """
-
-    @inline(arg_types=(REF,), return_type=per_thread_type("float32"))
-    def load_from_ctas(_, ref):
-        p = Program()
-        cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
-        inside = cta < count
-        p.set(out, empty)
-        there = p.fresh("u32")
-        p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
-        p.load_into(out, there, when=inside, space="shared::cluster")
-        (element,) = emit_ptx(p, {"ref": ref, "thread": thread()}, {"out": "f32"})
-        return as_block(element)
-
-    return load_from_ctas(ref)
+    p = Program()
+    cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
+    inside = cta < count
+    p.set(out, empty)
+    there = p.fresh("u32")
+    p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
+    p.load_into([out], there, when=inside, space="shared::cluster")
+    (block,) = insert_ptx(p, {"ref": ref}, results={"out": "f32"})
+    return block
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):

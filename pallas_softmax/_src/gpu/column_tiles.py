@@ -76,20 +76,6 @@ def load_smem(ref, tile: Tile, *, interpret):
     return load(ref)
 
 
-def store_smem(ref, tile: Tile, value, *, interpret) -> None:
-    """Writes a tile to `ref`, lines in shared memory. A barrier must follow before other threads read them."""
-    value = value.astype(ref.dtype)
-    if interpret:
-        ref[...] = value
-        return
-
-    @inline(arg_types=(REF, tiles.layout(tile)))
-    def store(_, ref, value):  # inline: Pallas synchronizes all threads before and after each store
-        value.store_untiled(ref, optimized=False)
-
-    store(ref, value)
-
-
 def load_from_ctas(ref, tile: Tile, count: int, empty: float):
     """Returns a tile: line i is `ref` of CTA i of the cluster, and lines from `count` on are `empty`.
 
@@ -111,7 +97,7 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
                 p.set(word, empty)
             here = p.at(p.operand("ref", "u32"), p.operand("column", "u32"), 4)
             p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {number};"
-            p.load_vector_into(words, there, when=inside, space="shared::cluster")
+            p.load_into(words, there, when=inside, space="shared::cluster")
             types = {str(word)[1:-1]: "f32" for word in words}
             out = emit_ptx(p, {"ref": ref, "column": column, "cta": cta}, types)
             registers.append(pack(out))

@@ -1,5 +1,6 @@
 """Long rows: which part of a row a CTA works on, and how the part passes through shared memory."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ def part_place(
     return PartPlace(row, index, start, owned, view_row, row % rows_together * cut.vocab + start)
 
 
+@dataclasses.dataclass(frozen=True)
 class StagedRow:
     """Elements of a row that pass through shared memory, in the steps of a `Walk`.
 
@@ -94,21 +96,12 @@ class StagedRow:
       again: in a ring, the number of steps that come twice.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        interpret: Any,
-        slots: int | None = None,
-        steps_before: Any = 0,
-        freed: Callable[[Any], None] = lambda i: None,
-        again: int = 0,
-    ):
-        self.walk = walk
-        self.interpret = interpret
-        self.slots = slots
-        self.steps_before = steps_before
-        self.freed = freed
-        self.again = again
+    walk: Walk
+    interpret: Any
+    slots: int | None = None
+    steps_before: Any = 0
+    freed: Callable[[Any], None] = lambda i: None
+    again: int = 0
 
     def slot(self, i):
         """Returns the number of the slot, and of the barrier, of step i."""
@@ -186,9 +179,10 @@ class StagedRow:
 
     def store(self, smem, i, size: int, values: Iterable[jax.Array]) -> None:
         """Writes the blocks of step i, of `size` elements, to shared memory. Each thread writes its own elements."""
+        layout = blocks.layout(self.walk.vec, interpret=self.interpret)
         values = [block.astype(smem.dtype) for block in values]
         for (at, _), block in zip(self.blocks(i, size), values, strict=True):
-            blocks.store_in_place(smem.at[at], block, self.walk.vec, interpret=self.interpret)
+            blocks.store_in_place(smem.at[at], block, layout, interpret=self.interpret)
 
     def write(self, values: Callable[..., Iterable[jax.Array]], smem, gmem, start) -> None:
         """Writes the blocks values(i, size) of each step i through `smem` to `gmem`, from its element `start` on.

@@ -23,7 +23,6 @@ group. Group number g * 128 + t belongs to thread t and blocks g * group_blocks 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.layout import Cut
@@ -110,17 +109,3 @@ class Window:
         """Returns the first position and the number of elements of each bulk copy: one per step, for the body only."""
         step, end = self.block * self.step_blocks, self.head + self.body if self.body else 0
         return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
-
-
-class Extent(NamedTuple):
-    """Where the elements of a part lie in its window.
-
-    Attributes:
-      low: position of the first element.
-      high: position after the last element.
-      origin: index in the row that position 0 has; it may be negative.
-    """
-
-    low: Any
-    high: Any
-    origin: Any

@@ -1,6 +1,6 @@
 """How a part of a row arrives in its `Window`: bulk copies, the edges around them, and the mask.
 
-On the GPU the edges and the mask are inline PTX (`ptx/window.py`). The interpreter runs the JAX versions in this file.
+On the GPU the edges and the mask are inline PTX. The interpreter runs versions in plain JAX.
 """
 
 from typing import Any, NamedTuple
@@ -9,12 +9,29 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, sort_keys
-from pallas_softmax._src.gpu.ptx import window as window_ptx
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.inline import (
+    REF,
+    SCALAR,
+    elements,
+    emit_ptx,
+    inline,
+    insert_ptx,
+    scalar,
+    thread,
+)
+from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.staged_row import PartPlace, part_place
-from pallas_softmax._src.gpu.window import Extent, Window
+from pallas_softmax._src.gpu.window import Window
+
+_BYTE = 0xFF
+_MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
 class Part(NamedTuple):
@@ -24,14 +41,17 @@ class Part(NamedTuple):
       place: the row, and the place of the part in it.
       x_gmem: one-dimensional device memory. The part starts at element `place.first`.
       body: number of the element in x_gmem where the body starts.
-      extent: where in the window the part lies.
+      low, high: position of the first element in the window, and the position after the last one.
+      origin: index in the row that position 0 has; it may be negative.
       mask: None, or (reference to the mask, its row).
     """
 
     place: PartPlace
     x_gmem: Any
     body: Any
-    extent: Extent
+    low: Any
+    high: Any
+    origin: Any
     mask: Any
 
 
@@ -40,9 +60,9 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
     place = part_place(window.cut, view, rows=rows)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
-    extent = Extent(*(jnp.int32(i) for i in (low, low + place.owned, place.start - low)))
+    low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
     mask_of_part = None if mask is None else (mask_gmem, mask.row(place.row))
-    return Part(place, place.in_view(x_gmem), place.first + before_body, extent, mask_of_part)
+    return Part(place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part)
 
 
 def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
@@ -57,25 +77,60 @@ def start_copies(window: Window, part: Part, x_smem, arrived) -> None:
 
 
 def fill_edges(window: Window, part: Part, x_smem, *, infinite: bool = False, interpret) -> None:
-    """Writes the head and the tail of the window: the few elements outside the body, and -inf around them.
+    """Fills the head and the tail of the window. Each thread fills at most one position of the head, and every 128th of
+    the tail:
 
-    Args:
-      infinite: whether a masked element becomes -inf, instead of the float of the lowest key.
+    if low <= position < high:  x = the element; if masked, the float of the lowest key, or -inf if `infinite`
+    else:                       x = -inf
+    x_smem[position] = x
     """
-    extent = part.extent
-    if not interpret:
-        window_ptx.fill_edges(window, part.x_gmem, part.place.first, x_smem, extent, part.mask, infinite)
+    if interpret:
+        _fill_edges_in_jax(window, part, x_smem, infinite)
         return
+    element, p = Elements(x_smem.dtype), Program()
+    refs = {"x": part.x_gmem, "smem": x_smem}
+    numbers = {"first": part.place.first, "low": part.low, "high": part.high, "origin": part.origin}
+    if part.mask is not None:
+        refs["mask"], numbers["row"] = part.mask
+    thread, first, low, high, origin = p.operands("s32", "thread", "first", "low", "high", "origin")
+
+    def fill(position, end, in_row):
+        """Fills a position below `end`. `in_row` says whether the row may have an element there."""
+        x, within = p.var(element.neg_inf, f"u{8 * element.itemsize}"), position < end
+        if in_row:
+            inside = within & (position >= low) & (position < high)
+            number = (first + (position - low)).bits("u32")
+            x_at = p.operand("x", "u64") + p.multiply_wide(number, element.itemsize)
+            p.load_into([x], x_at, when=inside, space="global")
+            if part.mask is not None:
+                columns, keep = refs["mask"].shape[1], p.var(1, "u8")
+                mask_at = p.operand("mask", "u64") + p.multiply_wide(p.operand("row", "u32"), columns)
+                if columns > 1:
+                    mask_at = mask_at + p.convert((position + origin).bits("u32"), "u64")
+                p.load_into([keep], mask_at, when=inside, space="global")
+                masked = p.convert(keep, "u32").equals(0)
+                p.set(x, element.neg_inf if infinite else element.all_ones, when=masked)
+        p.store(p.at(p.operand("smem", "u32"), position, element.itemsize), x, when=within)
+
+    if window.head:
+        fill(thread, window.head, True)
+    for position in range(window.head + window.body, window.size, WARPGROUP):
+        fill(thread + position, window.size, position < window.head + window.cut.longest)
+    insert_ptx(p, refs, numbers)
+
+
+def _fill_edges_in_jax(window: Window, part: Part, x_smem, infinite: bool) -> None:
+    """Does what `fill_edges` does."""
     for start, end in ((0, window.head), (window.head + window.body, window.size)):
         if start == end:
             continue
         position = jnp.arange(start, end)
-        inside = (position >= extent.low) & (position < extent.high)
-        at = jnp.where(inside, part.place.first + position - extent.low, 0)
+        inside = (position >= part.low) & (position < part.high)
+        at = jnp.where(inside, part.place.first + position - part.low, 0)
         x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
         if part.mask is not None:
             mask_gmem, row = part.mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + extent.origin, 0)
+            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
             x = jnp.where(inside & ~mask_gmem[row][column], _of_masked(x_smem.dtype, infinite), x)
         x_smem[start:end] = x.astype(x_smem.dtype)
 
@@ -91,7 +146,7 @@ def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
         return blocks.load_mask(
             mask_gmem,
             mask_row,
-            start=position + part.extent.origin,
+            start=position + part.origin,
             held=window.head + window.body - position,
             vec=window.vec,
             skip=window.head - jnp.minimum(position, window.head),
@@ -102,15 +157,33 @@ def mask_of_step(window: Window, part: Part, i, interpret) -> tuple:
 
 
 def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, interpret) -> None:
-    """Writes the float of the lowest key to the masked positions of a step that lie in the body.
+    """Masks the positions of a step that lie in the body. For each block, a thread loads its vector:
+
+    x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
+    store x, if the vector is in the body     (`fill_edges` masks the head and the tail)
 
     Args:
       keep: the mask, one block of int8 for each block of the step. 0 means masked.
-      infinite: whether to write -inf instead.
+      infinite: whether a masked element becomes -inf.
     """
-    if not interpret:
-        window_ptx.mask_step(window, x_smem, step, keep, infinite)
+    if interpret:
+        _mask_step_in_jax(window, x_smem, step, keep, infinite)
         return
+    layout = blocks.layout(window.vec, interpret=False)
+    code = _mask_vectors(window, Elements(x_smem.dtype), len(keep), infinite)
+
+    @inline(arg_types=(REF, SCALAR, [layout] * len(keep)))
+    def emit(_, x_smem, step, keep):
+        operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
+        for b, of_block in enumerate(keep):
+            operands |= {f"keep{b}_{i}": word for i, word in enumerate(_words(of_block, window.vec // 4))}
+        emit_ptx(code, operands)
+
+    emit(x_smem, step, keep)
+
+
+def _mask_step_in_jax(window: Window, x_smem, step, keep, infinite: bool) -> None:
+    """Does what `mask_step` does."""
     start, size = step * window.step_blocks * window.block, len(keep) * window.block
     position = start + jnp.arange(size)
     body = (position >= window.head) & (position < window.head + window.body)
@@ -121,3 +194,40 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
 def _of_masked(dtype, infinite: bool):
     """Returns the value of a masked element: -inf, or the float of the lowest key."""
     return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
+
+
+def _words(of_block, count: int) -> list[ir.Value]:
+    """Returns the bytes of this thread in a block of int8, as `count` 32-bit numbers."""
+    (register,) = of_block.registers.flat
+    return elements(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register))
+
+
+def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool) -> Program:
+    """Returns the program of `mask_step`. <keep{b}_{i}> has the mask of elements 4 i to 4 i + 3 of block b.
+
+    Example: two words of 16-bit elements, with x0 in the lower half, and their mask word, which has byte 1 = 0:
+
+        words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
+    """
+    p = Program()
+    thread, step, x = p.operands("u32", "thread", "step", "x")
+    block_bytes = window.block * element.itemsize
+    address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    first = p.multiply_add(step, window.step_blocks * window.block, thread * window.vec)
+    for b in range(blocks):
+        position = first + b * window.block
+        from_head = position >= window.head
+        in_body = from_head & (position < window.head + window.body)
+        # Outside the body, another warpgroup may be writing in `fill_edges`: `sample` has several warpgroups.
+        words = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
+        p.load_into(words, address, offset=b * block_bytes, when=in_body)
+        for j in range(window.vec):
+            keep = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
+            masked = keep.equals(0)
+            at = j * element.itemsize
+            word, element_bits = words[at // 4], element.all_ones << 8 * (at % 4)
+            p.update(word, "or", element_bits, when=masked)
+            if infinite:  # turns all ones into -inf
+                p.update(word, "xor", (element.neg_inf ^ element.all_ones) << 8 * (at % 4), when=masked)
+        p.store(address, *words, offset=b * block_bytes, when=in_body)
+    return p

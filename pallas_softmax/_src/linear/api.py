@@ -77,7 +77,7 @@ def linear_logsumexp(
       NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
         is taken.
     """
-    options = _Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_per_token_of, (x, w, bias, None, None, Tokens(None)), (options,))
 
 
@@ -146,7 +146,7 @@ def linear_cross_entropy(
             name, "z_loss", z_loss, 0, lambda z: (z >= 0) & (z < np.inf), "a finite number of 0 or more"
         ),
     )
-    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, _token_weights(name, token_weights), tokens)
     if reduction is None:
         return at_once(_per_token_of, arrays, (options,))
@@ -196,7 +196,7 @@ def linear_log_probs(
     name = "linear_log_probs"
     arguments.check_array(name, "labels", labels)
     tokens = Tokens(labels, _temperature(name, temperature))
-    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
 
 
@@ -236,11 +236,11 @@ def linear_token_stats(
     name = "linear_token_stats"
     if labels is not None:
         arguments.check_array(name, "labels", labels)
-    options = _Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The static arguments of a public function, as users pass them, and the function's name."""
 
     function: str
@@ -326,7 +326,7 @@ def _log_probs_of(*arrays_and_options):
     return 0 - _per_token_of(*arrays_and_options)  # not -values: tokens left out get 0, not -0
 
 
-def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Options) -> Any:
+def _per_token_of(x, w, bias, where, token_weights, tokens: Tokens, options: Options) -> Any:
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_GRAD)
     x, w, bias, weights, tokens = arrays
     labels, kept = tokens.labels, tokens.kept
@@ -371,11 +371,12 @@ _per_token.defvjp(_per_token_forward, _per_token_backward, symbolic_zeros=True)
 # ---- The statistics of each token: the same way
 
 
-def _token_stats_of(x, w, bias, tokens: Tokens, options: _Options) -> TokenStats:
+def _token_stats_of(x, w, bias, tokens: Tokens, options: Options) -> TokenStats:
     static, arrays = _checked(x, w, bias, None, None, tokens, options, PROJECTION_GRAD)
-    x, w, bias, _, _, tokens = arrays
+    x, w, bias, _, tokens = arrays
     static = static._replace(head=dataclasses.replace(static.head, entropy=True))
-    log_probs, entropy, logsumexp, bits = _stats(static, x, w, bias, tokens)
+    found: Any = _stats(static, x, w, bias, tokens)
+    log_probs, entropy, logsumexp, bits = found
     argmax = jax.lax.bitcast_convert_type(bits, jnp.int32)
     return TokenStats(None if tokens.labels is None else log_probs, entropy, logsumexp, argmax)
 
@@ -388,6 +389,7 @@ def _stats(static: _Static, x, w, bias, tokens: Tokens):
 
 def _stats_values(static: _Static, statistics: Statistics, tokens: Tokens):
     entropy, logsumexp = online.entropy(statistics.moments), online.log_of(statistics.normalizer)
+    assert statistics.argmax is not None
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
     if tokens.labels is None:
         return jnp.zeros_like(entropy), entropy, logsumexp, bits
@@ -403,8 +405,9 @@ def _stats_forward(static: _Static, *arrays):
 
 def _stats_backward(static: _Static, saved, cotangents):
     *residuals, statistics, with_dw = saved
-    cotangents = [jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
-    of_label, of_entropy, of_logsumexp = sum_cotangents(cotangents, static.mesh_axes)
+    zeros = jnp.zeros_like(statistics.t)
+    given = [zeros if isinstance(g, SymbolicZero) else g for g in cotangents[:3]]
+    of_label, of_entropy, of_logsumexp = sum_cotangents(given, static.mesh_axes)
     of_loss = static.weights(residuals[-1].labels, -of_label)
     weights = jnp.stack(vary_together(of_loss, of_entropy, of_logsumexp), -1)
     dx, dw, dbias = static.project(
@@ -419,7 +422,7 @@ _stats.defvjp(_stats_forward, _stats_backward, symbolic_zeros=True)
 # ---- A mean or sum of the values: the forward computes the gradients
 
 
-def _total_of(x, w, bias, where, token_weights, tokens: Tokens, options: _Options, reduction: Reduction):
+def _total_of(x, w, bias, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction):
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
     x, w, bias, weights, tokens = arrays
     if weights is None:
@@ -492,7 +495,7 @@ def _token_weights(function: str, weights) -> Any:
 
 
 def _checked(
-    x, w, bias, where, token_weights, tokens: Tokens, options: _Options, gradient: Operation
+    x, w, bias, where, token_weights, tokens: Tokens, options: Options, gradient: Operation
 ) -> tuple[_Static, tuple]:
     """Returns the static part of a call and its arrays, checked and sharded alike.
 
@@ -506,10 +509,7 @@ def _checked(
         round the gradients before they are multiplied by the cotangent, and they could overflow or become 0.
     """
     name = options.function
-    x, w, bias, head = _checked_projection(x, w, bias, options)
-    workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
-    if workspace_bytes <= 0:
-        raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
+    x, w, bias, head, workspace_bytes = checked_projection(x, w, bias, options)
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
     vocab = head.vocab(w) * (jax.lax.axis_size(mesh_axes) if mesh_axes else 1)
     batch = x.shape[:-1]
@@ -546,8 +546,10 @@ def _checked(
     return static, (x, w, bias, weights, tokens)
 
 
-def _checked_projection(x, w, bias, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array | None, Head]:
-    """Returns x, w and bias, and the static arguments of the projection, all checked."""
+def checked_projection(
+    x, w, bias, options: Options
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Head, int]:
+    """Returns x, w and bias, the static arguments of the projection, and workspace_bytes, all checked."""
     name = options.function
     x, w = arguments.array(name, "x", x), arguments.array(name, "w", w)
     bias = None if bias is None else arguments.array(name, "bias", bias)
@@ -572,7 +574,10 @@ def _checked_projection(x, w, bias, options: _Options) -> tuple[jax.Array, jax.A
         raise ValueError(f"{name}: w must have at least one column, got {layout} = {w.shape}")
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"{name}: bias must have the shape ({vocab},), got {bias.shape}")
-    return x, w, bias, head
+    workspace_bytes = arguments.static_int(name, "workspace_bytes", options.workspace_bytes)
+    if workspace_bytes <= 0:
+        raise ValueError(f"{name}: workspace_bytes must be positive, got {workspace_bytes}")
+    return x, w, bias, head, workspace_bytes
 
 
 def _softcap(function: str, softcap) -> float | None:

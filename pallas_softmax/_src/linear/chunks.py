@@ -159,12 +159,12 @@ def _statistics(projection: "_Projection", x, tokens: Tokens) -> Statistics:
     rows = chunk_rows(x.shape[0], projection.vocab, stored, projection.workspace_bytes)
     w, bias, head = projection.w, projection.bias, projection.head
 
-    def step(chunk: _Chunk, found: Statistics) -> Statistics:
+    def step(chunk: Chunk, found: Statistics) -> Statistics:
         of_chunk = projection.pieces.statistics(chunk.of(x), w, bias, chunk.of(tokens), head=head)
         return chunk.put(found, vary_together(of_chunk, x, w)[0])
 
     empty = vary_together(_no_statistics(x, tokens, head), x, w, tokens)[0]
-    return _over_chunks(x.shape[0], rows, step, empty)
+    return over_chunks(x.shape[0], rows, step, empty)
 
 
 def _projection_grad(pieces: Pieces, x, w, bias, tokens: Tokens, weights, statistics, **static):
@@ -296,7 +296,7 @@ def _gradients_of_rows(projection: _Projection, rows: _GradientRows):
     per_row = vary_together((statistics, jnp.zeros_like(x)), rows, w, but=projection.mesh_axes)[0]
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
     carry = *per_row, None, vary_together(dbias, rows, w)[0]
-    *per_row, dw, dbias = _over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
+    *per_row, dw, dbias = over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
 
     dbias = None if bias is None else (dbias * scale).astype(bias.dtype)
     return tuple(per_row), ((dw * (1 if product else scale)).astype(w.dtype), dbias)
@@ -339,7 +339,7 @@ def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable |
       rows: the arrays of all rows.
       product: computes dw if the chunk is all rows; None adds the chunk to dw.
       scale: the number that the weights were divided by.
-      chunk: the `_Chunk`.
+      chunk: the `Chunk`.
       carry: (statistics, dx, dw, dbias). dw and dbias are not multiplied by the scale yet, except a dw by `product`.
     """
     head, bias = projection.head, projection.bias
@@ -360,7 +360,7 @@ def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable |
     return statistics, chunk.put(dx, dx_of_chunk.astype(x.dtype)), dw, dbias
 
 
-def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "_Chunk", x, weights):
+def _dz_of_chunk(projection: _Projection, rows: _GradientRows, chunk: "Chunk", x, weights):
     """Returns (statistics, dz, of_rows) of a chunk, as `Pieces.statistics_and_dlogits` does.
 
     The statistics are None if they were known before. Otherwise they are the statistics of whole rows.
@@ -444,7 +444,7 @@ def _no_statistics(x, tokens: Tokens, head: Head) -> Statistics:
     return Statistics(Normalizer(zeros, jnp.ones_like(zeros)), at_label, total, *of_entropy)
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Some consecutive rows.
 
     Attributes:
@@ -486,22 +486,22 @@ def _is_one_chunk(n: int, rows: int) -> bool:
     return rows is n or rows == n
 
 
-def _over_chunks(n: int, rows: int, step: Callable[[_Chunk, Any], Any], carry, *, first_apart: bool = False):
+def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, first_apart: bool = False):
     """Returns the last carry of carry = step(chunk, carry), called for each chunk of n rows; it changes in place.
 
     With `first_apart`, step takes the first chunk before the loop, and may replace a None in `carry` by an array.
     """
     if _is_one_chunk(n, rows):
-        return step(_Chunk(None, rows, 0), carry)
+        return step(Chunk(None, rows, 0), carry)
     first = jnp.int32(0)
     if first_apart:
-        carry = step(_Chunk(first, rows, 0), carry)
+        carry = step(Chunk(first, rows, 0), carry)
         # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the
         # logits of two chunks at a time.
         first, carry = lax.optimization_barrier((first + 1, carry))
 
     def body(i, carry):
         start = jnp.minimum(i * rows, n - rows)
-        return step(_Chunk(start, rows, i * rows - start), carry)
+        return step(Chunk(start, rows, i * rows - start), carry)
 
     return lax.fori_loop(first, -(-n // rows), body, carry)

@@ -25,7 +25,7 @@ from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symb
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.specs import explicit_mesh, shared_axes
 from pallas_softmax._src.linear.losses import Head
-from pallas_softmax._src.linear.operation import PROJECTION
+from pallas_softmax._src.linear.operation import GRADIENTS, PROJECTION
 
 
 def describe(
@@ -104,7 +104,7 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
     call = describe(op, x, w, keywords["head"], function=choice.call.function)
     on_shard = choose_again(call, choice.requested)
     out = by_platform(on_shard, flat, {**keywords, "mesh_axes": columns})
-    if op is PROJECTION:
+    if op not in GRADIENTS:
         return jax.tree.map(unflattened, out)
     *statistics, dx, dw, dbias = out
     statistics = jax.tree.map(unflattened, statistics)
@@ -116,7 +116,7 @@ def _on_shard(choice: Choice, keywords: dict[str, Any], axes: tuple, x, w, bias,
 class _DimensionsOfProjection:
     """`Dimensions` (`dispatch/mesh.py`) of a projection, by name: "b0", "b1", ... for the tokens, "d" and "v".
 
-    Several labels per token add "k".
+    Several labels or winners per token add "k".
 
     Attributes:
       arguments: for each array, the names of its dimensions.
@@ -138,11 +138,12 @@ class _DimensionsOfProjection:
         of_w = ("v", "d") if head.transpose_w else ("d", "v")
         of_bias = () if bias is None else (("v",),)
         like_arguments = ((*tokens, "d"), of_w, *of_bias)
-        gradients = 0 if op is PROJECTION else len(like_arguments)
+        gradients = len(like_arguments) if op in GRADIENTS else 0
         results = jax.tree.leaves(result_shapes)
         per_token = jax.tree.leaves(per_token)
+        of_token = results[: len(results) - gradients]
         sizes = dict(zip((*tokens, "d", "v"), (*x.shape, head.vocab(w))))
-        for a in per_token:
+        for a in (*per_token, *of_token):
             if a.ndim == x.ndim:
                 sizes["k"] = a.shape[-1]
 
@@ -151,7 +152,7 @@ class _DimensionsOfProjection:
 
         return _DimensionsOfProjection(
             like_arguments + of_tokens(per_token),
-            of_tokens(results[: len(results) - gradients]) + like_arguments[:gradients],
+            of_tokens(of_token) + like_arguments[:gradients],
             result_shapes,
             sizes,
         )

@@ -146,7 +146,7 @@ def _of_rows(sums: RowSums, reference, rows: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
     m, d = sums.normalizer
     if reference is None:
-        tiles = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
+        tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
         m, d, *t = online.combine_lanes(tiles, 0, lambda of_row: of_row[None])
         normalizer = Normalizer(m[:rows], d[:rows])
     else:

@@ -242,7 +242,7 @@ class _Cta:
 
     def _copy(self, i, j, count) -> None:
         """Starts the copies of the blocks of tile (i, j). Each waits until its stage is consumed."""
-        stages = self.tiling.stages
+        stages = jnp.int32(self.tiling.stages)  # lax.rem would take an int as int64 under x64
         rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
         shared = {} if self.tiling.cluster == 1 else {"collective_axes": "cluster"}
 
@@ -265,7 +265,7 @@ class _Cta:
 
     def _multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
-        stages, steps = self.tiling.stages, self.shape.steps
+        stages, steps = jnp.int32(self.tiling.stages), self.shape.steps
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):

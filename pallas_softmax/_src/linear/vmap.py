@@ -9,15 +9,15 @@ from jax.custom_batching import custom_vmap
 
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear.mesh import over_mesh
-from pallas_softmax._src.linear.operation import PROJECTION
+from pallas_softmax._src.linear.operation import GRADIENTS
 
 
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs an operation of a projection x @ w.
 
-    If the slices of a vmap share w and bias, one call with more tokens computes the statistics of all slices. Gradients
-    run slice by slice, because each slice has its own dw. If w or bias differ between slices, the statistics run slice
-    by slice as well.
+    If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
+    slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
+    statistics or winners run slice by slice as well.
 
     Args:
       choice: the call and its implementations.
@@ -37,7 +37,7 @@ def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     def _(axis_size, in_batched, *arrays):
         x, w, bias, *per_token = arrays
         x_batched, w_batched, bias_batched, *per_token_batched = in_batched
-        if choice.call.operation is PROJECTION and not any(jax.tree.leaves((w_batched, bias_batched))):
+        if choice.call.operation not in GRADIENTS and not any(jax.tree.leaves((w_batched, bias_batched))):
             x, *per_token = jax.tree.map(
                 lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
                 [x, *per_token],

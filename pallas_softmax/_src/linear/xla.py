@@ -1,5 +1,7 @@
 """Implementation `xla` of a projection and its softmax: plain JAX, for every device and floating dtype."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,7 +42,8 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
 
 
 def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
-    m, d, *t = online.reduce(z, 1, chunk=z.shape[1], of=Moments if head.entropy else Normalizer)
+    of: Any = Moments if head.entropy else Normalizer
+    m, d, *t = online.reduce(z, 1, chunk=z.shape[1], of=of)
     label_logit = at_columns(z, tokens.labels, z.shape[1])
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)

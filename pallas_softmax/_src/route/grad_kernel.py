@@ -1,6 +1,6 @@
 """The kernel for the backward of a router, in registers: it reads logits once, and writes cotangents once.
 
-The steps are those of `topk.tile_grad_kernel`. The normalizer is computed again from the row, which is in registers.
+It takes the steps of `topk.tile_grad_kernel`. The normalizer is computed again from the row, which is in registers.
 """
 
 import jax

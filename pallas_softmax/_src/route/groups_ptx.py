@@ -12,8 +12,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import packed_ptx
-from pallas_softmax._src.topk.packed_ptx import LOWEST
+from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -41,17 +40,13 @@ def keep_groups(tile: Tile, groups: int, top_groups: int, key):
     return keep(key)
 
 
-def groups_program(tile: Tile, groups: int, top_groups: int) -> Program:
-    """Returns the program of `keep_groups`.
-
-    <x{row}_{i}> has key i of a row of the thread, and <kept{row}_{i}> gets this key or LOWEST.
-    """
-    p = Program()
-    lane = p.operand("thread", "u32") & (tile.lanes - 1)
+def groups_program(tile: Tile, groups: int, top_groups: int) -> TileProgram:
+    """Returns the program of `keep_groups`. <kept{row}_{i}> gets key <x{row}_{i}> or LOWEST."""
+    p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
-    own_piece = lane >> lanes.bit_length() - 1
-    for row in range(packed_ptx.rows_of_thread(tile)):
-        keys = packed_ptx.keys_of_thread(p, tile, row)
+    own_piece = p.lane >> lanes.bit_length() - 1
+    for row in range(p.rows):
+        keys = p.keys(row)
         size = len(keys) * tile.pieces // groups  # elements of a group in this lane
         of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
         ranks = [_rank(p, of_group, lanes) for of_group in of_groups]
@@ -69,8 +64,8 @@ def _rank(p: Program, keys: list[Value], lanes: int) -> Value:
     best, second = _two_best(p, keys)
     distance = 1
     while distance < lanes:
-        others = [key and p.shuffle(key, "bfly", distance) for key in (best, second)]
-        best, second = _merged(p, (best, second), (others[0], others[1]))
+        other = p.shuffle(best, "bfly", distance), second and p.shuffle(second, "bfly", distance)
+        best, second = _merged(p, (best, second), other)
         distance *= 2
     total = _flipped(p, best).bits("f32")
     if second is not None:
@@ -117,7 +112,7 @@ def _count_better(
         if other != group:
             p.increase(better, 1, when=rank >= own if other < group else rank > own)
     for distance in range(1, pieces):
-        # Of two pieces, the lower one lacks the highest bit in which their numbers differ.
+        # The numbers of two pieces differ in a highest bit. The lower number has a 0 there.
         is_higher = own_piece >> distance.bit_length() - 1 & 1
         bound = own - is_higher.bits("s32")
         for rank in ranks:

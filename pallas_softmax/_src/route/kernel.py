@@ -1,6 +1,6 @@
 """The kernel of a router, for short rows in registers: top-k with another sort key, and another value of a winner.
 
-A row lies over some lanes of a warp, as in `topk.tile_kernel`. With a bias the sort keys are those of score + bias, in
+A row lies over some lanes of a warp, as in `topk.tile_kernel`. With a bias, the sort keys order score + bias, in
 float32. The logits of the winners are read again, from the cache, and give the weights.
 """
 

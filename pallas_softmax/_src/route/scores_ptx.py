@@ -15,7 +15,7 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program, Value
 from pallas_softmax._src.route.formulas import Score
-from pallas_softmax._src.topk import packed_ptx
+from pallas_softmax._src.topk.packed_ptx import TileProgram
 from pallas_softmax.online import LOG2_E
 
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
@@ -33,8 +33,8 @@ def exponentials(tile: Tile, score: Score, x):
       score: for "softmax", e is exp(x - m); for "sigmoid", e is exp(x), or large if that is large.
       x: tile of float32 logits, -inf beyond the row.
     """
-    layout, rows = tiles.layout(tile), packed_ptx.rows_of_thread(tile)
-    program, count = exponentials_program(tile, score), tile.steps * tile.vec
+    layout, program, count = tiles.layout(tile), exponentials_program(tile, score), tile.steps * tile.vec
+    rows = program.rows
 
     @inline(arg_types=(layout,), return_type=(tiles.type_of(tile, "float32"),) * 3)
     def emit(_, x):
@@ -62,7 +62,7 @@ def exponentials(tile: Tile, score: Score, x):
 def reciprocals(tile: Tile, x):
     """Returns 1 / x of a float32 tile, accurate to one unit in the last place; 0 if that is subnormal."""
     p = Program()
-    p.set(p.operand("out", "f32"), p.reciprocal(p.operand("x", "f32")))
+    p.set(p.operand("out", "f32"), p.op("rcp.approx.ftz", "f32", p.operand("x", "f32")))
     layout = tiles.layout(tile)
 
     @inline(arg_types=(layout,), return_type=tiles.type_of(tile, "float32"))
@@ -76,14 +76,14 @@ def reciprocals(tile: Tile, x):
     return emit(x)
 
 
-def exponentials_program(tile: Tile, score: Score) -> Program:
+def exponentials_program(tile: Tile, score: Score) -> TileProgram:
     """Returns the program of `exponentials`.
 
     <x{row}_{i}> has element i of a row of the thread, and <e{row}_{i}> gets its exponential. <m{row}> and <d{row}> get
     the normalizer.
     """
-    p, count = Program(), tile.steps * tile.vec
-    rows = range(packed_ptx.rows_of_thread(tile))
+    p, count = TileProgram(tile, tile.shape[1]), tile.steps * tile.vec
+    rows = range(p.rows)
     xs, es = (
         [p.operands("f32", *(f"{name}{row}_{i}" for i in range(count))) for row in rows] for name in "xe"
     )

@@ -76,14 +76,12 @@ def _draw(
     filters_ptx.apply_filters(p, kept, total, params, small_top_k, bound)
     least, by_least = filters_ptx.least_weight(p, kept, params.min_p)
     filtered = (params.top_k < p.plan.window.vocab) | (params.top_p < 1.0) | (params.min_p > 0.0)
-    warp_masses = inverse_ptx.WarpMasses(from_arrival=~filtered, from_filter=by_least)
-
     before, all_kept = p.before(kept.mass)
     cta, target = inverse_ptx.choose(p, kept.mass, before, params.u * all_kept)
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, warp_masses)
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, (~filtered, by_least))
         log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
         log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
         with p.when(p.thread.equals(0)):

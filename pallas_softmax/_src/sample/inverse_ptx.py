@@ -9,7 +9,6 @@ Each step takes the last one that has kept mass and no more than the target befo
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
@@ -35,15 +34,8 @@ def choose(p: RowProgram, mass: Value, before: Value, target: Value) -> tuple[Va
     return lane, target - p.shuffle(before, "idx", lane)
 
 
-class WarpMasses(NamedTuple):
-    """Conditions under which the words of the warps hold their kept mass; if neither holds, the CTA adds it up."""
-
-    from_arrival: Value  # the filters leave nothing out
-    from_filter: Value  # the last sum over the CTA was the kept mass
-
-
 def draw_from_part(
-    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, warp_masses: WarpMasses
+    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, warp_masses: tuple[Value, Value]
 ) -> tuple[Value, Value]:
     """Returns the position of the drawn entry, and the entry as a float; called in the CTA where the target lies.
 
@@ -51,7 +43,8 @@ def draw_from_part(
       cta: the number of this CTA.
       target: the kept mass of the CTA up to the entry.
       least: the least mass that min_p keeps.
-      warp_masses: whether the kept mass of each warp is known.
+      warp_masses: two conditions under which the words of the warps hold their kept mass: the filters leave nothing
+        out, or the last sum over the CTA was the kept mass. If neither holds, the CTA adds it up.
     """
     equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
     none_kept, all_kept = equal_kept.equals(0), equal_kept.equals(equal)
@@ -96,14 +89,14 @@ def draw_from_part(
 
 
 def _find(
-    p: RowProgram, weight: Weight, target: Value, warp_masses: WarpMasses | None = None
+    p: RowProgram, weight: Weight, target: Value, warp_masses: tuple[Value, Value] | None = None
 ) -> tuple[Value, Value]:
     """Returns the last element that has mass and no more than `target` before it: its position, and the element.
 
     Args:
       weight: writes the mass of an element, and whether it counts.
       target: not negative.
-      warp_masses: whether the masses of warps are known; None if they are not.
+      warp_masses: as for `draw_from_part`; None if neither condition holds.
     """
 
     def go_on(mass):
@@ -140,7 +133,7 @@ def _find(
     return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
 
 
-def _masses_of_warps(p: RowProgram, weight: Weight, warp_masses: WarpMasses | None) -> Value:
+def _masses_of_warps(p: RowProgram, weight: Weight, warp_masses: tuple[Value, Value] | None) -> Value:
     """Returns the mass of each warp of the CTA, in the lane with its number."""
     mass, drawn = p.var(0, "f32"), p.plan.drawn
 
@@ -159,12 +152,13 @@ def _masses_of_warps(p: RowProgram, weight: Weight, warp_masses: WarpMasses | No
     if warp_masses is None:
         add_up()
         return mass
-    with p.when(warp_masses.from_arrival):
+    nothing_left_out, summed_last = warp_masses
+    with p.when(nothing_left_out):
         m, d = arrival_ptx.of_warp(p)
         p.set(mass, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
-    with p.when(warp_masses.from_filter):
+    with p.when(summed_last):
         p.set(mass, p.words_of_warp(["f32"], [0])[0])
-    with p.when(~(warp_masses.from_arrival | warp_masses.from_filter)):
+    with p.when(~(nothing_left_out | summed_last)):
         add_up()
     return mass
 

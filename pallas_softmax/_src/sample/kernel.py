@@ -28,18 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.gpu import window_arrival
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.gpu.window_arrival import (
-    Part,
-    fill_edges,
-    mask_of_step,
-    mask_step,
-    part_of,
-    start_copies,
-)
 from pallas_softmax._src.sample import draw_ptx
 from pallas_softmax._src.sample.draw import SamplingParams, draw
 from pallas_softmax._src.sample.plan import SamplePlan
@@ -69,7 +62,7 @@ def sample_rows(
     view = aligned_view(rows, vocab, window.vec)
 
     def sample(x_gmem, params_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
-        part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
+        part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
         of_row = SamplingParams(*(ref[part.place.row if ref.shape[0] > 1 else 0] for ref in params_gmem))
         _copy_and_mask(window, part, x_smem, arrived, barrier, interpret)
@@ -77,7 +70,7 @@ def sample_rows(
             _draw_by_twin(part, x_smem, of_row, out, barrier)
             return
         results = dict(zip(("index", "log_prob", "log_mass"), out))
-        place = {"row": part.place.row, "part": part.place.index, "origin": part.extent.origin}
+        place = {"row": part.place.row, "part": part.place.index, "origin": part.origin}
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
         insert_ptx(
@@ -107,7 +100,7 @@ def scale_of(temperature):
     return jnp.maximum(LOG2_E / jnp.maximum(temperature, _TINY), _TINY)
 
 
-def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> None:
+def _draw_by_twin(part: window_arrival.Part, x_smem, of_row: SamplingParams, out, barrier) -> None:
     """Synchronizes all warpgroups; then one of them draws in plain JAX and writes the results."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
@@ -115,27 +108,27 @@ def _draw_by_twin(part: Part, x_smem, of_row: SamplingParams, out, barrier) -> N
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def write():
         position, *logs = draw(x_smem[...], of_row)
-        index = jnp.where(position < 0, position, position + part.extent.origin)
+        index = jnp.where(position < 0, position, position + part.origin)
         for gmem, result in zip(out, (index, *logs), strict=True):
             gmem[part.place.row] = result
 
 
-def _copy_and_mask(window: Window, part: Part, x_smem, arrived, barrier, interpret) -> None:
+def _copy_and_mask(window: Window, part: window_arrival.Part, x_smem, arrived, barrier, interpret) -> None:
     """Copies the part to shared memory, where each warpgroup waits for its step, and masks it."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
     def start():
-        start_copies(window, part, x_smem, arrived)
-        fill_edges(window, part, x_smem, infinite=True, interpret=interpret)
+        window_arrival.start_copies(window, part, x_smem, arrived)
+        window_arrival.fill_edges(window, part, x_smem, infinite=True, interpret=interpret)
 
     @pl.when(warpgroup < len(window.copies()))
     def wait():
         plgpu.barrier_wait(arrived.at[warpgroup])
 
     def mask(blocks):
-        keep = mask_of_step(window, part, warpgroup, interpret)[:blocks]
-        mask_step(window, x_smem, warpgroup, [*keep], infinite=True, interpret=interpret)
+        keep = window_arrival.mask_of_step(window, part, warpgroup, interpret)[:blocks]
+        window_arrival.mask_step(window, x_smem, warpgroup, [*keep], infinite=True, interpret=interpret)
 
     if part.mask is not None:
         if interpret:  # `mask_step` rewrites whole steps there, including what `fill_edges` wrote

@@ -214,5 +214,5 @@ def _of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) -> tu
         p.increase(cta, p.warps)
     p.barrier()
     mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
-    p.load_vector_into([mass_above, equal], p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)
+    p.load_into([mass_above, equal], p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)
     return mass_above, equal

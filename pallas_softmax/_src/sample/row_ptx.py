@@ -114,7 +114,7 @@ class RowProgram(CtaProgram):
             self.store(local, *words, when=exists)
         self.barrier()
         out = [self.var(default, kind) for kind, default in zip(kinds, neutral)]
-        self.load_vector_into(out, local, when=exists)
+        self.load_into(out, local, when=exists)
         return out
 
     def each_cta(

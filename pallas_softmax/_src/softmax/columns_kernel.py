@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.gpu import column_tiles
+from pallas_softmax._src.gpu import blocks, column_tiles, tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
@@ -309,8 +309,8 @@ class _Part:
         value: Any = self.formula.value
         (out_gmem,), out_smem = self.refs.out_gmem, self.refs.x_smem[-1]
         for at, x in self._blocks(number):
-            y = value(*x, *constants)
-            column_tiles.store_smem(out_smem.at[at], plan.block, y, interpret=self.interpret)
+            y = value(*x, *constants).astype(out_smem.dtype)
+            blocks.store_in_place(out_smem.at[at], y, tiles.layout(plan.block), interpret=self.interpret)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[self._slot(number)], self._lines(out_gmem, number))
         if self._refills:

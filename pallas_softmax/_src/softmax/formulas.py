@@ -67,8 +67,8 @@ class Located(NamedTuple):
 
     Attributes:
       moments: (m, d, t).
-      at: its position in the row. While steps are added to lanes, the step in which a lane's m last grew. Whole numbers
-        in float32, like all that CTAs exchange, so a row has at most `MOST_POSITIONS` elements.
+      at: its position in the row. While steps are added to lanes: the last step that raised the lane's m. It is a whole
+        number in float32, the dtype that CTAs exchange. So a row has at most `MOST_POSITIONS` elements.
     """
 
     moments: Moments

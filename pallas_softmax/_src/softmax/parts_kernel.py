@@ -457,7 +457,8 @@ class _Part:
         )
         reduction, count = self.formula.reduction, self.job.parts.count
         for smem, leaf in zip(jax.tree.leaves(sent_smem), jax.tree.leaves(total), strict=True):
-            blocks.store_in_place(smem, blocks.filled(leaf, interpret=interpret), interpret=interpret)
+            block, layout = blocks.filled(leaf, interpret=interpret), blocks.layout(1, interpret=interpret)
+            blocks.store_in_place(smem, block, layout, interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(cluster_barrier)
         plgpu.barrier_wait(cluster_barrier)

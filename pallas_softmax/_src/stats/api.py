@@ -131,7 +131,7 @@ def _labels(name: str, labels, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _stats_and_moments(static: Static, xs, constants):
-    """Returns what has a derivative, and what has none: m and the argmax, whose bits are returned as a float."""
+    """Returns what has a derivative, and what has none: m, and the argmax as a float of equal bits."""
     logits, temperature = xs
     where, labels = constants
     stats = as_rows(static.forward, logits, where, temperature, labels, **dict(static.keywords))

@@ -88,6 +88,11 @@ def is_column(labels, vocab):
     return (labels >= 0) & (labels < vocab)
 
 
+def _whole_vocab(x, mesh_axes):
+    """Returns the number of columns of the whole row of a shard."""
+    return x.shape[-1] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
+
+
 def _first_column(logits, mesh_axes):
     """Returns the column of the whole row at which this shard begins."""
     return lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else 0
@@ -99,7 +104,7 @@ def _distance(x, shift, temperature, scaled):
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
-    """Returns the cotangents of the logits and the temperature, given those of the first three `RowStats`, d and t.
+    """Returns the cotangents of the logits and the temperature, from the cotangents of `RowStats`, d and t.
 
     It is elementwise: one read and one write. With p = exp(u) / d and the mean t / d of u,
 
@@ -112,14 +117,14 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     """
     logits, temperature, m, d, t = residuals
     x = logits_of(logits, where)
-    whole_vocab = x.shape[-1] * (lax.axis_size(mesh_axes) if mesh_axes else 1)
-    g_label = jnp.where(is_column(labels, whole_vocab) | (g_label == 0), g_label, jnp.nan)
+    is_bad = ~is_column(labels, _whole_vocab(x, mesh_axes)) & (g_label != 0)
     u = _distance(x, online.shift(m), temperature, scaled)
     d = jnp.where(m == jnp.inf, 1, d)  # as for logsumexp: finite logits in a row with +inf get 0
     of_entropy = g_entropy / d
     constant = g_lse / d + g_d + g_t + jnp.where(g_entropy == 0, 0, of_entropy * (t / d))
     dz = jnp.exp(u) * (constant + (g_t - of_entropy) * u)
-    dz = masked(dz + jnp.where(_at_label(x, labels, mesh_axes), g_label, 0), where, 0)
+    dz = dz + jnp.where(_at_label(x, labels, mesh_axes), g_label, 0)
+    dz = masked(jnp.where(is_bad, jnp.nan, dz), where, 0)
     dx = (dz / temperature if scaled else dz).astype(logits.dtype)
     dt = -sum_over(dz * u, (-1,), mesh_axes) / temperature
     return dx, dt - jnp.where(g_lse == 0, 0, g_lse * m) / temperature**2
@@ -141,6 +146,7 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
     of_label = sum_over(jnp.where(_at_label(x, labels, mesh_axes), du, 0), (-1,), mesh_axes)
+    of_label = jnp.where(is_column(labels, _whole_vocab(x, mesh_axes)), of_label, jnp.nan)
     d = jnp.where(m == jnp.inf, 1, d)
     of_lse = dd / d - jnp.where(dt == 0, 0, m * dt) / temperature**2
     return of_lse, (dd * (t / d) - dt_of_u) / d, of_label, dd, dd + dt_of_u

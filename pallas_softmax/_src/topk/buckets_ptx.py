@@ -30,6 +30,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, store_winners
 
 _BATCH = 4  # candidates that a thread handles together
+_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
 _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
@@ -42,13 +43,12 @@ _OF_ZERO = 2**31  # the key of +0 in an entry; the key of -0 is one less
 _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
 
 
-def rank_by_buckets(p: CtaProgram, of: CandidateList, most: int, otherwise: Callable[[Value], None]) -> None:
+def rank_by_buckets(p: CtaProgram, of: CandidateList, otherwise: Callable[[Value], None]) -> None:
     """Writes the k best candidates in order. A thread handles entries thread, thread + 128, ...
 
     Args:
       of: the candidates.
-      most: if a bucket has more candidates than this, buckets are too slow.
-      otherwise: called with the condition that a bucket has more. Jumps out if it holds, with the list unchanged.
+      otherwise: called with the condition that a bucket has too many. Jumps out if it holds, with the list unchanged.
     """
     each = of.capacity // WARPGROUP
     mine = p.at(of.buckets, p.thread, 4 * each)  # the thread's counters
@@ -56,7 +56,7 @@ def rank_by_buckets(p: CtaProgram, of: CandidateList, most: int, otherwise: Call
     values, greatest, least = _load_and_bracket(p, of, each)
     distance, distances = _distances(p, greatest, least, of.dtype, of.vocab)
     places = _count(p, of, values, distance, _factor(p, distances, of.capacity))
-    _start(p, of, mine, each, most, otherwise)
+    _start(p, of, mine, each, otherwise)
     _group(p, of, values, places)
     for have, batch in _batches(p, of, each):
         _compare(p, of, have, values[batch], places[batch])
@@ -139,27 +139,27 @@ def _factor(p: CtaProgram, distances: Value, capacity: int) -> Value:
 
     It is capacity * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
     """
-    return p.convert(p.reciprocal(distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+    return p.convert(p.op("rcp.approx.ftz", "f32", distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
 
 
 def _count(
     p: CtaProgram, of: CandidateList, values: list[Value], distance: Callable[[Value], Value], factor: Value
 ) -> list[Value]:
     """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
-    places, before = [p.fresh("u32") for _ in values], [p.fresh("u32") for _ in values[:_BATCH]]
+    places = [p.fresh("u32") for _ in values]
     for have, batch in _batches(p, of, len(values)):
-        for has, value, place, number in zip(have, values[batch], places[batch], before):
+        before = []
+        for has, value, place in zip(have, values[batch], places[batch]):
             p.set(place, p.multiply_high(distance(value), factor))
-            p.take_into(number, p.at(of.buckets, place, 4), 1, when=has)
+            before.append(p.take_from(p.at(of.buckets, place, 4), 1, when=has))
         for place, number in zip(places[batch], before):
-            p.set(number, number << _HALF)
-            p.update(place, "or", number)
+            p.update(place, "or", number << _HALF)
     p.barrier()
     return places
 
 
 def _start(
-    p: CtaProgram, of: CandidateList, mine: Value, each: int, most: int, otherwise: Callable[[Value], None]
+    p: CtaProgram, of: CandidateList, mine: Value, each: int, otherwise: Callable[[Value], None]
 ) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
@@ -172,7 +172,7 @@ def _start(
     (words,) = p.of_warps([total | held << _HALF], of.ranked, lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
     p.add_lower_warps(start, totals)
-    otherwise(p.reduce("max", held) > most)
+    otherwise(p.reduce("max", held) > _IN_BUCKET)
     starts = []
     for count in counts:
         starts.append((count << _HALF) + start)
@@ -190,7 +190,7 @@ def _group(p: CtaProgram, of: CandidateList, values: list[Value], places: list[V
         before = []
         for has, place in zip(have, places[batch]):
             before.append(place >> _HALF)
-            p.load_into(place, p.at(of.buckets, place & _LOWER, 4), when=has)
+            p.load_into([place], p.at(of.buckets, place & _LOWER, 4), when=has)
         for has, value, place, number in zip(have, values[batch], places[batch], before):
             p.store(of.at(p, (place & _LOWER) + number), value, when=has)
     p.barrier()

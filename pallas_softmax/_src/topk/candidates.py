@@ -20,7 +20,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -80,12 +82,6 @@ def candidate_of(p: Program, key: Value, index: Value) -> Value:
     return p.join(low, high)
 
 
-def index_and_key(p: Program, candidate: Value) -> tuple[Value, Value]:
-    """Returns the index and the key of a candidate."""
-    low, high = p.split(candidate)
-    return ~low, high ^ _SIGN
-
-
 def store_winners(
     p: Program, ranked: Value, winners: Sequence[Value], rank: Value, k: int, when: Condition = None
 ) -> None:
@@ -96,6 +92,15 @@ def store_winners(
     at = p.at(ranked, rank, 4)
     for i, winner in enumerate(winners):
         wins = rank.bits("s32") < k - i if when is None else when & (rank.bits("s32") < k - i)
-        index, key = index_and_key(p, winner)
+        low, high = p.split(winner)
+        index, key = ~low, high ^ _SIGN
         p.store(at, key, offset=4 * i, when=wins)
         p.store(at, index, offset=4 * (padded_winners(k) + i), when=wins)
+
+
+def sort_winners(ranked, keys, indices, inside, k: int) -> None:
+    """Writes the k best of the elements `inside` to `ranked` in the same format; only the interpreter runs this."""
+    _, keys, indices = lax.sort((jnp.logical_not(inside), ~keys, indices), num_keys=3)
+    padded = padded_winners(k)
+    ranked[:k] = ~keys[:k]
+    ranked[padded : padded + k] = indices[:k]

@@ -65,7 +65,7 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
       give_up: jumps to the end of `collect`. The search then continues with an exact bound.
     """
     own = p.at(p.group_keys, p.thread, 4)
-    lower_lanes, place = p.special("lanemask_lt"), p.fresh("u32")
+    lower_lanes = p.special("lanemask_lt")
     each = p.window.groups_per_thread
     for start in range(0, each, _LOADED_AT_ONCE):
         turns = range(start, min(start + _LOADED_AT_ONCE, each))
@@ -78,8 +78,7 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
             count = count + p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
-            p.set(place, 0)
-            p.take_into(place, p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0))
+            place = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
             first = p.shuffle(place, "idx", 0)
             for i, reaches, lower in zip(turns, reach, before):
                 at = lower + first
@@ -186,32 +185,29 @@ def _append(p: WindowProgram, mask: Value, turn: Value, place: Value, *, listed:
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bits[-1] >> log2(window.group_size), WARPGROUP, turn)
             groups.append(p.load_hit(group, chosen[-1]) if listed else group)
-        keys, positions = [], []
+        elements, positions = [], []
         for choose, bit, group in zip(chosen, bits, groups):
             in_group = bit & (window.group_size - 1)
             block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
-            position = p.first_position(group) + p.multiply_add(block, window.block, in_vector)
-            if window.compact:
-                _store_position(p, place, position, choose)
-                p.increase(place, 1)
-                continue
-            # The element is loaded again, because registers cannot be indexed.
-            positions.append(position)
-            keys.append(p.element.load_bits(p, p.address(position), when=choose))
-        for choose, key, position in zip(chosen, keys, positions):
-            _store_candidate(p, place, p.element.key(key), position, choose)
+            positions.append(p.first_position(group) + p.multiply_add(block, window.block, in_vector))
+            if not window.compact:  # loads the element again, because registers cannot be indexed
+                elements.append(p.element.load_bits(p, p.address(positions[-1]), when=choose))
+        for i, (choose, position) in enumerate(zip(chosen, positions)):
+            key = None if window.compact else p.element.key(elements[i])
+            _store_entry(p, place, key, position, choose)
             p.increase(place, 1)
 
 
-def _store_position(p: WindowProgram, place: Value, position: Value, when: Condition) -> None:
-    """Writes a position as entry `place` of the list of a compact window."""
-    p.store(p.at(p.candidates, place, POSITION_BYTES), p.convert(position, "u16"), when=when)
-
-
-def _store_candidate(p: WindowProgram, place: Value, key: Value, position: Value, when: Condition) -> None:
-    """Writes an element as entry `place` of the list."""
-    candidate = candidate_of(p, key, position.bits("s32") + p.origin)
-    p.store(p.at(p.candidates, place, CANDIDATE_BYTES), candidate, when=when)
+def _store_entry(
+    p: WindowProgram, place: Value, key: Value | None, position: Value, when: Condition = None
+) -> None:
+    """Writes an element as entry `place` of the list: as a candidate, or in a compact window as its position."""
+    if p.window.compact:
+        p.store(p.at(p.candidates, place, POSITION_BYTES), p.convert(position, "u16"), when=when)
+    else:
+        assert key is not None
+        candidate = candidate_of(p, key, position.bits("s32") + p.origin)
+        p.store(p.at(p.candidates, place, CANDIDATE_BYTES), candidate, when=when)
 
 
 # ---- ties
@@ -246,10 +242,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
         p.increase(base, p.reduce("add", totals))
         for j, is_tied in enumerate(tied):
             with p.when(is_tied & (before < k)):
-                if window.compact:
-                    _store_position(p, before, position + j, None)
-                else:
-                    _store_candidate(p, before, tie, position + j, None)
+                _store_entry(p, before, tie, position + j)
             p.increase(before, 1, when=is_tied)
         p.increase(address, p.block_bytes)
         p.increase(position, window.block)

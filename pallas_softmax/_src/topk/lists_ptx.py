@@ -19,7 +19,6 @@ from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
-    LOWEST_KEY,
     CandidateList,
     candidate_of,
     clear,
@@ -41,16 +40,11 @@ def search_lists_program(lists: int, k: int) -> CtaProgram:
     Each thread handles every 128th winner, and counts the better winners list by list.
     """
     p = CtaProgram()
-    keys, indices = p.operands("u64", "keys", "indices")
     candidates, ranked = p.operands("u32", "candidates", "ranked")
-    own = p.multiply_wide(p.operand("row", "u32"), lists * k) + p.convert(p.thread, "u64") << 2  # bytes
     turns = range(-(-lists * k // WARPGROUP))
-    listed = [p.thread < lists * k - i * WARPGROUP for i in turns]
-    loaded = [
-        [p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=listed[i], space="global") for i in turns]
-        for at in (keys, indices)
-    ]
-    values = [candidate_of(p, key, index) for key, index in zip(*loaded)]
+    first = p.multiply_wide(p.operand("row", "u32"), lists * k)
+    listed, *keys_and_indices = zip(*_load(p, first, turns, lists * k))
+    values = [candidate_of(p, key, index) for key, index in zip(*keys_and_indices)]
     own_candidate = p.at(candidates, p.thread, CANDIDATE_BYTES)
     for i, value in enumerate(values):
         p.store(own_candidate, value, offset=CANDIDATE_BYTES * WARPGROUP * i, when=listed[i])
@@ -64,6 +58,23 @@ def search_lists_program(lists: int, k: int) -> CtaProgram:
         store_winners(p, ranked, [value], rank_, k, when=is_listed)
     p.barrier()
     return p
+
+
+def _load(p: CtaProgram, first: Value, turns: range, n: Value | int) -> list[tuple[Value, Value, Value]]:
+    """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
+
+    Returns for each turn whether there is such a winner, and its key and index.
+    """
+    own = first + p.convert(p.thread, "u64") << 2  # bytes
+    listed = [p.thread + i * WARPGROUP < n for i in turns]
+    keys, indices = (
+        [
+            p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
+            for i, is_listed in zip(turns, listed)
+        ]
+        for at in p.operands("u64", "keys", "indices")
+    )
+    return list(zip(listed, keys, indices))
 
 
 def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Value]:
@@ -102,22 +113,11 @@ def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> 
 def _collect(p: CtaProgram, winners: int, candidates: Value, counts: Value, capacity: int) -> None:
     """Loads every 128th winner per thread, eight at a time, and appends the winners that reach <bound> to the list."""
     row, first, n = p.operands("u32", "row", "first", "n")
-    keys_at, indices_at = p.operands("u64", "keys", "indices")
-    bound = p.operand("bound", "s32")
-    each = capacity // WARPGROUP
+    bound, each = p.operand("bound", "s32"), capacity // WARPGROUP
     number = p.multiply_wide(row, winners) + p.convert(first, "u64")
-    own = number + p.convert(p.thread, "u64") << 2  # bytes
-    keys, indices = ([p.fresh("s32") for _ in range(min(each, _LOADED_AT_ONCE))] for _ in range(2))
     for start in range(0, each, _LOADED_AT_ONCE):
-        turns, listed = range(start, min(start + _LOADED_AT_ONCE, each)), []
-        for i, key, index in zip(turns, keys, indices):
-            listed.append(p.thread + i * WARPGROUP < n)
-            p.set(key, LOWEST_KEY)
-            p.set(index, 0)
-            offset = 4 * WARPGROUP * i
-            p.load_into(key, own + keys_at, offset=offset, when=listed[-1], space="global")
-            p.load_into(index, own + indices_at, offset=offset, when=listed[-1], space="global")
-        for is_listed, key, index in zip(listed, keys, indices):
+        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+        for is_listed, key, index in _load(p, number, turns, n):
             with p.when(is_listed & (key >= bound)):
                 place = p.take_from(counts, 1)
                 p.store(p.at(candidates, place, CANDIDATE_BYTES), candidate_of(p, key, index))

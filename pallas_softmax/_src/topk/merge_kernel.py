@@ -26,7 +26,8 @@ from pallas_softmax._src.gpu import blocks, sort_keys
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.topk.candidates import sort_winners
 from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
 from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners, searches_lists
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
@@ -43,14 +44,8 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
       kept: (rows, lists * k), the mask of the winners, or None.
       indices: (rows, lists * k) int32, the winners' indices in the row.
       parts: (rows, lists), the normalizers of the shards.
-      temperature: float32, (1,) or (rows,).
-      k: number of winners.
-      log: whether to return logs of probabilities.
-      dtype: dtype of the values.
-      interpret: as for `pallas_call`.
 
-    Returns:
-      Candidates (rows, k), and the normalizers (rows, 1).
+    `window_kernel.topk_rows` documents the other arguments and the results.
     """
     keys = sort_keys.key(won)
     if kept is not None:
@@ -90,17 +85,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
     capacity = power_of_two(fan_in * k, 2 * WARPGROUP)
 
     def topk_merge(
-        lists_gmem,
-        scale_gmem,
-        values_gmem,
-        indices_gmem,
-        m_gmem,
-        d_gmem,
-        *,
-        best_smem,
-        buckets_smem,
-        counts_smem,
-        candidates_smem,
+        lists_gmem, scale_gmem, *merged_gmem, best_smem, buckets_smem, counts_smem, candidates_smem
     ):
         row = lax.axis_index("row")
         number = jnp.int32(0) if final else lax.axis_index("merge")
@@ -110,22 +95,21 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.combine_lanes(lane, scale=row_scale)
+        refs = {"candidates": candidates_smem, "ranked": best_smem}
+        refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
         if interpret:
-            _sort(lists_gmem, row, first * k, held * k, best_smem, k)
+            keys, number_in_row = lists_gmem.values[row], jnp.arange(count * k)
+            inside = (number_in_row >= first * k) & (number_in_row < (first + held) * k)
+            sort_winners(best_smem, keys, lists_gmem.indices[row], inside, k)
         elif final and searches_lists(fan_in, k):
-            refs = {"candidates": candidates_smem, "ranked": best_smem}
-            refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
             insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
-            refs = {"candidates": candidates_smem, "counts": counts_smem, "buckets": buckets_smem}
-            refs |= {"ranked": best_smem, "keys": lists_gmem.values, "indices": lists_gmem.indices}
+            refs |= {"counts": counts_smem, "buckets": buckets_smem}
             bound = _bound(lists_gmem.values, row, first, held, k, interpret)
             program = rank_lists_program(count * k, capacity, k, jnp.dtype(request.logits_dtype))
             insert_ptx(program, refs, {"row": row, "first": first * k, "n": held * k, "bound": bound})
-        write_winners(
-            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), row * merges + number,
-            best_smem, normalizer, row_scale, request, final,
-        )  # fmt: skip
+        merged, number = WinnerLists(*merged_gmem), row * merges + number
+        write_winners(merged, number, best_smem, normalizer, row_scale, request, final)
 
     return gpu_kernel(
         topk_merge,
@@ -140,17 +124,6 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         approximate=True,
         interpret=interpret,
     )(WinnerLists(*(a.reshape(rows, -1) for a in lists)), scale)
-
-
-def _sort(lists_gmem: WinnerLists, row, first, n, best_smem, k: int) -> None:
-    """Writes the k best of n winners of a row to shared memory, by a sort; only the interpreter runs this."""
-    keys, indices = lists_gmem.values[row], lists_gmem.indices[row]
-    number = jnp.arange(keys.size)
-    outside = (number < first) | (number >= first + n)
-    _, keys, indices = lax.sort((outside, ~keys, indices), num_keys=3)
-    padded = padded_winners(k)
-    best_smem[:k] = ~keys[:k]
-    best_smem[padded : padded + k] = indices[:k]
 
 
 def _bound(keys_gmem, row, first, held, k: int, interpret):

@@ -20,18 +20,16 @@ A list is too short if its last element is a winner, because the lane may have f
 this is rare in rows in random order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
-An element is one word, its packed key (see `packed_ptx`). It ends with the complement of
-the column, so no two words of a row are equal. For 16-bit elements it has the whole key, so the winners need not be
-read again. Two 16-bit elements share a register and are packed together:
+An element is one word, its packed key (see `packed_ptx`). Two 16-bit elements share a register and are packed together:
 
     two elements      x1 x0                       the upper half has the higher column
     two keys          k1 k0                       x ^ (0x7fff where x is negative)
     two complements   ~c1 ~c0                     of the columns
     two words         k1 ~c1 | k0 ~c0
 
-The packed key of a 32-bit element lacks the lowest bits of the key. So near ties among winners are ordered by whole
-keys (`mending_ptx`). Other elements that nearly tie with the last winner are compared with it, and replace it if
-larger. If there are many near ties, or a list may be too short, the warp merges whole lists again, in 64-bit words.
+Near ties among 32-bit winners are ordered by whole keys. Other elements that nearly tie with the last winner are
+compared with it, and replace it if larger. If there are many near ties, or a list may be too short, the warp merges
+whole lists again, in 64-bit words.
 """
 
 from collections.abc import Sequence
@@ -40,8 +38,8 @@ from typing import Any, NamedTuple
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax._src.topk import mending_ptx, packed_ptx
-from pallas_softmax._src.topk.packed_ptx import LOWEST
+from pallas_softmax._src.topk import packed_ptx
+from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
@@ -54,26 +52,18 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
     """Returns packed keys of the k best of each row of a tile. For the arguments see `tile_kernel`."""
-    return packed_ptx.insert_in_tile(
-        take_words_program(tile, vocab, k), tile, merged_tile(tile, k), bits, per_row
-    )
+    return packed_ptx.insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits, per_row)
 
 
 def take(tile: Tile, vocab: int, k: int, key, per_row, lanes: float | None = None):
     """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `tile_kernel`."""
     program = take_program(tile, vocab, k, lanes)
-    return packed_ptx.insert_in_tile(program, tile, merged_tile(tile, k), key, per_row)
+    return packed_ptx.insert_in_tile(program, merged_tile(tile, k), key, per_row)
 
 
-def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> Program:
-    """Returns the program of `take`.
-
-    <x{row}_{i}> has key i of a row of the thread. <winner{row}_{i}> gets the column of winner lane * held + i.
-    """
-    p = Program()
-    lane, first_column = packed_ptx.lane_and_first_column(p, tile)
-    bits, rows = packed_ptx.column_bits(tile), packed_ptx.rows_of_thread(tile)
-    ones, size = (1 << bits) - 1, power_of_two(k, 1)
+def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
+    """Returns the program of `take`. <winner{row}_{i}> gets the column of winner lane * held + i."""
+    p, size = TileProgram(tile, vocab), power_of_two(k, 1)
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
     # as well (`maybe_short`).
     length = list_length(tile, k, itemsize=4, lanes=lanes)
@@ -81,40 +71,40 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
-    for row in range(rows):
-        words = packed_ptx.packed_keys(p, tile, vocab, row, first_column, bits)
+    for row in range(p.rows):
+        words = packed_ptx.packed_keys(p, row)
         listed = packed_ptx.best(p, words, length)
-        winners = [p.var(word) for word in _merged(p, listed[:size], lane, tile.lanes, size)]
-        pairs = mending_ptx.near_ties(p, winners, lane, ones, min(k, vocab) - 1)
+        winners = [p.var(word) for word in _merged(p, listed[:size], size)]
+        pairs = packed_ptx.near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
-        others = _other_near_ties(p, tile, vocab, listed, worst, ones) if k < vocab else None
+        others = _other_near_ties(p, listed, worst) if k < vocab else None
         if length < len(words):
             too_short = too_short | (listed[-1] >= worst)
-            maybe_short = maybe_short | (listed[-1] >= worst & ~ones)
+            maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
         found.append(_Found(winners, pairs, listed, others))
     numbers = [f.pairs for f in found] + [f.others for f in found if f.others]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
 
     def keep(row):
         for i, word in enumerate(found[row].winners):
-            p.set(packed_ptx.winner(p, row, i), ~word & ones)
+            p.set(p.winner(row, i), ~word & p.ones)
 
-    for row in range(rows):
+    for row in range(p.rows):
         keep(row)
     with p.block() as finish:
-        packed_ptx.leave_if_exact(p, tile, rows, bits, (number > 0) | maybe_short, finish, too_short)
+        packed_ptx.leave_if_exact(p, (number > 0) | maybe_short, too_short, finish)
         wide = p.any(maybe_short | (p.over_lanes("add", number) > _MOST_NEAR_TIES))
         with p.when(~wide):
-            for row in range(rows):
-                _mend(p, tile, row, found[row], place, ones)
+            for row in range(p.rows):
+                _mend(p, row, found[row], place)
                 keep(row)
         with p.when(wide):
-            for row in range(rows):
+            for row in range(p.rows):
                 count = power_of_two(tile.steps * tile.vec, 1)
-                keys = packed_ptx.wide_keys(p, tile, vocab, row, first_column, count)
+                keys = packed_ptx.wide_keys(p, row, count)
                 whole = packed_ptx.best(p, keys, min(size, count))
-                for i, word in enumerate(_merged(p, whole, lane, tile.lanes, size)):
-                    p.set(packed_ptx.winner(p, row, i), ~p.convert(word.bits("u64"), "u32"))
+                for i, word in enumerate(_merged(p, whole, size)):
+                    p.set(p.winner(row, i), ~p.convert(word.bits("u64"), "u32"))
     return p
 
 
@@ -127,12 +117,10 @@ class _Found(NamedTuple):
     others: Value | None  # see `_other_near_ties`; None if all elements of the row are winners
 
 
-def _other_near_ties(
-    p: Program, tile: Tile, vocab: int, listed: list[Value], worst: Value, ones: int
-) -> Value:
+def _other_near_ties(p: TileProgram, listed: list[Value], worst: Value) -> Value:
     """Returns a word with bit i set if listed element i did not win, but nearly ties with the last winner, `worst`."""
-    least = worst & ~ones
-    if tile.shape[1] > vocab:  # LOWEST marks positions beyond the row; no element has this word
+    least = worst & ~p.ones
+    if p.tile.shape[1] > p.vocab:  # LOWEST marks positions beyond the row; no element has this word
         least = p.max(least, LOWEST + 1)
     others = p.var(0, "u32")
     for i, word in enumerate(listed):
@@ -140,70 +128,60 @@ def _other_near_ties(
     return others
 
 
-def _mend(p: Program, tile: Tile, row: int, found: _Found, place: tuple[Value, int], ones: int) -> None:
+def _mend(p: TileProgram, row: int, found: _Found, place: tuple[Value, int]) -> None:
     """Orders winners by their whole keys. Larger elements replace the last winner.
 
     Args:
       place: the lane of the last winner, and the winner's number there.
-      ones: mask of the column bits of a packed key.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
     if others is None:
-        mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
+        packed_ptx.put_in_order(p, row, winners, found.pairs)
         return
     with p.loop() as leave:
-        mending_ptx.put_in_order(p, tile, row, winners, found.pairs, ones)
+        packed_ptx.put_in_order(p, row, winners, found.pairs)
         lanes = p.ballot(others.differs(0))
         leave(lanes.equals(0))
         lane = p.lowest_bit(lanes)
         i = p.shuffle(p.lowest_bit(others), "idx", lane)
         p.set(others, others & (others - 1), when=own_lane.equals(lane))
         last_lane = p.shuffle(place[0], "idx", lane)  # in the row of `lane`
-        word = mending_ptx.of_lane(p, found.listed, i, lane)
+        word = packed_ptx.of_lane(p, found.listed, i, lane)
         last = p.shuffle(winners[place[1]], "idx", last_lane)
-        key, last_key = (mending_ptx.whole_key(p, tile, row, w, lane, ones) for w in (word, last))
+        key, last_key = (packed_ptx.whole_key(p, row, w, lane) for w in (word, last))
         larger = (key > last_key) | (key.equals(last_key) & (word > last))
         p.set(winners[place[1]], word, when=larger & own_lane.equals(last_lane))
 
 
-def take_words_program(tile: Tile, vocab: int, k: int) -> Program:
-    """Returns the program of `take_words`.
-
-    <x{row}_{i}> has elements 2 i and 2 i + 1 of a row of the thread. <winner{row}_{i}> gets the packed key of winner
-    lane * held + i, if each lane gets `held` winners.
-    """
-    p = Program()
-    lane, first_column = packed_ptx.lane_and_first_column(p, tile)
-    complements = _complements(tile, first_column)
+def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
+    """Returns the program of `take_words`. <winner{row}_{i}> gets the packed key of winner lane * held + i."""
+    p = TileProgram(tile, vocab)
+    complements = _complements(p, p.first_column)
     size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2)
     length = k if length >= k - 1 else length  # a list of k is never too short
-    for row in range(packed_ptx.rows_of_thread(tile)):
-        words = _packed_keys(p, tile, vocab, row, first_column, complements)
+    for row in range(p.rows):
+        words = _packed_keys(p, row, p.first_column, complements)
         listed = packed_ptx.best(p, words, length)
-        best = [packed_ptx.winner(p, row, i) for i in range(max(1, size // tile.lanes))]
-        _set_all(p, best, _merged(p, listed, lane, tile.lanes, size))
+        best = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
+        _set_all(p, best, _merged(p, listed, size))
         if length >= min(k, len(words)):
             continue  # lists cannot be too short
         last = p.var(listed[-1])
         with p.loop() as leave:
             of_lane, place = divmod(k - 1, len(best))
-            worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - lane + of_lane)
+            worst = p.shuffle(best[place], "idx", p.operand("thread", "u32") - p.lane + of_lane)
             leave(~p.any(last >= worst))
-            same_column = first_column + _zero(p)
-            words = _packed_keys(p, tile, vocab, row, same_column, _complements(tile, same_column))
+            # A 0 that the compiler does not know. So it recomputes what follows, instead of keeping it in registers.
+            same_column = p.first_column + p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
+            words = _packed_keys(p, row, same_column, _complements(p, same_column))
             for word in words:
                 p.set(word, LOWEST, when=word >= last)
             listed = packed_ptx.best(p, words, length)
             p.set(last, listed[-1])
-            more = _merged(p, listed, lane, tile.lanes, size)
-            _set_all(p, best, _better_half(p, best, more, lane, min(size, tile.lanes)))
+            more = _merged(p, listed, size)
+            _set_all(p, best, _better_half(p, best, more, min(size, tile.lanes)))
     return p
-
-
-def _zero(p: Program) -> Value:
-    """Returns 0 in a way that hides it from the compiler, which then recomputes values instead of keeping them."""
-    return p.over_lanes("min", p.operand("thread", "u32") & (LANES - 1))
 
 
 def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
@@ -215,17 +193,14 @@ def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
 # ---- packed keys
 
 
-def _complements(tile: Tile, first_column: Value) -> list[Value]:
+def _complements(p: TileProgram, first_column: Value) -> list[Value]:
     """Returns the complements of the columns, for each pair of the thread's elements."""
-    columns = packed_ptx.columns_of_thread(tile)
     first = first_column * (1 << 16 | 1)
-    pairs = zip(columns[::2], [*columns[1::2], columns[-1]])
+    pairs = zip(p.columns[::2], [*p.columns[1::2], p.columns[-1]])
     return [((_HALF_ONES - upper) << 16 | _HALF_ONES - lower) - first for lower, upper in pairs]
 
 
-def _packed_keys(
-    p: Program, tile: Tile, vocab: int, row: int, first_column: Value, complements: list[Value]
-) -> list[Value]:
+def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: list[Value]) -> list[Value]:
     """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     words: list[Value] = []
     for i, complement in enumerate(complements):
@@ -233,15 +208,15 @@ def _packed_keys(
         signs = pair.bits("s16x2").sign()
         keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, signs, _MAGNITUDES)
         words += [p.permute(keys, complement, which).bits("s32") for which in (_LOWER_WORD, _UPPER_WORD)]
-    words = words[: len(packed_ptx.columns_of_thread(tile))]
-    packed_ptx.lower_beyond_row(p, tile, vocab, words, first_column)
+    words = words[: len(p.columns)]
+    packed_ptx.lower_beyond_row(p, words, first_column)
     return words
 
 
 # ---- merges
 
 
-def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) -> list[Value]:
+def _merged(p: TileProgram, words: list[Value], size: int) -> list[Value]:
     """Merges the lists of all lanes of a row. Returns the best `size`, in the order of the lanes.
 
     pad the list of each lane with lowest words to a power of two
@@ -255,6 +230,7 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
     `flips` are the bits of a lane's number that give the place of its words in the run, the highest first. At the end,
     their order may differ from the order of bits in the lane's number. A last shuffle corrects this.
     """
+    lane, lanes = p.lane, p.tile.lanes
     missing = power_of_two(len(words), 1) - len(words)
     held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
     flips: list[int] = []
@@ -264,7 +240,7 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
         turned = (lane & 2 * run).differs(0) if 2 * run < lanes else None
         half = len(held) // 2
         if len(held) * run < size:
-            held = _exchanged(p, held, lane, run, turned, mirrored=True)
+            held = _exchanged(p, held, run, turned, mirrored=True)
             flips, bitonic = [run, *flips], flips
         elif half:
             others = [word and p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]]
@@ -275,8 +251,8 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
             bitonic = flips
         for flip in bitonic:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
-            held = _exchanged(p, held, lane, flip, turned, mirrored=flip == run)
-        held = _exchanged_in_lane(p, held, _bitonic(len(held)))
+            held = _exchanged(p, held, flip, turned, mirrored=flip == run)
+        held = packed_ptx.sorted_bitonic(p, held)
         run *= 2
     if flips == sorted(flips, reverse=True):
         return held
@@ -289,7 +265,7 @@ def _merged(p: Program, words: list[Value], lane: Value, lanes: int, size: int) 
 
 
 def _exchanged(
-    p: Program, words: Sequence[Value | None], lane: Value, flip: int, turned: Value | None, *, mirrored: bool
+    p: TileProgram, words: Sequence[Value | None], flip: int, turned: Value | None, *, mirrored: bool
 ) -> list[Value]:
     """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `turned`, the other one.
 
@@ -298,7 +274,7 @@ def _exchanged(
       mirrored: whether word i is compared with word -1 - i of the other lane, or with word i.
     """
     others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
-    larger = (lane & flip).equals(0)
+    larger = (p.lane & flip).equals(0)
     if turned is not None:
         larger = larger ^ turned
     out = []
@@ -312,27 +288,12 @@ def _exchanged(
     return out
 
 
-def _better_half(p: Program, a: Sequence[Value], b: Sequence[Value], lane: Value, lanes: int) -> list[Value]:
+def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: int) -> list[Value]:
     """Merges two lists, each sorted over the `lanes` lanes of a row. Keeps the larger half of the words."""
     opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
     words = [p.max(word, other) for word, other in zip(a, opposite)]
     flip = lanes // 2
     while flip:
-        words = _exchanged(p, words, lane, flip, None, mirrored=False)
+        words = _exchanged(p, words, flip, None, mirrored=False)
         flip //= 2
-    return _exchanged_in_lane(p, words, _bitonic(len(words)))
-
-
-def _bitonic(n: int) -> list[tuple[int, int]]:
-    """Returns the comparisons that sort n bitonic elements."""
-    strides = [n >> level for level in range(1, n.bit_length())]
-    return [(i, i + stride) for stride in strides for i in range(n) if not i & stride]
-
-
-def _exchanged_in_lane(p: Program, words: list[Value], comparisons: list[tuple[int, int]]) -> list[Value]:
-    """Returns the words after these comparisons (i, j). Each puts the larger of two words at i."""
-    out = list(words)
-    for i, j in comparisons:
-        a, b = out[i], out[j]
-        out[j], out[i] = p.min(a, b), p.max(a, b)
-    return out
+    return packed_ptx.sorted_bitonic(p, words)

@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_softmax._src.gpu import tiles
-from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import Program, Value
@@ -31,24 +31,49 @@ LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the colu
 _LOWEST_WIDE = -(2**63)
 
 
-def rows_of_thread(tile: Tile) -> int:
-    """Returns the number of rows in each thread."""
-    return tile.rows // (WARPGROUP // tile.lanes)
+class TileProgram(Program):
+    """A program that searches the rows of a tile. It reads and writes these operands, for each row of a thread:
+
+    <x{row}_{i}>          key i of the row, or 16-bit elements 2 i and 2 i + 1
+    <winner{row}_{i}>     the result: register i of the winners of the row
+
+    Attributes:
+      tile, vocab: how rows lie over the lanes, and the number of their elements.
+      rows: number of rows of each thread.
+      lane, first_column: number of the thread's lane in its rows, and the column of the thread's first element.
+      columns: the columns of the thread's elements, relative to the first one.
+      bits, ones: number of bits of a column in a packed key, and a word with ones there.
+    """
+
+    def __init__(self, tile: Tile, vocab: int):
+        super().__init__()
+        self.tile, self.vocab, self.rows = tile, vocab, tile.rows // (WARPGROUP // tile.lanes)
+        self.lane = self.operand("thread", "u32") & (tile.lanes - 1)
+        self.first_column = tile.first_column(self.lane)
+        self.columns = [step * tile.step_columns + j for step in range(tile.steps) for j in range(tile.vec)]
+        self.bits = (tile.shape[1] - 1).bit_length()
+        self.ones = (1 << self.bits) - 1
+
+    def keys(self, row: int) -> list[Value]:
+        """Returns the keys of the thread's elements of a row."""
+        return [self.operand(f"x{row}_{i}", "s32") for i in range(len(self.columns))]
+
+    def winner(self, row: int, i: int) -> Value:
+        """Returns the result <winner{row}_{i}>."""
+        return self.operand(f"winner{row}_{i}", "s32")
 
 
-def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
+def insert_in_tile(code: TileProgram, out: Tile, held, per_row):
     """Inserts PTX into the kernel. Returns the winners as a tile `out`, and `per_row` spread over such tiles.
 
     Args:
-      code: the program. It reads <x{row}_{i}>: key i of a row of the thread, or 16-bit elements 2 i and 2 i + 1. It
-        writes <winner{row}_{i}>: register i of a row of winners.
+      code: the program.
       held: a tile of 32-bit keys, or of 16-bit elements as integers.
       per_row: tiles that hold one number for each row.
     """
-    layout, out_layout = tiles.layout(tile), tiles.layout(out)
+    layout, out_layout, rows = tiles.layout(code.tile), tiles.layout(out), code.rows
     dtypes = ["int32"] + ["float32"] * len(per_row)
     result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
-    rows = rows_of_thread(tile)
 
     @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
     def emit(_, held, per_row):
@@ -58,7 +83,7 @@ def insert_in_tile(code: Program, tile: Tile, out: Tile, held, per_row):
         winners = [f"winner{row}_{i}" for row in range(rows) for i in range(out.steps)]
         outputs = [[pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(winners, "i32"))]]
         for a in per_row:
-            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: tile.steps]]
+            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: code.tile.steps]]
             outputs.append([pack([x]) for x in of_rows for _ in range(out.steps)])
         return tuple(array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
 
@@ -79,85 +104,49 @@ def _words(registers) -> list[ir.Value]:
     return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
 
 
-def lane_and_first_column(p: Program, tile: Tile) -> tuple[Value, Value]:
-    """Returns the number of the thread's lane in its rows, and the column of its first element."""
-    lane = p.operand("thread", "u32") & (tile.lanes - 1)
-    return lane, tile.first_column(lane)
-
-
-def winner(p: Program, row: int, i: int) -> Value:
-    """Returns the result <winner{row}_{i}>."""
-    return p.operand(f"winner{row}_{i}", "s32")
-
-
-def columns_of_thread(tile: Tile) -> list[int]:
-    """Returns the columns of a thread's elements, relative to the first column of its lane."""
-    return [step * tile.step_columns + j for step in range(tile.steps) for j in range(tile.vec)]
-
-
-def keys_of_thread(p: Program, tile: Tile, row: int) -> list[Value]:
-    """Returns the operands <x{row}_{i}>: the keys of the thread's elements of a row."""
-    return [p.operand(f"x{row}_{i}", "s32") for i in range(tile.steps * tile.vec)]
-
-
-def column_bits(tile: Tile) -> int:
-    """Returns the number of bits of a column in a packed key."""
-    return (tile.shape[1] - 1).bit_length()
-
-
-def packed_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, bits: int) -> list[Value]:
+def packed_keys(p: TileProgram, row: int) -> list[Value]:
     """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
-    ones = (1 << bits) - 1
     packed = []
-    for key, column in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
-        complement = ones - column - first_column
-        packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, ones))
-    lower_beyond_row(p, tile, vocab, packed, first_column)
+    for key, column in zip(p.keys(row), p.columns):
+        complement = p.ones - column - p.first_column
+        packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, p.ones))
+    lower_beyond_row(p, packed, p.first_column)
     return packed
 
 
-def lower_beyond_row(p: Program, tile: Tile, vocab: int, words: list[Value], first_column: Value) -> None:
+def lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
     """Sets the packed keys of positions beyond the row to LOWEST."""
-    for word, column in zip(words, columns_of_thread(tile)):
-        if column + tile.vec * (tile.lanes - 1) >= vocab:  # the position of the last lane is beyond the row
-            p.set(word, LOWEST, when=first_column >= max(0, vocab - column))
+    for word, column in zip(words, p.columns):
+        if (
+            column + p.tile.vec * (p.tile.lanes - 1) >= p.vocab
+        ):  # the position of the last lane is beyond the row
+            p.set(word, LOWEST, when=first_column >= max(0, p.vocab - column))
 
 
-def leave_if_exact(
-    p: Program,
-    tile: Tile,
-    rows: int,
-    bits: int,
-    near_tie: Value,
-    leave: Callable[[Value], None],
-    too_short: Value | None = None,
-) -> None:
+def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
-    They do if no neighbours nearly tie. They also do if the lowest `bits` bits of all floats are 0.
+    They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
     """
 
-    def leave_unless(condition):
-        leave(~p.any(condition if too_short is None else condition | too_short))
-
-    leave_unless(near_tie)
+    leave(~p.any(near_tie | too_short))
     union = p.var(0, "s32")
-    for key in itertools.chain(*(keys_of_thread(p, tile, row) for row in range(rows))):
+    for key in itertools.chain(*map(p.keys, range(p.rows))):
         # The key of a negative float has all bits but the sign inverted.
         union = p.bitwise3(lambda union, sign, key: union | (sign ^ key), union, key.sign(), key)
-    leave_unless((union & (1 << bits) - 1).differs(0))
+    leave(~p.any((union & p.ones).differs(0) | too_short))
 
 
-def wide_keys(p: Program, tile: Tile, vocab: int, row: int, first_column: Value, count: int) -> list[Value]:
+def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
     """Returns `count` 64-bit words: the keys of the thread's elements of a row, above complements of their columns.
 
     Words for positions beyond the row, and words that pad to `count`, are lower than all others.
     """
     held = []
-    for of_element, start in zip(keys_of_thread(p, tile, row), columns_of_thread(tile)):
-        key, column = p.var(of_element), first_column + start
-        if tile.shape[1] > vocab:
-            beyond = column >= vocab
+    for of_element, start in zip(p.keys(row), p.columns):
+        key, column = p.var(of_element), p.first_column + start
+        if p.tile.shape[1] > p.vocab:
+            beyond = column >= p.vocab
             p.set(key, LOWEST, when=beyond)
             p.set(column, _HIGHEST, when=beyond)
         held.append((column.bits("s32"), key))
@@ -183,6 +172,18 @@ def best(p: Program, words: list[Value], count: int) -> list[Value]:
         if upper:
             out[i] = p.max(a, b)
     return [out[i] for i in places] + [p.var(LOWEST, "s32") for _ in range(count - len(places))]
+
+
+def sorted_bitonic(p: Program, words: list[Value]) -> list[Value]:
+    """Returns bitonic words in order, the largest first. Their number is a power of two."""
+    out, stride = list(words), len(words) // 2
+    while stride:
+        for i in range(len(out)):
+            if not i & stride:
+                a, b = out[i], out[i + stride]
+                out[i + stride], out[i] = p.min(a, b), p.max(a, b)
+        stride //= 2
+    return out
 
 
 def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -214,3 +215,89 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
         return merged(best(places[:half]), best(places[half:]))[:count] if half < len(places) else places
 
     return comparisons, best(list(range(n)))
+
+
+# ---- near ties
+#
+# A warp handles pairs of neighbours that nearly tie one by one. All lanes read the two packed keys, then the two whole
+# keys, from the lanes that hold them.
+
+
+def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
+    """Returns a word with bit i set if words i and i + 1 nearly tie: they differ in the bits of the column only.
+
+    Only the first `count` pairs of neighbours of each row are compared.
+    """
+    bits = p.var(0, "u32")
+    of_next_lane = p.shuffle(words[0], "down", 1)
+    remaining = (count - p.lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
+    for i, (word, other) in enumerate(zip(words, [*words[1:], of_next_lane])):
+        near = (word ^ other).bits("u32") <= p.ones
+        p.update(bits, "or", 1 << i, when=near & (remaining > i))
+    return bits
+
+
+def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
+    """Exchanges neighbours that are in the wrong order, pair by pair.
+
+    If two pairs share a word, passes are repeated until one pass exchanges nothing.
+
+    Args:
+      words: the packed keys of a lane, in order.
+      pairs: has bit i set if words i and i + 1 nearly tie.
+    """
+    own_lane = p.operand("thread", "u32") & (LANES - 1)
+
+    def put(i, lane, word):
+        here = own_lane.equals(lane)
+        for j, register in enumerate(words):
+            p.set(register, word, when=here & i.equals(j))
+
+    next_pair = pairs >> 1 | (p.shuffle(pairs, "down", 1) & 1) << len(words) - 1
+    meet = p.any((pairs & next_pair).differs(0))
+    exchanged = p.var(False, "pred")
+    with p.repeat() as again:
+        p.set(exchanged, False)
+        remaining = p.var(pairs)
+        with p.loop() as leave_pass:
+            lanes = p.ballot(remaining.differs(0))
+            leave_pass(lanes.equals(0))
+            lane = p.lowest_bit(lanes)
+            i = p.shuffle(p.lowest_bit(remaining), "idx", lane)
+            p.set(remaining, remaining & (remaining - 1), when=own_lane.equals(lane))
+            is_last = i.equals(len(words) - 1)
+            next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
+            word, next_word = of_lane(p, words, i, lane), of_lane(p, words, next_i, next_lane)
+            key, next_key = (whole_key(p, row, w, lane) for w in (word, next_word))
+            with p.when(key < next_key):
+                put(i, lane, next_word)
+                put(next_i, next_lane, word)
+                p.set(exchanged, True)
+        again(exchanged & meet)
+
+
+def of_lane(p: Program, values: list[Value], i: Value, lane: Value) -> Value:
+    """Returns value i of a lane. `i` and `lane` must be the same in all lanes of the warp."""
+    while len(values) > 1:  # selects by one bit of i at a time
+        odd = (i & 1).differs(0)
+        unpaired = values[len(values) // 2 * 2 :]
+        values = [p.select(odd, b, a) for a, b in zip(values[::2], values[1::2])] + unpaired
+        i = i >> 1
+    return p.shuffle(values[0], "idx", lane)
+
+
+def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
+    """Returns the whole key for packed key `word`, from the row of `lane`. Both must be the same in all lanes."""
+    tile, column = p.tile, (~word & p.ones).bits("u32")
+    owner = lane & -tile.lanes
+    if tile.pieces > 1:
+        piece = (
+            column * -(-(1 << 20) // tile.piece_columns) >> 20
+        )  # the quotient, exact for columns up to 1024
+        column = column - piece * tile.piece_columns
+        owner = owner + piece * (tile.lanes // tile.pieces)
+    of_step = column & (tile.step_columns - 1)
+    step = column >> tile.step_columns.bit_length() - 1
+    i = step * tile.vec + (of_step & (tile.vec - 1))
+    owner = owner + (of_step >> tile.vec.bit_length() - 1)
+    return of_lane(p, p.keys(row), i, owner)

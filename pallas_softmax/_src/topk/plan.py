@@ -28,32 +28,18 @@ from pallas_softmax._src.topk.tile_plan import plan_tile
 MAX_K = 2_048  # winners
 
 # With rows this long, several CTAs share a multiprocessor: two with whole float32 rows, or three with 16-bit rows. One
-# searches its row while the others' rows arrive. 4096 x 128256, k = 5, as a fraction of the bandwidth of a sum:
-#
-#     float32 in 6 parts    670 µs    0.98    (802 µs with the best cluster in place of a second launch)
-#     bfloat16              343 µs    0.96
+# searches its row while the others' rows arrive. 4096 x 128256 float32, k = 5, in 6 parts takes 670 µs, 0.98 of the
+# bandwidth of a sum. With the best cluster in place of a second launch, it takes 802 µs.
 ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row in one CTA, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # most bytes of a part of a longer row
 
-# With many winners, a third CTA adds more search time than it saves. Times of both launches for k = 128:
-#
-#     4000 x 50257 float32      293 µs in 2 parts    306 µs in 3
-#     2048 x 49152 bfloat16      78 µs whole          87 µs in 2 parts
-#     777 x 100003 bfloat16      69 µs in 2 parts     69 µs in 4
-#
-# We did not measure 65 to 127 winners.
+# With many winners, a third CTA adds more search time than it saves: for k = 128, 4000 x 50257 float32 takes 293 µs in
+# 2 parts and 306 µs in 3. We did not measure 65 to 127 winners.
 MANY_WINNERS = 65  # at least this many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
 MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
 
-# With many winners, a row that fills a multiprocessor is faster whole, because it is searched once:
-#
-#                              k     whole     in 2 parts
-#     4000 x 50257 float32     65    270 µs    286 µs
-#                             128    277 µs    293 µs
-#                             256    299 µs    426 µs
-#     4000 x 40000 float32    128    228 µs    233 µs
-#     3001 x 33333 float32    128    165 µs    158 µs
-#     777 x 100003 bfloat16   128     89 µs     69 µs
+# With many winners, a row that fills a multiprocessor is faster whole, because it is searched once. For k = 128 and
+# float32, 4000 x 40000 takes 228 µs whole and 233 µs in 2 parts. 3001 x 33333 takes 165 and 158 µs.
 WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit
 
 # An H100 has 132 multiprocessors. With fewer rows, some would have no work, so rows are cut. The second launch merges
@@ -69,23 +55,15 @@ MIN_PARTS, MAX_PARTS = 8, 16  # most parts of a row: with many winners, and with
 # this leaves room for one CTA only, unless the window is compact.
 MAX_CUT_K = 256  # up to this many winners, rows are cut, and two CTAs share a multiprocessor
 
-# Ranking winners by binary search in the other list takes fewer steps than ranking those that reach a bound. Merge
-# times of lists of winners:
-#
-#     parts                                     by search    by a bound
-#     2        4096 x 50257 bfloat16, k = 5      5.9 µs       9.0 µs
-#     2        3001 x 33333 float32, k = 128    10.0 µs      11.0 µs
-#     3        4000 x 50257 float32, k = 64     16.2 µs      13.2 µs
+# Ranking winners by binary search in the other list takes fewer steps than ranking those that reach a bound. Merging 2
+# lists of 3001 rows with k = 128 takes 10.0 µs by search and 11.0 µs by a bound. Merging 3 lists of 4000 rows with
+# k = 64 takes 16.2 and 13.2 µs.
 SEARCHED_LISTS = 2  # most lists
 SEARCHED_WINNERS = 512  # most winners, 4 for each thread
 
 # A compact window is for more than MAX_CUT_K winners. It lets two CTAs share a multiprocessor that has room for one
-# otherwise. With room for only one compact window, it was no faster: k = 1024 then took 322 instead of 316 µs.
-#
-#     float32          k       compact    otherwise
-#     4000 x 25000     300     146 µs     210 µs
-#     4000 x 25000     512     158 µs     244 µs
-#     4000 x 16000    2048     285 µs     436 µs
+# otherwise: 4000 x 25000 float32 with k = 300 takes 146 µs compact and 210 µs otherwise. With room for only one compact
+# window, it was no faster: k = 1024 then took 322 instead of 316 µs.
 MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
 MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `bound_ptx`
 
@@ -174,12 +152,12 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
 
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
     """Returns whether the window and the memory of its search fit into `room` bytes."""
-    return window.size * itemsize + selection_bytes(window, k) <= room
+    return window.size * itemsize + sum(selection_bytes(window, k)) <= room
 
 
 def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     """Returns the bytes of shared memory of a CTA, with Mosaic's padding of arrays and scratch for reductions."""
-    arrays = [window.size * itemsize, *_arrays_beside_row(window, k), REDUCTION_BYTES]
+    arrays = [window.size * itemsize, *selection_bytes(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 
@@ -252,13 +230,7 @@ def listed_items(window: Window, k: int) -> tuple[int, int]:
     return max(MIN_POSITIONS, capacity - capacity // 8), padded_winners(k + k // 4)
 
 
-def selection_bytes(window: Window, k: int) -> int:
-    """Returns the bytes of shared memory that top-k takes in addition to the row."""
-    return sum(_arrays_beside_row(window, k))
-
-
-def _arrays_beside_row(window: Window, k: int) -> list[int]:
-    return [
-        4 * (group_words(window, k) + WARPGROUP),
-        (2 if window.compact else 4) * sum(listed_items(window, k)),
-    ]
+def selection_bytes(window: Window, k: int) -> tuple[int, int]:
+    """Returns the bytes of the arrays in shared memory that top-k takes in addition to the row."""
+    lists = (2 if window.compact else 4) * sum(listed_items(window, k))
+    return 4 * (group_words(window, k) + WARPGROUP), lists

@@ -3,20 +3,15 @@
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.buckets_ptx import rank_by_buckets
 from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, store_winners
 
-# Cycles on an H100, 4000 x 25000 float32, with two CTAs on a multiprocessor:
-#
-#     candidates    counting    buckets    sorting
-#             67         790      1,400
-#            140       2,960      1,780
-#            620                  3,650      7,730
-#          2,400                 12,800     30,300
+# Cycles on an H100, 4000 x 25000 float32, two CTAs on a multiprocessor: counting takes 790 for 67 candidates and 2,960
+# for 140. Buckets take 1,400, 1,780 and, for 620 candidates, 3,650; there sorting takes 7,730.
 _COUNTED = 96  # up to this many candidates, counting is faster than buckets
 _COMPARED = 256  # up to this many candidates, counting is faster than sorting
 _AT_ONCE = 4  # candidates that a thread compares with its own at once
-_IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 
 
 def rank(p: CtaProgram, of: CandidateList) -> None:
@@ -27,23 +22,17 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
     more, over 32 in some bucket       counting if the list has 256 entries, sorting if it has more
     """
     with p.block() as finish:
-        if of.capacity <= _COMPARED:
-            with p.block() as count:
-                count(of.n <= _COUNTED)
-                with p.block() as crowded:
-                    rank_by_buckets(p, of, _IN_BUCKET, otherwise=crowded)
-                    finish()
-                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
-            _rank_by_counting(p, of)
-        else:
-            with p.block() as sort:
-                with p.block() as count:
-                    count(of.n <= _COUNTED)
-                    rank_by_buckets(p, of, _IN_BUCKET, otherwise=sort)
-                    finish()
-                _rank_by_counting(p, of)
+        with p.block() as count:
+            count(of.n <= _COUNTED)
+            with p.block() as crowded:
+                rank_by_buckets(p, of, otherwise=crowded)
                 finish()
-            _rank_by_sorting(p, of)
+            if of.capacity > _COMPARED:
+                _rank_by_sorting(p, of)
+                finish()
+            else:
+                p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
+        _rank_by_counting(p, of)
     p.barrier()
 
 
@@ -89,69 +78,28 @@ def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:
     own = of.at(p, p.thread)
     # The initial order is free. Loads of entries 128 apart have no bank conflicts.
     values = [p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, of.capacity, WARPGROUP)]
-    _sort_halves_of_thread(p, values)
     run = p.var(1, "u32")
-    _complement_odd_runs(p, values, run)
-    _sort_bitonic(p, values)
-    _complement_odd_runs(p, values, run)
+
+    def complement_odd_runs(values):
+        ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
+        return [value ^ ones for value in values]
+
+    def set_values(new):
+        for value, of_new in zip(values, new):
+            p.set(value, of_new)
+
+    set_values(complement_odd_runs(packed_ptx.best(p, complement_odd_runs(values), len(values))))
     with p.repeat() as next_run:
         p.set(run, run << 1)
-        _complement_odd_runs(p, values, run)
+        set_values(complement_odd_runs(values))
         stride = p.var(run >> 1)
         with p.repeat() as next_stride:
             _exchange(p, of, values, stride, own)
             p.set(stride, stride >> 1)
             next_stride(stride.differs(0))
-        _sort_bitonic(p, values)
-        _complement_odd_runs(p, values, run)
+        set_values(complement_odd_runs(packed_ptx.sorted_bitonic(p, values)))
         next_run(run < WARPGROUP)
     store_winners(p, of.ranked, values, p.thread * len(values), of.k)
-
-
-def _compare_and_swap(p: CtaProgram, a: Value, b: Value) -> None:
-    """Puts the larger of two values into register a, and the smaller into b."""
-    swap = a < b
-    larger = p.select(swap, b, a)
-    p.set(b, p.select(swap, a, b))
-    p.set(a, larger)
-
-
-def _sort_halves_of_thread(p: CtaProgram, values: list[Value]) -> None:
-    """Sorts the first half of a thread's values in descending order, the second half in ascending order.
-
-    Together the halves are bitonic. The number of values is a power of two. Runs of 2, 4, ... values are sorted, every
-    other run in the opposite order.
-    """
-    length = 2
-    while length < len(values):
-        for start in range(0, len(values), length):
-            turned = start // length % 2
-            half = length
-            while half > 1:
-                half //= 2
-                for i in range(start, start + length):
-                    if not (i - start) & half:
-                        a, b = values[i], values[i + half]
-                        _compare_and_swap(p, *((b, a) if turned else (a, b)))
-        length *= 2
-
-
-def _sort_bitonic(p: CtaProgram, values: list[Value]) -> None:
-    """Sorts a thread's values in descending order. They must be bitonic, and a power of two in number."""
-    half = len(values)
-    while half > 1:
-        half //= 2
-        for i in range(len(values)):
-            if not i & half:
-                _compare_and_swap(p, values[i], values[i + half])
-
-
-def _complement_odd_runs(p: CtaProgram, values: list[Value], run: Value) -> None:
-    """Complements the values of threads in runs with odd numbers. A run has `run` threads."""
-    odd = (p.thread & run).differs(0)
-    ones = p.select(odd, -1, 0, "u64")
-    for value in values:
-        p.set(value, value ^ ones)
 
 
 def _exchange(p: CtaProgram, of: CandidateList, values: list[Value], stride: Value, own: Value) -> None:

@@ -23,18 +23,22 @@ operations there. The interpreter sorts the part instead.
 """
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_softmax._src.gpu import sort_keys
-from pallas_softmax._src.gpu.hardware import WARPGROUP
-from pallas_softmax._src.gpu.ptx.insert import insert_ptx
-from pallas_softmax._src.gpu.window import Extent, Window
-from pallas_softmax._src.topk import arrival_ptx
-from pallas_softmax._src.topk.plan import ordering_words, padded_winners
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.gpu.ptx.values import Program
+from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.gpu.window_arrival import Part
+from pallas_softmax._src.topk import candidates
+from pallas_softmax._src.topk.plan import ordering_words
 from pallas_softmax._src.topk.search_ptx import search_program
 from pallas_softmax.online import Normalizer, shift
 
@@ -63,7 +67,9 @@ class SearchMemory(NamedTuple):
 def clear(memory: SearchMemory, *, interpret) -> None:
     """Empties the list of candidates."""
     if not interpret:
-        arrival_ptx.clear(memory.candidates, memory.counts)
+        p, size = CtaProgram(), memory.candidates.shape[0] * jnp.dtype(memory.candidates.dtype).itemsize
+        candidates.clear(p, p.operand("candidates", "u32"), size, p.operand("counts", "u32"))
+        insert_ptx(p, {"candidates": memory.candidates, "counts": memory.counts})
 
 
 def add_step(
@@ -73,11 +79,17 @@ def add_step(
     count: int,
     lane: Normalizer,
     scale,
-    *,
     masked: bool,
+    *,
     interpret,
 ) -> Normalizer:
     """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
+
+    Thread t has vector t of every block. All its elements share one rescaling of d:
+
+    new_m = max(m, x...)                                max ignores a NaN; the NaN still makes d NaN
+    s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
+    new_d = d * 2^((m - s) scale) + sum of 2^((x - s) scale)
 
     Args:
       step: number of the step.
@@ -86,8 +98,44 @@ def add_step(
       scale: d is the sum of 2^((x - m) * scale).
       masked: whether there is a mask. Then an element with the lowest key is masked, and counts as -inf.
     """
-    if not interpret:
-        return arrival_ptx.add_step(window, memory.x, memory.group_keys, step, count, lane, scale, masked)
+    if interpret:
+        return _add_step_in_jax(window, memory, step, count, lane, scale, masked)
+    element, p = Elements(memory.x.dtype), Program()
+    m, d, scale_of_row, new_m, new_d = p.operands("f32", "m", "d", "scale", "new_m", "new_d")
+    thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
+    block_bytes = window.block * element.itemsize
+    keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
+    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
+    vectors = [element.vector(p, x_at, b * block_bytes) for b in range(count)]
+    # If some elements are masked, their floats differ from the words.
+    floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
+    largest = []
+    for i, start in enumerate(range(0, count, window.group_blocks)):
+        group = slice(start, start + window.group_blocks)
+        value, key = element.best(p, sum(vectors[group], []), sum(floats[group], []) if floats else None)
+        p.store(keys_at, key, offset=i * 4 * WARPGROUP)
+        largest.append(value)
+    p.set(new_m, p.max(p.reduce("max", largest), m))
+    s = p.select(new_m.equals(-math.inf), 0.0, new_m)
+    terms = []
+    for b, words in enumerate(vectors):
+        for x in floats[b] if floats else element.floats(p, words, marked=False):
+            terms.append(p.exp2((x - s) * scale_of_row))
+    rescale = p.exp2((m - s) * scale_of_row)
+    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
+    new = insert_ptx(
+        p,
+        {"x": memory.x, "group_keys": memory.group_keys},
+        {"step": step, "scale": scale},
+        {"m": lane.m, "d": lane.d},
+        {"new_m": "f32", "new_d": "f32"},
+    )
+    return Normalizer(*new)
+
+
+def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lane: Normalizer, scale, masked):
+    """Returns the normalizer that `add_step` returns, and writes no group_keys."""
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)
     if masked:
@@ -99,27 +147,19 @@ def add_step(
     return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
 
 
-def find_winners(window: Window, memory: SearchMemory, extent: Extent, k: int, *, interpret):
+def find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, interpret):
     """Puts the k best of the part in order. Returns a reference to them: keys, then indices from padded_winners(k) on.
 
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
     """
     if interpret:
-        _sort(window, memory, extent, k)
+        position, keys = jnp.arange(window.size), sort_keys.key(memory.x[: window.size])
+        inside = (position >= part.low) & (position < part.high)
+        candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
         return memory.group_keys
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
-    insert_ptx(program, memory._asdict(), extent._asdict())
+    insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
     return pieces(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
-
-
-def _sort(window: Window, memory: SearchMemory, extent: Extent, k: int) -> None:
-    """Writes the k best of the part to `memory.group_keys`, by a sort of the window."""
-    position = jnp.arange(window.size)
-    outside = (position < extent.low) | (position >= extent.high)
-    _, key, position = lax.sort((outside, ~sort_keys.key(memory.x[: window.size]), position), num_keys=3)
-    padded = padded_winners(k)
-    memory.group_keys[:k] = ~key[:k]
-    memory.group_keys[padded : padded + k] = position[:k] + extent.origin
 
 
 def pieces(ref, *sizes: int) -> list:

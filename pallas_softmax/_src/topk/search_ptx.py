@@ -29,7 +29,7 @@ from pallas_softmax._src.topk.window_ptx import SCRATCH_BYTE, WindowProgram
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     """Returns the program. `search.py` describes the arrays <x>, <group_keys>, <candidates>, <hits> and <counts>.
 
-    <low>, <high> and <origin> are the `Extent` of the part. The k best end up in <group_keys>: keys, then
+    <low>, <high> and <origin> say where the part lies, as in `Part`. The k best end up in <group_keys>: keys, then
     indices from padded_winners(k) on. In a compact window, they end up in <x>, as the last array of `ordering_words`.
     """
     p = WindowProgram(window, dtype, k)

@@ -29,19 +29,11 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.gpu.window_arrival import (
-    Part,
-    fill_edges,
-    mask_of_step,
-    mask_step,
-    part_of,
-    start_copies,
-)
 from pallas_softmax._src.topk import merge_kernel
 from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items
 from pallas_softmax._src.topk.search import SearchMemory, add_step, clear, find_winners, pieces
@@ -82,22 +74,16 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
         window = dataclasses.replace(window, compact=False)  # the interpreter never lists positions
     view = aligned_view(rows, vocab, window.vec)
 
-    def softmax_topk(
-        x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem, *,
-        groups_smem, arrived, lists_smem, x_smem,
-    ):  # fmt: skip
-        part = part_of(window, view, rows, x_gmem, mask, mask_gmem)
+    def softmax_topk(x_gmem, scale_gmem, mask_gmem, *out_gmem, groups_smem, arrived, lists_smem, x_smem):
+        part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         group_keys_smem, counts_smem = pieces(groups_smem, words, WARPGROUP)
         candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
         memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
         row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
         normalizer = _arrive(window, part, memory, arrived, row_scale, interpret)
-        ranked_smem = find_winners(window, memory, part.extent, k, interpret=interpret)
+        ranked_smem = find_winners(window, memory, part, k, interpret=interpret)
         number = part.place.row * window.count + part.place.index
-        write_winners(
-            WinnerLists(values_gmem, indices_gmem, m_gmem, d_gmem), number, ranked_smem, normalizer, row_scale,
-            request, final,
-        )  # fmt: skip
+        write_winners(WinnerLists(*out_gmem), number, ranked_smem, normalizer, row_scale, request, final)
 
     words, item = group_words(window, k), jnp.int16 if window.compact else jnp.int32
     return gpu_kernel(
@@ -116,27 +102,28 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
     )(x.reshape(view), scale, None if mask is None else mask.array)
 
 
-def _arrive(window: Window, part: Part, memory: SearchMemory, arrived, scale, interpret) -> Normalizer:
+def _arrive(
+    window: Window, part: window_arrival.Part, memory: SearchMemory, arrived, scale, interpret
+) -> Normalizer:
     """Copies the part to shared memory. Returns its normalizer, and writes the largest key of each group."""
-    start_copies(window, part, memory.x, arrived)
-    fill_edges(window, part, memory.x, interpret=interpret)
+    window_arrival.start_copies(window, part, memory.x, arrived)
+    window_arrival.fill_edges(window, part, memory.x, interpret=interpret)
     clear(memory, interpret=interpret)
 
     def take_step(i, count, copied, carry):
         lane, keep = carry
-        next_keep = mask_of_step(window, part, i + 1, interpret)  # its loads are in flight during this step
+        # Its loads are in flight during this step.
+        next_keep = window_arrival.mask_of_step(window, part, i + 1, interpret)
         if copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
-        lane = add_step(
-            window, memory, i, count, lane, scale * online.LOG2_E,
-            masked=part.mask is not None, interpret=interpret,
-        )  # fmt: skip
+            window_arrival.mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
+        masked = part.mask is not None
+        lane = add_step(window, memory, i, count, lane, scale * online.LOG2_E, masked, interpret=interpret)
         return lane, next_keep
 
     empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
-    carry = Normalizer(*empty), mask_of_step(window, part, 0, interpret)
+    carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0, interpret)
     if window.full:
         full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
         carry = lax.fori_loop(0, window.full, lambda i, carry: full_step(i, carry=carry), carry)

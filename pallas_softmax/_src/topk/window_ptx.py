@@ -7,10 +7,8 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.plan import listed_items
 
-SCRATCH_BYTE = 16  # offset of the scratch in <counts>
-HITS_BYTE = (
-    4  # offset in <counts> of the number of groups that reach the bound, after the number of candidates
-)
+# Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
+HITS_BYTE, SCRATCH_BYTE = 4, 16
 
 
 class WindowProgram(CtaProgram):
@@ -67,7 +65,7 @@ class WindowProgram(CtaProgram):
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
         if default is not None:
             return self.load(address, "u32", when=when, default=default)
-        self.load_into(address, address, when=when)  # overwriting the address saves a register
+        self.load_into([address], address, when=when)  # overwriting the address saves a register
         return address
 
     def _hit(self, at: Value) -> Value:

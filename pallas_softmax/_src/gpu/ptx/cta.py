@@ -131,9 +131,9 @@ class CtaProgram(Program):
         """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
         if self.ctas == 1:
-            self.load_vector_into(out, at, when=when)
+            self.load_into(out, at, when=when)
         else:
-            self.load_vector_into(out, self.in_cta(at, cta), when=when, space="shared::cluster")
+            self.load_into(out, self.in_cta(at, cta), when=when, space="shared::cluster")
         return out
 
 

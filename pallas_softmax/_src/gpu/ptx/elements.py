@@ -89,10 +89,6 @@ class Elements:
                 return (bits << _HALF_BITS).bits("f32")
         return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
 
-    def bits_of_float(self, p: Program, x: Value) -> Value:
-        """Rounds a float to the nearest element and returns its bits."""
-        return p.convert(p.convert(x, self.name).bits("s16"), "s32") if self.halves else x.bits("s32")
-
     def best(self, p: Program, words: list[Value], floats: list[Value] | None) -> tuple[Value, Value]:
         """Returns the largest element as a float and as a sort key; if there is a NaN, a NaN with the highest key.
 
@@ -103,7 +99,8 @@ class Elements:
         """
         if floats is not None or not self.halves:
             x = p.reduce("max.NaN", floats or self.floats(p, words, marked=False))
-            return x, self.key(self.bits_of_float(p, x))
+            bits = p.convert(p.convert(x, self.name).bits("s16"), "s32") if self.halves else x.bits("s32")
+            return x, self.key(bits)
         pair = p.reduce("max.NaN", [word.bits(f"{self.name}x2") for word in words])
         half = p.op("max.NaN", self.name, *p.split(pair, self.name))
         bits = p.convert(half.bits("s16"), "s32")

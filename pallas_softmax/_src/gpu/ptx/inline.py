@@ -20,10 +20,10 @@ from pallas_softmax._src.gpu.ptx.values import Program
 # Typed Any, since pyright does not know that the decorator adds the function's first parameter.
 inline: Any = plgpu.inline_mgpu
 
-# Argument types of inline code: a reference; a scalar (any layout works); a block with one element for each thread.
+# Argument types of inline code: a reference; a block with one element for each thread; a scalar (any layout works).
 REF = plgpu.RefType()
-SCALAR = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-PER_THREAD: Any = SCALAR
+PER_THREAD: Any = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+SCALAR = PER_THREAD
 
 # The LLVM constraint for the register that holds a value of an MLIR type.
 _CONSTRAINTS = {
@@ -75,26 +75,6 @@ def elements(register: ir.Value) -> list[ir.Value]:
     ]
 
 
-def per_thread_type(dtype: str) -> plgpu.ShapeDtypeStruct:
-    """Returns the type, as a result of inline code, of a block with one element for each thread."""
-    return plgpu.ShapeDtypeStruct((WARPGROUP,), np.dtype(dtype), layout=PER_THREAD)
-
-
-def own_element(block) -> ir.Value:
-    """Returns this thread's element of an argument of type PER_THREAD."""
-    (register,) = block.registers.flat
-    return vector.extract(register, dynamic_position=[], static_position=[0])
-
-
-def as_block(element: ir.Value, signed: bool | None = None):
-    """Makes a block, as a result of inline code, of this thread's element, signed or not."""
-    registers = np.array([pack([element])], dtype=object)
-    layout = PER_THREAD.to_mgpu()
-    return fragmented_array.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape((WARPGROUP,))), _layout=layout, _is_signed=signed
-    )
-
-
 # --- PTX ----------------------------------------------------------------------------------------------
 
 
@@ -126,3 +106,43 @@ def emit_ptx(
         result_type = llvm.StructType.get_literal(types)
     out = llvm.inline_asm(result_type, values, f"{{ {text} }}", ",".join(constraints), has_side_effects=True)
     return [out] if len(types) == 1 else [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]
+
+
+def insert_ptx(
+    code: Program,
+    refs: dict[str, Any],
+    scalars: dict[str, Any] | None = None,
+    blocks: dict[str, Any] | None = None,
+    results: dict[str, str] | None = None,
+) -> tuple:
+    """Inserts PTX into a kernel; <name> stands for an operand or a result, <thread> for the number 0 to 127.
+
+    Args:
+      code: the program.
+      refs: references to memory; the text gets their addresses.
+      scalars: numbers that are the same for all threads.
+      blocks: arrays (128,) with one number for each thread; the text gets the thread's number.
+      results: "i32" or "f32" by name; each thread writes one number to each result.
+
+    Returns:
+      The results, each as an array (128,).
+    """
+    scalars, blocks, results = scalars or {}, blocks or {}, results or {}
+    dtypes = {"i32": "int32", "f32": "float32"}
+    return_type = [
+        plgpu.ShapeDtypeStruct((WARPGROUP,), np.dtype(dtypes[t]), layout=PER_THREAD) for t in results.values()
+    ]
+
+    @inline(
+        arg_types=(REF,) * len(refs) + (PER_THREAD,) * len(blocks) + (SCALAR,) * len(scalars),
+        return_type=tuple(return_type) or None,
+    )
+    def emit(_, *arguments):
+        values = iter(arguments)
+        operands = {name: next(values) for name in refs} | {"thread": thread()}
+        operands |= {name: elements(next(values).registers.item())[0] for name in blocks}
+        operands |= {name: scalar(next(values)) for name in scalars}
+        written = emit_ptx(code, operands, results)
+        return tuple(array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in written) or None
+
+    return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()

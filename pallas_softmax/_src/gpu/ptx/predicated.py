@@ -37,12 +37,9 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     reads = p.operand("inside", "u32").differs(0)
     for word in words:
         p.set(word, _bits(fill, element, kind))
-    p.load_vector_into(words, p.operand("at", "u64"), when=reads, space="global")
-    registers = emit_ptx(
-        p,
-        {"at": _address(pointer, offset, itemsize), "inside": _as_i32(inside)},
-        {f"x{i}": _REGISTERS[kind] for i in range(count)},
-    )
+    p.load_into(words, p.operand("at", "u64"), when=reads, space="global")
+    results = {f"x{i}": _REGISTERS[kind] for i in range(count)}
+    registers = _emit(p, pointer, offset, itemsize, inside, {}, results)
     if vec * itemsize == 1:
         registers = [arith.trunci(ir.IntegerType.get_signless(8), registers[0])]
     return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
@@ -57,14 +54,7 @@ def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
     names = [f"x{i}" for i in range(count)]
     writes = p.operand("inside", "u32").differs(0)
     p.store(p.operand("at", "u64"), *p.operands(kind, *names), when=writes, space="global")
-    emit_ptx(
-        p,
-        {
-            "at": _address(pointer, offset, itemsize),
-            "inside": _as_i32(inside),
-            **dict(zip(names, registers)),
-        },
-    )
+    _emit(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
 
 
 def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
@@ -99,14 +89,10 @@ def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
     reads_last = reads & shift.differs(0)
     words = [p.var(0, "u32") for _ in range(count + 1)]
     for i, word in enumerate(words):
-        p.load_into(word, first, offset=4 * i, when=reads if i < count else reads_last, space="global")
+        p.load_into([word], first, offset=4 * i, when=reads if i < count else reads_last, space="global")
     for i, (low, high) in enumerate(zip(words, words[1:])):
-        p.set(p.operand(f"x{i}", "u32"), p.shift_right(low, high, shift))
-    registers = emit_ptx(
-        p,
-        {"at": _address(pointer, offset, 1), "inside": _as_i32(inside)},
-        {f"x{i}": "i32" for i in range(count)},
-    )
+        p.set(p.operand(f"x{i}", "u32"), p.write("shf.r.wrap.b32", "u32", low, high, shift))
+    registers = _emit(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})
     return vector.bitcast(ir.VectorType.get((vec,), ir.IntegerType.get_signless(8)), pack(registers))
 
 
@@ -134,10 +120,9 @@ def _bits(fill: float, element: ir.Type, kind: str) -> int:
     return bits << 16 | bits if two_elements else bits
 
 
-def _address(pointer: ir.Value, offset: ir.Value, itemsize: int) -> ir.Value:
+def _emit(p: Program, pointer, offset, itemsize: int, inside, operands, results) -> list[ir.Value]:
+    """Emits a program that accesses the address <at> of the element at an offset, if <inside>."""
     i64 = ir.IntegerType.get_signless(64)
-    return arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
-
-
-def _as_i32(condition: ir.Value) -> ir.Value:
-    return arith.extui(ir.IntegerType.get_signless(32), condition)
+    at = arith.addi(llvm.ptrtoint(i64, pointer), arith.muli(offset, utils.c(itemsize, i64)))
+    inside = arith.extui(ir.IntegerType.get_signless(32), inside)
+    return emit_ptx(p, {"at": at, "inside": inside, **operands}, results)

@@ -88,10 +88,10 @@ class Value:
         return self.program.op("not", self.kind, self)
 
     def __lshift__(self, by: Any) -> "Value":
-        return self.program.shift(f"shl.b{_BITS[self.kind]}", self, by)
+        return self.program.write(f"shl.b{_BITS[self.kind]}", self.kind, self, by)
 
     def __rshift__(self, by: Any) -> "Value":
-        return self.program.shift(f"shr.{self.kind}", self, by)
+        return self.program.write(f"shr.{self.kind}", self.kind, self, by)
 
     def _rebind(self, _: Any) -> Any:
         """Raises: `x += y` would bind the name x to a new register, and a loop on the GPU would not see the change."""
@@ -102,7 +102,7 @@ class Value:
     def sign(self) -> "Value":
         """Returns as many bits: all ones if this is negative, else zeros. Each half of a pair has its own sign."""
         if self.kind == "s16x2":
-            return self.program.sign_of_halves(self)
+            return self.program.write("prmt.b32", self.kind, self, 0, _SIGNS_OF_HALVES)
         return self >> (_BITS[self.kind] - 1)
 
     def __lt__(self, other: Any) -> "Value":
@@ -184,25 +184,24 @@ class Program:
 
     def special(self, name: str) -> Value:
         """Returns a special register of PTX, like "lanemask_lt"."""
-        out = self.fresh("u32")
-        self += f"mov.u32 {out}, %{name};"
-        return out
+        return self.write("mov.u32", "u32", f"%{name}")
 
     # --- Arithmetic
 
+    def write(self, instruction: str, kind: str, *arguments: Any, of: str | None = None) -> Value:
+        """Returns the result of an instruction. It has a kind; numbers among the arguments have kind `of` if given."""
+        out = self.fresh(kind)
+        self += f"{instruction} {out}, {', '.join(_ptx_of(a, of or kind) for a in arguments)};"
+        return out
+
     def op(self, op: str, kind: str, *arguments: Any) -> Value:
         """Returns the result of an instruction; its operands and its result have the same kind."""
-        out = self.fresh(kind)
-        self += f"{_typed(op, kind)} {out}, {', '.join(_ptx_of(a, kind) for a in arguments)};"
-        return out
+        return self.write(_typed(op, kind), kind, *arguments)
 
     def bitwise3(self, function: Callable[[Any, Any, Any], Any], *arguments: Any) -> Value:
         """Returns a bitwise function of three numbers, like lambda a, b, c: a & b | c, by one instruction."""
-        kind = arguments[0].kind
         table = function(0xF0, 0xCC, 0xAA) & 0xFF  # the truth table: all combinations of three bits
-        out = self.fresh(kind)
-        self += f"lop3.b32 {out}, {', '.join(_ptx_of(a, kind) for a in arguments)}, {table};"
-        return out
+        return self.write("lop3.b32", arguments[0].kind, *arguments, table)
 
     def and_or(self, op: str, a: Value, b: Any) -> Value:
         """Returns a & b or a | b. If b is a comparison in the last line, one instruction compares and combines."""
@@ -214,22 +213,9 @@ class Program:
         self += f"setp.{relation}.{op}.{x.kind} {out}, {x}, {_ptx_of(y, x.kind)}, {a};"
         return out
 
-    def sign_of_halves(self, x: Value) -> Value:
-        """Fills each 16-bit half with its sign: all ones if it is negative, else zeros."""
-        out = self.fresh(x.kind)
-        self += f"prmt.b32 {out}, {x}, 0, {_SIGNS_OF_HALVES};"
-        return out
-
-    def shift(self, op: str, x: Value, by: Any) -> Value:
-        """Returns the result of a shift by an unsigned number of bits."""
-        out = self.fresh(x.kind)
-        self += f"{op} {out}, {x}, {_ptx_of(by, 'u32')};"
-        return out
-
     def compare(self, x: Value, relation: str, y: Any) -> Value:
         """Returns a condition: whether a relation, like "lt", holds between x and y."""
-        out = self.fresh("pred")
-        self += f"setp.{relation}.{x.kind} {out}, {x}, {_ptx_of(y, x.kind)};"
+        out = self.write(f"setp.{relation}.{x.kind}", "pred", x, y, of=x.kind)
         out.comparison = len(self.lines), relation, x, y
         return out
 
@@ -249,19 +235,13 @@ class Program:
         """Returns the upper half of the bits of the product."""
         return self.op("mul.hi", a.kind, a, b)
 
-    def reciprocal(self, x: Value) -> Value:
-        """Returns 1 / x of a float, accurate to one unit in the last place."""
-        return self.op("rcp.approx.ftz", "f32", x)
-
     def divide(self, a: Value, b: Any) -> Value:
         """Returns a / b of floats, accurate to two units in the last place."""
         return self.op("div.full", "f32", a, b)
 
     def multiply_wide(self, a: Value, b: int) -> Value:
         """Returns the 64-bit product of an unsigned number and a constant."""
-        out = self.fresh("u64")
-        self += f"mul.wide.u32 {out}, {a}, {b};"
-        return out
+        return self.write("mul.wide.u32", "u64", a, b)
 
     def at(self, array: Value, number: Any, itemsize: int) -> Value:
         """Returns the address of item `number` of an array that starts at the address `array`."""
@@ -278,10 +258,7 @@ class Program:
     def select(self, condition: Value, a: Any, b: Any, kind: str | None = None) -> Value:
         """Returns a where the condition holds, else b."""
         kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
-        out = self.fresh(kind)
-        typed = kind if kind == "f32" else _untyped(kind)
-        self += f"selp.{typed} {out}, {_ptx_of(a, kind)}, {_ptx_of(b, kind)}, {_ptx_of(condition, 'pred')};"
-        return out
+        return self.write(f"selp.{kind if kind == 'f32' else _untyped(kind)}", kind, a, b, condition)
 
     def exp2(self, x: Value) -> Value:
         """Returns 2^x."""
@@ -304,9 +281,7 @@ class Program:
             rounding = "" if x.kind in _FLOATS and _BITS[x.kind] < _BITS[kind] else "rn."
         else:
             rounding = f"{to_integer}." if x.kind in _FLOATS else ""
-        out = self.fresh(kind)
-        self += f"cvt.{rounding}{kind}.{x.kind} {out}, {x};"
-        return out
+        return self.write(f"cvt.{rounding}{kind}.{x.kind}", kind, x)
 
     def split(self, x: Value, kind: str = "u32") -> tuple[Value, Value]:
         """Returns the lower and the upper half of the bits, each in the given kind."""
@@ -320,40 +295,26 @@ class Program:
         self += f"mov.b{_BITS[kind]} {out}, {{{low}, {high}}};"
         return out
 
-    def shift_right(self, low: Value, high: Value, by: Value) -> Value:
-        """Shifts the 64-bit number (high, low) right by less than 32 bits; returns the lower 32 bits."""
-        out = self.fresh("u32")
-        self += f"shf.r.wrap.b32 {out}, {low}, {high}, {by};"
-        return out
-
     # --- Bits
 
     def count_ones(self, x: Value) -> Value:
         """Returns the number of bits that are 1."""
-        out = self.fresh("u32")
-        self += f"popc.b32 {out}, {x};"
-        return out
+        return self.write("popc.b32", "u32", x)
 
     def highest_bit(self, x: Value) -> Value:
         """Returns the number of the highest bit that is 1."""
-        out = self.fresh("u32")
-        self += f"bfind.u32 {out}, {x};"
-        return out
+        return self.write("bfind.u32", "u32", x)
 
     def permute(self, low: Value, high: Value, bytes_: int) -> Value:
         """Returns four of the bytes of two numbers: `low` has bytes 0 to 3, `high` has bytes 4 to 7.
 
         Each hexadecimal digit of `bytes_` selects a byte. The number of a byte plus 8 selects a byte full of its sign.
         """
-        out = self.fresh("u32")
-        self += f"prmt.b32 {out}, {low}, {high}, {bytes_};"
-        return out
+        return self.write("prmt.b32", "u32", low, high, bytes_)
 
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; 32 if x is 0."""
-        reverse, out = self.fresh("u32"), self.fresh("u32")
-        self += f"brev.b32 {reverse}, {x}; clz.b32 {out}, {reverse};"
-        return out
+        return self.write("clz.b32", "u32", self.write("brev.b32", "u32", x))
 
     # --- Control
 
@@ -417,28 +378,16 @@ class Program:
         Without a default the result is undefined there.
         """
         out = self.fresh(kind) if default is None else self.var(default, kind)
-        self.load_into(out, address, offset=offset, when=when, space=space)
+        self.load_into([out], address, offset=offset, when=when, space=space)
         return out
-
-    def load_into(
-        self,
-        register: Value,
-        address: Value,
-        *,
-        offset: int = 0,
-        when: Condition = None,
-        space: str = "shared",
-    ) -> None:
-        """Loads the number in memory at address + offset into a register, where `when` holds."""
-        self.load_vector_into([register], address, offset=offset, when=when, space=space)
 
     def load_vector(self, address: Value, kind: str, count: int, *, offset: int = 0) -> list[Value]:
         """Loads neighbouring numbers in shared memory, up to 16 bytes at a time. `count` is a power of two."""
         out = [self.fresh(kind) for _ in range(count)]
-        self.load_vector_into(out, address, offset=offset)
+        self.load_into(out, address, offset=offset)
         return out
 
-    def load_vector_into(
+    def load_into(
         self,
         registers: list[Value],
         address: Value,
@@ -470,18 +419,14 @@ class Program:
         add = "red.relaxed.cta.shared::cta.add.u32"
         self += f"{_if(when)}{add} [{address}+{offset}], {_ptx_of(number, 'u32')};"
 
-    def take_from(self, address: Value, number: Any, *, when: Condition = None, default: Any = None) -> Value:
+    def take_from(
+        self, address: Value, number: Any, *, offset: int = 0, when: Condition = None, default: Any = None
+    ) -> Value:
         """Adds atomically to a number in shared memory and returns its old value; otherwise like `load`."""
         out = self.fresh("u32") if default is None else self.var(default, "u32")
-        self.take_into(out, address, number, when=when)
-        return out
-
-    def take_into(
-        self, register: Value, address: Value, number: Any, *, offset: int = 0, when: Condition = None
-    ) -> None:
-        """Adds atomically to a number in shared memory and puts its old value into a register, where `when` holds."""
         add = "atom.relaxed.cta.shared::cta.add.u32"
-        self += f"{_if(when)}{add} {register}, [{address}+{offset}], {_ptx_of(number, 'u32')};"
+        self += f"{_if(when)}{add} {out}, [{address}+{offset}], {_ptx_of(number, 'u32')};"
+        return out
 
     def in_cta(self, address: Value, cta: Any) -> Value:
         """Returns the address, for space="shared::cluster", of the same location in another CTA of the cluster."""
@@ -494,9 +439,7 @@ class Program:
         if _BITS[x.kind] == 64:
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
-        out = self.fresh(x.kind)
-        self += f"shfl.sync.{mode}.b32 {out}, {x}, {_ptx_of(by, 'u32')}, {LANES - 1}, {WHOLE_WARP};"
-        return out
+        return self.write(f"shfl.sync.{mode}.b32", x.kind, x, by, LANES - 1, WHOLE_WARP, of="u32")
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
         """Returns the value of lane number lane - by, and a condition: whether that lane exists."""
@@ -506,21 +449,15 @@ class Program:
 
     def over_lanes(self, op: str, x: Value) -> Value:
         """Reduces an integer over the lanes of a warp by "add", "min" or "max"; all lanes get the result."""
-        out = self.fresh(x.kind)
-        self += f"redux.sync.{op}.{x.kind} {out}, {x}, {WHOLE_WARP};"
-        return out
+        return self.write(f"redux.sync.{op}.{x.kind}", x.kind, x, WHOLE_WARP)
 
     def any(self, condition: Value) -> Value:
         """Returns a condition: whether the given one holds in any lane of the warp."""
-        out = self.fresh("pred")
-        self += f"vote.sync.any.pred {out}, {condition}, {WHOLE_WARP};"
-        return out
+        return self.write("vote.sync.any.pred", "pred", condition, WHOLE_WARP)
 
     def ballot(self, condition: Value) -> Value:
         """Returns one bit for each lane of the warp: whether the condition holds there."""
-        out = self.fresh("u32")
-        self += f"vote.sync.ballot.b32 {out}, {condition}, {WHOLE_WARP};"
-        return out
+        return self.write("vote.sync.ballot.b32", "u32", condition, WHOLE_WARP)
 
 
 def _untyped(kind: str) -> str:
@@ -549,7 +486,9 @@ def _vectors(registers: list[str], kind: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _ptx_of(value: Any, kind: str) -> str:
-    """Returns the name of a register, or a number in PTX syntax."""
+    """Returns the name of a register, or a number in PTX syntax. Text stays as it is."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, Value):
         if value.name.startswith("!"):
             return value.program.op("not", "pred", ~value).name

@@ -1,0 +1,237 @@
+"""How fast is route? python -m benchmarks.route --flagfile=configs/route.flags
+
+A router chooses k of E experts for each token. The gates:
+
+softmax   the k largest probabilities over all experts
+sigmoid   sigmoid scores; a bias steers the choice; weights are divided by their sum
+groups    the same, with 4 of 8 groups of experts (DeepSeek-V3)
+
+The contenders, in addition to our implementations:
+
+fused_topk     the yardstick: the k largest probabilities, whatever the gate is
+jax            the usual JAX code, as in MaxText: lax.top_k of the steered scores, with a mask of groups from one_hot
+jax_dense      the same, with the weights as a dense array (tokens, E), as Transformer Engine returns them
+torch          the usual torch code
+torch_compile  the same under torch.compile
+
+Weights and gradients, as dense arrays, are compared with jax's. Near ties may be decided otherwise.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app
+from jax import lax
+
+import pallas_softmax
+from benchmarks.support import driver, flags, plot
+from benchmarks.support.contenders import Call, jax_call, named, torch_and_wait
+from benchmarks.support.driver import Benchmark
+from benchmarks.support.result import Record, View, case_columns
+
+GATES = ("softmax", "sigmoid", "groups")
+PEERS = ("fused_topk", "jax", "jax_dense", "torch", "torch_compile")
+GROUPS, TOP_GROUPS = 8, 4
+TOLERANCE = 2e-2  # a few tokens with near ties, or 16-bit logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """One gate of one size: the case that contenders share."""
+
+    tokens: int
+    experts: int
+    k: int
+    dtype: str
+    gate: str
+    direction: str  # forward or both
+
+
+def _ours(case: Router, name: str, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    steered: Any = {"score": "sigmoid", "bias": bias, "renormalize": True} if case.gate != "softmax" else {}
+    groups: Any = {"groups": GROUPS, "top_groups": TOP_GROUPS} if case.gate == "groups" else {}
+    found = pallas_softmax.route(x, case.k, **steered, **groups, implementation=named(name))
+    return found.weights, found.indices
+
+
+def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns weights and indices by `lax.top_k`."""
+    x = x.astype(jnp.float32)
+    if case.gate == "softmax":
+        return lax.top_k(jax.nn.softmax(x), case.k)
+    score = jax.nn.sigmoid(x)
+    steered = lax.stop_gradient(score + bias)
+    if case.gate == "groups":
+        of_groups = steered.reshape(len(x), GROUPS, -1)
+        _, best = lax.top_k(lax.top_k(of_groups, 2)[0].sum(-1), TOP_GROUPS)
+        takes_part = jax.nn.one_hot(best, GROUPS, dtype=bool).any(1)
+        steered = jnp.where(takes_part[:, :, None], of_groups, -jnp.inf).reshape(x.shape)
+    _, indices = lax.top_k(steered, case.k)
+    weights = jnp.take_along_axis(score, indices, -1)
+    return weights / weights.sum(-1, keepdims=True), indices
+
+
+def _dense(found: tuple[jax.Array, jax.Array], experts: int) -> jax.Array:
+    """Returns the weights as an array (tokens, experts), 0 for experts that were not chosen."""
+    weights, indices = found
+    rows = jnp.arange(len(indices))[:, None]
+    return jnp.zeros((len(indices), experts), weights.dtype).at[rows, indices].set(weights)
+
+
+def _function(record: Record) -> Callable:
+    """Returns a JAX contender: (x, bias) -> (weights, indices)."""
+    case: Router = record.case
+    if record.ours:
+        return functools.partial(_ours, case, record.contender)
+    if record.contender == "fused_topk":
+        return lambda x, bias: tuple(pallas_softmax.fused_topk(x, case.k, dtype=jnp.float32))
+    if record.contender == "jax":
+        return functools.partial(_jax, case)
+    return lambda x, bias: (_dense(_jax(case, x, bias), case.experts), jnp.zeros(()))
+
+
+def _jax_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
+    function = _function(record)
+
+    def forward(x: jax.Array, bias: jax.Array) -> dict[str, Any]:
+        weights, indices = function(x, bias)
+        return {"weights": weights, "indices": indices}
+
+    def both(x: jax.Array, bias: jax.Array) -> dict[str, Any]:
+        weights, pull, indices = jax.vjp(lambda x: function(x, bias), x, has_aux=True)
+        return {"weights": weights, "indices": indices, "dx": pull(weights)[0]}
+
+    run = forward if record.case.direction == "forward" else both
+    return jax_call(run, x, bias, ran="" if record.ours else "jax")
+
+
+def _torch_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
+    torch, wait = torch_and_wait()
+    case: Router = record.case
+    leaf, steer = torch.from_dlpack(x), torch.from_dlpack(bias)
+
+    def function(x: Any) -> tuple[Any, Any]:
+        x = x.float()
+        if case.gate == "softmax":
+            return x.softmax(-1).topk(case.k, -1)
+        score = x.sigmoid()
+        steered = score.detach() + steer
+        if case.gate == "groups":
+            of_groups = steered.view(len(x), GROUPS, -1)
+            best = of_groups.topk(2, -1)[0].sum(-1).topk(TOP_GROUPS, -1)[1]
+            out = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+            steered = of_groups.masked_fill(out[..., None], float("-inf")).flatten(1)
+        indices = steered.topk(case.k, -1)[1]
+        weights = score.gather(1, indices)
+        return weights / weights.sum(-1, keepdim=True), indices
+
+    function = torch.compile(function) if record.contender == "torch_compile" else function
+
+    def run() -> dict[str, Any]:
+        if case.direction == "forward":
+            weights, indices = function(leaf)
+            return {"weights": weights, "indices": indices}
+        own = leaf.detach().requires_grad_()
+        weights, indices = function(own)
+        dx = torch.autograd.grad(weights, own, weights.detach())[0]
+        return {"weights": weights.detach(), "indices": indices, "dx": dx}
+
+    return Call(run, "torch", wait)
+
+
+def make_routers(chosen: Any) -> list[Router]:
+    """Returns every gate of every shape."""
+    shapes = [(*shape, gate) for shape in chosen.shapes for gate in chosen.gates]
+    return [
+        Router(tokens, experts, k, dtype, gate, direction)
+        for tokens, experts, k, gate in shapes
+        if gate != "groups" or (experts % GROUPS == 0 and k <= experts // GROUPS * TOP_GROUPS)
+        for dtype in chosen.dtype
+        for direction in chosen.direction
+    ]
+
+
+def run_router(case: Router, chosen: Any) -> list[Record]:
+    """Compares all contenders of a gate with plain JAX, then times them together."""
+    names = dict.fromkeys(["jax", *chosen.peers, *chosen.implementations])
+    records = [Record(case, name, ours=name not in PEERS, required="torch" not in name) for name in names]
+    keys = jax.random.split(jax.random.key(chosen.seed))
+    x = jax.random.normal(keys[0], (case.tokens, case.experts), case.dtype)
+    bias = 0.1 * jax.random.normal(keys[1], (case.experts,))
+    wanted: dict[str, jax.Array] = {}
+
+    def prepare(record: Record) -> Call:
+        by_torch = record.contender.startswith("torch")
+        call = (_torch_call if by_torch else _jax_call)(record, x, bias)
+        driver.describe(record, call)
+        result = call.run()
+        call.wait(result)
+        if record.contender == "fused_topk":
+            return call
+        got = {key: jnp.from_dlpack(a.contiguous()) for key, a in result.items()} if by_torch else result
+        dense = got["weights"]
+        if record.contender != "jax_dense":
+            dense = _dense((dense, got["indices"]), case.experts)
+        got = {"weights": dense} | {key: a for key, a in got.items() if key == "dx"}
+        wanted.update(wanted or got)
+        error = driver.largest_error(got, wanted)
+        record.add(error=error)
+        if not error <= TOLERANCE:
+            raise driver.Wrong(f"{error:.3g} off jax's, more than {TOLERANCE:.3g}")
+        return call
+
+    driver.measure(records, prepare, chosen)
+    return records
+
+
+def _derive(rows: Any, of: Callable) -> None:
+    rows["of_topk"] = rows.p50_us / of("p50_us", "fused_topk")
+
+
+def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
+    """Draws for each case the time of its contenders relative to `fused_topk`."""
+    rows = rows[rows.of_topk.notna() & (rows.contender != "fused_topk")]
+    cases = [own for _, own in rows.groupby(case_columns(rows), sort=False)]
+    if not cases:
+        return
+    plt = plot.pyplot()
+    across = min(3, len(cases))
+    down = -(-len(cases) // across)
+    figure, axes = plt.subplots(
+        down, across, squeeze=False, layout="constrained", figsize=(5 * across, 1 + 2 * down)
+    )
+    for axis in axes.flat[len(cases) :]:
+        axis.axis("off")
+    for axis, own in zip(axes.flat, cases):
+        plot.bars(axis, own, own.of_topk, "time relative to fused_topk")
+        one = own.iloc[0]
+        axis.set_title(
+            f"{one.gate}, {one.direction}: k = {one.k} of {one.experts}, {one['dtype']}", fontsize=10
+        )
+    ours = plot.ours_of(rows)
+    title = f"route takes {plot.span(ours.of_topk)} the time of fused_topk, and is {plot.span(ours.speedup)}"
+    plot.finish(figure, file, document, f"{title} as fast as plain JAX")
+
+
+VIEW = View(
+    ("ran", "status", "error", "p50_us", "speedup", "of_topk"), baselines=("jax",), derive=_derive, draw=_draw
+)
+BENCHMARK = Benchmark("route", make_routers, run_router, VIEW)
+
+
+def define_flags() -> None:
+    flags.define("k", "shapes", "dtype", "direction", "implementations", "seed", "repeats")
+    flags.define_list("gates", flags.words(GATES), ",".join(GATES), "How the experts are chosen.")
+    flags.define_peers(dict.fromkeys(PEERS, ""), default=PEERS[:3])
+
+
+main = functools.partial(driver.main, BENCHMARK)
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

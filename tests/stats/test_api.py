@@ -1,0 +1,245 @@
+"""token_stats: numbers against float64, special rows, labels, derivatives, transformations, bad input."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_softmax as ps
+from tests.support import cases, oracle, stats
+from tests.support.calls import DTYPES
+from tests.support.covering import first, pairs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+run = stats.stats_and_gradient(ps.token_stats)
+OPTIONS = ("", "where", "temperature", "both")
+CASES = [
+    (1000, "float32", "both"),
+    (129, "bfloat16", ""),
+    *pairs((1, 2, 127, 128, 129, 1000, cases.GPT2, 262144), DTYPES, OPTIONS),
+]
+
+
+@pytest.mark.parametrize(("v", "dtype", "options"), first(1, CASES))
+def test_numbers_and_gradients(v, dtype, options):
+    x = stats.rows(v, dtype)
+    labels, g, where, temperature = stats.operands(v)
+    where = where if options in ("where", "both") else None
+    temperature = temperature if options in ("temperature", "both") else 1.0
+    got, dx = run(x, labels, where, temperature, g)
+    stats.assert_stats(got, x, labels, where, temperature)
+    stats.assert_gradient(dx, x, labels, g, where, temperature)
+
+
+@pytest.mark.slow
+def test_float64(x64):
+    x = np.asarray(stats.rows(1000, "float32"), "float64")
+    labels, *_ = stats.operands(1000)
+    stats.assert_stats(ps.token_stats(x, labels), x, labels)
+
+
+X = cases.rows(["normal", "peaked", "integers", "constant"], 50)
+LABELS = np.array([3, 49, 0, 7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int32", "int8"])
+def test_integers(dtype):
+    x = np.round(3 * X).clip(-100, 100).astype(dtype)
+    stats.assert_stats(ps.token_stats(x, LABELS), x.astype("float32"), LABELS)
+
+
+@pytest.mark.slow
+def test_without_labels():
+    got, want = ps.token_stats(X), ps.token_stats(X, LABELS)
+    assert got.log_probs is None
+    jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
+
+
+def test_labels_out_of_range():
+    """The log-probability is NaN, and the gradient is NaN only if the cotangent is not 0."""
+    labels = np.array([-1, 50, 2**31 - 1, 7], "int32")
+
+    def f(x, of_label, of_entropy):
+        s = ps.token_stats(x, labels)
+        return jnp.sum(jnp.where(of_label, s.log_probs, 0)) + of_entropy * jnp.sum(s.entropy)
+
+    np.testing.assert_array_equal(np.isnan(ps.token_stats(X, labels).log_probs), [True, True, True, False])
+    dx = jax.jit(jax.grad(f))(X, np.array([True, False, False, True]), 1.0)
+    np.testing.assert_array_equal(np.isnan(dx).all(1), [True, False, False, False])
+    assert np.isfinite(dx[1:]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64", "uint32"])
+def test_dtypes_of_labels(dtype):
+    with jax.enable_x64(dtype == "int64"):
+        got = ps.token_stats(X, LABELS.astype(dtype)).log_probs
+    np.testing.assert_array_equal(got, ps.token_stats(X, LABELS.astype("int32")).log_probs)
+
+
+@pytest.mark.slow
+def test_a_large_label_is_out_of_range(x64):
+    assert np.isnan(
+        ps.token_stats(X.astype("float32"), np.array([2**32, 2**32 + 3, 0, 1])).log_probs
+    ).tolist() == [*(True, True, False, False)]
+
+
+@pytest.mark.slow
+def test_a_masked_label():
+    where = np.arange(50) != 49
+    got = ps.token_stats(X, LABELS, where=where)
+    np.testing.assert_array_equal(np.isneginf(got.log_probs), [False, True, False, False])
+    assert got.argmax[1] < 49
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_axis_and_temperature_per_row(axis):
+    x = np.random.default_rng(0).standard_normal((5, 7, 9)).astype("float32")
+    rows = np.moveaxis(x, axis, -1)
+    temperature = np.linspace(0.3, 3, rows[..., 0].size, dtype="float32").reshape(rows.shape[:-1])
+    labels = np.zeros(rows.shape[:-1], "int32")
+    f = functools.partial(ps.token_stats, axis=axis)
+    got = jax.jit(lambda x, t: f(x, labels, temperature=t))(x, temperature)
+    stats.assert_stats(got, rows, labels, temperature=temperature)
+    assert f(x).entropy.shape == rows.shape[:-1]
+
+
+@pytest.mark.slow
+def test_a_traced_temperature_out_of_range_is_nan():
+    got = jax.jit(lambda t: ps.token_stats(X, LABELS, temperature=t))(
+        np.array([1.0, 0, -1, np.nan], "float32")
+    )
+    for a in got[:3]:
+        np.testing.assert_array_equal(np.isnan(a), [False, True, True, True])
+
+
+@pytest.mark.slow
+def test_gradient_of_the_temperature():
+    _, (g, _, _), _, t = stats.operands(50)
+    g, t = (g[:4], g[4:8], g[8:12]), t[:4]
+    of_t = jax.vjp(lambda t: ps.token_stats(X, LABELS, temperature=t)[:3], t)[1](g)[0]
+    _, want = oracle.token_stats_vjp(X, LABELS, g, None, t)
+    np.testing.assert_allclose(of_t, want, rtol=1e-5, atol=1e-5)
+
+
+def reference(x, t):
+    """Returns the first three statistics in plain JAX."""
+    log_p = jax.nn.log_softmax(x / t)
+    at_label = jnp.take_along_axis(log_p, LABELS[: len(x), None], -1)[:, 0]
+    return at_label, -jnp.sum(jnp.exp(log_p) * log_p, -1), jax.nn.logsumexp(x / t, -1)
+
+
+def ours(x, t):
+    return ps.token_stats(x, LABELS[: len(x)], temperature=t)[:3]
+
+
+@pytest.mark.slow
+def test_forward_mode():
+    dx = np.random.default_rng(1).standard_normal(X.shape).astype("float32")
+    got, want = (jax.jit(lambda x, f=f: jax.jvp(f, (x, 0.7), (dx, 0.3)))(X) for f in (ours, reference))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["rev of rev", "fwd of rev", "rev of fwd"])
+def test_second_derivatives(mode):
+    outer, inner = ({"rev": jax.jacrev, "fwd": jax.jacfwd}[m] for m in mode.split(" of "))
+
+    def second(f):
+        return jax.jit(outer(inner(lambda x, t: jnp.stack(f(x, t)), (0, 1)), (0, 1)))(X[:1], 0.7)
+
+    got, want = second(ours), second(reference)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), got, want)
+
+
+@pytest.mark.slow
+def test_vmap():
+    want = ps.token_stats(X, LABELS)
+    jax.tree.map(np.testing.assert_array_equal, jax.vmap(ps.token_stats)(X, LABELS), want)
+    across = jax.vmap(lambda x, t: ps.token_stats(x, temperature=t), (None, 0))(
+        X, np.array([1.0, 2.0], "float32")
+    )
+    np.testing.assert_array_equal(across.argmax, np.stack([want.argmax] * 2))
+
+
+@pytest.mark.slow
+def test_the_gradient_under_vmap_and_checkpoint():
+    def total(x, label):
+        s = ps.token_stats(x, label)
+        return s.log_probs + s.entropy * s.logsumexp
+
+    want = jax.grad(lambda x: jnp.sum(total(x, LABELS)))(X)
+    for f in (total, jax.checkpoint(total)):
+        np.testing.assert_allclose(jax.vmap(jax.grad(f))(X, LABELS), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_eager_is_compiled():
+    jax.tree.map(np.testing.assert_array_equal, ps.token_stats(X, LABELS), jax.jit(ps.token_stats)(X, LABELS))
+
+
+@pytest.mark.slow
+def test_export():
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((n, 50), "float32"), jax.ShapeDtypeStruct((n,), "int32")
+    exported = jax.export.export(jax.jit(ps.token_stats), platforms=["cpu", "cuda"])(*shapes)
+    got = jax.export.deserialize(exported.serialize()).call(X, LABELS.astype("int32"))
+    assert isinstance(got, ps.TokenStats)
+    stats.assert_stats(got, X, LABELS)
+
+
+@pytest.mark.slow
+def test_no_rows_and_no_columns():
+    assert ps.token_stats(X[:0], LABELS[:0]).entropy.shape == (0,)
+    got = ps.token_stats(X[:, :0])
+    assert np.isnan(got.entropy).all() and np.isneginf(got.logsumexp).all()
+
+
+@pytest.mark.slow
+def test_masked_garbage_does_not_matter():
+    """Values and gradients ignore NaN and infinities at masked positions."""
+    where = np.arange(50) % 3 > 0
+    x = np.where(where, X, np.array([np.nan, np.inf, -np.inf, np.nan])[:, None]).astype("float32")
+
+    def total(x):
+        s = ps.token_stats(x, LABELS // 3 * 3 + 1, where=where)
+        return jnp.sum(s.log_probs + s.entropy + s.logsumexp)
+
+    got, want = (jax.value_and_grad(total)(a) for a in (x, X))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+BAD = [
+    (TypeError, "labels must be integers, got float32", (X, LABELS.astype("float32")), {}),
+    (
+        ValueError,
+        r"labels must have the shape of logits without axis 1, \(4,\), got \(3,\)",
+        (X, LABELS[:3]),
+        {},
+    ),
+    (TypeError, "labels must be an array", (X, [0, 1, 2, 3]), {}),
+    (TypeError, "logits must be a float or integer array, got complex64", (X.astype("complex64"),), {}),
+    (ValueError, "axis 2 is out of bounds", (X,), {"axis": 2}),
+    (ValueError, "temperature must be positive, got 0.0", (X,), {"temperature": 0.0}),
+    (ValueError, r"temperature must be a scalar or broadcast", (X,), {"temperature": np.ones(3)}),
+    (ValueError, "where must be None or boolean", (X,), {"where": np.ones(50)}),
+    (ValueError, "implementation must be None or one of", (X,), {"implementation": "cuda"}),
+    (NotImplementedError, "no kernel for token_stats", (X,), {"implementation": "triton"}),
+    (ValueError, "axis_name must name mesh axes", (X,), {"axis_name": "v"}),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "args", "keywords"), BAD, ids=[bad[1] for bad in BAD])
+def test_bad_input(error, match, args, keywords):
+    with pytest.raises(error, match=match):
+        ps.token_stats(*args, **keywords)
+
+
+def test_explain():
+    (forward,) = ps.explain(ps.token_stats, jax.ShapeDtypeStruct((128, 16384), "bfloat16"))
+    assert (forward.call.op, forward.cuda, forward.elsewhere) == ("token_stats", "mosaic_gpu", "xla")

@@ -1,0 +1,107 @@
+"""Rows for token statistics, and checks of the statistics and their gradients against the oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.support import oracle
+from tests.support.oracle import wide
+
+N = 14  # the number of rows
+
+
+def rows(v, dtype):
+    """Returns (N, v): peaked, flat, -inf, tied and sorted rows, and rows with NaN, +inf or only -inf."""
+    x = 3 * np.random.default_rng(v).standard_normal((N, v)).astype("float32")
+    x[1] *= 40
+    x[2] *= 1e-3
+    x[3, ::2] = -np.inf
+    x[4] = 1
+    x[5] = np.round(x[5])
+    x[6, v // 2 :] = x[6].max()
+    x[7, v // 3] = np.nan
+    x[8, v // 3] = np.inf
+    x[9] = -np.inf
+    x[10] = np.sort(x[10])
+    x[11] = np.sort(x[11])[::-1]
+    x[12] = -np.inf
+    x[12, v - 1] = -3
+    x[13, 0] = 30
+    return jnp.asarray(x, dtype)
+
+
+def operands(v):
+    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, for N rows."""
+    rng = np.random.default_rng(v + 1)
+    labels = rng.integers(0, v, N).astype("int32")
+    g = tuple(rng.standard_normal((3, N)).astype("float32"))
+    where = rng.random((N, v)) < 0.6
+    where[0] = False
+    return labels, g, where, np.linspace(0.5, 2, N, dtype="float32")
+
+
+def assert_stats(got, x, labels, where=None, temperature=1.0):
+    """Asserts that statistics along the last axis are within bounds, and the argmax is exact."""
+    log_probs, entropy, logsumexp, argmax = map(np.asarray, got)
+    assert argmax.dtype == np.int32
+    assert (
+        log_probs.dtype
+        == entropy.dtype
+        == logsumexp.dtype
+        == ("float64" if x.dtype == "float64" else "float32")
+    )
+    want_log_probs, want_entropy, want_logsumexp, want_argmax = oracle.token_stats(
+        x, labels, where, temperature
+    )
+    np.testing.assert_array_equal(argmax, want_argmax)
+    eps = np.finfo(entropy.dtype).eps
+    assert_within(entropy, want_entropy, 4 * eps * (1 + np.log(x.shape[-1])))
+    z = np.where(oracle.unmasked(x, where), oracle.tempered(x, temperature), 0)
+    size = 1 + np.max(np.abs(np.where(np.isfinite(z), z, 0)), -1)
+    assert_within(logsumexp, want_logsumexp, 8 * eps * size)
+    assert_within(log_probs, want_log_probs, 16 * eps * (1 + np.abs(want_log_probs)))
+
+
+def assert_within(got, want, bound):
+    """Asserts that errors are at most `bound`, and that NaN and infinities are the same."""
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(got[~finite], want[~finite])
+    error = np.abs(np.where(finite, wide(got), 0) - np.where(finite, want, 0))
+    assert (error <= bound)[finite].all(), np.max((error / bound)[finite])
+
+
+def assert_gradient(dx, x, labels, g, where=None, temperature=1.0):
+    """Asserts that dx is right in rows without NaN, in relation to the largest element of its row."""
+    want, _ = oracle.token_stats_vjp(x, labels, g, where, temperature)
+    _, entropy, *_ = oracle.token_stats(x, labels, where, temperature)
+    fine = np.isfinite(entropy)
+    got, want = wide(dx)[fine], want[fine]
+    dtype = jnp.finfo(dx.dtype)
+    eps = float(dtype.eps) / 2 + 40 * 2.0**-23
+    bound = (
+        float(dtype.smallest_subnormal)
+        + eps * np.abs(want)
+        + 1e-5 * np.abs(want).max(-1, keepdims=True, initial=1e-3)
+    )
+    assert (np.abs(got - want) <= bound).all(), np.max(np.abs(got - want) / bound)
+    if where is not None:
+        assert not wide(dx)[~np.broadcast_to(where, dx.shape)].any()
+
+
+def stats_and_gradient(f):
+    """Returns the compiled function of (x, labels, where, temperature, g) that returns f's results and dx.
+
+    Args:
+      f: like `token_stats`.
+    """
+
+    @jax.jit
+    def run(x, labels, where, temperature, g):
+        def floats(x):
+            stats = f(x, labels, where=where, temperature=temperature)
+            return stats[:3], stats
+
+        _, pull, stats = jax.vjp(floats, x, has_aux=True)
+        return stats, pull(g)[0]
+
+    return run
