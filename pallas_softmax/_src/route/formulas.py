@@ -49,7 +49,7 @@ class Gate:
             weight = jnp.exp(x - m) / d
         else:
             weight = lax.logistic(x)
-        return weight if self.scale == 1 else weight * self.scale
+        return self._scaled(weight)
 
     def cotangents(self, x, normalizer: Any, g, g_logsumexp, of_row: "OfRow") -> tuple[Any, Any]:
         """Returns (direct, rest): the cotangent of a logit is p rest, and for a winner p rest + direct.
@@ -59,11 +59,11 @@ class Gate:
           g: the cotangents of the winners' weights, 0 at places without a winner.
           g_logsumexp: the cotangent of the row's logsumexp, spread over the winners.
         """
-        weight = self.weights(x, normalizer, of_row)
         if self.renormalize:
-            direct = weight * (g - of_row.total(g * weight) / self.scale)
+            share = _shares(self.score, x, of_row)
+            direct = self._scaled(share * (g - of_row.total(g * share)))
             return (direct if self.score == "softmax" else direct * lax.logistic(-x)), g_logsumexp
-        direct = g * weight
+        direct = g * self.weights(x, normalizer, of_row)
         if self.score == "softmax":
             return direct, g_logsumexp - of_row.total(direct)
         return direct * lax.logistic(-x), g_logsumexp
@@ -76,11 +76,15 @@ class Gate:
           dx: the tangents of the winners' logits.
           mean: the sum of p dx over the whole row.
         """
-        weight = self.weights(x, normalizer, of_row)
         dlog = dx if self.score == "softmax" else dx * lax.logistic(-x)
         if self.renormalize:
-            return weight * (dlog - of_row.total(weight * dlog) / self.scale)
-        return weight * (dlog - mean if self.score == "softmax" else dlog)
+            share = _shares(self.score, x, of_row)
+            return self._scaled(share * (dlog - of_row.total(share * dlog)))
+        return self.weights(x, normalizer, of_row) * (dlog - mean if self.score == "softmax" else dlog)
+
+    def _scaled(self, weight):
+        """Returns weights, or their derivatives, times `scale`."""
+        return weight if self.scale == 1 else weight * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
