@@ -69,8 +69,8 @@ def _rank(p: Program, keys: list[Value], lanes: int) -> Value:
     best, second = _two_best(p, keys)
     distance = 1
     while distance < lanes:
-        others = [key and p.shuffle(key, "bfly", distance) for key in (best, second)]
-        best, second = _merged(p, (best, second), (others[0], others[1]))
+        others = p.shuffle(best, "bfly", distance), second and p.shuffle(second, "bfly", distance)
+        best, second = _merged(p, (best, second), others)
         distance *= 2
     total = _flipped(p, best).bits("f32")
     if second is not None:
