@@ -18,7 +18,7 @@ from pallas_softmax._src.linear.losses import Coefficients, Head
 from pallas_softmax._src.linear.plan import plan_projection
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
-from tests.support import bounds, cases, kernels, linear, oracle
+from tests.support import bounds, cases, kernels, linear, oracle, routing
 from tests.support import triton_kernels as triton
 from tests.support.kernels import Parts, Strips, Tile, Window
 
@@ -65,6 +65,14 @@ SAMPLE = [
     (4, 1003, "float32", 1, 2, True),
     (4, 2048, "bfloat16", 2, 2, False),
     (4, 1501, "float32", 3, 1, True),
+]
+
+# (gate, E, k, dtype) of route and its gradient. By words; by float keys; groups that share lanes, and that span lanes.
+ROUTE = [
+    ("softmax", 64, 6, "bfloat16"),
+    ("softmax, bias", 100, 5, "float16"),
+    ("sigmoid, bias, groups", 64, 6, "float32"),
+    ("sigmoid, bias, groups", 384, 8, "float32"),
 ]
 
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
@@ -147,6 +155,16 @@ def mosaic_gpu():
             got = kernel(x, u, (np.float32([1]), *filters), where)
             named = dict(zip(("top_k", "top_p", "min_p"), filters))
             bounds.assert_sample(got, x, u, range(rows), where, 1.0, **named)
+    for name, experts, k, dtype in ROUTE:
+        gate, x = routing.GATES[name], np.random.default_rng(0).standard_normal((5, experts)).astype(dtype)
+        x[0] = 1  # all experts tie
+        g, bias = cases.cotangent((5, k)), np.linspace(-0.1, 0.1, experts, dtype="float32")
+        forward = jax.jit(functools.partial(kernels.route_rows, k=k, gate=gate, interpret=None))
+        backward = jax.jit(functools.partial(kernels.route_grad_rows, gate=gate, interpret=None))
+        got = forward(x, bias=bias)
+        routing.judge(got, x, k, gate, bias)
+        dx = backward(x, got[1], g=g, g_logsumexp=g[:, 0])
+        routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g[:, 0])
     for rows, v in PAPER:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype("float32")
         for algorithm in paper.SOFTMAX.values():
@@ -155,7 +173,7 @@ def mosaic_gpu():
         for algorithm in paper.TOPK.values():
             _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
             np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
-    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, PAPER)
+    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, ROUTE, PAPER)
 
 
 @functools.partial(jax.jit, static_argnames=("head", "tiling"))

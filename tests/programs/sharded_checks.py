@@ -30,7 +30,7 @@ import pallas_softmax as ps
 from benchmarks.support import links
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
-from tests.support import bounds, cases, covering, oracle
+from tests.support import bounds, cases, covering, oracle, routing
 from tests.support.cases import BF16, F16, F32
 
 V = 256
@@ -448,6 +448,42 @@ def sample_where(how):
     got = jax.jit(f)(at.place(x), at.place(mask))
     u = np.asarray(jax.random.uniform(key, (len(x),)))
     bounds.assert_sample(got, x, u, NAMES, mask, top_p=np.float32(0.8))
+
+
+ROUTERS = ("softmax", "sigmoid, bias, groups")
+
+
+@each(name=ROUTERS, layout=["batch"], how=HOW, fast=0)
+@each(name=ROUTERS, layout=["both"], how=HOW[:2], fast=0)
+def route(name, layout, how):
+    """Experts, weights and gradient. Tokens on several devices need no communication; divided experts are gathered."""
+    x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
+    bias = (0.1 * np.random.default_rng(1).standard_normal(V)).astype(F32)
+    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
+
+    def f(x, bias, g, g_logsumexp):
+        def both(x):
+            got = ps.route(x, k, implementation=IMPLEMENTATION, **gate.keywords(bias))
+            return (got.weights, got.logsumexp), got.indices
+
+        (weights, logsumexp), pullback, indices = jax.vjp(both, x, has_aux=True)
+        return (weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
+
+    specs = P(*at.spec), P(), P(at.spec[0], None), P(at.spec[0])
+    if how == "shard_map":
+        f = jax.shard_map(
+            f, mesh=at.mesh, in_specs=specs, out_specs=((specs[2], specs[2], specs[3]), specs[0])
+        )
+    placed = [
+        jax.device_put(a, NamedSharding(at.mesh, spec)) for a, spec in zip((x, bias, g, g_logsumexp), specs)
+    ]
+    (got, dx), sent = execute(f, *placed)
+    routing.judge(got, x, k, gate, bias)
+    routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g_logsumexp)
+    sent = [c for c in sent if c.group > 1]
+    assert {c.kind for c in sent} <= ({"all-gather"} if at.row else set()), sent
+    if how == "explicit":
+        assert dx.sharding.is_equivalent_to(NamedSharding(at.mesh, specs[0]), 2), dx.sharding
 
 
 # --- Transformations ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def operands(experts, dtype="float32"):
     return array(ROWS, experts, dtype=dtype), array(experts)
 
 
-SIZES = [(64, 6), (8, 2), (8, 1), (256, 8), (256, 64), (384, 8), (1024, 8), (160, 6)]
+SIZES = [(64, 6), (8, 1), (160, 6), (384, 8), (1024, 2)]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_forward_and_gradient(name, size, dtype):
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    first(0, pairs(["softmax", "sigmoid", "sigmoid, bias"], [(1, 1), (7, 7), (100, 17), (1000, 1000)])),
+    first(0, pairs(["softmax", "sigmoid", "sigmoid, bias"], [(1, 1), (7, 7), (100, 17)])),
     ids=str,
 )
 def test_sizes_that_are_not_powers_of_2(name, size):
