@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_softmax as ps
 from pallas_softmax import paper
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
@@ -75,6 +74,14 @@ STATS = [
     (2048, "bfloat16", Parts(2048, 8, 1, 4, True), False),
 ]
 
+# (gate, E, k, dtype) of route and its gradient. By words; by float keys; groups that share lanes, and that span lanes.
+ROUTE = [
+    ("softmax", 64, 6, "bfloat16"),
+    ("softmax, bias", 100, 5, "float16"),
+    ("sigmoid, bias, groups", 64, 6, "float32"),
+    ("sigmoid, bias, groups", 384, 8, "float32"),
+]
+
 PAPER = [(3, 63), (2, 2007)]  # (rows, V)
 
 # The same for Triton. Rows in registers; read twice; in parts.
@@ -95,11 +102,6 @@ TRITON_TOPK = [
 ]
 
 # (n, D, V, dtype, head, bias, peak). A cluster with a tile that ends half beyond the last row; one tile; less than one.
-ROUTERS = [
-    ("softmax", 100, 6, "bfloat16"),
-    ("sigmoid, bias", 64, 6, "float32"),
-    ("sigmoid, bias, groups", 256, 8, "float32"),
-]
 PROJECTIONS = [
     (136, 128, 640, "bfloat16", Head(transpose_w=True, softcap=9.0), True, 1),
     (40, 64, 256, "bfloat16", Head(), False, 30),
@@ -141,12 +143,6 @@ def mosaic_gpu():
         dx, _ = gradients(x, won, m, d, g, np.zeros_like(m))
         want, _ = oracle.fused_topk_vjp(x, g, k)
         np.testing.assert_allclose(np.asarray(dx, "float32"), want, rtol=0.05, atol=1e-3)
-    for name, experts, k, dtype in ROUTERS:
-        x = np.random.default_rng(0).standard_normal((200, experts)).astype(dtype)
-        gate, bias = routing.GATES[name], np.linspace(-0.1, 0.1, experts, dtype="float32")
-        f = functools.partial(ps.route, k=k, implementation="mosaic_gpu", **gate.keywords(bias))
-        routing.judge(jax.jit(f)(x), x, k, gate, bias)
-        jax.block_until_ready(jax.jit(jax.grad(lambda x, f=f: f(x).weights.sum()))(x))
     for v, dtype, plan, names in COLUMNS:
         x = np.random.default_rng(0).standard_normal((32, v)).astype(dtype)  # two arrays of 16 columns
         for name in names:
@@ -166,6 +162,16 @@ def mosaic_gpu():
             got = kernel(x, u, (np.float32([1]), *filters), where)
             named = dict(zip(("top_k", "top_p", "min_p"), filters))
             bounds.assert_sample(got, x, u, range(rows), where, 1.0, **named)
+    for name, experts, k, dtype in ROUTE:
+        gate, x = routing.GATES[name], np.random.default_rng(0).standard_normal((5, experts)).astype(dtype)
+        x[0] = 1  # all experts tie
+        g, bias = cases.cotangent((5, k)), np.linspace(-0.1, 0.1, experts, dtype="float32")
+        forward = jax.jit(functools.partial(kernels.route_rows, k=k, gate=gate, interpret=None))
+        backward = jax.jit(functools.partial(kernels.route_grad_rows, gate=gate, interpret=None))
+        got = forward(x, bias=bias)
+        routing.judge(got, x, k, gate, bias)
+        dx = backward(x, got[1], g=g, g_logsumexp=g[:, 0])
+        routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g[:, 0])
     for rows, v in PAPER:
         x = np.random.default_rng(0).standard_normal((rows, v)).astype("float32")
         for algorithm in paper.SOFTMAX.values():
@@ -182,7 +188,7 @@ def mosaic_gpu():
         np.testing.assert_array_equal(
             got.argmax, oracle.token_stats(x, labels, given[0], t if options else 1.0)[3]
         )
-    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, STATS, PAPER)
+    print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, ROUTE, STATS, PAPER)
 
 
 @functools.partial(jax.jit, static_argnames=("head", "tiling"))

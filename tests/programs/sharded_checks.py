@@ -30,7 +30,7 @@ import pallas_softmax as ps
 from benchmarks.support import links
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
-from tests.support import bounds, cases, covering, oracle
+from tests.support import bounds, cases, covering, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
 
@@ -483,6 +483,42 @@ def stats(layout, how, masked):
         assert a.sharding.is_equivalent_to(NamedSharding(at.mesh, spec), a.ndim), a.sharding
 
 
+ROUTERS = ("softmax", "sigmoid, bias, groups")
+
+
+@each(name=ROUTERS, layout=["batch"], how=HOW, fast=0)
+@each(name=ROUTERS, layout=["both"], how=HOW[:2], fast=0)
+def route(name, layout, how):
+    """Experts, weights and gradient. Tokens on several devices need no communication; divided experts are gathered."""
+    x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
+    bias = (0.1 * np.random.default_rng(1).standard_normal(V)).astype(F32)
+    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
+
+    def f(x, bias, g, g_logsumexp):
+        def both(x):
+            got = ps.route(x, k, implementation=IMPLEMENTATION, **gate.keywords(bias))
+            return (got.weights, got.logsumexp), got.indices
+
+        (weights, logsumexp), pullback, indices = jax.vjp(both, x, has_aux=True)
+        return (weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
+
+    specs = P(*at.spec), P(), P(at.spec[0], None), P(at.spec[0])
+    if how == "shard_map":
+        f = jax.shard_map(
+            f, mesh=at.mesh, in_specs=specs, out_specs=((specs[2], specs[2], specs[3]), specs[0])
+        )
+    placed = [
+        jax.device_put(a, NamedSharding(at.mesh, spec)) for a, spec in zip((x, bias, g, g_logsumexp), specs)
+    ]
+    (got, dx), sent = execute(f, *placed)
+    routing.judge(got, x, k, gate, bias)
+    routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g_logsumexp)
+    sent = [c for c in sent if c.group > 1]
+    assert {c.kind for c in sent} <= ({"all-gather"} if at.row else set()), sent
+    if how == "explicit":
+        assert dx.sharding.is_equivalent_to(NamedSharding(at.mesh, specs[0]), 2), dx.sharding
+
+
 # --- Transformations ----------------------------------------------------------------------------------
 
 THREE = cases.rows(["normal", "integers"] * 16, V).reshape(4, 8, V)
@@ -827,29 +863,6 @@ def explained(op, how):
     if how == "shard_map":  # the part of a device is known
         local = (len(NAMES) // at.size("b"), V // at.size("v"))
         assert (choices[0].call.rows, choices[0].call.vocab) == local
-
-
-@each(how=("auto", "explicit"), spec=("b", "v"), fast=0)
-def router(how, spec):
-    """A sharded batch stays where it is. Experts that a mesh divides are gathered."""
-    n = jax.device_count()
-    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((n,), ("d",), axis_types=(kind,))
-    x = np.random.default_rng(0).standard_normal((8 * n, 64)).astype(F32)
-    bias = np.linspace(-0.1, 0.1, 64).astype(F32)
-
-    def gate(x):
-        found = ps.route(x, 6, score="sigmoid", bias=bias, groups=8, top_groups=4, renormalize=True)
-        return found.weights.sum() + found.logsumexp.sum(), found
-
-    f = jax.grad(gate, has_aux=True)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, P("d", None) if spec == "b" else P(None, "d")))
-        got, sent = execute(f, placed)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, f(x))
-    if spec == "b":
-        assert got[0].sharding.is_equivalent_to(placed.sharding, 2)
-        assert not [c for c in sent if c.group > 1 and c.bytes > 4]  # a sum of the loss
 
 
 CHECKS |= linear_checks.CHECKS

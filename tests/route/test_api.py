@@ -1,4 +1,4 @@
-"""route on the CPU: weights, indices, logsumexp and gradients against the oracle, transformations, and bad input."""
+"""route in plain JAX: experts, weights, derivatives and transformations, against the oracle; errors and explain."""
 
 import functools
 
@@ -7,180 +7,415 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import pallas_softmax as ps
-from tests.support import cases, routing
-from tests.support.cases import BF16, F16, F32
-from tests.support.covering import first, pairs, slow
+from tests.support import cases, oracle, routing
+from tests.support.cases import BF16, F16, F32, F64
+from tests.support.covering import first, first_values, pairs
 from tests.support.routing import GATES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-DEEPSEEK = GATES["sigmoid, bias, groups"]
+
+BEST = "sigmoid, bias, groups"  # the gate with all options
+LINE = np.linspace(-2, 2, 16, dtype=F32)  # logits of one row that are far apart
 
 
-def arrays(experts, dtype=F32, rows=("normal", "peaked", "integers", "constant", "neg_inf_last")):
-    bias = (0.1 * np.random.default_rng(experts).standard_normal(experts)).astype(F32)
-    return cases.rows(list(rows), experts, dtype), bias
+def bias_of(experts, scale=0.1):
+    return (scale * np.random.default_rng(experts).standard_normal(experts)).astype(F32)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "gate", "implementation"))
-def routed_and_pulled(x, bias, g, g_logsumexp, *, k, gate, implementation=None):
-    """Returns the routing and the cotangent of the logits."""
-
-    def weights(x):
-        found = ps.route(x, k, implementation=implementation, **gate.keywords(bias))
-        return (found.weights, found.logsumexp), found.indices
-
-    (w, logsumexp), pull, indices = jax.vjp(weights, x, has_aux=True)
-    return (w, indices, logsumexp), *pull((g, g_logsumexp))
+def route(x, k, gate, bias=None, **kwargs):
+    return ps.route(x, k, **gate.keywords(bias), **kwargs)
 
 
-def assert_routing_and_gradient(name, experts, k, dtype, implementation=None):
-    gate, (x, bias) = GATES[name], arrays(experts, dtype)
-    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
-    got, dx = routed_and_pulled(x, bias, g, g_logsumexp, k=k, gate=gate, implementation=implementation)
-    routing.judge(got, x, k, gate, bias)
-    routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g_logsumexp)
+def compiled(k, gate):
+    return jax.jit(lambda x, bias: route(x, k, gate, bias))
+
+
+def rows_with_ties(experts, dtype):
+    """Returns rows without NaN and +inf: mild and peaked ones, ties, -inf, and logits with tiny or equal scores."""
+    names = ["normal", "peaked", "integers", "constant", "neg_inf_last", "one_winner", "all_neg_inf"]
+    x = cases.rows(names, experts, dtype).astype(F32)
+    some_inf = np.where(np.arange(experts) % 3 == 1, -np.inf, x[0])
+    return np.concatenate([x, [some_inf, x[0] + 60, x[0] - 60, x[0] - 300]]).astype(dtype)
+
+
+# --- Numbers ------------------------------------------------------------------------------------------
+
+# (E, k): every expert, groups of one expert, one group's experts, and the sizes of models.
+SIZES = [(64, 6), (8, 2), (8, 3), (256, 8), (1024, 64), (24, 9), (1040, 5)]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype"),
-    first(2, pairs(list(GATES), [(64, 6), (8, 2), (256, 8), (1000, 3), (2048, 8)], [F32, BF16, F16])),
-    ids=str,
+    ("name", "size", "dtype"), first(3, pairs([BEST, *list(GATES)[:-1]], SIZES, [F32, BF16, F16])), ids=str
 )
-def test_routing_and_gradient(name, shape, dtype):
-    assert_routing_and_gradient(name, *shape, dtype)
+def test_against_the_oracle(name, size, dtype):
+    """Experts, weights, logsumexp and the cotangents of the logits."""
+    (experts, k), gate = size, GATES[name]
+    x, bias = rows_with_ties(experts, dtype), bias_of(experts)
+    g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
+
+    @jax.jit
+    def results(x, bias):
+        def f(x):
+            got = route(x, k, gate, bias)
+            return (got.weights, got.logsumexp), got.indices
+
+        (weights, logsumexp), pullback, indices = jax.vjp(f, x, has_aux=True)
+        return ps.Routing(weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
+
+    got, dx = results(x, bias)
+    assert got.weights.dtype == got.logsumexp.dtype == F32
+    routing.judge(got, x, k, gate, bias)
+    routing.judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
 
 
-@pytest.mark.parametrize("name", ["softmax", slow("sigmoid, bias")])
-def test_rows_with_nan_and_infinity(name):
-    """A NaN or +inf comes first. Softmax weights of its row are NaN; sigmoid weights are of each expert alone."""
-    gate, (x, bias) = GATES[name], arrays(16, rows=("normal",) * 3)
-    x = np.asarray(x).copy()
-    x[0, 5], x[1, 7] = np.nan, np.inf
-    found = jax.tree.map(np.asarray, ps.route(x, 4, **gate.keywords(bias)))
-    assert found.indices[0, 0] == 5 and (name != "softmax" or found.indices[1, 0] == 7)
-    bad = np.isnan(found.weights).all(1) if gate.score == "softmax" else np.isnan(found.weights[:, 0])
-    assert list(bad[:1]) == [True] and not bad[2]
-    assert np.isnan(found.logsumexp[0]) and found.logsumexp[1] == np.inf
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_float64(name, x64):
+    gate, rng = GATES[name], np.random.default_rng(0)
+    x, bias = rng.standard_normal((9, 64)), rng.standard_normal(64)
+    got = compiled(6, gate)(x, bias)
+    assert got.weights.dtype == got.logsumexp.dtype == F64
+    want, _ = routing.indices(x, 6, gate, bias)
+    np.testing.assert_array_equal(got.indices, want)
+    np.testing.assert_allclose(got.weights, routing.weights(x, want, gate), rtol=1e-13)
+    np.testing.assert_allclose(got.logsumexp, oracle.logsumexp(x, -1), rtol=1e-13)
 
 
-def test_renormalized_weights_of_tiny_scores():
-    """A sum of scores would be 0 in float32."""
-    x = np.float32([[-300, -301, -400, -500], [0, -200, -200, -200]])
-    found = ps.route(x, 2, score="sigmoid", renormalize=True)
-    np.testing.assert_allclose(found.weights[0], [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))], rtol=1e-5)
-    assert np.isfinite(
-        jax.grad(lambda x: ps.route(x, 2, score="sigmoid", renormalize=True).weights[0, 0])(x)
-    ).all()
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8"])
+def test_integers(dtype):
+    x = np.arange(48).reshape(3, 16).astype(dtype)
+    got = ps.route(x, 2)
+    assert got.weights.dtype == F32
+    routing.judge(got, x.astype(F32), 2, GATES["softmax"], None)
 
 
-def test_no_expert_and_all_experts():
-    x, _ = arrays(8)
-    none = ps.route(x, 0)
-    assert none.weights.shape == none.indices.shape == (len(x), 0) and none.logsumexp.shape == (len(x),)
-    every = ps.route(x, 8, scale=2)
-    np.testing.assert_allclose(np.sum(every.weights, 1), 2, rtol=1e-6)
-    np.testing.assert_array_equal(np.sort(every.indices, 1), np.tile(np.arange(8), (len(x), 1)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_no_winners_and_all_winners(name):
+    gate, x, bias = GATES[name], cases.rows(["normal", "integers"], 16), bias_of(16)
+    none = route(x, 0, gate, bias)
+    assert none.weights.shape == none.indices.shape == (2, 0)
+    dx = jax.jit(jax.grad(lambda x: route(x, 0, gate, bias).logsumexp.sum()))(x)
+    np.testing.assert_allclose(dx, oracle.softmax(x), rtol=1e-5)
+    most = 16 * (gate.top_groups or 1) // gate.groups
+    routing.judge(route(x, most, gate, bias), x, most, gate, bias)
 
 
-def test_the_choice_and_the_bias_have_no_derivative():
-    x, bias = arrays(64)
-    of_bias = jax.grad(lambda b: ps.route(x, 6, **DEEPSEEK.keywords(b)).weights.sum())(jnp.asarray(bias))
-    np.testing.assert_array_equal(of_bias, 0)
-    _, tangents = jax.jvp(lambda x: ps.route(x, 6), (x,), (x,))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_equal_experts_are_in_order(name):
+    """Of equal experts, and of equal groups, the first are chosen."""
+    got = route(np.zeros((2, 32), F32), 8, GATES[name], np.zeros(32, F32))
+    np.testing.assert_array_equal(got.indices, [np.arange(8)] * 2)
+
+
+def test_the_bias_steers_and_does_not_weigh():
+    """A group with two good experts comes before a group with one better expert."""
+    x = np.array([[0, 0, 3, -9, 0, 0, 2, 2]], F32)
+    got = ps.route(x, 2, score="sigmoid", groups=4, top_groups=1)
+    np.testing.assert_array_equal(got.indices, [[6, 7]])
+    bias = np.array([0, 0, 0, 0, 5, 0, 0, 0], F32)
+    got = ps.route(x, 2, score="sigmoid", bias=bias)
+    np.testing.assert_array_equal(got.indices, [[4, 2]])
+    np.testing.assert_allclose(got.weights, routing.sigmoid([[0, 3]]), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_tiny_scores_are_renormalized(score):
+    """If all chosen scores underflow, their shares are still right. If all are 0, the shares are NaN."""
+    x = np.array([[-500, -501, -502, -500.5], [-np.inf] * 4], F32)
+    got = ps.route(x, 2, score=score, renormalize=True, scale=3.0)
+    np.testing.assert_allclose(got.weights[0], 3 * oracle.softmax(np.array([-500, -500.5])), rtol=1e-6)
+    assert np.isnan(got.weights[1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_scale_zero(name):
+    """The weights and their derivatives are 0."""
+    f = jax.jit(lambda x: route(x, 2, GATES[name]._replace(scale=0.0), bias_of(16)).weights)
+    np.testing.assert_array_equal(jax.jvp(f, (LINE,), (LINE,)), np.zeros((2, 2)))
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x).sum())(LINE), np.zeros(16))
+
+
+# --- NaN and infinities -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf], ids=["nan", "negative nan", "inf"])
+def test_softmax_of_rows_with_nan_or_inf(bad):
+    """Weights and gradients are NaN in this row only; the choice is the choice of top_k."""
+    x = cases.rows(["normal", "integers"], 16)
+    x[0, 5] = bad
+    f = lambda x: route(x, 3, GATES["softmax"])  # noqa: E731
+    got, dx = f(x), jax.grad(lambda x: jnp.sum(f(x).weights[:, 0]))(x)
+    np.testing.assert_array_equal(got.indices, oracle.topk_indices(x, 3))
+    assert np.isnan(got.weights[0]).all() and np.isnan(dx[0]).all()
+    assert np.isfinite(got.weights[1]).all() and np.isfinite(dx[1]).all()
+    np.testing.assert_array_equal(got.logsumexp[0], np.inf if bad == np.inf else np.nan)
+
+
+@pytest.mark.parametrize("name", first_values(1, [BEST, "sigmoid, bias"]))
+def test_sigmoid_of_nan_counts_as_the_largest(name):
+    """The NaN, of either sign, comes first; with groups, its group takes part."""
+    gate = GATES[name]._replace(renormalize=False)
+    x = cases.rows(["normal", "normal"], 32)
+    x[0, 29], x[1, 30] = np.nan, -np.nan
+    got = route(x, 4, gate, bias_of(32))
+    np.testing.assert_array_equal(got.indices[:, 0], [29, 30])
+    assert np.isnan(got.weights[:, 0]).all() and np.isfinite(got.weights[:, 1:]).all()
+
+
+@pytest.mark.slow
+def test_sigmoid_of_inf():
+    x = np.array([[1, np.inf, -np.inf, 0]], F32)
+    got = ps.route(x, 4, score="sigmoid", bias=np.zeros(4, F32))
+    np.testing.assert_array_equal(got.indices, [[1, 0, 3, 2]])
+    np.testing.assert_allclose(got.weights, routing.sigmoid([[np.inf, 1, 0, -np.inf]]), rtol=1e-6)
+    assert got.logsumexp == np.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+def test_bias_of_nan_or_inf(bad):
+    """A NaN or +inf comes first, and -inf last; the weights do not change."""
+    bias = np.where(np.arange(16) == 7, bad, 0).astype(F32)
+    got = ps.route(LINE, 16, score="sigmoid", bias=bias)
+    assert got.indices[15 if bad == -np.inf else 0] == 7
+    np.testing.assert_allclose(got.weights, routing.sigmoid(LINE)[np.asarray(got.indices)], rtol=1e-6)
+
+
+# --- Derivatives --------------------------------------------------------------------------------------
+
+
+def composed(x, k, gate, bias):
+    """Returns weights and logsumexp as a user would write them with jax.numpy."""
+    score = jax.nn.softmax(x) if gate.score == "softmax" else jax.nn.sigmoid(x)
+    weights = jnp.take_along_axis(score, route(x, k, gate, bias).indices, -1)
+    if gate.renormalize:
+        weights = weights / jnp.sum(weights, -1, keepdims=True)
+    return gate.scale * weights, jax.nn.logsumexp(x, -1)
+
+
+def differentiable(x, k, gate, bias):
+    got = route(x, k, gate, bias)
+    return got.weights, got.logsumexp
+
+
+@pytest.mark.parametrize("name", first_values(1, [BEST, *list(GATES)[:-1]]))
+def test_derivatives_against_jax(name):
+    """Tangents, and cotangents of weights and of logsumexp together."""
+    gate, bias = GATES[name], bias_of(16)
+    rng = np.random.default_rng(0)
+    x, dx = rng.standard_normal((2, 5, 16)).astype(F32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(f, x, dx):
+        f = functools.partial(f, k=4, gate=gate, bias=bias)
+        tangents = jax.jvp(f, (x,), (dx,))
+        cotangents = jax.tree.map(jnp.cos, tangents[0])
+        return tangents, jax.vjp(f, x)[1](cotangents)
+
+    got, want = (derivatives(f, x, dx) for f in (differentiable, composed))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_second_derivatives(name, x64):
+    gate, bias = GATES[name], bias_of(16)
+    x = np.random.default_rng(0).permutation(LINE).astype(F64)
+    f = jax.jit(lambda x: differentiable(x, 2, gate, bias))
+    check_grads(f, (x,), order=2, modes=("fwd", "rev"))
+
+
+@pytest.mark.slow
+def test_the_choice_and_the_bias_have_no_gradient():
+    bias = bias_of(16)
+    g = jax.grad(lambda bias: route(LINE, 4, GATES[BEST], bias).weights.sum())(bias)
+    np.testing.assert_array_equal(g, np.zeros(16))
+    _, tangents = jax.jvp(lambda bias: route(LINE, 4, GATES[BEST], bias), (bias,), (bias,))
+    np.testing.assert_array_equal(tangents.weights, np.zeros(4))
     assert tangents.indices.dtype == jax.dtypes.float0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
-def test_derivatives_of_any_order(name):
-    rng, gate = np.random.default_rng(1), GATES[name]
-    # so far apart that a small step changes no choice
-    x = np.stack([0.2 * rng.permutation(16) - 1 for _ in range(3)]).astype(F32)
-    bias = 0.5 * rng.permutation(16).astype(F32)
-
-    def f(x):
-        found = ps.route(x, 4, **gate.keywords(jnp.asarray(bias)))
-        return found.weights, found.logsumexp
-
-    check_grads(f, (x,), order=2, modes=("fwd", "rev"), rtol=0.02, atol=0.02, eps=1e-2)
+def test_rows_of_neg_inf_have_finite_gradients(name):
+    """Experts with -inf, chosen or not, get gradient 0."""
+    x = np.where(np.arange(16) < 2, LINE, -np.inf).astype(F32)
+    dx = jax.jit(jax.grad(lambda x: route(x, 2, GATES[name], bias_of(16)).weights[0]))(x)
+    assert np.isfinite(dx).all() and not dx[2:].any()
 
 
-def test_transformations():
-    """vmap over tokens or biases, calls outside of jit, a batch of any rank, and an exported module agree."""
-    x, bias = arrays(64)
-    f = functools.partial(ps.route, k=6, score="sigmoid", renormalize=True)
-    want = f(x, bias=bias)
-    biases = np.stack([bias, -bias])
-    exported = jax.export.deserialize(
-        jax.export.export(jax.jit(f), platforms=("cpu", "cuda"))(x, bias=bias).serialize()
-    )
-    two = jax.vmap(lambda b: f(x, bias=b))(biases)
-    others = (
-        jax.jit(f)(x, bias=bias),
-        jax.vmap(lambda x: f(x, bias=bias))(x),
-        jax.tree.map(lambda a: a[0], two),
-        jax.tree.map(lambda a: a[:, 0], f(x[:, None], bias=bias)),
-        exported.call(x, bias=bias),
-    )
-    for other in others:
-        np.testing.assert_array_equal(other.indices, want.indices)
-        np.testing.assert_allclose(other.weights, want.weights, rtol=1e-6)
-    np.testing.assert_array_equal(two.indices[1], f(x, bias=-bias).indices)
+# --- Transformations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
-def test_sharded_batch(kind):
-    """On a mesh of one device the program is the sharded one; tests/programs has more devices."""
-    mesh = jax.make_mesh((1,), ("b",), axis_types=(kind,))
-    x, bias = arrays(64)
-    f = jax.jit(lambda x: ps.route(x, 6, **DEEPSEEK.keywords(bias)))
-    with jax.set_mesh(mesh):
-        got = f(jax.device_put(x, NamedSharding(mesh, P("b", None))))
-    jax.tree.map(np.testing.assert_array_equal, got, f(x))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid, bias", BEST])
+def test_vmap_over_rows_and_over_biases(name):
+    gate, x = GATES[name], cases.rows(["normal", "integers", "peaked"], 64).reshape(3, 1, 64)
+    biases = np.stack([bias_of(64), -bias_of(64)])
+    f = functools.partial(route, k=6, gate=gate)
+    got = jax.vmap(jax.vmap(lambda x, b: f(x, bias=b), (0, None)), (None, 0))(x, biases)
+    for i, bias in enumerate(biases):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], got), f(x, bias=bias))
 
 
-def test_explain():
-    def reasons(experts, k, **keywords):
-        choice, *_ = ps.explain(functools.partial(ps.route, k=k, **keywords), jnp.zeros((4, experts)))
-        return choice.cuda, dict(choice.reasons).get("mosaic_gpu", "")
-
-    assert reasons(256, 8)[0] == reasons(256, 8, groups=8, top_groups=4)[0] == "mosaic_gpu"
-    assert reasons(2048, 8) == ("xla", "2048 experts are more than 1024")
-    assert "6 groups" in reasons(384, 8, groups=6, top_groups=2)[1]
-    with pytest.raises(NotImplementedError, match="2048 experts are more than 1024"):
-        ps.route(jnp.zeros((4, 2048)), 8, implementation="mosaic_gpu")
+@pytest.mark.slow
+def test_vmap_of_the_gradient():
+    x, gate = cases.rows(["normal", "integers", "peaked"], 64), GATES[BEST]
+    f = jax.grad(lambda x: jnp.sum(route(x, 6, gate, bias_of(64)).weights ** 2))
+    np.testing.assert_allclose(jax.jit(jax.vmap(f))(x), jax.jit(f)(x), rtol=1e-6, atol=1e-9)
 
 
-BAD = [
-    (ValueError, "k", {"k": 9}),
-    (ValueError, "k", {"k": -1}),
-    (TypeError, "k", {"k": 2.0}),
-    (ValueError, "k must be at most the 2 experts", {"k": 3, "groups": 4, "top_groups": 1}),
-    (ValueError, "groups must be at least 1 and divide the 8 experts", {"groups": 3, "top_groups": 1}),
-    (ValueError, "groups must be at least 1", {"groups": 0}),
-    (ValueError, "top_groups must be from 1 to groups=4", {"groups": 4}),
-    (ValueError, "top_groups must be from 1 to groups=4", {"groups": 4, "top_groups": 5}),
-    (ValueError, "top_groups must be from 1 to groups=1", {"top_groups": 2}),
-    (ValueError, "score must be one of", {"score": "tanh"}),
-    (ValueError, r"bias must have the shape \(8,\)", {"bias": np.zeros(7)}),
-    (TypeError, "bias must be a float or integer array", {"bias": np.zeros(8, complex)}),
-    (TypeError, "scale must be a static real number", {"scale": np.ones(2)}),
-    (TypeError, "renormalize", {"renormalize": 1}),
-    (ValueError, "implementation", {"implementation": "cuda"}),
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_eager_equals_jit(name):
+    x, bias, gate = rows_with_ties(64, F32), bias_of(64), GATES[name]
+    got, want = route(x, 6, gate, bias), compiled(6, gate)(x, bias)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+
+
+@pytest.mark.slow
+def test_leading_dimensions_and_no_rows():
+    x, gate, bias = cases.rows(["normal"] * 6, 16).reshape(2, 1, 3, 16), GATES[BEST], bias_of(16)
+    got = route(x, 2, gate, bias)
+    assert [a.shape for a in got] == [(2, 1, 3, 2), (2, 1, 3, 2), (2, 1, 3)]
+    assert [a.shape for a in route(x[0, 0, 0], 2, gate, bias)] == [(2,), (2,), ()]
+    assert [a.shape for a in route(x[:0], 2, gate, bias)] == [(0, 1, 3, 2), (0, 1, 3, 2), (0, 1, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", BEST])
+def test_export(name):
+    """An export is written to bytes, read back, called with a symbolic number of rows, and differentiated."""
+    gate, bias = GATES[name], bias_of(64)
+    (rows,) = jax.export.symbolic_shape("rows")
+    f = compiled(6, gate)
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((rows, 64), F32), jax.ShapeDtypeStruct((64,), F32))
+    again = jax.export.deserialize(exported.serialize(vjp_order=1)).call
+    x = rows_with_ties(64, F32)
+    jax.tree.map(np.testing.assert_array_equal, again(x, bias), f(x, bias))
+    x = cases.rows(["normal", "integers"], 64)
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(x, bias)[0] ** 2))(x) for f in (again, f))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
+
+
+# --- Errors -------------------------------------------------------------------------------------------
+
+X = np.zeros((3, 12), F32)
+ERRORS = [
+    (dict(k=13), ValueError, "k must be .* 12.*got 13"),
+    (dict(k=-1), ValueError, "k must be .*got -1"),
+    (dict(k=2.0), TypeError, "k must be .*2.0"),
+    (dict(k="2"), TypeError, "k must be .*'2'"),
+    (dict(k=7, groups=4, top_groups=2), ValueError, "k must be at most the 6 experts of top_groups=2.*got 7"),
+    (dict(groups=5, top_groups=2), ValueError, "groups must .*divide the 12 experts, got 5"),
+    (dict(groups=0, top_groups=1), ValueError, "groups must be at least 1.*got 0"),
+    (dict(groups=-3, top_groups=1), ValueError, "groups must be at least 1.*got -3"),
+    (dict(groups=2.0, top_groups=1), TypeError, "groups must be .*2.0"),
+    (dict(groups=4), ValueError, "top_groups must be from 1 to groups=4, got None"),
+    (dict(groups=4, top_groups=0), ValueError, "top_groups must be from 1 to groups=4, got 0"),
+    (dict(groups=4, top_groups=5), ValueError, "top_groups must be from 1 to groups=4, got 5"),
+    (dict(groups=4, top_groups=1.0), TypeError, "top_groups must be .*1.0"),
+    (dict(top_groups=2), ValueError, "top_groups must be from 1 to groups=1, got 2"),
+    (dict(score="relu"), ValueError, "score must be one of .*'softmax', 'sigmoid'.*got 'relu'"),
+    (dict(score=None), ValueError, "score must be one of .*got None"),
+    (dict(score=["softmax"]), ValueError, "score must be one of .*got .*softmax"),
+    (dict(bias=np.zeros(11, F32)), ValueError, r"bias must have the shape \(12,\).*got \(11,\)"),
+    (dict(bias=np.zeros((1, 12), F32)), ValueError, r"bias must have the shape \(12,\).*got \(1, 12\)"),
+    (dict(bias=0.0), ValueError, r"bias must have the shape \(12,\).*got \(\)"),
+    (dict(bias=np.zeros(12, bool)), TypeError, "bias must be a float or integer array, got bool"),
+    (dict(bias=np.zeros(12, "complex64")), TypeError, "bias must be a float or integer array, got complex64"),
+    (dict(bias=[0.0] * 12), TypeError, "bias must be an array"),
+    (dict(renormalize=1), TypeError, "renormalize must be .*1"),
+    (dict(renormalize=None), TypeError, "renormalize must be .*None"),
+    (dict(scale="2"), TypeError, "scale must be a static real number, got '2'"),
+    (dict(scale=True), TypeError, "scale must be a static real number, got True"),
+    (dict(scale=1j), TypeError, "scale must be a static real number, got 1j"),
+    (dict(scale=np.ones(2)), TypeError, "scale must be a static real number"),
+    (dict(logits=X.astype(bool)), TypeError, "logits must be a float or integer array, got bool"),
+    (dict(logits=X.astype("complex64")), TypeError, "logits must be a float or integer array, got complex64"),
+    (dict(logits=[[1.0, 2.0]]), TypeError, "logits must be an array"),
+    (dict(logits=np.float32(1)), ValueError, "out of bounds for logits"),
+    (dict(implementation="cuda"), ValueError, "implementation must be .*'cuda'"),
 ]
 
 
-@pytest.mark.parametrize(("error", "match", "keywords"), BAD, ids=str)
-def test_bad_input(error, match, keywords):
-    with pytest.raises(error, match=match):
-        ps.route(jnp.zeros((3, 8)), **({"k": 2} | keywords))
+@pytest.mark.parametrize(("changes", "error", "message"), ERRORS, ids=[str(i) for i in range(len(ERRORS))])
+def test_errors(changes, error, message):
+    """Every message starts with the function, and names the argument, its value, and what is accepted."""
+    arguments = {"logits": X, "k": 2} | changes
+    with pytest.raises(error, match=f"(?s)^route: .*{message}"):
+        ps.route(arguments.pop("logits"), arguments.pop("k"), **arguments)
 
 
-def test_a_traced_number_of_experts_is_refused():
-    with pytest.raises(TypeError, match="k must be"):
-        jax.jit(lambda k: ps.route(jnp.zeros((3, 8)), k))(2)
+@pytest.mark.parametrize("name", ["k", "groups", "top_groups", "scale", "renormalize"])
+def test_traced_static_arguments(name):
+    values = {"k": 2, "groups": 4, "top_groups": 2, "scale": 1.0, "renormalize": True}
+
+    def f(value):
+        arguments = values | {name: value}
+        return ps.route(X, arguments.pop("k"), **arguments)
+
+    with pytest.raises(TypeError, match=f"^route: {name} must be "):
+        jax.jit(f)(values[name])
+
+
+# --- The choice of an implementation ------------------------------------------------------------------
+
+REFUSED = [
+    (1025, 2, {}, "float32", "1025 experts are more than 1024"),
+    (64, 0, {}, "float32", "k is 0"),
+    (60, 2, dict(groups=3, top_groups=2), "float32", "no kernel for 60 experts in 3 groups"),
+    (1000, 2, dict(groups=8, top_groups=2), "float32", "no kernel for 1000 experts in 8 groups"),
+    (64, 2, {}, "float8_e5m2", "no kernel for float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize(("experts", "k", "options", "dtype", "reason"), REFUSED, ids=str)
+def test_calls_without_a_kernel(experts, k, options, dtype, reason):
+    """`explain` says why. So does the error of a named implementation."""
+    x = jax.ShapeDtypeStruct((4096, experts), dtype)
+    f = functools.partial(ps.route, k=k, **options)
+    choice = ps.explain(f, x)[0]
+    assert choice.cuda == choice.elsewhere == "xla" and reason in str(choice)
+    with pytest.raises(
+        NotImplementedError, match=f"^route: implementation='mosaic_gpu' cannot run .*{reason}"
+    ):
+        jax.eval_shape(functools.partial(f, implementation="mosaic_gpu"), x)
+
+
+@pytest.mark.parametrize(("name", "k"), first(2, pairs([BEST, *list(GATES)[:-1]], [1, 8, 64, 256])))
+def test_calls_with_a_kernel(name, k):
+    """Any k has a kernel, and so has the gradient."""
+    gate, x = GATES[name], jax.ShapeDtypeStruct((4096, 256), "bfloat16")
+    k = min(k, 256 * (gate.top_groups or 1) // gate.groups)
+    choices = ps.explain(jax.grad(lambda x: jnp.sum(route(x, k, gate, jnp.zeros(256)).weights)), x)
+    assert [(c.call.op, c.cuda, c.elsewhere) for c in choices] == [
+        ("route", "mosaic_gpu", "xla"),
+        ("route_grad", "mosaic_gpu", "xla"),
+    ]
+    assert (choices[0].call.k, choices[0].call.groups) == (k, gate.groups)
+
+
+def test_a_named_kernel_needs_a_gpu():
+    with pytest.raises(
+        NotImplementedError, match="^route: implementation='mosaic_gpu' cannot run .*NVIDIA GPU"
+    ):
+        ps.route(X, 2, implementation="mosaic_gpu")
+
+
+@pytest.mark.slow
+def test_options_that_name_the_default():
+    """All groups take part, so the choice is the choice without groups."""
+    got, want = ps.route(X + LINE[:12], 9, groups=4, top_groups=4), ps.route(X + LINE[:12], 9)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    choices = ps.explain(functools.partial(ps.route, k=9, groups=4, top_groups=4), X)
+    assert choices[0].call.groups == 1

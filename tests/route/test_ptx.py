@@ -97,7 +97,7 @@ def test_exponentials(tile, score):
     x[1, 0], x[2, 1], x[3], x[0, 2] = np.inf, np.nan, -np.inf, -np.inf
     bits = held_by_threads(tile, x.view("i4").astype("int64"))
     machine = ptx.run(kernels.exponentials_ptx_of(tile, score), np.zeros(16, "u1"), **operands(bits))
-    e = by_row(machine, tile, "e", F32)
+    e = by_row(machine, tile, "e", "float32")
     per_row = {}
     for name in "md":
         found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
