@@ -513,7 +513,7 @@ def assert_left_out_tokens_do_not_matter(dtype, share, reduction, n=1100, depth=
         log_probs = ps.linear_log_probs(x, w, two_labels, temperature=0.7, **options_of_all)
         return jnp.sum(loss * (g if reduction is None else 1)) + jnp.sum(log_probs * g[:, None])
 
-    gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    gradients = jit(jax.value_and_grad(total, (0, 1, 2)))
     got, (dx, dw, dbias) = gradients(bad_x, w, bias, bad_labels, g, where)
     assert not wide(dx[~where]).any()
     want, (want_dx, *want_others) = gradients(x[where], w, bias, labels[where], g[where])
