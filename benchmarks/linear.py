@@ -107,7 +107,7 @@ def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any, stats: boo
     return _stacked(-losses, entropy, logsumexp, jnp.argmax(z, -1))
 
 
-def _stacked(log_probs: jax.Array, entropy: jax.Array, logsumexp: jax.Array, argmax: jax.Array) -> jax.Array:
+def _stacked(log_probs: Any, entropy: jax.Array, logsumexp: jax.Array, argmax: jax.Array) -> jax.Array:
     """Returns four numbers per token, (tokens, 4): the loss and the other statistics."""
     return jnp.stack([-log_probs, entropy, logsumexp, argmax.astype(jnp.float32)], -1)
 
