@@ -14,12 +14,12 @@ cce           linear_cross_entropy of cut-cross-entropy, which skips small gradi
 quack         chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time
 quack_exp     the same with its "scaled exp" kernels, which store exponentials in place of logits
 
-With --function=token_stats the contenders compute a loss, entropy, logsumexp and argmax per token. The gradients are
-those of the sum of all losses and entropies. liger is then LigerFusedLinearScaledCrossEntropyFunction, which has loss
-and entropy only. Other libraries have no entropy. Two yardsticks compute less, and are not checked:
+With --function=token_stats the contenders compute a loss, entropy, logsumexp and argmax per token. They differentiate
+the mean of loss + entropy. liger is then LigerFusedLinearScaledCrossEntropyFunction, which has loss and entropy only.
+The other torch contenders have no entropy. Two yardsticks compute less, and are not checked:
 
-logsumexp     linear_logsumexp, for a forward
-log_probs     linear_log_probs, for gradients
+logsumexp     linear_logsumexp, to compare forwards with
+log_probs     linear_log_probs, to compare gradients with
 
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
@@ -107,7 +107,7 @@ def _plain(x: jax.Array, w: jax.Array, labels: jax.Array, dtype: Any, stats: boo
     return _stacked(-losses, entropy, logsumexp, jnp.argmax(z, -1))
 
 
-def _stacked(log_probs: jax.Array, entropy: jax.Array, logsumexp: jax.Array, argmax: jax.Array) -> jax.Array:
+def _stacked(log_probs: Any, entropy: jax.Array, logsumexp: jax.Array, argmax: jax.Array) -> jax.Array:
     """Returns four numbers per token, (tokens, 4): the loss and the other statistics."""
     return jnp.stack([-log_probs, entropy, logsumexp, argmax.astype(jnp.float32)], -1)
 
