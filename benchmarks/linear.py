@@ -177,7 +177,7 @@ def _jax_call(record: Record, arrays: tuple) -> Call:
 
 
 def _by_name(y: Any) -> dict[str, Any]:
-    """Returns losses as y. Of statistics, it returns each by itself, because each has an error of its own."""
+    """Returns losses as y, and statistics one by one, because each has an error of its own."""
     return {"y": y} if y.ndim < 2 else dict(zip(("y", "entropy", "logsumexp", "argmax"), y.T))
 
 
