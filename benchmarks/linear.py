@@ -14,12 +14,12 @@ cce           linear_cross_entropy of cut-cross-entropy, which skips small gradi
 quack         chunked_linear_cross_entropy of QuACK, 4,096 tokens at a time
 quack_exp     the same with its "scaled exp" kernels, which store exponentials in place of logits
 
-With --function=token_stats the contenders compute a loss, entropy, logsumexp and argmax per token. The gradients are
-those of the sum of all losses and entropies. liger is then LigerFusedLinearScaledCrossEntropyFunction, which has loss
-and entropy only. Other libraries have no entropy. Two yardsticks compute less, and are not checked:
+With --function=token_stats the contenders compute a loss, entropy, logsumexp and argmax per token. They differentiate
+the mean of loss + entropy. liger is then LigerFusedLinearScaledCrossEntropyFunction, which has loss and entropy only.
+The other torch contenders have no entropy. Two yardsticks compute less, and are not checked:
 
-logsumexp     linear_logsumexp, for a forward
-log_probs     linear_log_probs, for gradients
+logsumexp     linear_logsumexp, to compare forwards with
+log_probs     linear_log_probs, to compare gradients with
 
 Before anything is timed, every loss and gradient is compared with jax_scan's.
 
@@ -177,7 +177,7 @@ def _jax_call(record: Record, arrays: tuple) -> Call:
 
 
 def _by_name(y: Any) -> dict[str, Any]:
-    """Returns losses as y. Of statistics, it returns each by itself, because each has an error of its own."""
+    """Returns losses as y, and statistics one by one, because each has an error of its own."""
     return {"y": y} if y.ndim < 2 else dict(zip(("y", "entropy", "logsumexp", "argmax"), y.T))
 
 

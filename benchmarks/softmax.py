@@ -80,7 +80,8 @@ def _run(case: Case, chosen: Any) -> list[Record]:
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     functions = "/".join(dict.fromkeys(rows.function))
     axis = " along axis 0" * (set(rows.axis) == {0})
-    plot.heat(rows, document, file, f"jax.nn.{functions}", functions + axis)
+    baseline = "plain JAX" if "token_stats" in functions else f"jax.nn.{functions}"
+    plot.heat(rows, document, file, baseline, functions + axis)
 
 
 VIEW = View(

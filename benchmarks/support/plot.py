@@ -42,6 +42,8 @@ STYLES = {
     "safe_fused": ("safe softmax fused with top-k", PINK, "-"),
     "online_fused": ("online softmax fused with top-k", ORANGE, "-"),
     "matmul": ("the projection alone", SKY, ":"),
+    "logsumexp": ("linear_logsumexp", GREEN, ":"),
+    "log_probs": ("linear_log_probs", PINK, ":"),
     "jax_scan": ("plain JAX, scan, float32 logits", BLACK, "-"),
     "jax_float32": ("plain JAX, float32 logits", SKY, "-"),
     "jax_inexact": ("plain JAX, 16-bit logits", ORANGE, "-"),
