@@ -48,7 +48,7 @@ SIZES = [(64, 6), (8, 2), (8, 3), (256, 8), (1024, 64), (24, 9), (1040, 5)]
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype"), first(3, pairs([BEST, *list(GATES)[:-1]], SIZES, [F32, BF16, F16])), ids=str
+    ("name", "size", "dtype"), first(2, pairs([BEST, *list(GATES)[:-1]], SIZES, [F32, BF16, F16])), ids=str
 )
 def test_against_the_oracle(name, size, dtype):
     """Experts, weights, logsumexp and the cotangents of the logits."""
@@ -113,6 +113,7 @@ def test_equal_experts_are_in_order(name):
     np.testing.assert_array_equal(got.indices, [np.arange(8)] * 2)
 
 
+@pytest.mark.slow
 def test_the_bias_steers_and_does_not_weigh():
     """A group with two good experts comes before a group with one better expert."""
     x = np.array([[0, 0, 3, -9, 0, 0, 2, 2]], F32)
