@@ -14,7 +14,8 @@ jax_dense      the same, with the weights as a dense array (tokens, E), as Trans
 torch          the usual torch code
 torch_compile  the same under torch.compile
 
-Weights and gradients, as dense arrays, are compared with jax's. Near ties may be decided otherwise.
+Our results are compared with the float64 definition in some rows. Weights and gradients of all contenders, as dense
+arrays, are compared with jax's. Near ties may be decided otherwise.
 """
 
 import dataclasses
@@ -25,18 +26,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app
 from jax import lax
 
 import pallas_softmax
 from benchmarks.support import driver, flags, plot
-from benchmarks.support.contenders import Call, jax_call, named, torch_and_wait
+from benchmarks.support.contenders import Call, fetch, jax_call, named, torch_and_wait
 from benchmarks.support.driver import Benchmark
 from benchmarks.support.result import Record, View, case_columns
+from tests.support import oracle, routing
+from tests.support.routing import Gate
 
-GATES = ("softmax", "sigmoid", "groups")
 PEERS = ("fused_topk", "jax", "jax_dense", "torch", "torch_compile")
 GROUPS, TOP_GROUPS = 8, 4
+GATES = {
+    "softmax": Gate(),
+    "sigmoid": Gate("sigmoid", biased=True, renormalize=True),
+    "groups": Gate("sigmoid", biased=True, groups=GROUPS, top_groups=TOP_GROUPS, renormalize=True),
+}
+CHECKED_ROWS = 4096
 TOLERANCE = 2e-2  # a few tokens with near ties, or 16-bit logits
 
 
@@ -53,9 +62,8 @@ class Router:
 
 
 def _ours(case: Router, name: str, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    steered: Any = {"score": "sigmoid", "bias": bias, "renormalize": True} if case.gate != "softmax" else {}
-    groups: Any = {"groups": GROUPS, "top_groups": TOP_GROUPS} if case.gate == "groups" else {}
-    found = pallas_softmax.route(x, case.k, **steered, **groups, implementation=named(name))
+    gate: Any = GATES[case.gate].keywords(bias)
+    found = pallas_softmax.route(x, case.k, **gate, implementation=named(name))
     return found.weights, found.indices
 
 
@@ -144,6 +152,17 @@ def _torch_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
     return Call(run, "torch", wait)
 
 
+def check(case: Router, result: dict[str, Any], x: jax.Array, bias: jax.Array) -> int:
+    """Compares a result of ours with the float64 definition in some rows. Returns how many rows."""
+    rows = np.linspace(0, case.tokens - 1, min(case.tokens, CHECKED_ROWS)).astype(int)
+    logits, steer, gate = fetch(x, rows, 0), np.asarray(bias), GATES[case.gate]
+    weights, indices = (fetch(result[name], rows, 0) for name in ("weights", "indices"))
+    routing.judge((weights, indices, oracle.logsumexp(logits, -1)), logits, case.k, gate, steer)
+    if "dx" in result:  # for cotangents that equal the weights
+        routing.judge_vjp(fetch(result["dx"], rows, 0), logits, indices, gate, weights, np.zeros(len(rows)))
+    return len(rows)
+
+
 def make_routers(chosen: Any) -> list[Router]:
     """Returns every gate of every shape."""
     shapes = [(*shape, gate) for shape in chosen.shapes for gate in chosen.gates]
@@ -173,6 +192,11 @@ def run_router(case: Router, chosen: Any) -> list[Record]:
         call.wait(result)
         if record.contender == "fused_topk":
             return call
+        if record.ours:
+            try:
+                record.add(rows_checked=check(case, result, x, bias))
+            except AssertionError as wrong:
+                raise driver.Wrong(str(wrong)) from None
         got = {key: jnp.from_dlpack(a.contiguous()) for key, a in result.items()} if by_torch else result
         dense = got["weights"]
         if record.contender != "jax_dense":
@@ -219,7 +243,10 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
 
 
 VIEW = View(
-    ("ran", "status", "error", "p50_us", "speedup", "of_topk"), baselines=("jax",), derive=_derive, draw=_draw
+    ("ran", "status", "rows_checked", "error", "p50_us", "speedup", "of_topk"),
+    baselines=("jax",),
+    derive=_derive,
+    draw=_draw,
 )
 BENCHMARK = Benchmark("route", make_routers, run_router, VIEW)
 

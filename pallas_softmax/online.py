@@ -78,7 +78,8 @@ def identity(
     """Returns the normalizer of the empty set, neutral under `combine`: m = -inf, and sums of 0.
 
     Args:
-      shape, dtype: shape and dtype of each field.
+      shape: shape of each field.
+      dtype: dtype of each field.
       of: `Normalizer` or `Moments`.
     """
     zeros = (jnp.zeros(shape, dtype) for _ in of._fields[1:])

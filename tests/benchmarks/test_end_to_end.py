@@ -160,6 +160,7 @@ WRONG = [  # a function of ours, a wrong one, and a benchmark with its flags
     ("softmax", _off, accuracy, "--shapes=20x300 --implementations=xla"),
     ("sample", _first_entry, sample, "--shapes=3x60 --filters=top_k --peers=jax"),
     ("sample", _first_entry, serve, f"{DECODING} --batch=9"),
+    ("route", _first_entry, route, "--shapes=9x64x6"),
     ("logsumexp", _off, programs, f"{PROGRAMS} --programs=loss_lse"),
     ("linear_cross_entropy", _without_gradient, linear, "--batch=40 --direction=both --training_steps=0"),
     ("linear_token_stats", _no_entropy, linear, "--batch=40 --function=token_stats --training_steps=0"),

@@ -11,7 +11,19 @@ import pytest
 from absl.flags import IllegalFlagValueError, UnrecognizedFlagError
 
 from benchmarks import __main__ as both
-from benchmarks import accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk
+from benchmarks import (
+    accuracy,
+    beam_search,
+    linear,
+    paper,
+    programs,
+    route,
+    sample,
+    serve,
+    sharded,
+    softmax,
+    topk,
+)
 from benchmarks.support import cases
 from pallas_softmax import paper as algorithms
 from tests.benchmarks.conftest import flags_of
@@ -49,7 +61,7 @@ def test_lists_become_tuples(parse):
     assert (found.shapes, found.axis, found.vocab) == (((4, 5),), (-1,), (4096, 32000))
 
 
-MODULES = (accuracy, beam_search, linear, paper, programs, sample, serve, sharded, softmax, topk)
+MODULES = (accuracy, beam_search, linear, paper, programs, route, sample, serve, sharded, softmax, topk)
 BINARIES = {"benchmarks": both} | {module.__name__: module for module in MODULES}
 FLAG_FILES = sorted((ROOT / "configs").glob("*.flags"))
 
