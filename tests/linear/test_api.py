@@ -248,6 +248,7 @@ def test_token_weights_that_broadcast(reduction):
     assert got.shape == (() if reduction else (3, 4))
 
 
+@pytest.mark.slow
 def test_token_weights_that_sum_to_0():
     x, w, labels, _ = arrays(4, 8, 100, "float32")
     for weights in ([1.0, -1.0, 2.0, -2.0], [0.0] * 4):
@@ -355,6 +356,7 @@ def test_labels_of_small_dtypes(vocab, dtype):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_float16_gradients_are_scaled_before_rounding():
     """Gradients are rounded once, after the cotangent multiplies them, so large sums and small means have gradients."""
     n, labels = 65536, np.zeros(65536, "int32")
@@ -393,7 +395,8 @@ def test_gradients_under_strict_promotion(dtype):
             np.testing.assert_allclose(got(x).astype("float32"), want.astype("float32"), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("transpose_w", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transpose_w", [False, True])
 def test_dw_in_blocks_of_columns(transpose_w, monkeypatch):
     """The CPU takes the path for large V. The last block of columns overlaps the block before."""
     monkeypatch.setattr(xla_projection, "_PRODUCT_BYTES", 8 * 4 * 30)
@@ -996,6 +999,7 @@ def test_traced_options_out_of_range_give_nan(name):
     assert jnp.isnan(jax.jit(lambda value: ps.linear_cross_entropy(X, W, L, **{name: value}))(-0.1))
 
 
+@pytest.mark.slow
 def test_options_per_token():
     """A temperature, z-loss and label smoothing per token, in chunks, and a temperature under vmap."""
     x, w, labels, bias = arrays(20, 8, 300, "float32", bias=True)

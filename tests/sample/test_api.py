@@ -393,7 +393,8 @@ def test_4_bit_logits():
     assert_equal(sample(KEY, x, top_p=0.9), sample(KEY, x.astype(F32), top_p=0.9))
 
 
-@pytest.mark.parametrize("traced", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("traced", [False, True])
 def test_values_that_disable_filters(traced):
     """top_k = 0 and -1 disable top_k. A top_p may exceed 1 by rounding."""
     f = functools.partial(sample, KEY, X[0], temperature=T[0])
@@ -522,7 +523,7 @@ def test_a_large_top_k_and_scalars_of_all_types():
     sample(KEY, X[0], temperature=np.float16(1), top_p=1, min_p=jnp.float32(0), top_k=jnp.uint8(3))
 
 
-@pytest.mark.parametrize("filters", [slow({"top_k": 9}), {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("filters", [slow({"top_k": 9}), slow({"top_p": 0.9}), {"min_p": 0.5}], ids=str)
 def test_without_jit(filters):
     x = jnp.sin(jnp.arange(100.0)).reshape(2, 50)
     want = sample(KEY, x, **filters)
