@@ -108,7 +108,7 @@ def test_no_winners_and_all_winners(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATES)
 def test_equal_experts_are_in_order(name):
-    """Of equal experts, and of equal groups, the first are chosen."""
+    """The first of several equal experts, or equal groups, are chosen."""
     got = route(np.zeros((2, 32), F32), 8, GATES[name], np.zeros(32, F32))
     np.testing.assert_array_equal(got.indices, [np.arange(8)] * 2)
 

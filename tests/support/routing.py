@@ -138,7 +138,7 @@ def vjp(x, chosen, gate, g, g_logsumexp):
 
 
 def same_entries_in_order(x, chosen, gate, bias):
-    """Asserts that of equal entries, with the same logit and bias in the same group, the lowest indices come first."""
+    """Asserts that equal entries (the same logit and bias, in the same group) come in the order of their indices."""
     entries = oracle.wide(x)
     steer = oracle.wide(bias) if gate.biased else np.zeros(x.shape[-1])
     group = np.arange(x.shape[-1]) // (x.shape[-1] // gate.groups)
@@ -150,7 +150,7 @@ def same_entries_in_order(x, chosen, gate, bias):
 
 
 def judge(got, x, k, gate, bias, *, units=32.0):
-    """Asserts that a routing is right: indices but for near ties, weights, and logsumexp. Returns the near rows."""
+    """Asserts that indices (except near ties), weights and logsumexp are right. Returns the rows with near ties."""
     got_weights, got_indices, got_logsumexp = map(np.asarray, got)
     want, near = indices(x, k, gate, bias)
     assert got_indices.dtype == np.int32 and got_weights.shape == got_indices.shape == (len(x), k)
