@@ -498,7 +498,7 @@ def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, 
         carry = step(Chunk(first, rows, 0), carry)
         # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the
         # logits of two chunks at a time.
-        first, carry = lax.optimization_barrier((first + 1, carry))
+        first = lax.optimization_barrier(first + 1)
 
     def body(i, carry):
         start = jnp.minimum(i * rows, n - rows)
