@@ -8,6 +8,7 @@ import pytest
 from benchmarks import beam_search
 from benchmarks.beam_search import Search
 from benchmarks.support import language_model
+from tests.support.covering import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = "--batch=3 --k=3 --vocab=90 --sequence=6 --tokens=64 --width=16 --training_steps=4".split()
@@ -54,7 +55,7 @@ def test_near_ties_may_swap_but_no_others():
     assert "a token is not from 0 to 89" in beam_search.check(search, found | wrong, scores, best)[2]
 
 
-@pytest.mark.parametrize("contender", ["jax", "auto"])
+@pytest.mark.parametrize("contender", [slow("jax"), "auto"])
 def test_hypotheses_are_the_best_of_all(contender):
     # with as many beams as tokens, the first two steps lose nothing, and the search is exhaustive
     search = search_of(beams=7, vocab=7, sequence=2, batch=2)

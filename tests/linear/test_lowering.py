@@ -23,7 +23,7 @@ SIZES = [  # n, D, V, transpose_w, dtype, keywords of the loss
 ]
 
 
-@pytest.mark.parametrize(("n", "depth", "vocab", "transpose_w", "dtype", "keywords"), first(1, SIZES))
+@pytest.mark.parametrize(("n", "depth", "vocab", "transpose_w", "dtype", "keywords"), first(1, SIZES[::-1]))
 def test_lowered(n, depth, vocab, transpose_w, dtype, keywords):
     """A loss is one kernel. Its gradient stores exponentials (and may compute them again), or has two products."""
     w = array(*((vocab, depth) if transpose_w else (depth, vocab)), dtype=dtype)

@@ -868,6 +868,7 @@ def explained(op, how):
 CHECKS |= linear_checks.CHECKS
 SLOW |= linear_checks.SLOW
 SLOW |= {
+    "linear-features-False",
     "linear-weights-auto-both",
     "partition-log_softmax-line-explicit",
     "reshaped-linear_cross_entropy-line-4",

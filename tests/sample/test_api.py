@@ -83,7 +83,7 @@ def test_masked_entries_do_not_matter(v):
 @pytest.mark.parametrize(
     ("names", "v"),
     [
-        (["integers", "denormals", "signed_zeros", "neg_inf_last"], LONG),
+        slow(["integers", "denormals", "signed_zeros", "neg_inf_last"], LONG),
         slow(["peaked", "constant"], cases.GPT2),
         slow(["normal", "integers", "ascending", "one_winner", "all_but_one_neg_inf"], cases.GPT2),
         slow(["peaked", "constant", "normal", "descending"], cases.LARGE[0]),
@@ -357,7 +357,7 @@ def test_reinforce_learns():
     assert jax.nn.softmax(logits)[5] > 0.9
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, slow(jax.jit), slow(lambda f: jax.vmap(f))])
+@pytest.mark.parametrize("transform", [slow(lambda f: f), jax.jit, slow(lambda f: jax.vmap(f))])
 def test_log_mass_has_no_gradient(transform):
     def loss(x):
         got = sample(KEY, x, top_k=3)
@@ -531,7 +531,8 @@ def test_without_jit(filters):
         same(sample(KEY, x, **filters), want)
 
 
-@pytest.mark.parametrize("dtype", [slow("float32"), "float64"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_strict_promotion_in_64_bits(dtype, x64):
     x, filters = (
         jnp.sin(jnp.arange(2100.0)).reshape(3, 700).astype(dtype),

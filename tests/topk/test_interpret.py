@@ -152,7 +152,7 @@ def test_where(kind, pattern, dtype):
 
 @pytest.mark.parametrize(
     ("parts", "k", "log", "masked"),
-    [slow(4, 7, True, True), (1, 5, False, True), slow(8, 64, False, True), slow(8, 64, False, False)],
+    [slow(4, 7, True, True), slow(1, 5, False, True), slow(8, 64, False, True), slow(8, 64, False, False)],
 )
 def test_merge_of_parts_of_other_devices(parts, k, log, masked):
     names, v = ["normal", "peaked", "integers", "everything", "all_neg_inf", "all_neg_nan"], 640
