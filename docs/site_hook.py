@@ -103,7 +103,7 @@ def _is_on_site(files, uri: str) -> bool:
 def _add_source(path: str, files, config):
     """Adds a page that shows a file of the repository, or that lists a folder and links to its files."""
     place = ROOT / path
-    if path.endswith((".md", ".png")) or not place.exists():
+    if path.endswith((".md", ".png", ".svg")) or not place.exists():
         return
     if place.is_file():
         language = LANGUAGES.get(place.suffix, "text")

@@ -246,6 +246,29 @@ def test_the_abstract_device_decides(kind, chosen):
         assert "compute capability 9 or" in str(choice)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["NVIDIA B200", "NVIDIA GeForce RTX 5090"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        ps.softmax,
+        ps.log_softmax,
+        lambda x, **named: ps.logsumexp(x, -1, **named),
+        topk,
+        lambda x, **named: ps.route(x, 5, **named),
+        ps.token_stats,
+        lambda x, **named: ps.sample(jax.random.key(0), x, **named),
+    ],
+    ids=["softmax", "log_softmax", "logsumexp", "fused_topk", "route", "token_stats", "sample"],
+)
+def test_each_function_is_lowered_for_blackwell(function, kind):
+    x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    with device(kind):
+        call = jax.jit(lambda x: function(x, implementation="mosaic_gpu"))
+        text = call.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
 def test_a_named_kernel_refuses_the_abstract_device():
     with device("NVIDIA A100-SXM4-80GB"), pytest.raises(NotImplementedError, match="not 8.0"):
         jax.eval_shape(named(ps.softmax, "mosaic_gpu"), X)

@@ -103,19 +103,19 @@ def linear_cross_entropy(
     The loss of a token is logsumexp(z) - z[label]; with label smoothing s, logsumexp(z) - (1 - s) z[label] - s mean(z).
     The source is given in `linear_logsumexp`.
 
-    The number of matrix products depends on the call. A loss that is not differentiated takes one. A differentiated
-    mean or sum computes its gradients in the forward: three products, or four by kernels with label smoothing. With
-    reduction=None, or in float16, the backward computes the logits again: four products.
+    A loss that is not differentiated takes one matrix product. A differentiated mean or sum computes its gradients in
+    the forward, in three products, or four by kernels with label smoothing. With reduction=None, or in float16, the
+    backward computes the logits again, so there are four products.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
 
     Args:
       labels: integers of the shape of `x` without its last dimension, 0 <= label < V: columns of the whole w. A label
-        out of this range makes the loss NaN, unless `where` leaves the token out.
+        out of this range makes the loss NaN, unless `where` or a weight of 0 leaves the token out.
       where: boolean, broadcastable to `labels`. False leaves a token out, whatever its `x` and its label are: its loss
-        and its gradient are 0. With at least 1,024 tokens on a device, the matrix products skip most of the tokens that
-        are left out. There is no `ignore_index`: pass `where=labels != -100` instead.
+        and its gradient are 0. With at least 1,024 tokens on a device, the matrix products skip most of these tokens.
+        There is no `ignore_index`: pass `where=labels != -100` instead.
       token_weights: real numbers, broadcastable to `labels`, that multiply the losses; None for 1. They may be
         negative. A weight of 0 leaves the token out, like `where`, and the gradient in this weight is 0. In all other
         weights the loss is differentiable.
@@ -171,8 +171,8 @@ def linear_log_probs(
 
     The logits are z = x @ w + bias, with the softcap if there is one. The source is given in `linear_logsumexp`.
 
-    A token may have K labels, for example the k best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). The
-    kernels then store the float32 logits of as many tokens at a time as `workspace_bytes` holds.
+    A token may have K labels, for example the K best tokens of a teacher. x (n, D) and labels (n, K) give (n, K). With
+    K > 1, kernels store float32 logits, of as many tokens at a time as `workspace_bytes` holds.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`.
@@ -215,8 +215,8 @@ def linear_token_stats(
 ) -> TokenStats:
     """Returns the statistics of `token_stats` for the logits z / temperature, without storing all logits at once.
 
-    The logits are z = x @ w + bias, with the softcap if there is one. The statistics take one matrix product. With
-    gradients there are four, as for `linear_log_probs`.
+    The logits are z = x @ w + bias, with the softcap if there is one. The statistics take one matrix product, and four
+    with gradients. There is no `where`: mask the results.
 
     `x`, `w`, `bias`, `softcap`, `transpose_w`, `workspace_bytes`, `axis_name` and `implementation` are as for
     `linear_logsumexp`, and `temperature` is as for `linear_log_probs`.

@@ -54,8 +54,7 @@ def linear_topk(
 
     Returns:
       TopK(values, indices), each of the shape of `x` with k instead of D. `values` are float32 (float64 for float64).
-      `fused_topk` of float32 logits gives the same order. There is no gradient: pass the indices to `linear_log_probs`
-      as labels.
+      The order is that of the float32 logits. There is no gradient: pass the indices to `linear_log_probs` as labels.
 
     Raises:
       TypeError, ValueError: as `linear_logsumexp` for the projection, and as `fused_topk` for k, log and temperature.

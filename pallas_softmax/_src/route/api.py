@@ -61,25 +61,26 @@ def route(
     Args:
       logits: real array (..., E): one row of E experts for each token.
       k: static int, the number of experts of a token, 0 <= k <= E.
-      score: "softmax" or "sigmoid" of the logits.
+      score: "softmax" or "sigmoid": how the logits become scores.
       bias: None, or a real array (E,). Experts are chosen by score + bias, and weighted by the score alone.
       groups: static int that divides E. The experts are divided into that many groups of neighbours.
-      top_groups: static int, the number of groups that take part; needed with more than one group. A group is ranked by
-        the sum of its two best entries of score + bias. A group of one expert is ranked by this one.
+      top_groups: static int from 1 to `groups`, needed with more than one group. Only experts of the best `top_groups`
+        groups are chosen. A group is ranked by the sum of its two best entries of score + bias. A group of one expert
+        is ranked by that expert.
       renormalize: whether to divide the weights of a token by their sum. If all chosen scores are tiny, the weights are
-        still right. If all chosen logits are -inf, they are NaN.
-      scale: static real number. It multiplies the weights.
+        still right. If all chosen logits are -inf, the weights are NaN.
+      scale: static real number that multiplies the weights, after `renormalize`.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
-      Routing(weights, indices, logsumexp).
+      Routing(weights, indices, logsumexp), best expert first.
       Without bias and groups, the indices equal the indices of `lax.top_k(logits, k)` exactly. Otherwise they are the k
-      largest score + bias, computed in float32 (float64 for float64 logits): two experts may be exchanged if their
+      largest score + bias, computed in float32 (float64 for float64 logits). Two experts may then be exchanged if their
       exact numbers differ by less than 2^-20 max(1, |bias|), and so may two groups. Equal entries, and equal groups,
       are ordered by the lowest index first. A NaN counts as the largest number.
-      A row with NaN or +inf has NaN weights if they are of a softmax, and NaN gradients. Integer logits become float32.
-      `weights` and `logsumexp` are differentiable in `logits`, in both modes and to any order. The choice and the bias
-      have no derivative.
+      With "softmax", a row with NaN or +inf has NaN weights. With either score, it has NaN gradients. Integer logits
+      become float32. `weights` and `logsumexp` are differentiable in `logits`, in both modes and to any order. The
+      choice and the bias have no derivative.
 
     Raises:
       TypeError: `logits` or `bias` is not a real array; `k`, `groups` or `top_groups` is not a static int;
