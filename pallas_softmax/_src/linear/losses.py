@@ -132,7 +132,7 @@ def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
       columns: int32, (rows,) or (rows, K).
     """
     own = (columns >= 0) & (columns < vocab)
-    index = jnp.where(own, columns, 0).reshape(len(z), math.prod(columns.shape[1:]))
+    index = jnp.where(own, columns, 0).reshape(z.shape[0], math.prod(columns.shape[1:]))
     found = jnp.take_along_axis(z, index, 1, mode="promise_in_bounds").reshape(columns.shape)
     return jnp.where(own, found, 0)
 
