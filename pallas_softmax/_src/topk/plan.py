@@ -54,7 +54,7 @@ SEARCHED_WINNERS = 512  # most winners, 4 for each thread
 # A compact window is used only if it lets a second CTA share the multiprocessor; otherwise it is no faster.
 MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
 MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `bound_ptx`
-REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions: half of the default of `gpu_kernel`, to fit two CTAs
+REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions: half of the default, so that two CTAs fit
 
 # The merging CTA sorts winners in registers: up to 32 winners of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
