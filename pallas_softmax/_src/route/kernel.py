@@ -56,11 +56,12 @@ def route_rows(
                 held = _keep_groups(plan, groups, top_groups, held, interpret=interpret)
         logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
         tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
-        per_row = (m, d) if gate.needs_normalizer else ()
         if by_words:
-            _, index, per_row = take_words(plan, experts, k, held, per_row, interpret=interpret)
+            _, index = take_words(plan, experts, k, held, interpret=interpret)
         else:
-            index, per_row = take(plan, experts, k, held, per_row, lanes, interpret=interpret)
+            index = take(plan, experts, k, held, lanes, interpret=interpret)
+        per_row = (m, d) if gate.needs_normalizer else ()
+        per_row = [tiles.spread(a, plan, winners, interpret=interpret) for a in per_row]
         won = tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=True, interpret=interpret).astype(
             jnp.float32
         )

@@ -37,10 +37,7 @@ DIGIT = 128  # buckets in a round over the keys, four for each lane
 ROW_KEYS = 2_500  # keys that the lists of a row have room for, together
 CTA_KEYS = 768  # keys that each list has room for, at least: in a sorted row, one CTA has all keys of a zone
 
-# Device times on one H100 (jax 0.11.2, 2026-11-22), without a filter, with top_k = 50, and with top_p = 0.9:
-# 1024 x 151,936 float32 takes 213, 401 and 619 µs with 10 CTAs of two warpgroups; 218, 402 and 611 µs with 7 CTAs of
-# three; and 215, 546 and 699 µs with 16 of one. 1 x 128,256 takes 4.5, 10.0 and 13.6 µs with 16 CTAs of four
-# warpgroups; and 4.9, 11.8 and 14.8 µs with 8.
+# "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
 # With few rows, parts are shorter and a CTA has more warpgroups, so that more warps work on each row.
 FEW_ROWS, FEW_ROWS_PART_BYTES, FEW_ROWS_WARPGROUPS = 16, 32_768, 4

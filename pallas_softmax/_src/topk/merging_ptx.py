@@ -50,19 +50,11 @@ _MAGNITUDES = 0x7FFF7FFF
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
-def take_words(tile: Tile, vocab: int, k: int, bits, per_row):
-    """Returns packed keys of the k best of each row of a tile. For the arguments see `tile_kernel`."""
-    return packed_ptx.insert_in_tile(take_words_program(tile, vocab, k), merged_tile(tile, k), bits, per_row)
-
-
-def take(tile: Tile, vocab: int, k: int, key, per_row, lanes: float | None = None):
-    """Returns columns of the k best of each row of a tile of 32-bit keys. For the arguments see `tile_kernel`."""
-    program = take_program(tile, vocab, k, lanes)
-    return packed_ptx.insert_in_tile(program, merged_tile(tile, k), key, per_row)
-
-
 def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
-    """Returns the program of `take`. <winner{row}_{i}> gets the column of winner lane * held + i."""
+    """Returns the program for 32-bit keys. <winner{row}_{i}> gets the column of winner lane * held + i.
+
+    `tile_kernel.take` has the arguments.
+    """
     p, size = TileProgram(tile, vocab), power_of_two(k, 1)
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
     # as well (`maybe_short`).
@@ -155,7 +147,7 @@ def _mend(p: TileProgram, row: int, found: _Found, place: tuple[Value, int]) -> 
 
 
 def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
-    """Returns the program of `take_words`. <winner{row}_{i}> gets the packed key of winner lane * held + i."""
+    """Returns the program for 16-bit elements. <winner{row}_{i}> gets the packed key of winner lane * held + i."""
     p = TileProgram(tile, vocab)
     complements = _complements(p, p.first_column)
     size, length = power_of_two(k, 1), list_length(tile, k, itemsize=2)

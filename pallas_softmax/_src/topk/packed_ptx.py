@@ -15,7 +15,6 @@ end in bits of 0, so their packed keys lose nothing.
 import itertools
 from collections.abc import Callable
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
@@ -63,32 +62,19 @@ class TileProgram(Program):
         return self.operand(f"winner{row}_{i}", "s32")
 
 
-def insert_in_tile(code: TileProgram, out: Tile, held, per_row):
-    """Inserts PTX into the kernel. Returns the winners as a tile `out`, and `per_row` spread over such tiles.
+def insert_in_tile(code: TileProgram, out: Tile, held):
+    """Inserts PTX into the kernel; returns the winners as a tile `out`. `held` has 32-bit keys or 16-bit integers."""
 
-    Args:
-      code: the program.
-      held: a tile of 32-bit keys, or of 16-bit elements as integers.
-      per_row: tiles that hold one number for each row.
-    """
-    layout, out_layout, rows = tiles.layout(code.tile), tiles.layout(out), code.rows
-    dtypes = ["int32"] + ["float32"] * len(per_row)
-    result = tuple(plgpu.ShapeDtypeStruct(out.shape, np.dtype(dtype), layout=out_layout) for dtype in dtypes)
-
-    @inline(arg_types=(layout, [layout] * len(per_row)), return_type=result)
-    def emit(_, held, per_row):
+    @inline(arg_types=(tiles.layout(code.tile),), return_type=tiles.type_of(out, "int32"))
+    def emit(_, held):
         operands = {"thread": thread()}
-        for row, registers in enumerate(np.split(held.registers.flatten(), rows)):
+        for row, registers in enumerate(np.split(held.registers.flatten(), code.rows)):
             operands |= {f"x{row}_{i}": word for i, word in enumerate(_words(registers))}
-        winners = [f"winner{row}_{i}" for row in range(rows) for i in range(out.steps)]
-        outputs = [[pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(winners, "i32"))]]
-        for a in per_row:
-            of_rows = [elements(register)[0] for register in a.registers.flatten()[:: code.tile.steps]]
-            outputs.append([pack([x]) for x in of_rows for _ in range(out.steps)])
-        return tuple(array(out_layout.to_mgpu(), out.shape, registers) for registers in outputs)
+        names = [f"winner{row}_{i}" for row in range(code.rows) for i in range(out.steps)]
+        winners = [pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(names, "i32"))]
+        return array(tiles.layout(out).to_mgpu(), out.shape, winners)
 
-    winner, *per_row = emit(held, list(per_row))
-    return winner, per_row
+    return emit(held)
 
 
 def _words(registers) -> list[ir.Value]:

@@ -20,63 +20,46 @@ from pallas_softmax._src.gpu.layout import Tile, power_of_two
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.tile_plan import plan_tile
 
-# These constants rest on device times of one H100 80GB HBM3. The times are in benchmarks/results/topk_targets and
-# topk_shapes, or below. The limits between two plans were tuned on variants that we kept no times for.
+# "The limits between plans" in benchmarks/results/NOTES.md has the measurements behind these constants, of one H100.
 
-# The lists for 2048 winners take at least 64 KB of shared memory (`selection_bytes`). On compute capability 12, a CTA
-# has 95 KB.
+# The lists for 2048 winners take at least 64 KB of shared memory. On compute capability 12, a CTA has 95 KB.
 MAX_K = 2_048  # winners
 
-# With rows this long, several CTAs share a multiprocessor: two with whole float32 rows, or three with 16-bit rows. One
-# searches its row while the others' rows arrive. 4096 x 128256 float32, k = 5, in 6 parts takes 670 µs, 0.98 of the
-# bandwidth of a sum. With the best cluster in place of a second launch, it takes 802 µs.
+# With rows this long, two CTAs with float32 rows or three with 16-bit rows share a multiprocessor. One searches its row
+# while the others' rows arrive.
 ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row in one CTA, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # most bytes of a part of a longer row
 
-# With many winners, a third CTA adds more search time than it saves: for k = 128, 4000 x 50257 float32 takes 293 µs in
-# 2 parts and 306 µs in 3. We did not measure 65 to 127 winners.
+# With many winners, a third CTA adds more search time than it saves, and a row that fills a multiprocessor is faster
+# whole.
 MANY_WINNERS = 65  # at least this many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
 MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
-
-# With many winners, a row that fills a multiprocessor is faster whole, because it is searched once. For k = 128 and
-# float32, 4000 x 40000 takes 228 µs whole and 233 µs in 2 parts. 3001 x 33333 takes 165 and 158 µs.
 WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit
 
-# An H100 has 132 multiprocessors. With fewer rows, some would have no work, so rows are cut. The second launch merges
-# parts * k winners, so more winners want fewer parts. For k = 5 and float32, 1 x 128256 takes 5.4 µs, 10 x 100000 takes
-# 6.0 µs, and 64 x 128256 takes 11.4 µs.
+# With fewer rows than multiprocessors, rows are cut so that all have work. The second launch merges parts * k winners.
 FEW_ROWS = 128  # rows
 FEW_ROWS_MIN_VOCAB = 24_000  # longer rows are cut
 FEW_ROWS_PART = 8_192  # elements of a part, about
 FEW_ROWS_MERGED = 512  # most winners to merge, unless this needs fewer than MIN_PARTS parts
 MIN_PARTS, MAX_PARTS = 8, 16  # most parts of a row: with many winners, and with few
 
-# Merging more winners takes longer than parts save. Their search also takes 16 to 73 KB. Next to 100 KB of the row,
-# this leaves room for one CTA only, unless the window is compact.
+# With more winners, merging takes longer than parts save. Beside 100 KB of the row, the memory of the search then
+# leaves room for one CTA only, unless the window is compact.
 MAX_CUT_K = 256  # up to this many winners, rows are cut, and two CTAs share a multiprocessor
 
-# Ranking winners by binary search in the other list takes fewer steps than ranking those that reach a bound. Merging 2
-# lists of 3001 rows with k = 128 takes 10.0 µs by search and 11.0 µs by a bound. Merging 3 lists of 4000 rows with
-# k = 64 takes 16.2 and 13.2 µs.
+# Ranking by binary search takes fewer steps than ranking the winners that reach a bound.
 SEARCHED_LISTS = 2  # most lists
 SEARCHED_WINNERS = 512  # most winners, 4 for each thread
 
-# A compact window is for more than MAX_CUT_K winners. It lets two CTAs share a multiprocessor that has room for one
-# otherwise: 4000 x 25000 float32 with k = 300 takes 146 µs compact and 210 µs otherwise. With room for only one compact
-# window, it was no faster: k = 1024 then took 322 instead of 316 µs.
+# A compact window is used only if it lets a second CTA share the multiprocessor; otherwise it is no faster.
 MAX_COMPACT_SIZE = 2**16  # positions; a compact window numbers positions and groups with 16-bit numbers
 MIN_POSITIONS = 1_024  # at least, so that its list of candidates has room for the counters of `bound_ptx`
-
-# jax 0.10.2 to 0.12 give a CTA of 4000 x 25000 this much shared memory: 112,696 bytes for k = 512, and 114,744 for
-# k = 1024. Two of these CTAs share a multiprocessor of an H100. Two CTAs of 117,816 bytes did not.
-REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions; half of the default of `gpu_kernel`
+REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions: half of the default, so that two CTAs fit
 
 # The merging CTA sorts winners in registers: up to 32 winners of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
 
-# For 4000 x 25000 float32 and k = 64, the maxima of groups of 32 elements leave 67 candidates and take 137 µs. One
-# maximum per thread left 90 to 180 candidates and took 178 µs.
-STEP_ELEMENTS = 32  # elements of a thread in a step, and most elements of a group
+STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; larger groups make a looser bound
 
 
 def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:

@@ -17,7 +17,8 @@ from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import sort_keys, tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.topk import merging_ptx
+from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
+from pallas_softmax._src.topk.packed_ptx import insert_in_tile
 from pallas_softmax._src.topk.tile_plan import merged_tile
 from pallas_softmax._src.topk.winners import probability
 from pallas_softmax.online import Candidates, Normalizer
@@ -43,13 +44,12 @@ def topk_rows(
         m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
-        per_row = m, d, row_scale
         if by_words:
-            key, index, per_row = take_words(plan, vocab, k, held, per_row, interpret=interpret)
+            key, index = take_words(plan, vocab, k, held, interpret=interpret)
         else:
-            index, per_row = take(plan, vocab, k, held, per_row, interpret=interpret)
+            index = take(plan, vocab, k, held, interpret=interpret)
             key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, rows, interpret)
-        m, d, row_scale = per_row
+        m, d, row_scale = (tiles.spread(a, plan, winners, interpret=interpret) for a in (m, d, row_scale))
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
         tiles.store(values_gmem, winners, row, value, blocked=True, interpret=interpret)
         tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
@@ -110,38 +110,33 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, ro
     return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
-def take(tile: Tile, vocab: int, k: int, key, per_row, lanes: float | None = None, *, interpret):
-    """Returns indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked (see `tiles.store`).
+def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, interpret):
+    """Returns the indices of the k best of each row, as a tile of `merged_tile`, blocked (see `tiles.store`).
 
     Args:
       vocab: number of elements of a row. The tile may have more columns.
       key: tile with the keys of the row's elements.
-      per_row: tiles that hold one number for each row. They are returned spread over the winners' tile.
       lanes: number of a row's lanes that may have winners; by default, all.
     """
-    if not interpret:
-        return merging_ptx.take(tile, vocab, k, key, per_row, lanes)
     out = merged_tile(tile, k)
+    if not interpret:
+        return insert_in_tile(take_program(tile, vocab, k, lanes), out, key)
     columns = lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1)
     _, best = lax.sort((~key[:, :vocab], columns), num_keys=2)
-    best = jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
-    return best, [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
+    return jnp.pad(best[:, :k], ((0, 0), (0, out.shape[1] - k)))
 
 
-def take_words(tile: Tile, vocab: int, k: int, bits, per_row, *, interpret):
-    """Returns keys and indices of the k best of each row, and per_row, as tiles of `merged_tile`, blocked.
+def take_words(tile: Tile, vocab: int, k: int, bits, *, interpret):
+    """Returns keys and indices of the k best of each row, as `take` does.
 
-    Args:
-      bits: tile with the bits of the row's 16-bit elements, all ones for masked elements.
-      vocab, per_row: as in `take`.
+    `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
     """
+    out = merged_tile(tile, k)
     if not interpret:
-        word, per_row = merging_ptx.take_words(tile, vocab, k, bits, per_row)
+        word = insert_in_tile(take_words_program(tile, vocab, k), out, bits)
     else:
         key = sort_keys.key(lax.bitcast_convert_type(bits, jnp.bfloat16))[:, :vocab]  # the same for float16
         words = key << 16 | (0xFFFF - lax.broadcasted_iota(jnp.int32, (tile.rows, vocab), 1))
-        out = merged_tile(tile, k)
         best = ~lax.sort(~words)[:, :k]
         word = jnp.pad(best, ((0, 0), (0, out.shape[1] - k)))
-        per_row = [jnp.broadcast_to(a[:, :1], out.shape) for a in per_row]
-    return word >> 16, ~word & 0xFFFF, per_row
+    return word >> 16, ~word & 0xFFFF

@@ -16,33 +16,12 @@ import jax.numpy as jnp
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
 
-# Times are device times of one H100 80GB HBM3, by CUPTI, driver 580.159.04, jax 0.11.2, 2026-11-22 and 23.
+# "Elements in a lane" in benchmarks/results/NOTES.md has the measurements behind these constants, of one H100.
 
 # With more elements in fewer lanes, merges sort more within a lane and exchange less. This is faster for rows over many
 # lanes, and slower for rows over few lanes. If a lane has half as many winners as elements, many winners take so many
-# registers that fewer elements are faster again. Times in µs with 16 or 32 elements in a lane for float32, and with 32
-# or 64 for bfloat16:
-#
-#                              k    fewer     more
-#     131072 x 384 float32     8     84.9     76.9    many lanes
-#     32768 x 512 float32     64     53.3     42.5    many lanes
-#     131072 x 384 bfloat16    8     55.9     53.3    many lanes
-#     32768 x 512 bfloat16    64     33.1     33.1    many lanes
-#     131072 x 64 float32      6     15.7     16.2    few lanes
-#     131072 x 128 bfloat16    8     19.6     20.7    few lanes
-#     32768 x 512 float32    150     82.4     86.9    many winners
-#     32768 x 512 bfloat16   150     63.1     92.4    many winners
-#     16384 x 1000 bfloat16  257     96.6    132      many winners
-#     65536 x 256 float32    100     68.0     63.6    100 winners are not many
-#
-# With 64 elements in each of 32 lanes, a window is faster for float32, but not for bfloat16. Also, merges of float32
-# number the elements of a lane's list by the 32 bits of a word. Times of 16384 x 2048 in µs:
-#
-#     k               5      16      64     128
-#     float32      51.6    62.4            132       by merges
-#                  49.8    51.7             84.9     in a window
-#     bfloat16     29.8            49.4     60.2     by merges
-#                  43.8            69.7     78.3     in a window
+# registers that fewer elements are faster again. With 64 elements in each of 32 lanes, a window is faster for float32.
+# Also, merges of float32 number the elements of a lane's list by the 32 bits of a word.
 LANE_ELEMENTS = {4: 16, 2: 32}  # most elements of a row in a lane, with few lanes, by bytes of an element
 MANY_LANES = 8  # with at least this many lanes per row, a lane may hold more elements
 MAX_LANE_ELEMENTS = 32  # most elements of a row in a lane, with many lanes
@@ -50,24 +29,16 @@ MAX_PAIRED_LANE_ELEMENTS = 64  # the same for 16-bit elements, if a lane loads 1
 MANY_WINNERS = 128  # with more winners in a row, lanes may hold fewer elements
 
 # The backward's lanes exchange only a few sums, so more elements in a lane mean fewer instructions. With 16 elements in
-# a lane, neighbouring lanes still load 64 bytes together from a row of 64 elements. 131072 x 128 bfloat16, k = 8, takes
-# 28.5 µs with 16 elements in a lane and 31.5 µs with 8. float32 takes 51.5 and 51.9 µs.
+# a lane, neighbouring lanes still load 64 bytes together from a row of 64 elements.
 GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long as lanes are free
 
 # A longer list takes more comparisons. If a list is too short, its warp searches again, and the other warps of the CTA
 # wait. With 16-bit elements the warp lists the next elements. With float32 it merges whole lists, which takes three
-# times as long. Times by list length:
-#
-#     16384 x 1000 float32, k = 128      12: 59.9 µs    13: 57.2 µs    14: 56.1 µs
-#     32768 x 512 float32, k = 64        12: 45.8 µs    14: 42.5 µs    15: 42.6 µs
-#     100000 x 512 bfloat16, k = 16       8: 58.2 µs     9: 58.5 µs    10: 63.6 µs
-TOO_SHORT = {
-    4: 0.003,
-    2: 0.01,
-}  # highest share of warps with too short a list, for rows in random order, by bytes
+# times as long.
+TOO_SHORT = {4: 0.003, 2: 0.01}  # highest share of warps with too short a list, in random order, by bytes
 
-# If most of a row are winners, lists hold all elements of a lane, and fewer elements in a lane are faster: 65536 x 256
-# float32, k = 128, took 109 µs with 32 lanes of 8 and 136 µs with 16 lanes of 16. Longer rows have no lanes to spare.
+# If most of a row are winners, lists hold all elements of a lane, and fewer elements in a lane are faster. Longer rows
+# have no lanes to spare.
 CROWDED_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
 MAX_CROWDED_LANE_ELEMENTS = 16  # the same if a row lies over all 32 lanes
 
