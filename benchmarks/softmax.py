@@ -1,6 +1,6 @@
 """How fast are softmax, log_softmax and logsumexp? python -m benchmarks.softmax --flagfile=configs/targets.flags.
 
---function=token_stats times the forward of token_stats. Its yardstick is --function=logsumexp.
+--function=token_stats times token_stats. Its yardstick is --function=logsumexp.
 """
 
 import functools
@@ -37,7 +37,8 @@ def _jax(x: jax.Array, where: Any = None, *, function: str, axis: int) -> tuple[
     if function == "token_stats":
         x = x.astype(jnp.float32) if where is None else jnp.where(where, x.astype(jnp.float32), -jnp.inf)
         log_p = jax.nn.log_softmax(x, axis)
-        entropy = -jnp.sum(jnp.where(log_p == -jnp.inf, 0, jnp.exp(log_p) * log_p), axis)
+        finite = jnp.where(log_p == -jnp.inf, 0, log_p)
+        entropy = -jnp.sum(jnp.exp(log_p) * finite, axis)
         at_label, logsumexp = jnp.take(log_p, 0, axis), jax.nn.logsumexp(x, axis)
         return _stacked((at_label, entropy, logsumexp, jnp.argmax(x, axis)), axis), None
     return getattr(jax.nn, function)(x, axis=axis, where=where), None

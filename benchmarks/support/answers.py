@@ -99,13 +99,14 @@ def _bound(
 
 
 class Answer:
-    """The float64 answer for some rows of a case: y and dx of softmax, log_softmax, logsumexp or top-k.
+    """The float64 answer for some rows of a case: y and dx of a function of cases.py.
 
     The gradients, with p = softmax(x):
 
     softmax      dx = p (dy - sum(p dy))
     log_softmax  dx = dy - p sum(dy)
     logsumexp    dx = p dy
+    token_stats  dx = p (g_lse - g_lp - g_H (log p + H)), plus g_lp at the label
     top-k        the gradient of softmax, with dy = 0 except at the winners
 
     A masked x counts as -inf. There softmax is 0, log_softmax is -inf and dx is 0. If all of a row is masked,
@@ -174,7 +175,7 @@ class Answer:
         assert self.dy is not None, "a gradient needs a cotangent"
         x, mask, dtype = self.x, self.mask, self.x.dtype
         if self.function == "token_stats":
-            raise NotImplementedError("the gradient of token_stats is not checked here")
+            return self._gradient_of_statistics()
         dy = self.dy.astype(dtype)
         p = oracle.softmax(x, -1, mask)
         if self.function == "logsumexp":
@@ -198,6 +199,24 @@ class Answer:
                 moved = p * np.expm1(np.minimum(y_error, 99)) * _sum(size)  # y may be far off where p is 0
             bound = moved + _bound(want, unit, slack_times, dtype)
         return Expected(want.astype(np.float64), bound.astype(np.float64), scale, dtype)
+
+    def _gradient_of_statistics(self) -> Expected:
+        """Returns dx for cotangents of log p of label 0, the entropy and logsumexp (the argmax has none).
+
+        The terms of a row may cancel. So the bound is relative to their sizes, and to 1 + |x|, because rounding x
+        moves log p.
+        """
+        assert self.dy is not None
+        labels = np.zeros(len(self.x), np.int32)
+        g = tuple(self.dy.T[:3].astype(np.float64))
+        want, _ = oracle.token_stats_vjp(self.x, labels, g, self.mask)
+        of_label, of_entropy, of_logsumexp = np.abs(g)
+        entropy = np.nan_to_num(self.output.want[:, 1])
+        scale = (of_label + of_logsumexp + of_entropy * (1 + entropy))[:, None] + np.zeros_like(want)
+        x = np.nan_to_num(oracle.wide(self.x), posinf=0, neginf=0)
+        units = 4 * (1 + np.abs(x).max(-1, keepdims=True))
+        bound = bounds.eps(np.dtype("float32")) * units * scale + bounds.eps(self.x.dtype) * np.abs(want)
+        return Expected(want, bound + _least(self.x.dtype), scale, self.x.dtype)
 
     @functools.cached_property
     def winners(self) -> Expected:

@@ -163,7 +163,8 @@ def logits(case: Case) -> jax.Array:
 
 
 def cotangent(case: Case) -> jax.Array:
-    return _draw(_key(case, "cotangent"), case.output_shape, "normal", case.dtype, case.axis)
+    dtype = "float32" if case.function == "token_stats" else case.dtype
+    return _draw(_key(case, "cotangent"), case.output_shape, "normal", dtype, case.axis)
 
 
 def mask(case: Case) -> jax.Array | None:

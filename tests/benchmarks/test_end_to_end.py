@@ -99,8 +99,9 @@ RUNS = [
     (softmax, f"{MASKS} --direction=both --logits=peaked --peers=jax,torch", 3 * 4 * 2 * 3),
     (
         softmax,
-        "--function=token_stats --axis=-1,0 --where=none,full --logits=ties,nan --peers=jax,torch",
-        8 * 3,
+        "--function=token_stats --dtype=float32,bfloat16 --direction=both --axis=-1,0 --where=none,full"
+        " --logits=ties,peaked --peers=jax",
+        16 * 2,
     ),
     (sample, "--shapes=3x60 --dtype=float32,bfloat16 --peers=jax,torch --logits=normal,ties", 4 * 6 * 3),
     (serve, f"{DECODING} --batch=9 --dtype=float32,bfloat16", 2 * 3),
