@@ -64,6 +64,7 @@ HEADS = {
     "qwen3": (4096, 151936),
     "olmo": (2048, 50304),
     "bitnet": (2560, 128256),
+    "llama2_70b": (8192, 32000),
 }
 W_SHAPES = ("DxV", "VxD")
 TORCH = ("torch", "torch_compile", "liger", "cce", "quack", "quack_exp")

@@ -34,7 +34,7 @@ import pallas_softmax
 from benchmarks.support import driver, flags, plot
 from benchmarks.support.contenders import Call, fetch, jax_call, named, torch_and_wait
 from benchmarks.support.driver import Benchmark
-from benchmarks.support.result import Record, View, case_columns
+from benchmarks.support.result import Record, View
 from tests.support import oracle, routing
 from tests.support.routing import Gate
 
@@ -218,28 +218,22 @@ def _derive(rows: Any, of: Callable) -> None:
 
 
 def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
-    """Draws for each case the time of its contenders relative to `fused_topk`."""
-    rows = rows[rows.of_topk.notna() & (rows.contender != "fused_topk")]
-    cases = [own for _, own in rows.groupby(case_columns(rows), sort=False)]
-    if not cases:
-        return
-    plt = plot.pyplot()
-    across = min(3, len(cases))
-    down = -(-len(cases) // across)
-    figure, axes = plt.subplots(
-        down, across, squeeze=False, layout="constrained", figsize=(5 * across, 1 + 2 * down)
-    )
-    for axis in axes.flat[len(cases) :]:
-        axis.axis("off")
-    for axis, own in zip(axes.flat, cases):
-        plot.bars(axis, own, own.of_topk, "time relative to fused_topk")
-        one = own.iloc[0]
-        axis.set_title(
-            f"{one.gate}, {one.direction}: k = {one.k} of {one.experts}, {one['dtype']}", fontsize=10
-        )
+    """Draws the speed-up of our routers over plain JAX, and their time relative to `fused_topk`."""
     ours = plot.ours_of(rows)
-    title = f"route takes {plot.span(ours.of_topk)} the time of fused_topk, and is {plot.span(ours.speedup)}"
-    plot.finish(figure, file, document, f"{title} as fast as plain JAX")
+    ours = ours[ours.of_topk.notna() & ours.speedup.notna()].copy()
+    if ours.empty:
+        return
+    ours["down"] = [f"{a.gate}: {a.k} of {a.experts}" for a in ours.itertuples()]
+    ours["across"] = ours["dtype"] + "\n" + ours.direction
+    tables = {
+        name: ours.pivot_table(index="down", columns="across", values=name, sort=False)
+        for name in ("speedup", "of_topk")
+    }
+    titles = {"speedup": "speed-up over plain JAX, times", "of_topk": "time relative to fused_topk, times"}
+    figure, width = plot.heat_maps(tables, titles, "gate: k of E experts")
+    claim = f"route is {plot.span(ours.speedup)} as fast as plain JAX"
+    claim += f", and takes {plot.span(ours.of_topk)} the time of fused_topk"
+    plot.finish(figure, file, document, claim, int(9.5 * width))
 
 
 VIEW = View(

@@ -134,18 +134,8 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
         share: f"share of a plain {share.removeprefix('share_of_')}'s bandwidth, %"
         + " (*: fits the L2 cache)" * bool(cached.any()),
     }
-    plt = pyplot()
-    stacked = len(across_order) > 5
-    grid = (2, 1) if stacked else (1, 2)
-    width = max(4.2, 0.68 * len(across_order)) * grid[1] + 1.8
-    height = (0.7 + 0.36 * len(down_order)) * grid[0] + 1.3
-    figure, axes = plt.subplots(*grid, layout="constrained", figsize=(width, height), sharey=True)
-    for axis, (name, table) in zip(axes, tables.items()):
-        _heat(axis, table, name, cached)
-        axis.set_title(titles[name], fontsize=10)
-        axis.set_yticks(range(len(down_order)), down_order)
-    for axis in () if len(down_order) == 1 else axes if stacked else axes[:1]:
-        axis.set_ylabel("rows × elements of a row" if many else "logits")
+    down = "rows × elements of a row" if many else "logits"
+    figure, width = heat_maps(tables, titles, down, cached)
     if ours.contender.iloc[0] != "auto":
         what = f"{words(ours.contender.iloc[0])}: {what}"
     if measure == "speedup":
@@ -155,13 +145,43 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     finish(figure, file, document, claim, int(9.5 * width))
 
 
+def heat_maps(
+    tables: dict[str, Frame], titles: dict[str, str], down: str, marked: np.ndarray | None = None
+) -> tuple[Any, float]:
+    """Draws tables of the same cases as heat maps side by side, or stacked if they are wide.
+
+    Args:
+      tables: by measure: speedup, a share, slowdown or of_topk.
+      titles: the title of each measure.
+      down: what the rows of the tables are.
+      marked: the cells that get a star in tables of shares.
+
+    Returns:
+      The figure, and its width in inches.
+    """
+    order = next(iter(tables.values()))
+    stacked = len(order.columns) > 5
+    grid = (2, 1) if stacked else (1, 2)
+    width = max(4.2, 0.68 * len(order.columns)) * grid[1] + 1.8
+    height = (0.7 + 0.36 * len(order)) * grid[0] + 1.3
+    figure, axes = pyplot().subplots(*grid, layout="constrained", figsize=(width, height), sharey=True)
+    marked = np.zeros(order.shape, bool) if marked is None else marked
+    for axis, (name, table) in zip(axes, tables.items()):
+        _heat(axis, table, name, marked)
+        axis.set_title(titles[name], fontsize=10)
+        axis.set_yticks(range(len(order)), order.index)
+    for axis in () if len(order) == 1 else axes if stacked else axes[:1]:
+        axis.set_ylabel(down)
+    return figure, width
+
+
 def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
-    """Draws one heat map with its numbers. Speed-ups below 1 are orange, others blue; shares are blue."""
+    """Draws one heat map with its numbers. What is slower than the baseline is orange, other cells are blue."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("", [ORANGE, "#ffffff", BLUE])
     values = table.to_numpy()
-    shade = values if measure.startswith("share") else np.log2(values) * (-1 if measure == "slowdown" else 1)
+    shade = values if measure.startswith("share") else np.log2(values) * (1 if measure == "speedup" else -1)
     most = np.nanmax(np.abs(shade))
     axis.imshow(shade, cmap=colors, vmin=-most, vmax=most, aspect="auto")
     for (i, j), value in np.ndenumerate(values):
@@ -171,7 +191,7 @@ def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
             text = (
                 f"{100 * value:.0f}" + " *" * bool(cached[i, j])
                 if measure.startswith("share")
-                else number(value, 2)
+                else number(value, 3 if measure == "of_topk" else 2)
             )
             dark = shade[i, j] > 0.65 * most
             axis.text(j, i, text, ha="center", va="center", fontsize=9, color="white" if dark else "black")

@@ -64,9 +64,8 @@ def test_a_picture_states_its_finding_and_its_provenance(drawn, name):
         footer = figure.get_supxlabel().replace("\n", " ")
         assert run["commit"][:7] in footer and run["device"] in footer and run["date"][:10] in footer
     seen = " ".join(axis.get_xlabel() + axis.get_ylabel() + axis.get_title() for axis in figure.axes)
-    assert {"paper": "elements per second", "sharded": "µs", "linear": "GiB"}.get(file.stem, "%") in seen or (
-        "elements per second" in seen and file.stem == "topk"
-    )
+    units = {"paper": "elements per second", "sharded": "µs", "linear": "GiB", "route": "time relative to"}
+    assert units.get(file.stem, "%") in seen or ("elements per second" in seen and file.stem == "topk")
     if file.stem != "sharded":
         assert "speed-up over" in seen or "time relative to" in seen
     figure.draw_without_rendering()
