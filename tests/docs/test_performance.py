@@ -28,6 +28,8 @@ def rows_of(name: str):
         rows[column.replace("_us", "_ms")] = rows[column] / 1000
     if "memory_mib" in rows:
         rows["memory_gib"] = rows.memory_mib / 1024
+    if name == "moe_router/topk":
+        rows["experts"] = rows.vocab
     return rows
 
 
@@ -94,7 +96,7 @@ _HEADS |= {"contender": "", "sharding": "sharded along"}
 
 
 def _fields(down: tuple[str, ...]) -> list[str]:
-    fields = {"shape": ["batch", "vocab"], "columns": ["batch", "vocab"], "experts": ["vocab"]}
+    fields = {"shape": ["batch", "vocab"], "columns": ["batch", "vocab"], "statistics": ["contender"]}
     return [field for name in down for field in fields.get(name, [name])]
 
 
@@ -104,15 +106,20 @@ def _cell(name: str, row: Any) -> str:
             return f"{row.batch:,} × {row.vocab:,}"
         case "columns":
             return f"{row.vocab:,} × {row.batch:,}"
-        case "experts":
-            return f"{row.vocab}"
         case "contender":
             return _CONTENDERS[row.contender]
+        case "statistics":
+            return _STATISTICS.get(row.contender) or _CONTENDERS[row.contender]
         case "program" | "function" | "sharding":
             return _CONTENDERS.get(row[name], row[name])
     return f"{row[name]:,}" if isinstance(row[name], int | float) else str(row[name]).replace("_", " ")
 
 
+_STATISTICS = {
+    "auto": "`linear_token_stats`",
+    "logsumexp": "`linear_logsumexp`",
+    "log_probs": "`linear_log_probs`",
+}
 _CONTENDERS = {
     "auto": "`linear_cross_entropy`",
     "jax_inexact": "plain JAX, bfloat16 logits",
@@ -144,7 +151,7 @@ def _number(column: str, value: Any) -> str:
     """Returns a number of a column as text: a speed-up, a share in percent, or a number with three digits."""
     if value != value:
         return ""
-    if column.startswith(("speedup", "slowdown", "products")):
+    if column.startswith(("speedup", "slowdown", "products", "of_topk")):
         return times(value)
     if column.startswith(("share", "of_linear")):
         return f"{100 * value:.0f}%"
@@ -212,6 +219,18 @@ TABLES = {
             time_and_speedup(forward={"direction": "forward"}, forward_and_backward={"direction": "both"}),
             {"batch": 131072},
         ),
+        Table(
+            "route/route",
+            ("gate", "experts", "k", "dtype"),
+            (
+                ("forward, µs", "p50_us", {"direction": "forward"}),
+                ("speed-up", "speedup", {"direction": "forward"}),
+                ("relative to `fused_topk`", "of_topk", {"direction": "forward"}),
+                ("forward and backward, µs", "p50_us", {"direction": "both"}),
+                ("speed-up", "speedup", {"direction": "both"}),
+                ("relative to `fused_topk`", "of_topk", {"direction": "both"}),
+            ),
+        ),
         Table("topk_many/topk", ("shape", "k"), BY_DTYPE),
         Table("topk_short/topk", ("shape", "k"), BY_DTYPE, {"logits": "normal"}),
         Table("topk_backward/topk", ("shape", "k"), BY_DTYPE),
@@ -261,6 +280,11 @@ TABLES = {
             ),
         ),
         Table(
+            "linear_quack/linear",
+            ("contender",),
+            (("time, ms", "p50_ms", {}), ("memory, GiB", "memory_gib", {})),
+        ),
+        Table(
             "linear_workspace/linear",
             ("workspace_mib",),
             (
@@ -286,6 +310,18 @@ TABLES = {
                     {"direction": "both", "reduction": "none"},
                 ),
             ),
+        ),
+        Table(
+            "linear_token_stats/linear",
+            ("statistics",),
+            (
+                ("Llama 3, forward, ms", "p50_ms", {"head": "llama3", "direction": "forward"}),
+                ("with gradients, ms", "p50_ms", {"head": "llama3", "direction": "both"}),
+                ("memory, GiB", "memory_gib", {"head": "llama3", "direction": "both"}),
+                ("GPT-2, forward, ms", "p50_ms", {"head": "gpt2", "direction": "forward"}),
+                ("with gradients, ms", "p50_ms", {"head": "gpt2", "direction": "both"}),
+            ),
+            {"contender": ("matmul", "jax_scan", "logsumexp", "log_probs", "auto")},
         ),
         Table(
             "linear_training/linear_training",
@@ -562,6 +598,7 @@ SENTENCES = {
         f"{ours(LINEAR, 'products', reduction='mean')} times the projection alone",
         f"{ours(LINEAR, 'products', reduction='none')} times the projection alone",
         f"{100 * ERROR:.2f}% off the gradients of the scan",
+        f"logits are {100 * value(LINEAR, 'error', contender='jax_inexact', reduction='mean'):.2f}% off",
         f"differ by at most {GAP:.4f}",
         f"{ours('linear_long/linear', 'products')} times the projection alone at 65,536 tokens",
         f"QuACK's gradients are {100 * value(PEERS, 'error', contender='quack', w_shape='VxD'):.2f}% off, ours"
