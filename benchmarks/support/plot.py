@@ -176,7 +176,7 @@ def heat_maps(
 
 
 def _heat(axis: Any, table: Frame, measure: str, cached: np.ndarray) -> None:
-    """Draws one heat map with its numbers. What is slower than the baseline is orange, other cells are blue."""
+    """Draws one heat map with its numbers. Slower cells than the baseline are orange, others blue."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("", [ORANGE, "#ffffff", BLUE])
