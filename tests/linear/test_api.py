@@ -21,6 +21,7 @@ from tests.support.linear import (
     FEATURES,
     MEMORY,
     arrays,
+    assert_argmax_of_zeros,
     assert_left_out_tokens_do_not_matter,
     assert_losses_and_gradients,
     assert_several_labels,
@@ -500,6 +501,10 @@ def test_token_stats_of_logits_that_are_not_finite(of_bias):
         np.testing.assert_array_equal(got.argmax, [70] * 3 + [0] + [70] * 8)
     none = ps.linear_token_stats(x, w, labels, bias=np.full(100, -np.inf, "float32"))
     assert np.isnan(none.entropy).all() and np.isneginf(none.logsumexp).all() and not none.argmax.any()
+
+
+def test_argmax_of_zeros():
+    assert_argmax_of_zeros("xla")
 
 
 @pytest.mark.slow

@@ -108,6 +108,11 @@ def test_token_stats(n, depth, vocab, dtype, features, peak, workspace):
     )
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+def test_argmax_of_zeros(implementation):
+    linear.assert_argmax_of_zeros(implementation)
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 65, 255])
 def test_few_columns(vocab):
     """The plan refuses fewer columns than a tile, but the kernels take them.

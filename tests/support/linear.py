@@ -414,6 +414,18 @@ def assert_operations_of_stats(operations, n, depth, vocab, dtype, features, pea
     _assert_stats(run, n, depth, vocab, dtype, features, peak, True)
 
 
+def assert_argmax_of_zeros(implementation):
+    """Asserts that 0 and -0 tie, also in different tiles. The products underflow when the temperature divides them."""
+    n, vocab = 4, 600
+    w = np.full((64, vocab), -(2.0**-50), "float32")
+    w[:, 5::300] *= -1
+    x = np.zeros((n, 64), "float32")
+    x[:, 0] = 2.0**-50 * np.array([1, -1, 2.0**100, -(2.0**100)])  # two rows do not underflow
+    x, w = jnp.asarray(x, "bfloat16"), jnp.asarray(w, "bfloat16")
+    f = functools.partial(ps.linear_token_stats, temperature=2.0**60, implementation=implementation)
+    np.testing.assert_array_equal(jit(f)(x, w).argmax, [0, 0, 5, 0])
+
+
 def _assert_stats(run, n, depth, vocab, dtype, features, peak, temperature):
     """Asserts that statistics and gradients are right. The argmax is exact if its logit is clearly the largest.
 

@@ -232,8 +232,12 @@ def _first_of_largest(z, m, column, interpret):
     """Returns the first column where z (64, columns) is m, its maximum along the rows; if m is NaN, where z is NaN.
 
     A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
-    compares and selects from the last column to the first. With bits for floats, a NaN equals m, because all NaNs of a
-    GPU's arithmetic have the same bits.
+    compares and selects from the last column to the first. z is m, 0 and -0 being equal, if z > below or one of both is
+    NaN:
+
+        m        below, the largest number that is less
+        -inf     NaN: all z are -inf
+        NaN      inf: only a NaN is m
     """
     if interpret:
         return jnp.min(online.if_largest(column, z, _broadcast_rows(m, z)), 1)
@@ -242,18 +246,17 @@ def _first_of_largest(z, m, column, interpret):
 
     @inline(arg_types=(plgpu.Layout.WGMMA, of_row), return_type=of_result)
     def first_of_largest(_, z, m):
-        integer = ir.IntegerType.get_signless(32)
         in_quad = arith.muli(arith.remui(thread(), i32(4)), i32(2))
         columns, registers = z.registers.reshape(-1, 2), []
         for row, largest in enumerate(m.registers.flat):
-            (largest,) = (arith.bitcast(integer, value) for value in elements(largest))
+            below = _below(*elements(largest))
             firsts = []
             for start in range(0, len(columns), _COLUMNS_IN_CHAIN):
                 first = i32(_NO_COLUMN)
                 for i in reversed(range(start, start + _COLUMNS_IN_CHAIN)):
                     for j, value in reversed([*enumerate(elements(columns[i, row]))]):
-                        equal = arith.cmpi(arith.CmpIPredicate.eq, arith.bitcast(integer, value), largest)
-                        first = arith.select(equal, i32(8 * i + j), first)
+                        is_m = arith.cmpf(arith.CmpFPredicate.UGT, value, below)
+                        first = arith.select(is_m, i32(8 * i + j), first)
                 firsts.append(first)
             first = arith.addi(online.tree(arith.minsi, firsts), in_quad)
             for distance in 1, 2:
@@ -262,6 +265,18 @@ def _first_of_largest(z, m, column, interpret):
         return array(of_row.to_mgpu(), m.shape, registers)
 
     return first_of_largest(z, m)
+
+
+def _below(m: ir.Value) -> ir.Value:
+    """Returns what the logits of a row are compared with to find its maximum m; see `_first_of_largest`."""
+    compare, of = arith.CmpFPredicate, ir.F32Type.get()
+    bits, zero = arith.bitcast(ir.IntegerType.get_signless(32), m), arith.constant(of, 0.0)
+    of_zero = arith.bitcast(of, i32(-(2**31) + 1))  # the largest negative number
+    is_positive = arith.cmpf(compare.OGT, m, zero)
+    step = arith.select(is_positive, i32(-1), i32(1))
+    below = arith.bitcast(of, arith.addi(bits, step))
+    below = arith.select(arith.cmpf(compare.OEQ, m, zero), of_zero, below)
+    return arith.select(arith.cmpf(compare.UNO, m, m), arith.constant(of, float("inf")), below)
 
 
 # Pairs of columns that a thread compares one after another. Several such chains run at the same time.
