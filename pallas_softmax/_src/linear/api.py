@@ -136,7 +136,7 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     if reduction not in ("mean", "sum", None):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
-    arguments.check_array(name, "labels", labels)
+    arguments.check_labels(name, labels)
     tokens = Tokens(
         labels,
         label_smoothing=_number(
@@ -194,7 +194,7 @@ def linear_log_probs(
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_log_probs"
-    arguments.check_array(name, "labels", labels)
+    arguments.check_labels(name, labels)
     tokens = Tokens(labels, _temperature(name, temperature))
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
@@ -235,7 +235,7 @@ def linear_token_stats(
     """
     name = "linear_token_stats"
     if labels is not None:
-        arguments.check_array(name, "labels", labels)
+        arguments.check_labels(name, labels)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
 
