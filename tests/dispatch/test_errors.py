@@ -155,6 +155,13 @@ CALLS = {
 }
 
 
+def test_a_known_temperature_may_be_closed_over():
+    """Under jit, a comparison of a known array is traced."""
+    temperature = jnp.float32(2)
+    ps_of = jax.jit(lambda x: ps.linear_log_probs(x, X.T, LABELS, temperature=temperature))
+    np.testing.assert_allclose(ps_of(X), ps.linear_log_probs(X, X.T, LABELS, temperature=2.0), rtol=1e-6)
+
+
 LABELED = {
     "token_stats": lambda labels: ps.token_stats(X, labels),
     "linear_cross_entropy": lambda labels: ps.linear_cross_entropy(X, X.T, labels),
