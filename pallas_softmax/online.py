@@ -149,8 +149,8 @@ def _dtype_of(function: str, name: str, value) -> np.dtype:
     wanted = f"online.{function}: {name} must be a floating or complex array"
     if isinstance(value, int | float | complex):
         value = np.asarray(value)
-    if not hasattr(value, "dtype") and hasattr(value, "__jax_array__"):
-        value = value.__jax_array__()
+    to_array = None if hasattr(value, "dtype") else getattr(value, "__jax_array__", None)
+    value = to_array() if to_array else value
     if not hasattr(value, "dtype"):
         raise TypeError(f"{wanted}, got {value!r} ({type(value).__name__})")
     if not jnp.issubdtype(value.dtype, jnp.inexact):
