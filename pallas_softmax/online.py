@@ -114,16 +114,53 @@ def combine(a: Sums, b: Sums, *, scale: ArrayLike | None = None) -> Sums:
       scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale).
 
     Raises:
-      TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ.
+      TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; a field is not a floating or
+        complex array; or the dtypes of the fields differ.
     """
     if not isinstance(a, Normalizer | Moments):
         raise TypeError(f"online.combine: a must be a Normalizer or Moments, got {a!r}")
     if type(b) is not type(a):
         wanted = "Moments" if isinstance(a, Moments) else "a Normalizer"
         raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
+    _check_sums(a, b)
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))
+
+
+def _check_sums(a: Sums, b: Sums) -> None:
+    """Raises unless all fields are Python floats or arrays of one floating or complex dtype."""
+    first = None
+    for argument, sums in ("a", a), ("b", b):
+        for field, value in zip(sums._fields, sums):
+            name = f"{argument}.{field}"
+            if isinstance(value, float | complex) and not isinstance(value, np.generic):
+                continue
+            dtype = _dtype_of("combine", name, value)
+            first = first or (name, dtype)
+            if dtype != first[1]:
+                raise TypeError(
+                    f"online.combine: {name} must have the dtype of {first[0]}, {first[1].name}, got {dtype.name}"
+                )
+
+
+def _dtype_of(function: str, name: str, value) -> np.dtype:
+    """Returns the dtype of a floating or complex array, or raises. Lists are refused, as jax.numpy refuses them."""
+    wanted = f"online.{function}: {name} must be a floating or complex array"
+    if isinstance(value, int | float | complex):
+        value = np.asarray(value)
+    to_array = None if hasattr(value, "dtype") else getattr(value, "__jax_array__", None)
+    value = to_array() if to_array else value
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{wanted}, got {value!r} ({type(value).__name__})")
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise TypeError(f"{wanted}, got {value.dtype.name}")
+    return value.dtype
+
+
+def _check_of(function: str, of) -> None:
+    if of is not Normalizer and of is not Moments:
+        raise TypeError(f"online.{function}: of must be Normalizer or Moments, got {of!r}")
 
 
 def _sums_from(part: Sums, shift: jax.Array, scale: ArrayLike | None = None) -> tuple[jax.Array, ...]:
@@ -158,9 +195,11 @@ def scan(x: ArrayLike, axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums:
       Normalizers with the shape and dtype of `x` in each field. Element i along `axis` covers the elements 0 to i.
 
     Raises:
-      TypeError: `x` is not of a floating dtype, or `axis` is not an int.
+      TypeError: `x` is not an array of a floating dtype, `axis` is not an int, or `of` is neither `Normalizer` nor
+        `Moments`.
       ValueError: `axis` is out of range.
     """
+    _check_of("scan", of)
     x, axes = _row_axes("scan", x, (axis,))
     return lax.associative_scan(combine, of_logits(x, of=of), axis=axes[0])
 
@@ -190,10 +229,12 @@ def reduce(
       16-bit floats, else the dtype of `x`. A row without elements gives `identity`.
 
     Raises:
-      TypeError: `x` is not of a floating or a complex dtype, or `axis` or `chunk` is not an integer.
+      TypeError: `x` is not an array of a floating or a complex dtype, `where` is not an array, `axis` or `chunk` is
+        not an integer, or `of` is neither `Normalizer` nor `Moments`.
       ValueError: an axis is out of range, or is given twice; `where` is not boolean or does not broadcast to `x`; or
         `chunk` is 0 or negative.
     """
+    _check_of("reduce", of)
     x, axes = _row_axes("reduce", x, axis)
     if not isinstance(chunk, int | np.integer):
         raise TypeError(f"online.reduce: chunk must be an integer, got {chunk!r}")
@@ -201,6 +242,10 @@ def reduce(
         raise ValueError(f"online.reduce: chunk must be at least 1, got {chunk}")
     x = widen(x)
     if where is not None:
+        if not hasattr(where, "dtype") and not isinstance(where, bool):
+            raise TypeError(
+                f"online.reduce: where must be a boolean array, got {where!r} ({type(where).__name__})"
+            )
         where = jnp.asarray(where)
         sizes = zip(where.shape[::-1], x.shape[::-1])
         if where.dtype != jnp.bool_ or where.ndim > x.ndim or any(n not in (1, full) for n, full in sizes):
@@ -229,9 +274,8 @@ def reduce(
 
 def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
+    _dtype_of(function, "x", x)
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"online.{function}: x must be a floating or complex array, got {x.dtype.name}")
     try:
         return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")
     except TypeError:

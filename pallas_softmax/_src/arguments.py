@@ -70,6 +70,17 @@ def check_array(function: str, name: str, x) -> None:
         )
 
 
+def check_labels(function: str, labels) -> None:
+    """Raises unless `labels` pass `check_array`; a Python int must fit the dtype that JAX gives to ints."""
+    check_array(function, "labels", labels)
+    if type(labels) is int:
+        info = jnp.iinfo(int)
+        if not info.min <= labels <= info.max:
+            raise ValueError(
+                f"{function}: labels must be from {info.min} to {info.max} ({info.dtype}), got {labels}"
+            )
+
+
 def parameter(function: str, name: str, value) -> Any:
     """Returns an argument with numbers for rows, such as a temperature, checked by `check_array`, for `eager.at_once`.
 

@@ -155,6 +155,28 @@ CALLS = {
 }
 
 
+def test_a_known_temperature_may_be_closed_over():
+    """Under jit, a comparison of a known array is traced."""
+    temperature = jnp.float32(2)
+    ps_of = jax.jit(lambda x: ps.linear_log_probs(x, X.T, LABELS, temperature=temperature))
+    np.testing.assert_allclose(ps_of(X), ps.linear_log_probs(X, X.T, LABELS, temperature=2.0), rtol=1e-6)
+
+
+LABELED = {
+    "token_stats": lambda labels: ps.token_stats(X, labels),
+    "linear_cross_entropy": lambda labels: ps.linear_cross_entropy(X, X.T, labels),
+    "linear_log_probs": lambda labels: ps.linear_log_probs(X, X.T, labels),
+    "linear_token_stats": lambda labels: ps.linear_token_stats(X, X.T, labels),
+}
+
+
+@pytest.mark.parametrize("labels", [2**70, -(2**70)], ids=["large", "negative"])
+@pytest.mark.parametrize("name", LABELED)
+def test_labels_beyond_the_integers_of_jax_are_named(name, labels):
+    with pytest.raises(ValueError, match=rf"^{name}: labels must be from -.* \(int(32|64)\), got {labels}"):
+        LABELED[name](labels)
+
+
 @pytest.mark.parametrize("implementation", ["cuda", "", "XLA", "mosaic"])
 @pytest.mark.parametrize("name", CALLS)
 def test_unknown_implementation_lists_the_valid_ones(name, implementation):

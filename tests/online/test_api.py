@@ -344,3 +344,44 @@ def test_combine_refuses_other_sums():
         online.combine(pair, moments)
     with pytest.raises(TypeError, match="a must be a Normalizer or Moments"):
         online.combine(tuple(pair), pair)
+
+
+@pytest.mark.parametrize("function", [online.scan, online.reduce])
+@pytest.mark.parametrize("x", [[1.0, 2.0], "a", None, np.array(["a"])], ids=str)
+def test_what_is_no_array_of_floats_is_refused(function, x):
+    with pytest.raises(
+        TypeError, match=rf"online.{function.__name__}: x must be a floating or complex array, got"
+    ):
+        function(x)
+
+
+@pytest.mark.parametrize("function", [online.scan, online.reduce])
+def test_other_sums_are_refused(function):
+    match = rf"online.{function.__name__}: of must be Normalizer or Moments, got"
+    with pytest.raises(TypeError, match=match):
+        function(jnp.ones(3), of=tuple)
+
+
+@pytest.mark.parametrize("where", ["a", [True, False, True]], ids=str)
+def test_reduce_refuses_masks_that_are_no_arrays(where):
+    with pytest.raises(TypeError, match="online.reduce: where must be a boolean array, got"):
+        online.reduce(jnp.ones(3), where=where)
+
+
+@pytest.mark.parametrize("field", [[1.0], "a", None, 1, jnp.ones(3, int)], ids=str)
+@pytest.mark.parametrize("name", ["a.m", "a.d", "b.m", "b.d"])
+def test_combine_refuses_fields_that_are_no_floats(name, field):
+    ones = online.Normalizer(jnp.ones(3), jnp.ones(3))
+    pair = {"a": ones, "b": ones}
+    pair[name[0]] = ones._replace(**{name[2]: field})
+    with pytest.raises(TypeError, match=rf"online.combine: {name} must be a floating or complex array, got"):
+        online.combine(**pair)
+
+
+def test_combine_refuses_unlike_dtypes():
+    ones = online.Normalizer(jnp.ones(3), jnp.ones(3))
+    half = jnp.ones(3, jnp.float16)
+    with pytest.raises(TypeError, match=r"b\.m must have the dtype of a\.m, float32, got float16"):
+        online.combine(ones, online.Normalizer(half, half))
+    with pytest.raises(TypeError, match=r"a\.d must have the dtype of a\.m, float32, got float16"):
+        online.combine(ones._replace(d=half), ones)

@@ -136,7 +136,7 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     if reduction not in ("mean", "sum", None):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
-    arguments.check_array(name, "labels", labels)
+    arguments.check_labels(name, labels)
     tokens = Tokens(
         labels,
         label_smoothing=_number(
@@ -194,7 +194,7 @@ def linear_log_probs(
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_log_probs"
-    arguments.check_array(name, "labels", labels)
+    arguments.check_labels(name, labels)
     tokens = Tokens(labels, _temperature(name, temperature))
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
@@ -235,7 +235,7 @@ def linear_token_stats(
     """
     name = "linear_token_stats"
     if labels is not None:
-        arguments.check_array(name, "labels", labels)
+        arguments.check_labels(name, labels)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
 
@@ -473,7 +473,9 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 def _number(function: str, name: str, value, default: float, accepted: Callable, wanted: str) -> Any:
     """Returns a number of the loss, checked if it is known; None for a known scalar that equals the default."""
     value = arguments.in_range(function, name, value, accepted, wanted)
-    return None if arguments.is_known(value) and not np.ndim(value) and value == default else value
+    return (
+        None if arguments.is_known(value) and not np.ndim(value) and np.asarray(value) == default else value
+    )
 
 
 def _temperature(function: str, temperature) -> Any:

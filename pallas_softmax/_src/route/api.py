@@ -161,7 +161,14 @@ def _scale(name: str, scale) -> float:
     """Returns the scale as a float that is known while tracing."""
     if isinstance(scale, bool) or not isinstance(scale, int | float | np.integer | np.floating):
         raise TypeError(f"{name}: scale must be a static real number, got {scale!r} ({type(scale).__name__})")
-    return float(scale)
+    wanted = f"{name}: scale must be a finite number in the range of floats, got {scale!r}"
+    try:
+        number = float(scale)
+    except OverflowError:
+        raise ValueError(wanted) from None
+    if not np.isfinite(number):
+        raise ValueError(wanted)
+    return number
 
 
 def _weights_and_logsumexp(static: Static, xs, constants):
