@@ -195,6 +195,18 @@ TABLES = {
     "softmax": (
         Table("targets/softmax", ("shape", "dtype"), PASSES),
         Table("logsumexp/softmax", ("shape",), BY_DTYPE),
+        Table(
+            "token_stats/softmax",
+            ("shape", "dtype"),
+            (
+                ("forward, µs", "p50_us", {"direction": "forward"}),
+                ("speed-up", "speedup", {"direction": "forward"}),
+                ("`logsumexp`, µs", "p50_us", {"direction": "forward", "function": "logsumexp"}),
+                ("with gradients, µs", "p50_us", {"direction": "both"}),
+                ("speed-up", "speedup", {"direction": "both"}),
+            ),
+            {"function": "token_stats"},
+        ),
         Table("few_rows/softmax", ("shape",), BY_DTYPE),
         Table("long_rows/softmax", ("shape", "dtype"), PASSES),
         Table("columns/softmax", ("columns", "dtype"), PASSES),
@@ -283,6 +295,14 @@ TABLES = {
             "linear_quack/linear",
             ("contender",),
             (("time, ms", "p50_ms", {}), ("memory, GiB", "memory_gib", {})),
+        ),
+        Table(
+            "linear_shapes/linear",
+            ("contender",),
+            tuple(
+                (f"{name}, ms", "p50_ms", {"head": head})
+                for head, name in (("llama3", "Llama 3"), ("gpt2", "GPT-2"), ("llama2_70b", "Llama 2 70B"))
+            ),
         ),
         Table(
             "linear_workspace/linear",
