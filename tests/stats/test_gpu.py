@@ -5,6 +5,7 @@ import functools
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.softmax.plan import plan_softmax
 from tests.support import stats
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -34,3 +35,10 @@ def test_numbers_and_gradients(v, dtype, options):
     got, dx = run(x, labels, where, temperature, g)
     stats.assert_stats(got, x, labels, where, temperature)
     stats.assert_gradient(dx, x, labels, g, where, temperature)
+
+
+@pytest.mark.parametrize("v", [25000, 262144])
+def test_plans_of_many_rows(v):
+    x, labels = stats.rows(v, "bfloat16"), stats.operands(v)[0]
+    plan = plan_softmax("token_stats", 4000, v, "bfloat16", (9, 0))
+    stats.assert_stats(stats.kernel_stats(plan, x, labels), x, labels)
