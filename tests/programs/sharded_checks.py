@@ -682,6 +682,25 @@ def gradient_of_no_winners(how):
     np.testing.assert_array_equal(f(split("both", how).place(x)), 2 * x)
 
 
+NO_ROWS = {
+    "softmax": ps.softmax,
+    "logsumexp": lambda x: ps.logsumexp(x, -1),
+    "topk": lambda x: ps.fused_topk(x, 5).values,
+    "sample": lambda x: ps.sample(jax.random.key(0), x).log_probs,
+    "stats": lambda x: ps.token_stats(x)[1:3],
+    "route": lambda x: ps.route(x, 5).weights,
+}
+
+
+@each(op=NO_ROWS, fast=2)
+def gradient_of_no_rows(op):
+    def total(x):
+        return sum(map(jnp.sum, jax.tree.leaves(NO_ROWS[op](x))))
+
+    f = jax.shard_map(jax.grad(total), mesh=mesh(), in_specs=P("b"), out_specs=P("b"))
+    assert jax.jit(f)(np.zeros((0, V), F32)).shape == (0, V)
+
+
 def temperature_of_each_device():
     at, x = split("both", "shard_map"), logits()
     f = jax.shard_map(

@@ -31,16 +31,17 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """
     on_cuda, op = choice.required_cuda(), choice.call.operation
 
-    if on_cuda == choice.elsewhere:
-        return op.plain(*arrays, **keywords)
-
     def implementation(name: str) -> Callable:
         run = op.plain if name == "xla" else functools.partial(op.kernels[name]().run, choice.plan)
         function = functools.partial(run, **keywords)
         # Both branches must agree on the mesh axes of `jax.shard_map` that their results vary over: the axes that an
-        # argument varies over. The function itself decides for the axes that a row is spread over.
+        # argument varies over. (`jnp.where` of empty arrays loses them.) The function itself decides for the axes that
+        # a row is spread over.
         vary = functools.partial(vary_together, but=keywords.get("mesh_axes", ()))
         return lambda *arrays: jax.tree.map(lambda out: vary(out, *arrays)[0], function(*arrays))
+
+    if on_cuda == choice.elsewhere:
+        return implementation("xla")(*arrays)
 
     def refused(*arrays):
         return placeholder(result_shapes(op, arrays, keywords), str(choice.refusal))
