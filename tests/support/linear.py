@@ -332,7 +332,8 @@ def assert_several_labels(run, dtype, features, peak, *, n=101, depth=24, vocab=
     ulp = np.spacing(np.maximum(np.maximum(size, 1)[:, None], np.abs(log_probs)).astype("float32"))
     error, their_error = (np.abs(wide(a) - log_probs) / ulp for a in (values, jit(theirs)(*held)))
     assert values.shape == (n, k) and values.dtype == jnp.float32 and (values <= 0).all()
-    assert error.max() <= their_error.max() + 2, (error.max(), their_error.max())
+    # Ours takes z at the labels from another sum than m and d. Each of the two sums has an error like theirs.
+    assert error.max() <= 2 * their_error.max() + 2, (error.max(), their_error.max())
     _, their_grads = value_and_grads(lambda *held: jnp.sum(g * theirs(*held, dtype=held[0].dtype)), *held)
     for name, got, their_grad, want, array in zip("xwb", ours_grads, their_grads, gradients, held):
         assert got.dtype == array.dtype and got.shape == array.shape
