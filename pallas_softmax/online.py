@@ -133,11 +133,11 @@ def _check_sums(**sums: Sums) -> None:
     for argument, pair in sums.items():
         for field, value in zip(pair._fields, pair):
             if not isinstance(value, int | float | complex):
-                _dtype_of("combine", f"{argument}.{field}", value)
+                _check_floats("combine", f"{argument}.{field}", value)
 
 
-def _dtype_of(function: str, name: str, value) -> np.dtype:
-    """Returns the dtype of a floating or complex array, or raises. Lists are refused, as jax.numpy refuses them."""
+def _check_floats(function: str, name: str, value) -> None:
+    """Raises unless `value` is a floating or complex array or number. Lists are refused, like in jax.numpy."""
     wanted = f"online.{function}: {name} must be a floating or complex array"
     if isinstance(value, int | float | complex):
         value = np.asarray(value)
@@ -147,7 +147,6 @@ def _dtype_of(function: str, name: str, value) -> np.dtype:
         raise TypeError(f"{wanted}, got {value!r} ({type(value).__name__})")
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         raise TypeError(f"{wanted}, got {value.dtype.name}")
-    return value.dtype
 
 
 def _check_of(function: str, of) -> None:
@@ -266,7 +265,7 @@ def reduce(
 
 def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns the logits as an array, and the axes of a row as nonnegative numbers."""
-    _dtype_of(function, "x", x)
+    _check_floats(function, "x", x)
     x = jnp.asarray(x)
     try:
         return x, np.lib.array_utils.normalize_axis_tuple(axis, x.ndim, argname=f"online.{function}: axis")

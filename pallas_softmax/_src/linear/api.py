@@ -473,9 +473,8 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 def _number(function: str, name: str, value, default: float, accepted: Callable, wanted: str) -> Any:
     """Returns a number of the loss, checked if it is known; None for a known scalar that equals the default."""
     value = arguments.in_range(function, name, value, accepted, wanted)
-    return (
-        None if arguments.is_known(value) and not np.ndim(value) and np.asarray(value) == default else value
-    )
+    is_scalar = arguments.is_known(value) and not np.ndim(value)
+    return None if is_scalar and np.asarray(value) == default else value
 
 
 def _temperature(function: str, temperature) -> Any:

@@ -232,12 +232,7 @@ def _first_of_largest(z, m, column, interpret):
     """Returns the first column where z (64, columns) is m, its maximum along the rows; if m is NaN, where z is NaN.
 
     A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
-    compares and selects from the last column to the first. z is m, 0 and -0 being equal, if z > below or one of both is
-    NaN:
-
-        m        below, the largest number that is less
-        -inf     NaN: all z are -inf
-        NaN      inf: only a NaN is m
+    compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
     """
     if interpret:
         return jnp.min(online.if_largest(column, z, _broadcast_rows(m, z)), 1)
@@ -268,7 +263,15 @@ def _first_of_largest(z, m, column, interpret):
 
 
 def _below(m: ir.Value) -> ir.Value:
-    """Returns what the logits of a row are compared with to find its maximum m; see `_first_of_largest`."""
+    """Returns the number that only the largest logits z of a row exceed, given their maximum m.
+
+    "Exceed" means z > below, or that z or below is NaN:
+
+        m             below
+        finite, inf   the next smaller number; for 0 and -0, the largest negative number
+        -inf          NaN, because every z is m
+        NaN           inf, because only NaNs count as m
+    """
     compare, of = arith.CmpFPredicate, ir.F32Type.get()
     bits, zero = arith.bitcast(ir.IntegerType.get_signless(32), m), arith.constant(of, 0.0)
     of_zero = arith.bitcast(of, i32(-(2**31) + 1))  # the largest negative number

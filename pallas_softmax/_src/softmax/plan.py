@@ -59,7 +59,7 @@ READ_PART_ELEMENTS = 17_000
 HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several parts
 # 16-bit rows of token_stats, relative to logsumexp: (4000, 25000) 1.08 in one part, 1.19 in 2; (1024, 262144) 1.00 in 8
-# parts, 1.07 in 16.
+# parts, 1.07 in 16. With fewer than MANY_ROWS rows, one part is as long as for logsumexp (not measured).
 HALF_STATS_PART_ELEMENTS = 33_000
 
 # --- Few rows in two launches -------------------------------------------------------------------------
