@@ -3,7 +3,7 @@
 A router chooses k of E experts for each token. The gates:
 
 softmax   the k largest probabilities over all experts
-sigmoid   sigmoid scores; a bias steers the choice; weights are divided by their sum
+sigmoid   sigmoid scores; a bias steers the choice; weights are divided by their sum, times 2.5
 groups    the same, with 4 of 8 groups of experts (DeepSeek-V3)
 
 The contenders, in addition to our implementations:
@@ -39,11 +39,11 @@ from tests.support import oracle, routing
 from tests.support.routing import Gate
 
 PEERS = ("fused_topk", "jax", "jax_dense", "torch", "torch_compile")
-GROUPS, TOP_GROUPS = 8, 4
+GROUPS, TOP_GROUPS, SCALE = 8, 4, 2.5
 GATES = {
     "softmax": Gate(),
-    "sigmoid": Gate("sigmoid", biased=True, renormalize=True),
-    "groups": Gate("sigmoid", biased=True, groups=GROUPS, top_groups=TOP_GROUPS, renormalize=True),
+    "sigmoid": Gate("sigmoid", biased=True, renormalize=True, scale=SCALE),
+    "groups": Gate("sigmoid", True, GROUPS, TOP_GROUPS, renormalize=True, scale=SCALE),
 }
 CHECKED_ROWS = 4096
 TOLERANCE = 2e-2  # a few tokens with near ties, or 16-bit logits
@@ -81,7 +81,7 @@ def _jax(case: Router, x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Ar
         steered = jnp.where(takes_part[:, :, None], of_groups, -jnp.inf).reshape(x.shape)
     _, indices = lax.top_k(steered, case.k)
     weights = jnp.take_along_axis(score, indices, -1)
-    return weights / weights.sum(-1, keepdims=True), indices
+    return weights / weights.sum(-1, keepdims=True) * SCALE, indices
 
 
 def _dense(found: tuple[jax.Array, jax.Array], experts: int) -> jax.Array:
@@ -136,7 +136,7 @@ def _torch_call(record: Record, x: jax.Array, bias: jax.Array) -> Call:
             steered = of_groups.masked_fill(out[..., None], float("-inf")).flatten(1)
         indices = steered.topk(case.k, -1)[1]
         weights = score.gather(1, indices)
-        return weights / weights.sum(-1, keepdim=True), indices
+        return weights / weights.sum(-1, keepdim=True) * SCALE, indices
 
     function = torch.compile(function) if record.contender == "torch_compile" else function
 
