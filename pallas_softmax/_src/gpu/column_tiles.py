@@ -89,7 +89,7 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
     @inline(arg_types=(REF,), return_type=tiles.type_of(tile, "float32"))
     def load_from_ctas(_, ref):
         registers = []
-        for cta, column in tiles.places(tile, i32(0)):
+        for cta, column, *_ in tiles.places(tile, i32(0)):
             p = Program()
             number, words = p.operand("cta", "u32"), p.operands("f32", *(f"x{i}" for i in range(tile.vec)))
             inside, there = number < count, p.fresh("u32")
@@ -116,7 +116,7 @@ def _indices(tile: Tile, at):
 def _places(tile: Tile, vocab: int, inner: int, outer, line, column):
     """Yields for each register of this thread the offset of its first element, and whether that is in the array."""
     first, less = arith.muli(outer, i32(vocab)), arith.CmpIPredicate.ult
-    for own_line, own_column in tiles.places(tile, line):
+    for own_line, own_column, *_ in tiles.places(tile, line):
         own_column = arith.addi(own_column, column)
         inside = arith.andi(arith.cmpi(less, own_line, i32(vocab)), arith.cmpi(less, own_column, i32(inner)))
         yield predicated_ptx.offset_of(arith.addi(first, own_line), inner, own_column), inside

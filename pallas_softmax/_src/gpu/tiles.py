@@ -6,7 +6,7 @@ function also has a plain JAX version for the interpreter.
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -68,11 +68,13 @@ def load(ref, tile: Tile, row, fill, *, ref_row=lambda row: row, interpret):
     def load(_, ref, row):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = []
-        for at, column in places(tile, scalar(row)):
-            at = ref_row(_RowNumber(at)).value
-            offset = predicated_ptx.offset_of(at, vocab, column)
-            inside = _inside(at, rows, column, vocab)
-            registers.append(predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill))
+        for place in places(tile, scalar(row)):
+            at = ref_row(_RowNumber(place.row)).value
+            offset = predicated_ptx.offset_of(at, vocab, place.first_column)
+            inside = _inside(at, rows, place.column, vocab)
+            registers.append(
+                predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill, step=place.step)
+            )
         return array(layout(tile).to_mgpu(), tile.shape, registers)
 
     return load(ref, row)
@@ -102,7 +104,8 @@ def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, 
         pointer = utils.memref_ptr(ref)
         element = ir.IntegerType.get_signless(8) if dtype == "int8" else ir.MemRefType(ref.type).element_type
         registers = []
-        for (at, _), register in zip(places(tile, scalar(row), blocked), column.registers.flat, strict=True):
+        spots = places(tile, scalar(row), blocked)
+        for (at, *_), register in zip(spots, column.registers.flat, strict=True):
             of_column = elements(register)[0] if columns > 1 else i32(0)
             offset = predicated_ptx.offset_of(ref_row(_RowNumber(at)).value, columns, of_column)
             inside = _inside(at, rows, of_column, columns)
@@ -123,7 +126,7 @@ def load_per_row(ref, tile: Tile, row, *, interpret):
     def load_per_row(_, ref, row):
         pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
         registers = []
-        for at, _ in places(tile, scalar(row)):
+        for at, *_ in places(tile, scalar(row)):
             inside = _inside(at, rows, i32(0), 1)
             offset = predicated_ptx.offset_of(at, 1, i32(0))
             (number,) = elements(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
@@ -150,7 +153,7 @@ def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, 
     def load_mask(_, ref, row):
         pointer = utils.memref_ptr(ref)
         registers = []
-        for at, column in places(tile, scalar(row)):
+        for at, column, *_ in places(tile, scalar(row)):
             inside = _inside(at, rows, column, vocab)
             of_mask = mask_row(_RowNumber(at)).value
             registers.append(predicated_ptx.load_mask(pointer, tile.vec, of_mask, column, columns, inside))
@@ -188,9 +191,10 @@ def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
             together = [registers[i : i + vec] for i in range(0, len(registers), vec)]
             registers = [pack([elements(register)[0] for register in each]) for each in together]
             spots = spots[::vec]
-        for (at, column), register in zip(spots, registers, strict=True):
-            offset = predicated_ptx.offset_of(at, vocab, column)
-            predicated_ptx.store_vector(pointer, register, vec, offset, _inside(at, rows, column, vocab))
+        for place, register in zip(spots, registers, strict=True):
+            offset = predicated_ptx.offset_of(place.row, vocab, place.first_column)
+            inside = _inside(place.row, rows, place.column, vocab)
+            predicated_ptx.store_vector(pointer, register, vec, offset, inside, step=place.step)
 
     store(ref, row, value)
 
@@ -222,7 +226,7 @@ def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
         pointer = utils.memref_ptr(ref)
         emit_ptx(_warp_barrier(), {})
         registers = zip(column.registers.flat, value.registers.flat, strict=True)
-        for (at, place), (of_column, register) in zip(places(tile, scalar(row)), registers, strict=True):
+        for (at, place, *_), (of_column, register) in zip(places(tile, scalar(row)), registers, strict=True):
             offset = predicated_ptx.offset_of(at, vocab, elements(of_column)[0])
             predicated_ptx.store_vector(pointer, register, 1, offset, _inside(at, rows, place, held))
 
@@ -261,8 +265,17 @@ def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
-def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yields the row and the first column of each register of this thread, in the layout's order of registers."""
+class Place(NamedTuple):
+    """The place of a register in an array. Its column is `first_column`, which all steps share, plus `step`."""
+
+    row: ir.Value
+    column: ir.Value
+    first_column: ir.Value
+    step: int
+
+
+def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[Place]:
+    """Yields the place of the first element of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
     row = arith.addi(row, arith.divui(own, i32(lanes)))
     lane, of_step = arith.remui(own, i32(lanes)), 1 if blocked else tile.step_columns
@@ -274,8 +287,8 @@ def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[tuple[i
     else:
         column = arith.muli(lane, i32(tile.steps if blocked else tile.vec))
     for i in range(0, tile.rows, WARPGROUP // lanes):
-        for step in range(tile.steps):
-            yield arith.addi(row, i32(i)), arith.addi(column, i32(step * of_step))
+        for step in range(0, tile.steps * of_step, of_step):
+            yield Place(arith.addi(row, i32(i)), arith.addi(column, i32(step)), column, step)
 
 
 def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:

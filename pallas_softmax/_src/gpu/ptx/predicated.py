@@ -20,16 +20,17 @@ def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
     return arith.addi(row_start, arith.extui(i64, column))
 
 
-def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -> ir.Value:
+def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0, *, step: int = 0) -> ir.Value:
     """Returns a vector of `vec` elements, 1 to 16 bytes in all; if not `inside`, all are `fill`, which is 0 or -inf.
 
     Args:
       pointer: address of element 0.
       element: the elements' type.
       vec: number of elements. Their address must be a multiple of their size in all.
-      offset: offset of the first element.
+      offset: offset of the first element, without `step`.
       inside: whether to read the elements.
       fill: the value of the elements if they are not read.
+      step: a constant to add to the offset. Accesses with the same offset share the computation of the address.
     """
     itemsize = utils.bytewidth(element)
     p, (count, kind) = Program(), _words(vec * itemsize)
@@ -37,7 +38,7 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     reads = p.operand("inside", "u32").differs(0)
     for word in words:
         p.set(word, _bits(fill, element, kind))
-    p.load_into(words, p.operand("at", "u64"), when=reads, space="global")
+    p.load_into(words, p.operand("at", "u64"), offset=step * itemsize, when=reads, space="global")
     results = {f"x{i}": _REGISTERS[kind] for i in range(count)}
     registers = _emit(p, pointer, offset, itemsize, inside, {}, results)
     if vec * itemsize == 1:
@@ -45,15 +46,19 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0) -
     return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
 
 
-def store_vector(pointer, register: ir.Value, vec: int, offset, inside) -> None:
-    """Writes the first `vec` elements of a vector, 2 to 16 bytes in all, from element `offset` on, if `inside`."""
+def store_vector(pointer, register: ir.Value, vec: int, offset, inside, *, step: int = 0) -> None:
+    """Writes the first `vec` elements of a vector, 2 to 16 bytes in all, from element `offset` + `step` on.
+
+    It writes them if `inside`. `load_vector` documents `step`.
+    """
     itemsize = utils.bytewidth(ir.VectorType(register.type).element_type)
     p, (count, kind) = Program(), _words(vec * itemsize)
     packed = pack(elements(register)[:vec])
     registers = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind])), packed))
     names = [f"x{i}" for i in range(count)]
     writes = p.operand("inside", "u32").differs(0)
-    p.store(p.operand("at", "u64"), *p.operands(kind, *names), when=writes, space="global")
+    at, words = p.operand("at", "u64"), p.operands(kind, *names)
+    p.store(at, *words, offset=step * itemsize, when=writes, space="global")
     _emit(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
 
 
