@@ -52,10 +52,12 @@ def groups_program(tile: Tile, groups: int, top_groups: int) -> TileProgram:
         ranks = [_rank(p, of_group, lanes) for of_group in of_groups]
         for group, of_group in enumerate(of_groups):
             better = _count_better(p, ranks, group, own_piece, tile.pieces, lanes)
-            takes_part = better < top_groups
+            takes_part = better < float(top_groups)
+            # Integer maxima and selects share one pipe, which limits the kernel. This product has another pipe.
+            factor, lowest = p.select(takes_part, 1, 0, "s32"), p.select(takes_part, 0, LOWEST, "s32")
             for i, key in enumerate(of_group, group * size):
                 kept = p.operand(f"kept{row}_{i}", "s32")
-                p += f"selp.b32 {kept}, {key}, {LOWEST}, {takes_part};"
+                p += f"mad.lo.s32 {kept}, {key}, {factor}, {lowest};"
     return p
 
 
@@ -98,7 +100,9 @@ def _flipped(p: Program, bits: Value) -> Value:
 def _count_better(
     p: Program, ranks: list[Value], group: int, own_piece: Value, pieces: int, lanes: int
 ) -> Value:
-    """Returns how many groups of the row are better than this group of the lane.
+    """Returns how many groups of the row are better than this group of the lane, as a float.
+
+    Floats are added in another pipe than integers are compared.
 
     Args:
       ranks: the ranks of the lane's groups.
@@ -107,14 +111,14 @@ def _count_better(
       pieces: the number of pieces.
       lanes: the number of lanes of each.
     """
-    own, better = ranks[group], p.var(0, "u32")
+    own, better = ranks[group], p.var(0.0, "f32")
     for other, rank in enumerate(ranks):
         if other != group:
-            p.increase(better, 1, when=rank >= own if other < group else rank > own)
+            p.increase(better, 1.0, when=rank >= own if other < group else rank > own)
     for distance in range(1, pieces):
         # The numbers of two pieces differ in a highest bit. The lower number has a 0 there.
         is_higher = own_piece >> distance.bit_length() - 1 & 1
         bound = own - is_higher.bits("s32")
         for rank in ranks:
-            p.increase(better, 1, when=p.shuffle(rank, "bfly", distance * lanes) > bound)
+            p.increase(better, 1.0, when=p.shuffle(rank, "bfly", distance * lanes) > bound)
     return better
