@@ -64,13 +64,12 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     found = []
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row
     for row in range(p.rows):
-        words = packed_ptx.packed_keys(p, row)
-        listed = packed_ptx.best(p, words, length)
+        listed = packed_ptx.listed_keys(p, row, length)
         winners = [p.var(word) for word in _merged(p, listed[:size], size)]
         pairs = packed_ptx.near_ties(p, winners, min(k, vocab) - 1)
         worst = p.shuffle(winners[place[1]], "idx", place[0])
         others = _other_near_ties(p, listed, worst) if k < vocab else None
-        if length < len(words):
+        if length < len(p.columns):
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
         found.append(_Found(winners, pairs, listed, others))

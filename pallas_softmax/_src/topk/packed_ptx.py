@@ -90,7 +90,22 @@ def _words(registers) -> list[ir.Value]:
     return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
 
 
-def packed_keys(p: TileProgram, row: int) -> list[Value]:
+def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
+    """Returns the thread's list of a row: the `length` best packed keys, the largest first."""
+    if p.tile.shape[1] > p.vocab or p.rows * length >= len(p.columns):
+        return best(p, _packed_keys(p, row), length)
+    # Within a thread, the columns differ by constants. They order the thread's elements. The rest of the complement is
+    # the same for all of these, and is added to the listed ones only.
+    last = p.columns[-1]
+    words = [
+        p.bitwise3(lambda key, low, ones: key & ~ones | low, key, last - column, p.ones)
+        for key, column in zip(p.keys(row), p.columns)
+    ]
+    rest = p.ones - last - p.first_column
+    return [word + rest for word in best(p, words, length)]
+
+
+def _packed_keys(p: TileProgram, row: int) -> list[Value]:
     """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
     packed = []
     for key, column in zip(p.keys(row), p.columns):
