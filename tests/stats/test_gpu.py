@@ -37,7 +37,7 @@ def test_numbers_and_gradients(v, dtype, options):
     stats.assert_gradient(dx, x, labels, g, where, temperature)
 
 
-@pytest.mark.parametrize("v", [25000, 262144])
+@pytest.mark.parametrize("v", [25000, 50257, 128256, 262144])
 def test_plans_of_many_rows(v):
     x, labels = stats.rows(v, "bfloat16"), stats.operands(v)[0]
     plan = plan_softmax("token_stats", 4000, v, "bfloat16", (9, 0))

@@ -4,6 +4,7 @@ The formulas are plain jax.numpy on float32 blocks and tiles in registers. All k
 distribute rows over a GPU.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +14,25 @@ import jax.numpy as jnp
 
 from pallas_softmax import online
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
+from pallas_softmax._src.softmax import moments_ptx
 from pallas_softmax.online import Moments, Normalizer, shift
 
 F32 = jnp.float32
+
+
+class PerThread(NamedTuple):
+    """Inline PTX of a reduction.
+
+    Attributes:
+      add: as in `Reduction`.
+      merge_threads: (state, scratch) -> one state that merges all threads. `scratch` is shared memory, `SCRATCH` words.
+      merge_ctas: (state, count, scratch) -> one state that merges the CTAs of a cluster. The state given has references
+        to shared memory, see `moments_ptx.merge_ctas`.
+    """
+
+    add: Callable[[Any, list, Any], Any]
+    merge_threads: Callable[[Any, Any], Any]
+    merge_ctas: Callable[[Any, int, Any], Any]
 
 
 class Reduction(NamedTuple):
@@ -30,8 +47,8 @@ class Reduction(NamedTuple):
       combine: (state, state) -> the merged state; this is the reduction's operator.
       empty: the state of an empty set.
       neutral: an element that leaves every state unchanged.
-      one_per_thread: whether a thread keeps one state for its elements, instead of one for each element of a vector. A
-        large state then takes fewer registers and instructions.
+      per_thread: None, or how long rows are reduced with one state for each thread, instead of one for each element of
+        a vector. A large state then takes fewer registers and instructions.
     """
 
     of_terms: Callable[[Any], Any]
@@ -40,7 +57,7 @@ class Reduction(NamedTuple):
     combine: Callable[[Any, Any], Any]
     empty: Any
     neutral: float
-    one_per_thread: bool = False
+    per_thread: "PerThread | None" = None
 
 
 ONLINE = Reduction(
@@ -85,8 +102,8 @@ def located(scale=None) -> Reduction:
       scale: 1 / temperature, if there is one; see `online.add_logits`.
     """
 
-    def add(lanes: Located, blocks: list, step) -> Located:
-        before, moments = lanes.moments.m, online.add_logits(lanes.moments, blocks, scale)
+    def add(lanes: Located, blocks: list, step, add_logits: Callable = online.add_logits) -> Located:
+        before, moments = lanes.moments.m, add_logits(lanes.moments, blocks, scale)
         grew = (moments.m > before) | ((moments.m != moments.m) & (before == before))
         return Located(moments, jnp.where(grew, jnp.float32(step), lanes.at))
 
@@ -109,7 +126,15 @@ def located(scale=None) -> Reduction:
         combine=combine,
         empty=Located(Moments(-jnp.inf, 0.0, 0.0), 0.0),  # pyright: ignore[reportArgumentType]
         neutral=-jnp.inf,
-        one_per_thread=True,
+        per_thread=PerThread(
+            functools.partial(add, add_logits=moments_ptx.add_logits),
+            lambda lanes, scratch: Located(
+                *moments_ptx.merge_threads(lanes.moments, lanes.at, scratch, scale)
+            ),
+            lambda sent, count, scratch: Located(
+                *moments_ptx.merge_ctas(sent.moments, sent.at, count, scratch, scale)
+            ),
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.staged_row import PartPlace, StagedRow, part_place
 from pallas_softmax._src.softmax.formulas import Formula, Located
+from pallas_softmax._src.softmax.moments_ptx import SCRATCH
 from pallas_softmax._src.softmax.plan import EDGE, FEW_ROWS, Parts
 
 
@@ -139,6 +140,8 @@ class _Job:
             "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in self.arrays],
             "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(self.arrays),
         }
+        if self.formula.reduction.per_thread:
+            scratch["scratch_smem"] = plgpu.SMEM((SCRATCH,), jnp.float32)
         if self.clustered:
             reduction_smem = plgpu.SMEM((WARPGROUP,), jnp.float32)
             scratch["sent_smem"] = jax.tree.map(lambda _: reduction_smem, self.formula.reduction.empty)
@@ -171,6 +174,7 @@ class _Refs(NamedTuple):
       out_gmem: the results.
       x_smem: for each array, the body of the CTA's part. The buffer of the last array also stages the output.
       arrived: for each array, one barrier per step, or per slot. It completes when the step has arrived.
+      scratch_smem: with one state for each thread, memory to merge the threads.
       sent_smem: in a cluster, the reduction of this CTA's part, which the other CTAs read. Each thread has a copy.
       cluster_barrier: in a cluster, the barrier that synchronizes its CTAs.
     """
@@ -182,6 +186,7 @@ class _Refs(NamedTuple):
     out_gmem: tuple
     x_smem: list
     arrived: list
+    scratch_smem: Any = None
     sent_smem: Any = None
     cluster_barrier: Any = None
 
@@ -339,35 +344,50 @@ class _Part:
 
     def reduce(self):
         """Returns the reduction of the part; each element counts once."""
-        if not self.edges:
+        reduction = self.formula.reduction
+        if not self.edges or reduction.per_thread:
             return self._reduce_body()
         # Reducing the edges first overlaps with loading the body. With few rows, the extra registers are free.
         if self.job.rows <= FEW_ROWS and self.job.mask is None:
             of_edges, of_body = self._reduce_edges(), self._reduce_body()
         else:
             of_body, of_edges = self._reduce_body(), self._reduce_edges()
-        return self.formula.reduction.combine(of_body, of_edges)
+        return reduction.combine(of_body, of_edges)
 
     def _reduce_edges(self):
         """Returns the reduction of the edges, without the elements that count elsewhere."""
-        reduction = self.formula.reduction
-        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=self.job.interpret), reduction.empty)
-        terms = [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
-        total = reduction.combine_lanes(reduction.add(lanes, terms, 0))
-        if not self.formula.locates:
-            return total
-        position = blocks.positions(interpret=self.job.interpret)
-        return self._located(total, terms, [position + edge.start for edge in self.edges])
+        reduction, interpret = self.formula.reduction, self.job.interpret
+        lanes = jax.tree.map(lambda x: blocks.filled(x, interpret=interpret), reduction.empty)
+        return reduction.combine_lanes(reduction.add(lanes, self._edge_terms(), 0))
+
+    def _edge_terms(self) -> list:
+        """Returns the terms of both edges, neutral for elements that count elsewhere."""
+        return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
 
     def _reduce_body(self):
-        """Returns the reduction of the body. Each step is added when it arrives."""
-        reduction = self.formula.reduction
-        vec = 1 if reduction.one_per_thread else self.job.parts.vec
-        lanes = jax.tree.map(lambda x: blocks.filled(x, vec, interpret=self.job.interpret), reduction.empty)
+        """Returns the reduction of the body. Each step is added when it arrives.
+
+        If a thread has one state, the edges are another step: merging threads takes longer than adding an element.
+        """
+        reduction, interpret = self.formula.reduction, self.job.interpret
+        vec = 1 if reduction.per_thread else self.job.parts.vec
+        lanes = jax.tree.map(lambda x: blocks.filled(x, vec, interpret=interpret), reduction.empty)
         masks = [self._load_body_mask(i) for i in range(self._mask_steps_ahead)]
         lanes, _ = self.body.sweep(self._absorb_step, (lanes, masks))
-        total = reduction.combine_lanes(lanes)
-        return self._located_in_step(total) if self.formula.locates else total
+        if self.edges and reduction.per_thread:
+            lanes = self._add(lanes, self._edge_terms(), self.job.parts.walk.steps)
+        if reduction.per_thread and not interpret:
+            total = reduction.per_thread.merge_threads(lanes, self.refs.scratch_smem)
+        else:
+            total = reduction.combine_lanes(lanes)
+        return self._located(total) if self.formula.locates else total
+
+    def _add(self, lanes, terms: list, step):
+        """Returns the states of all threads with the elements of a step added."""
+        reduction = self.formula.reduction
+        if reduction.per_thread and not self.job.interpret:
+            return reduction.per_thread.add(lanes, terms, step)
+        return reduction.add(lanes, terms, step)
 
     @property
     def _mask_steps_ahead(self) -> int:
@@ -386,10 +406,10 @@ class _Part:
             kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
             self.body.store(x_smem[-1], i, size, kept)
         terms = [self._term(x, keep) for x, keep in xs]
-        if formula.reduction.one_per_thread:
+        if formula.reduction.per_thread:
             vec, interpret = self.job.parts.vec, self.job.interpret
             terms = [x for term in terms for x in blocks.split(term, vec, interpret=interpret)]
-        lanes = formula.reduction.add(lanes, terms, i)
+        lanes = self._add(lanes, terms, i)
         if self.body.again:
 
             @pl.when(i < self.body.again)
@@ -399,38 +419,29 @@ class _Part:
 
         return lanes, next_masks
 
-    def _located_in_step(self, total: Located) -> Located:
-        """Returns the reduction of the body with the position of its largest element in the row.
+    def _located(self, total: Located) -> Located:
+        """Returns the reduction of the part with the position of its largest element in the row.
 
         `total.at` is the first step that holds it. These blocks are read again from shared memory. If the step is
         shorter, they begin before it.
         """
-        walk, (x_smem,) = self.job.parts.walk, self.refs.x_smem
+        walk, interpret, (x_smem,) = self.job.parts.walk, self.job.interpret, self.refs.x_smem
+        thread, position = (blocks.positions(vec, interpret=interpret) for vec in (1, walk.vec))
+        terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
         held = walk.padded_length // walk.block_size
         count = min(walk.step_blocks, held)
         first = jnp.minimum(total.at.astype(jnp.int32) * walk.step_blocks, held - count)
-        position = blocks.positions(walk.vec, interpret=self.job.interpret)
-        terms, positions = [], []
         for block in range(count):
             at = (first + block) * walk.block_size
-            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec, interpret=self.job.interpret)
+            x = blocks.load(x_smem.at[pl.ds(at, walk.block_size)], walk.vec, interpret=interpret)
             left = walk.length - at
             inside = position < left if walk.length % walk.block_size else None
             mask = None
             if self.job.mask is not None:
                 (mask,) = _as_conditions([self._load_mask(self.body_start + at, left, walk.vec)])
-            terms.append(self._term([x.astype(jnp.float32)], mask, inside))
-            positions.append(position + (self.body_start + at))
-        return self._located(total, terms, positions)
-
-    def _located(self, total: Located, terms: list, positions: list) -> Located:
-        """Returns the reduction of some terms with the position of their largest element in the row.
-
-        Args:
-          total: the reduction.
-          terms: blocks that include the first of the largest elements.
-          positions: the positions of their elements in the part.
-        """
+            term = self._term([x.astype(jnp.float32)], mask, inside)
+            terms += blocks.split(term, walk.vec, interpret=interpret)
+            positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
         found = [online.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
         at = jnp.min(online.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
@@ -449,7 +460,7 @@ class _Part:
         return term
 
     def merge_over_cluster(self, total):
-        """Returns the merged reductions of the cluster's CTAs. In every CTA, thread i reads from CTA number i."""
+        """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i."""
         interpret, sent_smem, cluster_barrier = (
             self.job.interpret,
             self.refs.sent_smem,
@@ -466,7 +477,10 @@ class _Part:
         def of_peers(smem, empty):
             return blocks.load_from_ctas(smem, count, empty)
 
-        total = reduction.combine_lanes(jax.tree.map(of_peers, sent_smem, reduction.empty))
+        if reduction.per_thread:
+            total = reduction.per_thread.merge_ctas(sent_smem, count, self.refs.scratch_smem)
+        else:
+            total = reduction.combine_lanes(jax.tree.map(of_peers, sent_smem, reduction.empty))
         plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
 

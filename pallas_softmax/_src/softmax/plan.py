@@ -58,9 +58,16 @@ READ_PART_ELEMENTS = 17_000
 # parts, 104 us in 8.
 HALF_READ_ROW_ELEMENTS = 17_000  # in one part
 HALF_READ_PART_ELEMENTS = 32_100  # in several parts
-# 16-bit rows of token_stats, relative to logsumexp: (4000, 25000) 1.08 in one part, 1.19 in 2; (1024, 262144) 1.00 in 8
-# parts, 1.07 in 16. With fewer than MANY_ROWS rows, one part is as long as for logsumexp (not measured).
-HALF_STATS_PART_ELEMENTS = 33_000
+# 16-bit rows of token_stats, with times relative to logsumexp. With fewer than MANY_ROWS rows, one part is as long as
+# for logsumexp (not measured).
+#
+#                          1 part    2 parts    4 parts    8 parts    16 parts
+#     (4000, 25000)         1.07       1.11
+#     (4000, 50257)         1.02       1.05
+#     (4096, 128256)                               1.02       1.12
+#     (1024, 262144)                                          0.98        1.05
+HALF_STATS_ROW_ELEMENTS = 52_000  # in one part, so that shared memory holds two rows
+HALF_STATS_PART_ELEMENTS = 33_000  # in several parts
 
 # --- Few rows in two launches -------------------------------------------------------------------------
 
@@ -370,8 +377,10 @@ def _part_elements(problem: _Problem, count: int) -> int:
     if problem.rows <= FEW_ROWS:  # many CTAs should work on each row
         return FEW_ROWS_PART_ELEMENTS if count < 8 else FEW_ROWS_PART_ELEMENTS_OF_8
     if problem.only_read and half:
-        if problem.located and (count > 1 or problem.rows >= MANY_ROWS):
+        if problem.located and count > 1:
             return HALF_STATS_PART_ELEMENTS
+        if problem.located and problem.rows >= MANY_ROWS:
+            return HALF_STATS_ROW_ELEMENTS
         return HALF_READ_ROW_ELEMENTS if count == 1 else HALF_READ_PART_ELEMENTS
     if half:
         return HALF_PART_ELEMENTS

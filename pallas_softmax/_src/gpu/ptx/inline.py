@@ -58,7 +58,8 @@ def scalar(argument) -> ir.Value:
 def array(layout, shape: tuple[int, ...], registers: list[ir.Value]):
     """Makes an array, as a result of inline code, of this thread's registers in the order of the layout."""
     out = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
-    signed = True if isinstance(ir.VectorType(registers[0].type).element_type, ir.IntegerType) else None
+    element = ir.VectorType(registers[0].type).element_type if shape else registers[0].type
+    signed = True if isinstance(element, ir.IntegerType) else None
     return fragmented_array.FragmentedArray(_registers=out, _layout=layout, _is_signed=signed)
 
 
@@ -114,6 +115,8 @@ def insert_ptx(
     scalars: dict[str, Any] | None = None,
     blocks: dict[str, Any] | None = None,
     results: dict[str, str] | None = None,
+    *,
+    uniform: bool = False,
 ) -> tuple:
     """Inserts PTX into a kernel; <name> stands for an operand or a result, <thread> for the number 0 to 127.
 
@@ -123,14 +126,17 @@ def insert_ptx(
       scalars: numbers that are the same for all threads.
       blocks: arrays (128,) with one number for each thread; the text gets the thread's number.
       results: "i32" or "f32" by name; each thread writes one number to each result.
+      uniform: whether all threads write the same numbers.
 
     Returns:
-      The results, each as an array (128,).
+      The results, each as an array (128,), or as a scalar if they are uniform.
     """
     scalars, blocks, results = scalars or {}, blocks or {}, results or {}
     dtypes = {"i32": "int32", "f32": "float32"}
+    shape = () if uniform else (WARPGROUP,)
+    layout: Any = plgpu.Layout.WG_SPLAT(()) if uniform else PER_THREAD
     return_type = [
-        plgpu.ShapeDtypeStruct((WARPGROUP,), np.dtype(dtypes[t]), layout=PER_THREAD) for t in results.values()
+        plgpu.ShapeDtypeStruct(shape, np.dtype(dtypes[t]), layout=layout) for t in results.values()
     ]
 
     @inline(
@@ -143,6 +149,6 @@ def insert_ptx(
         operands |= {name: elements(next(values).registers.item())[0] for name in blocks}
         operands |= {name: scalar(next(values)) for name in scalars}
         written = emit_ptx(code, operands, results)
-        return tuple(array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in written) or None
+        return tuple(array(layout.to_mgpu(), shape, [x if uniform else pack([x])]) for x in written) or None
 
     return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()

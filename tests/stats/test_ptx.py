@@ -1,0 +1,101 @@
+"""The inline PTX for moments of logits, run in numpy (tests/support/ptx.py), against float64."""
+
+import numpy as np
+import pytest
+
+from pallas_softmax._src.softmax import moments_ptx
+from tests.support import ptx
+
+F32 = np.float32
+EPS = 2.0**-23
+KINDS = ["normal", "peaked", "far", "huge", "-inf", "all -inf", "+inf", "nan", "ties"]
+
+
+def logits(kind, count):
+    """Returns the logits of 128 threads, (count, 128)."""
+    rng = np.random.default_rng(count)
+    x = 3 * rng.standard_normal((count, 128))
+    x *= {"peaked": 40}.get(kind, 1)
+    x += {"far": -1e5}.get(kind, 0)
+    match kind:
+        case "huge":
+            x[:] = rng.choice([3e38, -3e38, 3.4e38], x.shape)
+        case "-inf":
+            x[::3], x[:, 7] = -np.inf, -np.inf
+        case "all -inf":
+            x[:] = -np.inf
+        case "+inf" | "nan":
+            x[3, [5, 77]] = float(kind)
+        case "ties":
+            x = np.round(x)
+    return x.astype(F32)
+
+
+def moments(x, scale):
+    """Returns m, d and t of the columns of x in float64."""
+    x, m = x.astype("float64"), x.max(0).astype("float64")
+    u = scale * (x - np.where(m == -np.inf, 0, m))
+    e = np.exp(u)
+    with np.errstate(invalid="ignore"):
+        return m, e.sum(0), np.where(u == -np.inf, 0, u * e).sum(0)
+
+
+def results(machine, *names):
+    return [machine.registers[f"%new_{name}"].astype("uint32").view(F32) for name in names]
+
+
+def added(x, scale, step):
+    """Returns the moments of each thread after all steps of `step` logits."""
+    state = np.full(128, -np.inf, F32), np.zeros(128, F32), np.zeros(128, F32)
+    a = F32(scale * moments_ptx.LOG2_E)
+    for first in range(0, len(x), step):
+        operands = {f"x{i}": row for i, row in enumerate(x[first : first + step])}
+        program = moments_ptx.add_program(len(operands))
+        machine = ptx.run(program, np.zeros(0, "uint8"), **dict(zip("mdt", state)), a=a, **operands)
+        state = results(machine, *"mdt")
+    return state
+
+
+def assert_moments(got, want):
+    """Asserts that m is exact, that d is right to 8 eps, and the entropy to 8 eps (1 + log 128)."""
+    m, d, t = (np.asarray(part, "float64") for part in got)
+    np.testing.assert_array_equal(m, want[0])
+    np.testing.assert_allclose(d, want[1], rtol=8 * EPS)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy, exact = (np.log(d) - t / d for d, t in ((d, t), want[1:]))
+    np.testing.assert_allclose(entropy, exact, rtol=0, atol=8 * EPS * (1 + np.log(128)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("count", "step", "scale"), [(64, 16, 1.0), (35, 32, 0.7), (3, 1, 3.0)])
+def test_add_logits(kind, count, step, scale):
+    x = logits(kind, count) if count > 3 else logits(kind, 8)[1:4]
+    assert_moments(added(x, scale, step), moments(x, scale))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ctas", [1, 2, 16])
+def test_merges(kind, ctas):
+    """Each thread has 8 logits, and its number counts down, so that the last of the largest wins."""
+    x = logits(kind, 8 * ctas).reshape(ctas, 8, 128)
+    at = np.arange(128 * ctas, dtype=F32)[::-1].reshape(ctas, 128)
+    sent = np.zeros((ctas, 4, 128), F32)
+    a = F32(moments_ptx.LOG2_E)
+    for cta in range(ctas):
+        state = dict(zip(("m", "d", "t", "at"), (*added(x[cta], 1.0, 8), at[cta])))
+        program, scratch = moments_ptx.merge_threads_program(), np.zeros(4 * moments_ptx.SCRATCH, "uint8")
+        sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), "m", "d", "t", "at")
+    words = sent.reshape(ctas, -1).view("uint8")
+    memory = np.concatenate([words, np.zeros((ctas, 4 * moments_ptx.SCRATCH), "uint8")], 1)
+    operands = {"m": 0, "d": 512, "t": 1024, "at": 1536, "scratch": 2048, "a": a}
+    program = moments_ptx.merge_ctas_program(ctas)
+    machine = ptx.Machine(program, memory, 128, operands, np.random.default_rng(0))
+    machine.run()
+    *got, place = results(machine, "m", "d", "t", "at")
+    whole = x.transpose(1, 0, 2).reshape(8, -1)
+    m, d, t = moments(whole.reshape(-1, 1), 1.0)
+    assert_moments(got, [np.broadcast_to(part, got[0].shape) for part in (m, d, t)])
+    is_largest = (whole == m) | np.isnan(whole)
+    assert (place == at.reshape(-1)[is_largest.any(0)].min()).all()
