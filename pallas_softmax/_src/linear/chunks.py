@@ -315,11 +315,10 @@ def _on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, of_no_
     n = jax.tree.leaves(rows)[0].shape[0]
     if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:
         return function(rows)
-    kept_first = jnp.argsort(~kept, stable=True)
 
     def of_first(size: int) -> Callable:
-        def branch(kept_first, rows):
-            first = kept_first[:size]
+        def branch(rows):
+            first = jnp.argsort(~kept, stable=True)[:size]  # kept rows first
             unique = {"mode": "promise_in_bounds", "unique_indices": True}
             per_row, of_all = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
             return jax.tree.map(lambda a, part: a.at[first].set(part, **unique), of_no_row, per_row), of_all
@@ -328,7 +327,7 @@ def _on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, of_no_
 
     sizes = [-(-n * part // 16 // _ROWS) * _ROWS for part in _SIXTEENTHS]
     too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
-    return lax.switch(too_small, [*map(of_first, sizes), lambda _, rows: function(rows)], kept_first, rows)
+    return lax.switch(too_small, [*map(of_first, sizes), function], rows)
 
 
 def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable | None, scale, chunk, carry):
