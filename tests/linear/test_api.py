@@ -507,6 +507,17 @@ def test_argmax_of_zeros():
     assert_argmax_of_zeros("xla")
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_infinite_logit(several):
+    """Log-probs are NaN, like those of jax.nn.log_softmax. The loss is infinite, except at the infinite logit."""
+    x, w = jnp.ones((2, 1)), jnp.array([[jnp.inf, 0.0, 1.0]])
+    labels = jnp.array([[0, 1], [2, 1]]) if several else jnp.array([0, 1])
+    assert jnp.isnan(ps.linear_log_probs(x, w, labels)).all()
+    if not several:
+        loss = ps.linear_cross_entropy(x, w, labels, reduction=None)
+        np.testing.assert_array_equal(loss, [np.nan, np.inf])
+
+
 @pytest.mark.slow
 def test_transformations_of_token_stats():
     x, w, labels, _ = arrays(24, 8, 100, "float32")

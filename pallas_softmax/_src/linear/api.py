@@ -187,8 +187,9 @@ def linear_log_probs(
         one raises NotImplementedError.
 
     Returns:
-      float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range, 0 where `where` is False.
-      Differentiable like `linear_logsumexp`. A label out of range makes the gradient NaN, unless its cotangent is 0.
+      float32 (float64 for float64), of the shape of `labels`; NaN for a label out of range and for a token with a logit
+      of NaN or +inf, 0 where `where` is False. Differentiable like `linear_logsumexp`. A label out of range makes the
+      gradient NaN, unless its cotangent is 0.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
@@ -281,11 +282,17 @@ class _Static(NamedTuple):
         return as_tokens(choice, *arrays, **keywords)
 
     def values(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
-        """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp."""
+        """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp.
+
+        With a logit of +inf, logsumexp is +inf and so are losses, but log-probs are NaN, like those of `log_softmax`.
+        """
         if tokens.labels is None:
             return online.log_of(statistics.normalizer)
         losses = formulas.losses(statistics, tokens, self.vocab)
-        return jnp.where(self.valid(tokens.labels), losses, jnp.nan)
+        valid, d = self.valid(tokens.labels), statistics.normalizer.d
+        if self.function != "linear_cross_entropy":
+            valid = valid & _like_labels(d == d, losses)
+        return jnp.where(valid, losses, jnp.nan)
 
     def weights(self, labels, given) -> jax.Array:
         """Returns the weights of the tokens' losses in a gradient: `given`, or NaN where the label is out of range.
@@ -393,8 +400,7 @@ def _stats_values(static: _Static, statistics: Statistics, tokens: Tokens):
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
     if tokens.labels is None:
         return jnp.zeros_like(entropy), entropy, logsumexp, bits
-    log_probs = 0 - static.values(statistics, tokens)
-    return jnp.where(jnp.isnan(entropy), jnp.nan, log_probs), entropy, logsumexp, bits
+    return 0 - static.values(statistics, tokens), entropy, logsumexp, bits
 
 
 def _stats_forward(static: _Static, *arrays):
