@@ -60,8 +60,8 @@ def merge_ctas(moments: Moments, at, count: int, scratch, scale=None) -> tuple[M
     All loads from other CTAs are complete when a thread has its result.
 
     Args:
-      moments: references to shared memory. In each CTA, words 0 to 31 hold the number of the CTA.
-      at: the same.
+      moments: references to shared memory. The words 0 to 31 of each all hold the number that the CTA contributes.
+      at: a reference like these.
       count: number of CTAs of the cluster, up to 32.
       scratch, scale: as for `merge_threads`.
     """
