@@ -509,7 +509,7 @@ def test_argmax_of_zeros():
 
 @pytest.mark.parametrize("several", [False, True])
 def test_infinite_logit(several):
-    """Log-probs are NaN, like those of jax.nn.log_softmax. The loss is infinite, except at the infinite logit."""
+    """Log-probs are NaN, as in jax.nn.log_softmax. The loss is infinite, except at the infinite logit."""
     x, w = jnp.ones((2, 1)), jnp.array([[jnp.inf, 0.0, 1.0]])
     labels = jnp.array([[0, 1], [2, 1]]) if several else jnp.array([0, 1])
     assert jnp.isnan(ps.linear_log_probs(x, w, labels)).all()

@@ -84,16 +84,16 @@ def test_merges(kind, ctas):
     sent = np.zeros((ctas, 4, 128), F32)
     a = F32(moments_ptx.LOG2_E)
     for cta in range(ctas):
-        state = dict(zip(("m", "d", "t", "at"), (*added(x[cta], 1.0, 8), at[cta])))
+        state = dict(zip(("m", "d", "t", "place"), (*added(x[cta], 1.0, 8), at[cta])))
         program, scratch = moments_ptx.merge_threads_program(), np.zeros(4 * moments_ptx.SCRATCH, "uint8")
-        sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), "m", "d", "t", "at")
+        sent[cta] = results(ptx.run(program, scratch, **state, a=a, scratch=0), "m", "d", "t", "place")
     words = sent.reshape(ctas, -1).view("uint8")
     memory = np.concatenate([words, np.zeros((ctas, 4 * moments_ptx.SCRATCH), "uint8")], 1)
-    operands = {"m": 0, "d": 512, "t": 1024, "at": 1536, "scratch": 2048, "a": a}
+    operands = {"m": 0, "d": 512, "t": 1024, "place": 1536, "scratch": 2048, "a": a}
     program = moments_ptx.merge_ctas_program(ctas)
     machine = ptx.Machine(program, memory, 128, operands, np.random.default_rng(0))
     machine.run()
-    *got, place = results(machine, "m", "d", "t", "at")
+    *got, place = results(machine, "m", "d", "t", "place")
     whole = x.transpose(1, 0, 2).reshape(8, -1)
     m, d, t = moments(whole.reshape(-1, 1), 1.0)
     assert_moments(got, [np.broadcast_to(part, got[0].shape) for part in (m, d, t)])

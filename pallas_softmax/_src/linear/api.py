@@ -284,7 +284,7 @@ class _Static(NamedTuple):
     def values(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
         """Returns the loss of each token, NaN for a label out of range; without labels, its logsumexp.
 
-        With a logit of +inf, logsumexp is +inf and so are losses, but log-probs are NaN, like those of `log_softmax`.
+        With a logit of +inf, logsumexp is +inf and so are losses. Log-probs are then NaN, as in `log_softmax`.
         """
         if tokens.labels is None:
             return online.log_of(statistics.normalizer)

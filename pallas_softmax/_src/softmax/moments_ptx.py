@@ -1,20 +1,24 @@
-"""Inline PTX for moments of logits in the threads of a CTA: adds logits, and merges threads and CTAs.
+"""Inline PTX for the moments (m, d, t) of logits in the threads of a CTA: adds logits, and merges threads and CTAs.
 
-`online` and `formulas.located` define the results. Adding a logit takes seven instructions. With
-a = log2(e) / temperature:
+`token_stats` of long rows uses it. `online.Moments` explains the numbers.
 
-    m = max(m, x)
+A thread adds several logits at once. It takes their maximum first, and rescales its old d and t once. Then each logit x
+takes six instructions. Here a = log2(e) / temperature:
+
     u = max((x - m) a, FAR)     three instructions
     e = 2^u
     d = d + e
-    t = t + u e                 one fma
+    t = t + u e                 a fused multiply-add; t is multiplied by ln(2) at the end
 
-Threads merge in one exchange through shared memory, and so do CTAs. A merge by jnp has an exchange for each of m, d, t
-and the position.
+One fma for x a - m a would save an instruction. But m a is rounded, so that the d of a single large logit would not be
+exactly 1, and its entropy not exactly 0.
+
+To merge the threads of a CTA, each warp merges its lanes. Then the warps exchange all numbers at once, with one
+barrier. `Reduction.combine_lanes` needs barriers for each number: `jnp` reduces one number at a time.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,138 +28,175 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax.online import LOG2_E, Moments
 
-FAR = -1e4  # 2^FAR is 0, and the product of FAR and a sum of exponentials is finite
-SCRATCH = 4 * WARPS  # words of shared memory that the merges need
+# The least u. 2^FAR is 0 in float32. FAR * 0 is 0, and not NaN like -inf * 0: a logit of -inf adds nothing to t.
+FAR = -1e4
+_LN_2 = 1 / LOG2_E
+
+
+class _State(NamedTuple):
+    """Moments, and a number that says where the largest logit is. If several states have it, the lowest number wins."""
+
+    m: Value
+    d: Value
+    t: Value
+    place: Value
+
+
+SCRATCH = len(_State._fields) * WARPS  # float32 words of shared memory that the merges need
 
 
 def add_logits(moments: Moments, xs: Sequence[jax.Array], scale=None) -> Moments:
-    """Adds logits to the moments of each thread.
+    """Adds logits to the moments of each thread. Threads do not exchange anything.
 
     Args:
-      moments: arrays (128,), one number for each thread.
+      moments: arrays (128,), one number for each thread of the CTA's only warpgroup.
       xs: arrays (128,), the new logits of each thread.
       scale: 1 / temperature, or None.
     """
-    blocks = dict(zip("mdt", moments)) | {f"x{i}": x for i, x in enumerate(xs)}
-    results = {"new_m": "f32", "new_d": "f32", "new_t": "f32"}
-    return Moments(*insert_ptx(add_program(len(xs)), {}, _scalars(scale), blocks, results))
+    blocks = dict(zip(Moments._fields, moments)) | {f"x{i}": x for i, x in enumerate(xs)}
+    results = {f"new_{name}": "f32" for name in Moments._fields}
+    return Moments(*insert_ptx(add_program(len(xs)), {}, {"a": _factor(scale)}, blocks, results))
 
 
-def merge_threads(moments: Moments, at, scratch, scale=None) -> tuple[Moments, Any]:
-    """Returns the moments of a CTA, and the smallest `at` of the threads that have the largest m, as scalars.
+def merge_threads(moments: Moments, place, scratch, scale=None) -> tuple[Moments, Any]:
+    """Returns the moments of the CTA, and the lowest `place` among threads with the largest m; NaN is the largest.
+
+    The results are scalars.
 
     Args:
       moments: arrays (128,), one number for each thread.
-      at: a float32 array (128,).
-      scratch: a reference to SCRATCH float32 in shared memory. Nothing else may use it.
+      place: float32 (128,), a number that says where a thread's largest logit is.
+      scratch: a reference to SCRATCH float32 in shared memory, aligned to 16 bytes. All threads must synchronize before
+        it is used again.
       scale: 1 / temperature, or None.
     """
-    blocks = dict(zip(("m", "d", "t", "at"), (*moments, at)))
-    return _merge(merge_threads_program(), {"scratch": scratch}, blocks, scale)
+    blocks = dict(zip(_State._fields, (*moments, place)))
+    return _insert(merge_threads_program(), {"scratch": scratch}, blocks, scale)
 
 
-def merge_ctas(moments: Moments, at, count: int, scratch, scale=None) -> tuple[Moments, Any]:
-    """Returns what `merge_threads` returns, for the CTAs of a cluster.
+def merge_ctas(moments: Moments, place, count: int, scratch, scale=None) -> tuple[Moments, Any]:
+    """Merges the CTAs of a cluster like `merge_threads` merges threads, and returns the same.
 
-    All loads from other CTAs are complete when a thread has its result.
+    Afterwards this CTA reads no other CTA: those may exit, or overwrite their words.
 
     Args:
-      moments: references to shared memory. The words 0 to 31 of each all hold the number that the CTA contributes.
-      at: a reference like these.
-      count: number of CTAs of the cluster, up to 32.
+      moments, place: references to float32 (128,) in shared memory. In each CTA, all words of a reference hold the
+        same number, the CTA's. Lane i of a warp reads word i, in CTA i.
+      count: number of CTAs of the cluster, at most one for each lane.
       scratch, scale: as for `merge_threads`.
     """
-    refs = dict(zip(("m", "d", "t", "at", "scratch"), (*moments, at, scratch)))
-    return _merge(merge_ctas_program(count), refs, {}, scale)
+    refs = dict(zip(_State._fields, (*moments, place))) | {"scratch": scratch}
+    return _insert(merge_ctas_program(count), refs, {}, scale)
 
 
-def _merge(program: Program, refs: dict, blocks: dict, scale) -> tuple[Moments, Any]:
-    results = {"new_m": "f32", "new_d": "f32", "new_t": "f32", "new_at": "f32"}
-    *moments, at = insert_ptx(program, refs, _scalars(scale), blocks, results, uniform=True)
-    return Moments(*moments), at
+def _insert(program: Program, refs: dict, blocks: dict, scale) -> tuple[Moments, Any]:
+    """Inserts the program of a merge."""
+    results = {f"new_{name}": "f32" for name in _State._fields}
+    *moments, place = insert_ptx(program, refs, {"a": _factor(scale)}, blocks, results, uniform=True)
+    return Moments(*moments), place
 
 
-def _scalars(scale) -> dict:
-    return {"a": LOG2_E if scale is None else scale * LOG2_E}
+def _factor(scale):
+    """Returns a = log2(e) / temperature."""
+    return LOG2_E if scale is None else scale * LOG2_E
 
 
 def add_program(count: int) -> Program:
-    """Returns the program of `add_logits`: <m>, <d>, <t>, <a> and `count` logits <x0>, <x1>, ... give <new_m> etc."""
+    """Returns the program of `add_logits`.
+
+    It reads <m>, <d>, <t>, <a> and the logits <x0>, <x1>, ..., `count` in all. It writes <new_m>, <new_d> and <new_t>.
+    """
     p = Program()
     m, d, t = p.operands("f32", "m", "d", "t")
     xs = p.operands("f32", *(f"x{i}" for i in range(count)))
     new_m, new_d, new_t = p.operands("f32", "new_m", "new_d", "new_t")
     p.set(new_m, p.reduce("max.NaN", [m, *xs]))
     shift = _shift(p, new_m)
-    old_d, old_t = _relative_to(p, shift, m, d, t)
-    # Four sums at a time: an addition need not wait for the one before, and is rounded fewer times.
-    ds, ts = ([p.var(0.0, "f32") for _ in range(4)] for _ in "dt")
+    old_d, old_t = _rescaled(p, m, d, t, shift)
+    # Four sums of d and four of t: an addition need not wait for the one before, and fewer rounding errors add up.
+    ds, ts = ([p.var(0.0, "f32") for _ in range(4)] for _ in ("d", "t"))
     for i, x in enumerate(xs):
         u = _distance(p, x, shift)
         e = p.exp2(u)
         p.increase(ds[i % 4], e)
         p.set(ts[i % 4], p.multiply_add(u, e, ts[i % 4]))
     p.set(new_d, old_d + p.reduce("add", ds))
-    p.set(new_t, p.multiply_add(p.reduce("add", ts), 1 / LOG2_E, old_t))
+    p.set(new_t, p.multiply_add(p.reduce("add", ts), _LN_2, old_t))
     return p
 
 
 def merge_threads_program() -> Program:
-    """Returns the program of `merge_threads`: <m>, <d>, <t>, <at>, <a> and <scratch> give <new_m> and so on."""
+    """Returns the program of `merge_threads`.
+
+    It reads <m>, <d>, <t>, <place>, <a> and the address <scratch>. It writes <new_m>, <new_d>, <new_t> and <new_place>.
+    """
     p = CtaProgram()
-    of_warp = _merged(p, [p.operands("f32", "m", "d", "t", "at")], over_warp=True)
-    words = p.of_warps(of_warp, p.operand("scratch", "u32"), 0)
-    _set_results(p, _merged(p, list(zip(*words)), over_warp=False))
+    state_of_warp = _merged_lanes(p, _State(*p.operands("f32", *_State._fields)))
+    each_number = p.of_warps(state_of_warp, p.operand("scratch", "u32"), lane=0)  # of all warps
+    _set_results(p, _merged(p, [_State(*of_warp) for of_warp in zip(*each_number)]))
     return p
 
 
 def merge_ctas_program(count: int) -> Program:
-    """Returns the program of `merge_ctas`: the addresses <m>, <d>, <t>, <at> and <scratch>, and <a>."""
+    """Returns the program of `merge_ctas`.
+
+    It reads <a> and the addresses <m>, <d>, <t>, <place> and <scratch>. It writes what `merge_threads_program` writes.
+    """
     p = CtaProgram(ctas=count)
     scratch = p.operand("scratch", "u32")
     with p.when(p.warp.equals(0)):
-        has_cta, state = p.lane < count, []
-        for name, empty in zip(("m", "d", "t", "at"), (float("-inf"), 0.0, 0.0, float("inf"))):
+        has_cta = p.lane < count
+        numbers = []
+        for name, empty in zip(_State._fields, (float("-inf"), 0.0, 0.0, float("inf"))):
             address = p.at(p.operand(name, "u32"), p.lane, 4)
-            (word,) = p.of_cta(address, p.lane, "f32", when=has_cta)
-            state.append(p.select(has_cta, word, empty))
-        p.store(scratch, *_merged(p, [state], over_warp=True), when=p.first_lane)
+            (number,) = p.of_cta(address, p.lane, "f32", when=has_cta)
+            numbers.append(p.select(has_cta, number, empty))
+        p.store(scratch, *_merged_lanes(p, _State(*numbers)), when=p.first_lane)
     p.barrier()
-    _set_results(p, p.load_vector(scratch, "f32", 4))
+    _set_results(p, p.load_vector(scratch, "f32", len(_State._fields)))
     return p
 
 
-def _set_results(p: Program, state: Sequence[Value]) -> None:
-    for name, value in zip(("new_m", "new_d", "new_t", "new_at"), state):
-        p.set(p.operand(name, "f32"), value)
+def _set_results(p: Program, state: Iterable[Value]) -> None:
+    """Writes the results of a merge."""
+    for name, value in zip(_State._fields, state):
+        p.set(p.operand(f"new_{name}", "f32"), value)
 
 
-def _merged(p: CtaProgram, states: Sequence[Sequence[Value]], *, over_warp: bool) -> list[Value]:
-    """Returns the union of a thread's states (m, d, t, at), or of the states of all threads of the warp."""
-    m = p.reduce("max.NaN", [state[0] for state in states])
-    if over_warp:
-        (m,) = p.over_warp(["max.NaN"], [m])
-    s, parts = _shift(p, m), []
-    for of_part, d, t, at in states:
-        is_largest = of_part.equals(m) | ~of_part.equals(of_part)  # NaN is the largest
-        parts.append((*_relative_to(p, s, of_part, d, t), p.select(is_largest, at, float("inf"))))
-    ops = ("add", "add", "min")
-    total = [p.reduce(op, values) for op, values in zip(ops, zip(*parts))]
-    return [m, *(p.over_warp(ops, total) if over_warp else total)]
+def _merged_lanes(p: CtaProgram, state: _State) -> _State:
+    """Merges the states of the lanes of a warp; all lanes get the result. m must be a result of max.NaN."""
+    (m,) = p.over_warp(["max.NaN"], [state.m])
+    return _State(m, *p.over_warp(["add", "add", "min"], _part_of(p, state, m, _shift(p, m))))
+
+
+def _merged(p: Program, states: list[_State]) -> _State:
+    """Merges some states of this thread."""
+    m = p.reduce("max.NaN", [state.m for state in states])
+    shift = _shift(p, m)
+    parts = [_part_of(p, state, m, shift) for state in states]
+    sums = [p.reduce(op, numbers) for op, numbers in zip(("add", "add", "min"), zip(*parts))]
+    return _State(m, *sums)
+
+
+def _part_of(p: Program, state: _State, m: Value, shift: Value) -> tuple[Value, Value, Value]:
+    """Returns the parts of a state in the merged d, t and place. The merged m is `m`."""
+    is_largest = state.m.equals(m) | ~state.m.equals(state.m)  # the second condition: it is NaN
+    d, t = _rescaled(p, state.m, state.d, state.t, shift)
+    return d, t, p.select(is_largest, state.place, float("inf"))
+
+
+def _rescaled(p: Program, m: Value, d: Value, t: Value, shift: Value) -> tuple[Value, Value]:
+    """Returns the sums d and t relative to `shift` instead of to m, as `online.combine` does."""
+    u = _distance(p, m, shift)
+    factor = p.exp2(u)
+    return d * factor, p.multiply_add(u * _LN_2, d, t) * factor
 
 
 def _shift(p: Program, m: Value) -> Value:
-    """Returns what `online.shift` returns."""
+    """Returns what is subtracted from logits: m, or 0 if m is -inf, because -inf - -inf is NaN."""
     return p.select(m.equals(float("-inf")), 0.0, m)
 
 
 def _distance(p: Program, x: Value, shift: Value) -> Value:
-    """Returns u = (x - shift) <a>, at least FAR."""
+    """Returns u = (x - shift) <a>, at least FAR; NaN stays."""
     return p.op("max.NaN", "f32", (x - shift) * p.operand("a", "f32"), FAR)
-
-
-def _relative_to(p: Program, shift: Value, m: Value, d: Value, t: Value) -> tuple[Value, Value]:
-    """Returns the sums d and t relative to `shift` instead of to m."""
-    u = _distance(p, m, shift)
-    factor = p.exp2(u)
-    return d * factor, p.multiply_add(u * (1 / LOG2_E), d, t) * factor
