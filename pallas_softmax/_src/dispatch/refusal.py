@@ -81,7 +81,6 @@ mlir.register_lowering(_reverse_only_p, lambda ctx, x, *, reason: [x])
 _tangent_p.def_impl(_no_tangent)
 _tangent_p.def_abstract_eval(lambda dx, *, reason: dx)
 ad.deflinear2(_tangent_p, lambda dy, dx, *, reason: [dy])
-batching.primitive_batchers[_tangent_p] = (
-    _no_tangent  # of jax.jacfwd; reverse mode transposes before it batches
-)
+# jax.jacfwd batches; reverse mode transposes before it batches.
+batching.primitive_batchers[_tangent_p] = _no_tangent
 mlir.register_lowering(_tangent_p, _no_tangent)

@@ -42,9 +42,8 @@ from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, To
 from pallas_softmax.online import Normalizer, log_of, widen
 
 _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
-_FEWEST_ROWS = (
-    8  # otherwise a multiple of this, even if 8 do not fit: the rows of a block that a kernel copies
-)
+# Otherwise a multiple of this, even if 8 do not fit: the rows of a block that a kernel copies.
+_FEWEST_ROWS = 8
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
 _MOST_LOGITS = 2**31 - 1

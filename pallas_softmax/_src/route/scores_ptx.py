@@ -21,9 +21,8 @@ from pallas_softmax.online import LOG2_E
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.
 LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**24
-LARGEST_EXPONENT = (
-    126.0  # of exponentials for the sigmoid, so that e / (1 + e) is 1, and not infinity / infinity
-)
+# The largest exponent of e for the sigmoid, so that e / (1 + e) is 1, and not infinity / infinity.
+LARGEST_EXPONENT = 126.0
 
 
 def exponentials(tile: Tile, score: Score, x):

@@ -88,9 +88,7 @@ FEW_ROWS_PART_BYTES = 80_000
 #     (1, 128256) bfloat16, backward           3.4 us       3.1 us
 #     (1, 200000), logsumexp: only read        5.6 us       4.1 us
 LONE_ROW_PART_BYTES = 24_000
-SPLIT = (
-    256  # in two launches, the number of parts of a row is a multiple of this: about two per multiprocessor
-)
+SPLIT = 256  # in two launches, the number of parts is a multiple of this: about two per multiprocessor
 
 # --- Steps --------------------------------------------------------------------------------------------
 

@@ -97,30 +97,30 @@ def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
     # Within a thread, the columns differ by constants. They order the thread's elements. The rest of the complement is
     # the same for all of these, and is added to the listed ones only.
     last = p.columns[-1]
-    words = [
-        p.bitwise3(lambda key, low, ones: key & ~ones | low, key, last - column, p.ones)
-        for key, column in zip(p.keys(row), p.columns)
-    ]
+    words = [_packed(p, key, last - column) for key, column in zip(p.keys(row), p.columns)]
     rest = p.ones - last - p.first_column
     return [word + rest for word in best(p, words, length)]
 
 
 def _packed_keys(p: TileProgram, row: int) -> list[Value]:
     """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
-    packed = []
-    for key, column in zip(p.keys(row), p.columns):
-        complement = p.ones - column - p.first_column
-        packed.append(p.bitwise3(lambda key, low, ones: key & ~ones | low, key, complement, p.ones))
+    packed = [
+        _packed(p, key, p.ones - column - p.first_column) for key, column in zip(p.keys(row), p.columns)
+    ]
     lower_beyond_row(p, packed, p.first_column)
     return packed
+
+
+def _packed(p: TileProgram, key: Value, low: Value | int) -> Value:
+    """Returns the key with `low` in place of its lowest bits."""
+    return p.bitwise3(lambda key, low, ones: key & ~ones | low, key, low, p.ones)
 
 
 def lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -> None:
     """Sets the packed keys of positions beyond the row to LOWEST."""
     for word, column in zip(words, p.columns):
-        if (
-            column + p.tile.vec * (p.tile.lanes - 1) >= p.vocab
-        ):  # the position of the last lane is beyond the row
+        column_of_last_lane = column + p.tile.vec * (p.tile.lanes - 1)
+        if column_of_last_lane >= p.vocab:
             p.set(word, LOWEST, when=first_column >= max(0, p.vocab - column))
 
 
@@ -292,9 +292,8 @@ def whole_key(p: TileProgram, row: int, word: Value, lane: Value) -> Value:
     tile, column = p.tile, (~word & p.ones).bits("u32")
     owner = lane & -tile.lanes
     if tile.pieces > 1:
-        piece = (
-            column * -(-(1 << 20) // tile.piece_columns) >> 20
-        )  # the quotient, exact for columns up to 1024
+        # column / piece_columns, exact for columns up to 1024
+        piece = column * -(-(1 << 20) // tile.piece_columns) >> 20
         column = column - piece * tile.piece_columns
         owner = owner + piece * (tile.lanes // tile.pieces)
     of_step = column & (tile.step_columns - 1)
