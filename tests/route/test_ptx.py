@@ -79,9 +79,9 @@ def test_merges_of_pieces(experts, groups, kind):
     code, out = kernels.merging_ptx_of(tile, experts, k, tile.lanes / 2)
     machine = ptx.run(code, np.zeros(16, "u1"), **operands(held_by_threads(tile, keys)))
     rows = range(tile.rows // (128 // tile.lanes))
-    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.steps)] for row in rows]
+    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.vec)] for row in rows]
     columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
-    columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
+    columns = columns.reshape(128 // tile.lanes, tile.lanes, -1, out.vec).transpose(2, 0, 1, 3)
     best = np.lexsort((np.broadcast_to(np.arange(experts), keys.shape), -keys), -1)[:, :k]
     np.testing.assert_array_equal(columns.reshape(tile.rows, -1)[:, :k], best)
 

@@ -290,9 +290,9 @@ def columns_found(code, out, tile, keys):
     rows, count = held.shape[1:]
     operands = {f"x{row}_{i}": held[:, row, i] for row in range(rows) for i in range(count)}
     machine = ptx.run(code, np.zeros(16, "u1"), **operands)
-    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.steps)] for row in range(rows)]
+    columns = [[machine.registers[f"%winner{row}_{i}"] for i in range(out.vec)] for row in range(rows)]
     columns = np.moveaxis(np.array(columns), -1, 0).astype("int32")
-    return columns.reshape(128 // tile.lanes, tile.lanes, -1, out.steps).transpose(2, 0, 1, 3)
+    return columns.reshape(128 // tile.lanes, tile.lanes, -1, out.vec).transpose(2, 0, 1, 3)
 
 
 def assert_best(columns, keys, k):

@@ -26,12 +26,10 @@ from pallas_softmax._src.gpu.ptx.inline import (
     elements,
     i32,
     inline,
-    insert_ptx,
     pack,
     scalar,
     thread,
 )
-from pallas_softmax._src.gpu.ptx.values import Program
 
 # Arguments of `plgpu.load` that index the whole reference. jax 0.10 requires an index; later versions accept none.
 WHOLE: Any = ((),) if jax.__version_info__ < (0, 11) else ()
@@ -111,15 +109,16 @@ def load_from_ctas(ref, count: int, empty: float):
       count: number of CTAs of the cluster, up to 32.
       empty: 0 or -inf.
     """
-    p = Program()
-    cta, out = p.operand("thread", "u32"), p.operand("out", "f32")
-    inside = cta < count
-    p.set(out, empty)
-    there = p.fresh("u32")
-    p += f"@{inside} mapa.shared::cluster.u32 {there}, {p.at(p.operand('ref', 'u32'), cta, 4)}, {cta};"
-    p.load_into([out], there, when=inside, space="shared::cluster")
-    (block,) = insert_ptx(p, {"ref": ref}, results={"out": "f32"})
-    return block
+
+    @inline(
+        arg_types=(REF,),
+        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype("float32"), layout=PER_THREAD),
+    )
+    def load_from_ctas(_, ref):
+        register = predicated_ptx.load_from_cta(ref, thread(), thread(), 1, count, empty)
+        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
+
+    return load_from_ctas(ref)
 
 
 def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
@@ -162,7 +161,7 @@ def store_to_row(ref, row, *, start, held, block, interpret):
         (register,) = block.registers.flat
         inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
         offset = predicated_ptx.offset_of(scalar(row), vocab, arith.addi(thread(), scalar(start)))
-        predicated_ptx.store_vector(utils.memref_ptr(ref), register, 1, offset, inside)
+        predicated_ptx.store_vector(utils.memref_ptr(ref), register, offset, inside)
 
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 

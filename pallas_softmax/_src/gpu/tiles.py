@@ -4,11 +4,11 @@ A tile may reach beyond the array, and Pallas has no loads and stores under a pr
 function also has a plain JAX version for the interpreter.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -52,185 +52,88 @@ def layout(tile: Tile) -> Any:
     )
 
 
-def load(ref, tile: Tile, row, fill, *, ref_row=lambda row: row, interpret):
-    """Returns the rows of an array (rows, vocab) from `row` on as a tile, with `fill` beyond its end.
+def load(ref, tile: Tile, row, fill=0, *, column: Any = 0, ref_row: MaskRows | None = None, interpret):
+    """Returns elements of an array as a tile. Element (i, j) is in row `row` + i and column `column` + j of the array.
 
-    `ref_row` maps a row of the tile to its row of the array.
-    """
-    rows, vocab = ref.shape
-    if interpret:
-        i, j = _indices(tile, row)
-        i = ref_row(i)
-        inside = (i < rows) & (j < vocab)
-        return jnp.where(inside, ref[...][jnp.where(inside, i, 0), jnp.where(inside, j, 0)], fill)
-
-    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, ref.dtype))
-    def load(_, ref, row):
-        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-        registers = []
-        for place in places(tile, scalar(row)):
-            at = ref_row(_RowNumber(place.row)).value
-            offset = predicated_ptx.offset_of(at, vocab, place.first_column)
-            inside = _inside(at, rows, place.column, vocab)
-            registers.append(
-                predicated_ptx.load_vector(pointer, element, tile.vec, offset, inside, fill, step=place.step)
-            )
-        return array(layout(tile).to_mgpu(), tile.shape, registers)
-
-    return load(ref, row)
-
-
-def gather(ref, tile: Tile, row, column, *, rows: int, ref_row=lambda row: row, blocked=False, interpret):
-    """Returns the elements of an array in device memory at the columns in a tile of `vec` 1.
+    Elements beyond the array are not read; they are `fill`.
 
     Args:
-      ref: the array (its rows, columns). An array of a single column gives that column everywhere.
+      ref: the array (rows, columns); or (rows,) with one number per row, which the tile repeats along its row.
+      tile: the layout in registers.
       row: number of the tile's first row.
-      column: the tile of column numbers.
-      rows: number of rows. Beyond them, and beyond the array's columns, the result is 0.
-      ref_row: the function that maps a row to its row of the array.
-      blocked: see `store`.
+      fill: 0 or -inf.
+      column: number of the tile's first column; or a tile of column numbers, one for each element.
+      ref_row: the map from a row to its row of the array; by default, they are the same.
+      interpret: as for `pallas_call`.
     """
-    columns = ref.shape[1]
     if interpret:
-        i, _ = _indices(tile, row)
-        found = ref[...][jnp.where(i < rows, ref_row(i), 0), column if columns > 1 else 0]
-        return jnp.where(i < rows, found, jnp.zeros_like(found))
+        i, j = _indices(tile, row, column)
+        found = ref[...]
+        if found.ndim == 1:
+            found, j = found[:, None], 0 * j
+        i = ref_row(i) if ref_row else i
+        inside = (i < found.shape[0]) & (j < found.shape[1])
+        found = found[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
+        return jnp.where(inside, found, jnp.full_like(found, fill))
 
-    dtype = np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
+    shape, dtype = ref.shape, np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
+    width = _width(tile, ref, column)
 
-    @inline(arg_types=(REF, SCALAR, layout(tile)), return_type=type_of(tile, dtype))
-    def gather(_, ref, row, column):
-        pointer = utils.memref_ptr(ref)
-        element = ir.IntegerType.get_signless(8) if dtype == "int8" else ir.MemRefType(ref.type).element_type
+    @inline(arg_types=(REF, SCALAR, _column_type(tile, column)), return_type=type_of(tile, dtype))
+    def load(_, ref, row, column):
+        pointer, element = utils.memref_ptr(ref), utils.dtype_to_ir_type(dtype)
         registers = []
-        spots = places(tile, scalar(row), blocked)
-        for (at, *_), register in zip(spots, column.registers.flat, strict=True):
-            of_column = elements(register)[0] if columns > 1 else i32(0)
-            offset = predicated_ptx.offset_of(ref_row(_RowNumber(at)).value, columns, of_column)
-            inside = _inside(at, rows, of_column, columns)
-            registers.append(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
+        for accesses in _accesses(shape, tile, width, row, column, ref_row):
+            found = [
+                x
+                for offset, step, inside in accesses
+                for x in elements(
+                    predicated_ptx.load_vector(pointer, element, width, offset, inside, fill, step=step)
+                )
+            ]
+            registers.append(pack(found * (tile.vec // len(found))) if found else registers[-1])
         return array(layout(tile).to_mgpu(), tile.shape, registers)
 
-    return gather(ref, row, column)
+    loaded = load(ref, row, column)
+    return loaded != 0 if ref.dtype == jnp.bool_ else loaded
 
 
-def load_per_row(ref, tile: Tile, row, *, interpret):
-    """Loads one number per row, from `row` on, of an array (rows,); returns them broadcast along the rows of a tile."""
-    (rows,) = ref.shape
-    if interpret:
-        i, _ = _indices(tile, row)
-        return jnp.broadcast_to(ref[...][jnp.where(i < rows, i, 0)], tile.shape)
+def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, interpret):
+    """Returns a boolean tile of a mask (mask rows, vocab or 1). `load` documents the other arguments.
 
-    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, ref.dtype))
-    def load_per_row(_, ref, row):
-        pointer, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-        registers = []
-        for at, *_ in places(tile, scalar(row)):
-            inside = _inside(at, rows, i32(0), 1)
-            offset = predicated_ptx.offset_of(at, 1, i32(0))
-            (number,) = elements(predicated_ptx.load_vector(pointer, element, 1, offset, inside))
-            registers.append(pack([number] * tile.vec))
-        return array(layout(tile).to_mgpu(), tile.shape, registers)
-
-    return load_per_row(ref, row)
-
-
-def load_mask(ref, tile: Tile, row, shape: tuple[int, int], mask_row: MaskRows, *, interpret):
-    """Returns the mask as a boolean tile for the rows from `row` on of an array of this shape; False beyond its end.
-
-    Args:
-      ref: the mask, boolean (mask rows, vocab or 1).
-      mask_row: the map from a row to its row of the mask.
+    If the mask has one number per row, it is repeated beyond the end of the row too.
     """
-    (rows, vocab), columns = shape, ref.shape[1]
-    if interpret:
-        i, j = _indices(tile, row)
-        inside = (i < rows) & (j < vocab)
-        return ref[...][jnp.where(inside, mask_row(i), 0), jnp.where(inside & (columns > 1), j, 0)] & inside
-
-    @inline(arg_types=(REF, SCALAR), return_type=type_of(tile, "int8"))
-    def load_mask(_, ref, row):
-        pointer = utils.memref_ptr(ref)
-        registers = []
-        for at, column, *_ in places(tile, scalar(row)):
-            inside = _inside(at, rows, column, vocab)
-            of_mask = mask_row(_RowNumber(at)).value
-            registers.append(predicated_ptx.load_mask(pointer, tile.vec, of_mask, column, columns, inside))
-        return array(layout(tile).to_mgpu(), tile.shape, registers)
-
-    return load_mask(ref, row) != 0
+    of_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
+    return load(of_row, tile, row, column=column, ref_row=mask_row, interpret=interpret)
 
 
-def store(ref, tile: Tile, row, value, *, blocked=False, interpret):
-    """Writes a tile to the rows of an array (rows, vocab) from `row` on, without elements beyond its end.
+def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None, interpret) -> None:
+    """Writes a tile to an array (rows, columns), without elements beyond its end. `load` documents most arguments.
 
-    An array (rows, 1) gets the tile's first column.
-
-    Args:
-      blocked: whether the registers of a lane are neighbours in the row: lane 0 has columns 0 to steps - 1. The tile
-        then has `vec` 1. Neighbours are written together as far as alignment allows.
+    If `column` is a tile, the write comes after all earlier writes of the warp. It holds different columns in each row,
+    and only the first `held` columns of the tile are written.
     """
-    (rows, vocab), itemsize = ref.shape, np.dtype(ref.dtype).itemsize
     value = value.astype(ref.dtype)
     if interpret:
-        for i in range(tile.rows):
-
-            @pl.when(row + i < rows)
-            def _(i=i):
-                ref[row + i] = value[i, :vocab]
-
+        i, j = _indices(tile, row, column)
+        j = jnp.where(jnp.arange(tile.shape[1]) < (held or tile.shape[1]), j, ref.shape[1])
+        ref[...] = ref[...].at[i, j].set(value, mode="drop")
         return
 
-    @inline(arg_types=(REF, SCALAR, layout(tile)))
-    def store(_, ref, row, value):
-        pointer, vec = utils.memref_ptr(ref), min(tile.vec, vocab)
-        spots, registers = list(places(tile, scalar(row), blocked)), list(value.registers.flat)
-        if blocked:
-            vec = math.gcd(vocab, tile.steps, ACCESS_BYTES // itemsize)
-            together = [registers[i : i + vec] for i in range(0, len(registers), vec)]
-            registers = [pack([elements(register)[0] for register in each]) for each in together]
-            spots = spots[::vec]
-        for place, register in zip(spots, registers, strict=True):
-            offset = predicated_ptx.offset_of(place.row, vocab, place.first_column)
-            inside = _inside(place.row, rows, place.column, vocab)
-            predicated_ptx.store_vector(pointer, register, vec, offset, inside, step=place.step)
+    shape, width = ref.shape, _width(tile, ref, column)
 
-    store(ref, row, value)
-
-
-def scatter(ref, tile: Tile, row, column, value, *, held: int, interpret):
-    """Writes the values of a tile to given columns of an array (rows, vocab), after all earlier writes of the warp.
-
-    Both tiles have `vec` 1.
-
-    Args:
-      row: number of the tile's first row.
-      column: tile of column numbers, which must differ within a row.
-      value: tile of the values to write there.
-      held: number of columns of the tile to write, from the first one on.
-    """
-    rows, vocab = ref.shape
-    value = value.astype(ref.dtype)
-    if interpret:
-        for i in range(tile.rows):
-
-            @pl.when(row + i < rows)
-            def _(i=i):
-                ref[row + i] = ref[row + i].at[column[i, :held]].set(value[i, :held])
-
-        return
-
-    @inline(arg_types=(REF, SCALAR, layout(tile), layout(tile)))
-    def scatter(_, ref, row, column, value):
+    @inline(arg_types=(REF, SCALAR, _column_type(tile, column), layout(tile)))
+    def store(_, ref, row, column, value):
         pointer = utils.memref_ptr(ref)
-        emit_ptx(_warp_barrier(), {})
-        registers = zip(column.registers.flat, value.registers.flat, strict=True)
-        for (at, place, *_), (of_column, register) in zip(places(tile, scalar(row)), registers, strict=True):
-            offset = predicated_ptx.offset_of(at, vocab, elements(of_column)[0])
-            predicated_ptx.store_vector(pointer, register, 1, offset, _inside(at, rows, place, held))
+        if column.shape:
+            emit_ptx(_warp_barrier(), {})
+        places = _accesses(shape, tile, width, row, column, held=held)
+        for register, accesses in zip(value.registers.flat, places, strict=True):
+            parts = itertools.batched(elements(register)[: shape[1]], width)
+            for part, (offset, step, inside) in zip(parts, accesses):
+                predicated_ptx.store_vector(pointer, pack(part), offset, inside, step=step)
 
-    scatter(ref, row, column, value)
+    store(ref, row, column, value)
 
 
 def _warp_barrier() -> Program:
@@ -254,63 +157,133 @@ def spread(of_row, tile: Tile, out: Tile, *, interpret):
     return spread(of_row)
 
 
-def _indices(tile: Tile, row):
-    """Returns row numbers (tile rows, 1) and column numbers (1, tile columns) of a tile, for the interpreter."""
-    rows, columns = tile.shape
-    return row + jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
-
-
 def type_of(tile: Tile, dtype) -> plgpu.ShapeDtypeStruct:
     """Returns the type of a tile, for inline code to return."""
     return plgpu.ShapeDtypeStruct(tile.shape, np.dtype(dtype), layout=layout(tile))
 
 
+def laid_out(value, tile: Tile, *, interpret):
+    """Returns an array in the layout of a tile of its shape; unchanged for the interpreter, which has no layouts."""
+    return value if interpret else plgpu.layout_cast(value, layout(tile))
+
+
+def load_smem(ref, tile: Tile, *, interpret):
+    """Returns the tile in `ref`, in shared memory."""
+    if interpret:
+        return ref[...]
+
+    # Inline, since for a load by Pallas Mosaic would choose another order of the rows in shared memory.
+    @inline(arg_types=(REF,), return_type=type_of(tile, ref.dtype))
+    def load_smem(_, ref):
+        return fragmented_array.FragmentedArray.load_untiled(
+            ref, layout=layout(tile).to_mgpu(), optimized=False
+        )
+
+    return load_smem(ref)
+
+
+def load_from_ctas(ref, tile: Tile, count: int, empty: float):
+    """Returns a tile: row i is `ref` of CTA i of the cluster, and rows from `count` on are `empty`, 0 or -inf.
+
+    `ref` is float32 (columns of the tile,) in shared memory, which all of the `count` CTAs have.
+    """
+
+    @inline(arg_types=(REF,), return_type=type_of(tile, "float32"))
+    def load_from_ctas(_, ref):
+        registers = [
+            predicated_ptx.load_from_cta(ref, place.row, place.column, tile.vec, count, empty)
+            for place in places(tile, i32(0))
+        ]
+        return array(layout(tile).to_mgpu(), tile.shape, registers)
+
+    return load_from_ctas(ref)
+
+
+# --- Places in an array -------------------------------------------------------------------------------
+
+
 class Place(NamedTuple):
-    """The place of a register in an array. Its column is `first_column`, which all steps share, plus `step`."""
+    """The place of a register in an array: its row, and its column, which is `column` + `step`.
+
+    The registers of a row have the same `column`, so they share the computation of their address.
+    """
 
     row: ir.Value
     column: ir.Value
-    first_column: ir.Value
     step: int
 
 
-def places(tile: Tile, row: ir.Value, blocked: bool = False) -> Iterator[Place]:
+def places(tile: Tile, row: ir.Value) -> Iterator[Place]:
     """Yields the place of the first element of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
     row = arith.addi(row, arith.divui(own, i32(lanes)))
-    lane, of_step = arith.remui(own, i32(lanes)), 1 if blocked else tile.step_columns
+    lane = arith.remui(own, i32(lanes))
     if tile.pieces > 1:
         column = arith.addi(
             arith.muli(arith.divui(lane, i32(lanes // tile.pieces)), i32(tile.piece_columns)),
             arith.muli(arith.remui(lane, i32(lanes // tile.pieces)), i32(tile.vec)),
         )
     else:
-        column = arith.muli(lane, i32(tile.steps if blocked else tile.vec))
+        column = arith.muli(lane, i32(tile.vec))
     for i in range(0, tile.rows, WARPGROUP // lanes):
-        for step in range(0, tile.steps * of_step, of_step):
-            yield Place(arith.addi(row, i32(i)), arith.addi(column, i32(step)), column, step)
+        for step in range(tile.steps):
+            yield Place(arith.addi(row, i32(i)), column, step * tile.step_columns)
 
 
-def _inside(row: ir.Value, rows: int, column: ir.Value, columns: int) -> ir.Value:
-    """Returns whether a row and a column are inside an array (rows, columns)."""
-    less = arith.CmpIPredicate.ult
-    return arith.andi(arith.cmpi(less, row, i32(rows)), arith.cmpi(less, column, i32(columns)))
+def _width(tile: Tile, ref, column) -> int:
+    """Returns how many neighbours in a register one access can move, at an address that is a multiple of their size."""
+    if jnp.ndim(column) or len(ref.shape) == 1:
+        return 1
+    return math.gcd(tile.vec, ref.shape[1], ACCESS_BYTES // np.dtype(ref.dtype).itemsize)
 
 
-class _RowNumber:
-    """A row number in a register, with the operators that `folding.MaskRows` uses."""
+def _column_type(tile: Tile, column) -> Any:
+    """Returns the type of the argument `column` of `load` and `store` in inline code."""
+    return layout(tile) if jnp.ndim(column) else SCALAR
 
-    def __init__(self, value: ir.Value):
-        self.value = value
 
-    def __floordiv__(self, other: int):
-        return _RowNumber(arith.divui(self.value, i32(other)))
+def _accesses(
+    shape: tuple[int, ...], tile: Tile, width: int, row, column, ref_row=None, held: int | None = None
+) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
+    """Yields for each register of this thread its accesses to an array of this shape: (offset, step, inside) each.
 
-    def __mod__(self, other: int):
-        return _RowNumber(arith.remui(self.value, i32(other)))
+    An access moves `width` elements at offset + step, where `step` is a constant, if `inside`. From an array (rows,),
+    only the first register of a row has an access, to one element. The other arguments are as for `load` and `store`.
+    """
+    rows, columns = shape if len(shape) == 2 else (*shape, 1)
+    for number, place in enumerate(places(tile, scalar(row))):
+        at = _mapped(place.row, ref_row)
+        if len(shape) == 1:
+            yield [(predicated_ptx.offset_of(at, 1, i32(0)), 0, _less(at, rows))] if place.step == 0 else []
+            continue
+        accesses = []
+        for start in range(0, tile.vec, width):
+            of_tile = arith.addi(place.column, i32(place.step + start))
+            if column.shape:
+                first, step = elements(column.registers.flat[number])[start], 0
+                inside = _less(of_tile, held) if held else _less(first, columns)
+            else:
+                first, step = arith.addi(place.column, scalar(column)), place.step + start
+                inside = _less(arith.addi(of_tile, scalar(column)), columns)
+            offset = predicated_ptx.offset_of(at, columns, first)
+            accesses.append((offset, step, arith.andi(_less(at, rows), inside)))
+        yield accesses
 
-    def __mul__(self, other: int):
-        return _RowNumber(arith.muli(self.value, i32(other)))
 
-    def __add__(self, other: "_RowNumber"):
-        return _RowNumber(arith.addi(self.value, other.value))
+def _mapped(row: ir.Value, ref_row: MaskRows | None) -> ir.Value:
+    """Returns the row of the array for this row."""
+    if ref_row is None:
+        return row
+    return ref_row(fragmented_array.FragmentedArray.splat(row, (), is_signed=False)).registers.item()
+
+
+def _less(number: ir.Value, bound: int) -> ir.Value:
+    """Returns whether an unsigned number is less than a bound."""
+    return arith.cmpi(arith.CmpIPredicate.ult, number, i32(bound))
+
+
+def _indices(tile: Tile, row, column):
+    """Returns row numbers (rows, 1), and column numbers (1, columns) or of all elements, for the interpreter."""
+    rows, columns = tile.shape
+    i = row + jnp.arange(rows)[:, None]
+    return i, column if jnp.ndim(column) else column + jnp.arange(columns)[None, :]

@@ -39,16 +39,16 @@ def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate, inter
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
         index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
         g = tiles.load(g_gmem, winners, row, 0, interpret=interpret)
-        g_logsumexp = tiles.load_per_row(g_logsumexp_gmem, winners, row, interpret=interpret)
-        won = tiles.gather(x_gmem, winners, row, index, rows=rows, interpret=interpret).astype(jnp.float32)
+        g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row, interpret=interpret)
+        won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
         m, d, e = normalizer(x, plan)
         m_won, d_won = over_winners(m), over_winners(d)
-        first = only_first(won, winners, k, blocked=False)
+        first = only_first(won, winners, k)
         direct, rest = gate.cotangents(first, (m_won, d_won), g, g_logsumexp, of_row(winners))
         p_won = jnp.exp(won - m_won) / d_won
         weight = tiles.spread(rest / d_won, winners, plan, interpret=interpret)
         tiles.store(dx_gmem, plan, row, e * weight, interpret=interpret)
-        tiles.scatter(dx_gmem, winners, row, index, p_won * rest + direct, held=k, interpret=interpret)
+        tiles.store(dx_gmem, winners, row, p_won * rest + direct, column=index, held=k, interpret=interpret)
 
     (dx,) = gpu_kernel(
         route_grad,

@@ -62,13 +62,11 @@ def route_rows(
             index = take(plan, experts, k, held, lanes, interpret=interpret)
         per_row = (m, d) if gate.needs_normalizer else ()
         per_row = [tiles.spread(a, plan, winners, interpret=interpret) for a in per_row]
-        won = tiles.gather(x_gmem, winners, row, index, rows=rows, blocked=True, interpret=interpret).astype(
-            jnp.float32
-        )
-        won = only_first(won, winners, k, blocked=not interpret)
+        won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
+        won = only_first(won, winners, k)
         weight = gate.weights(won, per_row, of_row(winners))
-        tiles.store(weights_gmem, winners, row, weight, blocked=True, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
+        tiles.store(weights_gmem, winners, row, weight, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
 
     return gpu_kernel(
         route,
@@ -99,18 +97,11 @@ def of_row(tile: Tile) -> OfRow:
     return OfRow(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
 
 
-def only_first(won, tile: Tile, k: int, *, blocked: bool):
-    """Returns the logits of winners, with -inf from place k on.
-
-    Args:
-      blocked: whether the registers of a lane are neighbours, as in `tiles.store`; never in the interpreter.
-    """
+def only_first(won, tile: Tile, k: int):
+    """Returns the logits of winners, with -inf from place k on."""
     if tile.shape[1] == k:
         return won
-    place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-    if blocked:
-        place = (place & tile.lanes - 1) * tile.steps + place // tile.lanes
-    return jnp.where(place < k, won, -jnp.inf)
+    return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, 1) < k, won, -jnp.inf)
 
 
 def _exponentials(tile: Tile, score: Score, x, *, interpret):

@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.gpu import blocks, column_tiles, tiles
+from pallas_softmax._src.gpu import blocks, tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.columns_plan import Strips
@@ -74,16 +74,16 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
 
     def body(x_gmem, *out_gmem):
         number = lax.axis_index("tile")
-        at = number // across, jnp.int32(0), number % across * width
+        outer, column = number // across, number % across * width
         x = [
-            column_tiles.load(gmem, tile, at, fill, interpret=interpret).astype(jnp.float32)
+            tiles.load(gmem.at[outer], tile, 0, fill, column=column, interpret=interpret).astype(jnp.float32)
             for gmem in x_gmem
         ]
         total = formula.reduction.combine_lanes(formula.reduction.of_terms(formula.term(*x)), 0, broadcast)
         constants = [broadcast(constant) for constant in formula.constants(total)]
         results = constants if formula.value is None else [formula.value(*x, *constants)]
         for gmem, y in zip(out_gmem, results, strict=True):
-            column_tiles.store(gmem, tile, at, y, interpret=interpret)
+            tiles.store(gmem.at[outer], tile, 0, y, column=column, interpret=interpret)
 
     return gpu_kernel(body, grid={"tile": outer * across}, **settings)(arrays)
 
@@ -185,7 +185,7 @@ class _Part:
             outer, _, column = self._place(first)
             for gmem, y in zip(refs.out_gmem, constants, strict=True):
                 # The result has one line, so only part 0 writes. The other parts are out of bounds.
-                column_tiles.store(gmem, plan.block, (outer, self.part, column), y, interpret=self.interpret)
+                tiles.store(gmem.at[outer], plan.block, self.part, y, column=column, interpret=self.interpret)
         else:
             lax.fori_loop(0, plan.steps, lambda i, _: self._write(first, i, constants), None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -238,10 +238,7 @@ class _Part:
         block = self.plan.block
         for start in range(0, self.plan.step_rows, block.rows):
             at = pl.ds(self._slot(number).start + start, block.rows)
-            x = [
-                column_tiles.load_smem(smem.at[at], block, interpret=self.interpret)
-                for smem in self.refs.x_smem
-            ]
+            x = [tiles.load_smem(smem.at[at], block, interpret=self.interpret) for smem in self.refs.x_smem]
             yield at, [a.astype(jnp.float32) for a in x]
 
     # --- Reduction
@@ -252,7 +249,7 @@ class _Part:
     def _filled(self, value):
         """Returns a float32 block filled with `value`."""
         full = jnp.full(self.plan.block.shape, value, jnp.float32)
-        return column_tiles.laid_out(full, self.plan.block, interpret=self.interpret)
+        return tiles.laid_out(full, self.plan.block, interpret=self.interpret)
 
     def _absorb(self, number, lanes):
         """Adds a step to the reduction of each lane. If columns are only read, refills its slot at once."""
@@ -262,7 +259,7 @@ class _Part:
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
             line = lax.broadcasted_iota(jnp.int32, plan.block.shape, 0)
-            line = column_tiles.laid_out(line, plan.block, interpret=self.interpret)
+            line = tiles.laid_out(line, plan.block, interpret=self.interpret)
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
             terms = [
                 jnp.where(line < held - i * plan.block.rows, term, formula.reduction.neutral)
@@ -288,7 +285,7 @@ class _Part:
         tile = dataclasses.replace(plan.block, rows=max(plan.block.rows, plan.count))
 
         def of_peers(smem, empty):
-            return column_tiles.load_from_ctas(smem, tile, plan.count, empty)
+            return tiles.load_from_ctas(smem, tile, plan.count, empty)
 
         def broadcast(per_column):
             return lax.broadcast_in_dim(per_column, tile.shape, (1,))

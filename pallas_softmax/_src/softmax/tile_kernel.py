@@ -56,7 +56,7 @@ def launch(
         term = formula.term(*x)
         keep = None
         if mask is not None:
-            keep = tiles.load_mask(mask_gmem, tile, row, (rows, vocab), mask.row, interpret=interpret)
+            keep = tiles.load_mask(mask_gmem, tile, row, mask.row, interpret=interpret)
             term = jnp.where(keep, term, fill)
 
         of_element, of_row = _scales(scale_gmem, tile, row, interpret)
@@ -93,5 +93,5 @@ def _scales(scale_gmem, tile: Tile, row, interpret) -> tuple[Any, Any]:
         return None, None
     if scale_gmem.shape[0] == 1:
         return scale_gmem[0], scale_gmem[0]
-    of_element = tiles.load_per_row(scale_gmem, tile, row, interpret=interpret)
+    of_element = tiles.load(scale_gmem, tile, row, interpret=interpret)
     return of_element, jnp.max(of_element, 1)

@@ -59,7 +59,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
     # as well (`maybe_short`).
     length = list_length(tile, k, itemsize=4, lanes=lanes)
-    held = merged_tile(tile, k).steps
+    held = merged_tile(tile, k).vec
     place = (p.operand("thread", "u32") & (LANES - tile.lanes)) + (k - 1) // held, (k - 1) % held
     found = []
     maybe_short, too_short = (p.var(False, "pred") for _ in range(2))  # a list of any row

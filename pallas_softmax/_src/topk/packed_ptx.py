@@ -34,7 +34,7 @@ class TileProgram(Program):
     """A program that searches the rows of a tile. It reads and writes these operands, for each row of a thread:
 
     <x{row}_{i}>          key i of the row, or 16-bit elements 2 i and 2 i + 1
-    <winner{row}_{i}>     the result: register i of the winners of the row
+    <winner{row}_{i}>     the result: element i of the thread's winners of the row
 
     Attributes:
       tile, vocab: how rows lie over the lanes, and the number of their elements.
@@ -70,9 +70,10 @@ def insert_in_tile(code: TileProgram, out: Tile, held):
         operands = {"thread": thread()}
         for row, registers in enumerate(np.split(held.registers.flatten(), code.rows)):
             operands |= {f"x{row}_{i}": word for i, word in enumerate(_words(registers))}
-        names = [f"winner{row}_{i}" for row in range(code.rows) for i in range(out.steps)]
-        winners = [pack([x]) for x in emit_ptx(code, operands, dict.fromkeys(names, "i32"))]
-        return array(tiles.layout(out).to_mgpu(), out.shape, winners)
+        names = [f"winner{row}_{i}" for row in range(code.rows) for i in range(out.vec)]
+        winners = emit_ptx(code, operands, dict.fromkeys(names, "i32"))
+        registers = [pack(of_row) for of_row in itertools.batched(winners, out.vec)]
+        return array(tiles.layout(out).to_mgpu(), out.shape, registers)
 
     return emit(held)
 

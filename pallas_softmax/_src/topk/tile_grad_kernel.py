@@ -55,7 +55,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         def of_row(gmem):
             if gmem.shape[0] == 1 < rows:
                 return over_winners(jnp.full((plan.rows,), gmem[0]))
-            return tiles.load_per_row(gmem, winners, row, interpret=interpret)
+            return tiles.load(gmem, winners, row, interpret=interpret)
 
         def spread(of_winners):
             return tiles.spread(of_winners, winners, plan, interpret=interpret)
@@ -64,7 +64,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
         g = tiles.load(g_gmem, winners, row, 0, interpret=interpret).astype(jnp.float32)
         m, d, scale = of_row(m_gmem), of_row(d_gmem), of_row(scale_gmem)
-        x_won = tiles.gather(x_gmem, winners, row, index, rows=rows, interpret=interpret).astype(jnp.float32)
+        x_won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
         scaled_won = (x_won - m) * scale
         p_won = jnp.exp(scaled_won) / d
         direct = g if log else g * p_won
@@ -81,7 +81,7 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
         slope = lax.broadcast_in_dim(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan.shape, (0,))
         dt = -(weight * slope + spread(slope_won)) * of_element
         tiles.store(dt_gmem, plan, row, dt, interpret=interpret)
-        tiles.scatter(dx_gmem, winners, row, index, won, held=k, interpret=interpret)
+        tiles.store(dx_gmem, winners, row, won, column=index, held=k, interpret=interpret)
 
     return gpu_kernel(
         topk_grad,

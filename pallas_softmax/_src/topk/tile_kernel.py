@@ -5,7 +5,6 @@ steps are the same as for softmax: elements are loaded with -inf beyond the end 
 lanes of a row are combined by ⊕.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ def topk_rows(
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
         held, lowest = searched(x, by_words)
         if mask is not None:
-            keep = tiles.load_mask(mask_gmem, plan, row, (rows, vocab), mask.row, interpret=interpret)
+            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, interpret=interpret)
             held = jnp.where(keep, held, jnp.full_like(held, lowest))
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
         m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)
@@ -48,11 +47,11 @@ def topk_rows(
             key, index = take_words(plan, vocab, k, held, interpret=interpret)
         else:
             index = take(plan, vocab, k, held, interpret=interpret)
-            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, rows, interpret)
+            key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, interpret)
         m, d, row_scale = (tiles.spread(a, plan, winners, interpret=interpret) for a in (m, d, row_scale))
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
-        tiles.store(values_gmem, winners, row, value, blocked=True, interpret=interpret)
-        tiles.store(indices_gmem, winners, row, index, blocked=True, interpret=interpret)
+        tiles.store(values_gmem, winners, row, value, interpret=interpret)
+        tiles.store(indices_gmem, winners, row, index, interpret=interpret)
 
     values, indices, m, d = gpu_kernel(
         softmax_topk,
@@ -85,33 +84,24 @@ def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, interpret) -> tuple[An
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
     if scale_gmem.shape[0] > 1:
-        row_scale = tiles.load_per_row(scale_gmem, plan, row, interpret=interpret)
+        row_scale = tiles.load(scale_gmem, plan, row, interpret=interpret)
     else:
         row_scale = broadcast(jnp.full((plan.rows,), scale_gmem[0]))
     m, d = map(broadcast, online.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m))
     return m, d, row_scale
 
 
-def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, rows: int, interpret):
+def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, interpret):
     """Reads the winners again, from the cache, and returns their keys."""
-    gather = functools.partial(
-        tiles.gather,
-        tile=winners,
-        row=row,
-        column=index,
-        rows=rows,
-        blocked=True,
-        interpret=interpret,
-    )
-    key = sort_keys.key(gather(x_gmem))
+    key = sort_keys.key(tiles.load(x_gmem, winners, row, column=index, interpret=interpret))
     if mask is None:
         return key
-    keep = gather(mask_gmem, ref_row=mask.row)
-    return jnp.where(keep != 0, key, sort_keys.lowest_key(x_gmem.dtype))
+    keep = tiles.load_mask(mask_gmem, winners, row, mask.row, column=index, interpret=interpret)
+    return jnp.where(keep, key, sort_keys.lowest_key(x_gmem.dtype))
 
 
 def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, interpret):
-    """Returns the indices of the k best of each row, as a tile of `merged_tile`, blocked (see `tiles.store`).
+    """Returns the indices of the k best of each row, as a tile of `merged_tile`.
 
     Args:
       vocab: number of elements of a row. The tile may have more columns.

@@ -51,7 +51,7 @@ def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
     few = LANE_ELEMENTS[itemsize]
     tile = _tile(vocab, vec, few, most)
-    if k > MANY_WINNERS and 2 * merged_tile(tile, k).steps >= tile.steps * tile.vec:
+    if k > MANY_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * tile.vec:
         tile = _tile(vocab, vec, few, few)
     return tile if tile.steps * tile.vec <= most else None
 
@@ -105,4 +105,4 @@ def _too_short(share: float, k: int, length: int) -> float:
 
 def merged_tile(tile: Tile, k: int) -> Tile:
     """Returns the tile that holds the merged winners of each row of a tile. Neighbours share a lane."""
-    return Tile(tile.rows, tile.lanes, 1, max(1, power_of_two(k, 1) // tile.lanes))
+    return Tile(tile.rows, tile.lanes, max(1, power_of_two(k, 1) // tile.lanes), 1)

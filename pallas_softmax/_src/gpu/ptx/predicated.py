@@ -46,20 +46,34 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0, *
     return vector.bitcast(ir.VectorType.get((vec,), element), pack(registers))
 
 
-def store_vector(pointer, register: ir.Value, vec: int, offset, inside, *, step: int = 0) -> None:
-    """Writes the first `vec` elements of a vector, 2 to 16 bytes in all, from element `offset` + `step` on.
-
-    It writes them if `inside`. `load_vector` documents `step`.
-    """
-    itemsize = utils.bytewidth(ir.VectorType(register.type).element_type)
-    p, (count, kind) = Program(), _words(vec * itemsize)
-    packed = pack(elements(register)[:vec])
-    registers = elements(vector.bitcast(ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind])), packed))
+def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) -> None:
+    """Writes a vector, 2 to 16 bytes, from element `offset` + `step` on, if `inside`. `load_vector` documents `step`."""
+    held = ir.VectorType(register.type)
+    itemsize = utils.bytewidth(held.element_type)
+    p, (count, kind) = Program(), _words(held.shape[0] * itemsize)
+    words_type = ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind]))
+    registers = elements(vector.bitcast(words_type, register))
     names = [f"x{i}" for i in range(count)]
     writes = p.operand("inside", "u32").differs(0)
     at, words = p.operand("at", "u64"), p.operands(kind, *names)
     p.store(at, *words, offset=step * itemsize, when=writes, space="global")
     _emit(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
+
+
+def load_from_cta(ref, cta, position, vec: int, count: int, empty: float) -> ir.Value:
+    """Returns `vec` float32 from this position on of `ref`, in the shared memory of a CTA of the cluster.
+
+    If the number of the CTA is `count` or more, all are `empty`, which is 0 or -inf.
+    """
+    p, names = Program(), [f"x{i}" for i in range(vec)]
+    number, words = p.operand("cta", "u32"), p.operands("f32", *names)
+    inside, there = number < count, p.fresh("u32")
+    for word in words:
+        p.set(word, empty)
+    here = p.at(p.operand("ref", "u32"), p.operand("position", "u32"), 4)
+    p += f"@{inside} mapa.shared::cluster.u32 {there}, {here}, {number};"
+    p.load_into(words, there, when=inside, space="shared::cluster")
+    return pack(emit_ptx(p, {"ref": ref, "position": position, "cta": cta}, dict.fromkeys(names, "f32")))
 
 
 def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
