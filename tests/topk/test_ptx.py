@@ -272,9 +272,9 @@ def test_merges(tile, vocab, k):
     }
     machine = ptx.run(code, np.zeros(16, "u1"), **operands)
     rows = range(pairs.shape[1])
-    words = [[machine.registers[f"%winner{row}_{i}"] for i in range(winners.steps)] for row in rows]
+    words = [[machine.registers[f"%winner{row}_{i}"] for i in range(winners.vec)] for row in rows]
     words = np.moveaxis(np.array(words), -1, 0).astype("u4")
-    words = words.reshape(128 // tile.lanes, tile.lanes, -1, winners.steps).transpose(2, 0, 1, 3)
+    words = words.reshape(128 // tile.lanes, tile.lanes, -1, winners.vec).transpose(2, 0, 1, 3)
     words = words.reshape(winners.shape).astype("int64")[:, :k]
     keys = bits[:, :vocab].astype("int16").astype("int64")
     keys = np.where(keys < 0, keys ^ 0x7FFF, keys)

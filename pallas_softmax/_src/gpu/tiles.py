@@ -52,28 +52,42 @@ def layout(tile: Tile) -> Any:
     )
 
 
-def load(ref, tile: Tile, row, fill=0, *, column: Any = 0, ref_row: MaskRows | None = None, interpret):
-    """Returns elements of an array as a tile. Element (i, j) is in row `row` + i and column `column` + j of the array.
+def load(
+    ref,
+    tile: Tile,
+    row,
+    fill=0,
+    *,
+    column: Any = 0,
+    held: int | None = None,
+    ref_row: MaskRows | None = None,
+    interpret,
+):
+    """Returns elements of an array as a tile: element (i, j) of the tile is element (row + i, column + j) of the array.
 
-    Elements beyond the array are not read; they are `fill`.
+    Elements beyond the array are `fill`. They are not read.
 
     Args:
-      ref: the array (rows, columns); or (rows,) with one number per row, which the tile repeats along its row.
+      ref: the array, (rows, columns). An array (rows,) has one number per row, which the tile repeats along its rows.
       tile: the layout in registers.
       row: number of the tile's first row.
       fill: 0 or -inf.
       column: number of the tile's first column; or a tile of column numbers, one for each element.
+      held: with a tile of column numbers: how many of its columns count, from the first one on. The column numbers
+        there must be in the array. By default, all columns count, and any column number is allowed.
       ref_row: the map from a row to its row of the array; by default, they are the same.
       interpret: as for `pallas_call`.
     """
     if interpret:
-        i, j = _indices(tile, row, column)
-        found = ref[...]
-        if found.ndim == 1:
-            found, j = found[:, None], 0 * j
+        x = (
+            ref[...]
+            if len(ref.shape) == 2
+            else jnp.broadcast_to(ref[...][:, None], (*ref.shape, tile.shape[1]))
+        )
+        i, j, counts = _indices(tile, row, column, held)
         i = ref_row(i) if ref_row else i
-        inside = (i < found.shape[0]) & (j < found.shape[1])
-        found = found[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
+        inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
+        found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
         return jnp.where(inside, found, jnp.full_like(found, fill))
 
     shape, dtype = ref.shape, np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
@@ -83,41 +97,37 @@ def load(ref, tile: Tile, row, fill=0, *, column: Any = 0, ref_row: MaskRows | N
     def load(_, ref, row, column):
         pointer, element = utils.memref_ptr(ref), utils.dtype_to_ir_type(dtype)
         registers = []
-        for accesses in _accesses(shape, tile, width, row, column, ref_row):
-            found = [
-                x
-                for offset, step, inside in accesses
-                for x in elements(
-                    predicated_ptx.load_vector(pointer, element, width, offset, inside, fill, step=step)
-                )
-            ]
+        for accesses in _accesses(shape, tile, width, row, column, held, ref_row):
+            found = []
+            for offset, step, inside in accesses:
+                vector = predicated_ptx.load_vector(pointer, element, width, offset, inside, fill, step=step)
+                found += elements(vector)
+            # An array with one number per row is read only once per row.
             registers.append(pack(found * (tile.vec // len(found))) if found else registers[-1])
         return array(layout(tile).to_mgpu(), tile.shape, registers)
 
-    loaded = load(ref, row, column)
+    loaded = load(ref, jnp.int32(row), jnp.int32(column))
     return loaded != 0 if ref.dtype == jnp.bool_ else loaded
 
 
 def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, interpret):
-    """Returns a boolean tile of a mask (mask rows, vocab or 1). `load` documents the other arguments.
+    """Returns a mask (mask rows, vocab or 1) as a boolean tile, as `load` does.
 
-    If the mask has one number per row, it is repeated beyond the end of the row too.
+    If the mask has one number per row, the tile repeats it beyond the end of the row too.
     """
     of_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
     return load(of_row, tile, row, column=column, ref_row=mask_row, interpret=interpret)
 
 
 def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None, interpret) -> None:
-    """Writes a tile to an array (rows, columns), without elements beyond its end. `load` documents most arguments.
+    """Writes a tile to an array (rows, columns), without elements beyond its end. The arguments are as for `load`.
 
-    If `column` is a tile, the write comes after all earlier writes of the warp. It holds different columns in each row,
-    and only the first `held` columns of the tile are written.
+    If `column` is a tile, its numbers must differ within a row. The write comes after all earlier writes of the warp.
     """
     value = value.astype(ref.dtype)
     if interpret:
-        i, j = _indices(tile, row, column)
-        j = jnp.where(jnp.arange(tile.shape[1]) < (held or tile.shape[1]), j, ref.shape[1])
-        ref[...] = ref[...].at[i, j].set(value, mode="drop")
+        i, j, counts = _indices(tile, row, column, held)
+        ref[...] = ref[...].at[i, jnp.where(counts, j, ref.shape[1])].set(value, mode="drop")
         return
 
     shape, width = ref.shape, _width(tile, ref, column)
@@ -127,13 +137,13 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
         pointer = utils.memref_ptr(ref)
         if column.shape:
             emit_ptx(_warp_barrier(), {})
-        places = _accesses(shape, tile, width, row, column, held=held)
+        places = _accesses(shape, tile, width, row, column, held)
         for register, accesses in zip(value.registers.flat, places, strict=True):
             parts = itertools.batched(elements(register)[: shape[1]], width)
             for part, (offset, step, inside) in zip(parts, accesses):
                 predicated_ptx.store_vector(pointer, pack(part), offset, inside, step=step)
 
-    store(ref, row, column, value)
+    store(ref, jnp.int32(row), jnp.int32(column), value)
 
 
 def _warp_barrier() -> Program:
@@ -243,12 +253,12 @@ def _column_type(tile: Tile, column) -> Any:
 
 
 def _accesses(
-    shape: tuple[int, ...], tile: Tile, width: int, row, column, ref_row=None, held: int | None = None
+    shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None
 ) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
     """Yields for each register of this thread its accesses to an array of this shape: (offset, step, inside) each.
 
-    An access moves `width` elements at offset + step, where `step` is a constant, if `inside`. From an array (rows,),
-    only the first register of a row has an access, to one element. The other arguments are as for `load` and `store`.
+    An access moves `width` elements, from offset + step on, if `inside`; `step` is a constant. In an array (rows,),
+    only the first register of a row has an access. The other arguments are as for `load`.
     """
     rows, columns = shape if len(shape) == 2 else (*shape, 1)
     for number, place in enumerate(places(tile, scalar(row))):
@@ -258,13 +268,14 @@ def _accesses(
             continue
         accesses = []
         for start in range(0, tile.vec, width):
-            of_tile = arith.addi(place.column, i32(place.step + start))
             if column.shape:
                 first, step = elements(column.registers.flat[number])[start], 0
-                inside = _less(of_tile, held) if held else _less(first, columns)
             else:
                 first, step = arith.addi(place.column, scalar(column)), place.step + start
-                inside = _less(arith.addi(of_tile, scalar(column)), columns)
+            if held:
+                inside = _less(arith.addi(place.column, i32(place.step + start)), held)
+            else:
+                inside = _less(arith.addi(first, i32(step)), columns)
             offset = predicated_ptx.offset_of(at, columns, first)
             accesses.append((offset, step, arith.andi(_less(at, rows), inside)))
         yield accesses
@@ -282,8 +293,8 @@ def _less(number: ir.Value, bound: int) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ult, number, i32(bound))
 
 
-def _indices(tile: Tile, row, column):
-    """Returns row numbers (rows, 1), and column numbers (1, columns) or of all elements, for the interpreter."""
+def _indices(tile: Tile, row, column, held: int | None):
+    """Returns row and column numbers of a tile, and which of its columns count. This is for the interpreter."""
     rows, columns = tile.shape
-    i = row + jnp.arange(rows)[:, None]
-    return i, column if jnp.ndim(column) else column + jnp.arange(columns)[None, :]
+    i, j = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
+    return row + i, column if jnp.ndim(column) else column + j, j < (held or columns)

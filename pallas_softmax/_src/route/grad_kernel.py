@@ -11,7 +11,7 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route.formulas import Gate
-from pallas_softmax._src.route.kernel import normalizer, of_row, only_first
+from pallas_softmax._src.route.kernel import normalizer, of_row
 from pallas_softmax._src.softmax.plan import approximate
 
 
@@ -40,11 +40,11 @@ def route_grad_rows(x, indices, g, g_logsumexp, plan: Tile, *, gate: Gate, inter
         index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
         g = tiles.load(g_gmem, winners, row, 0, interpret=interpret)
         g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row, interpret=interpret)
-        won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
+        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)
+        won = won.astype(jnp.float32)
         m, d, e = normalizer(x, plan)
         m_won, d_won = over_winners(m), over_winners(d)
-        first = only_first(won, winners, k)
-        direct, rest = gate.cotangents(first, (m_won, d_won), g, g_logsumexp, of_row(winners))
+        direct, rest = gate.cotangents(won, (m_won, d_won), g, g_logsumexp, of_row(winners))
         p_won = jnp.exp(won - m_won) / d_won
         weight = tiles.spread(rest / d_won, winners, plan, interpret=interpret)
         tiles.store(dx_gmem, plan, row, e * weight, interpret=interpret)

@@ -62,9 +62,8 @@ def route_rows(
             index = take(plan, experts, k, held, lanes, interpret=interpret)
         per_row = (m, d) if gate.needs_normalizer else ()
         per_row = [tiles.spread(a, plan, winners, interpret=interpret) for a in per_row]
-        won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
-        won = only_first(won, winners, k)
-        weight = gate.weights(won, per_row, of_row(winners))
+        won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)
+        weight = gate.weights(won.astype(jnp.float32), per_row, of_row(winners))
         tiles.store(weights_gmem, winners, row, weight, interpret=interpret)
         tiles.store(indices_gmem, winners, row, index, interpret=interpret)
 
@@ -95,13 +94,6 @@ def of_row(tile: Tile) -> OfRow:
     """Returns the reductions over the winners in the rows of a tile."""
     broadcast = functools.partial(lax.broadcast_in_dim, shape=tile.shape, broadcast_dimensions=(0,))
     return OfRow(lambda a: broadcast(jnp.max(a, 1)), lambda a: broadcast(jnp.sum(a, 1)))
-
-
-def only_first(won, tile: Tile, k: int):
-    """Returns the logits of winners, with -inf from place k on."""
-    if tile.shape[1] == k:
-        return won
-    return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, 1) < k, won, -jnp.inf)
 
 
 def _exponentials(tile: Tile, score: Score, x, *, interpret):

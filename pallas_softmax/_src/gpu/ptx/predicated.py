@@ -47,7 +47,7 @@ def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0, *
 
 
 def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) -> None:
-    """Writes a vector, 2 to 16 bytes, from element `offset` + `step` on, if `inside`. `load_vector` documents `step`."""
+    """Writes a vector of 2 to 16 bytes from element `offset` + `step` on, if `inside`; see `load_vector`."""
     held = ir.VectorType(register.type)
     itemsize = utils.bytewidth(held.element_type)
     p, (count, kind) = Program(), _words(held.shape[0] * itemsize)
