@@ -4,7 +4,6 @@ A tile may reach beyond the array, and Pallas has no loads and stores under a pr
 function also has a plain JAX version for the interpreter.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -56,36 +55,35 @@ def load(
     ref,
     tile: Tile,
     row,
-    fill=0,
+    fill: float = 0,
     *,
     column: Any = 0,
     held: int | None = None,
     ref_row: MaskRows | None = None,
     interpret,
 ):
-    """Returns elements of an array as a tile: element (i, j) of the tile is element (row + i, column + j) of the array.
+    """Returns elements of an array as a tile. Element (i, j) of the tile is element (row + i, column + j) of the array.
 
     Elements beyond the array are `fill`. They are not read.
 
     Args:
-      ref: the array, (rows, columns). An array (rows,) has one number per row, which the tile repeats along its rows.
+      ref: the array (rows, columns); or (rows,) with one number per row, which the tile repeats along its rows.
       tile: the layout in registers.
-      row: number of the tile's first row.
+      row: the array's row of the tile's row 0.
       fill: 0 or -inf.
-      column: number of the tile's first column; or a tile of column numbers, one for each element.
-      held: with a tile of column numbers: how many of its columns count, from the first one on. The column numbers
-        there must be in the array. By default, all columns count, and any column number is allowed.
-      ref_row: the map from a row to its row of the array; by default, they are the same.
+      column: the array's column of the tile's column 0, a multiple of `tile.vec`. Or a tile of column numbers of the
+        array: then the tile gathers these elements.
+      held: how many columns of a tile of column numbers count, from column 0 on. Their numbers must be in the array.
+        The others are `fill`. By default, all count.
+      ref_row: maps each row number, row + i, to the row of the array to use in its place.
       interpret: as for `pallas_call`.
     """
     if interpret:
-        x = (
-            ref[...]
-            if len(ref.shape) == 2
-            else jnp.broadcast_to(ref[...][:, None], (*ref.shape, tile.shape[1]))
-        )
+        x = ref[...]
         i, j, counts = _indices(tile, row, column, held)
         i = ref_row(i) if ref_row else i
+        if x.ndim == 1:
+            x, j = x[:, None], jnp.zeros_like(j)
         inside = (i < x.shape[0]) & (j < x.shape[1]) & counts
         found = x[jnp.where(inside, i, 0), jnp.where(inside, j, 0)]
         return jnp.where(inside, found, jnp.full_like(found, fill))
@@ -102,8 +100,7 @@ def load(
             for offset, step, inside in accesses:
                 vector = predicated_ptx.load_vector(pointer, element, width, offset, inside, fill, step=step)
                 found += elements(vector)
-            # An array with one number per row is read only once per row.
-            registers.append(pack(found * (tile.vec // len(found))) if found else registers[-1])
+            registers.append(pack(found * (tile.vec // len(found))))  # repeats a number per row
         return array(layout(tile).to_mgpu(), tile.shape, registers)
 
     loaded = load(ref, jnp.int32(row), jnp.int32(column))
@@ -122,7 +119,8 @@ def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, inte
 def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None, interpret) -> None:
     """Writes a tile to an array (rows, columns), without elements beyond its end. The arguments are as for `load`.
 
-    If `column` is a tile, its numbers must differ within a row. The write comes after all earlier writes of the warp.
+    If `column` is a tile of column numbers, they must differ within a row. This write comes after all earlier writes of
+    the warp.
     """
     value = value.astype(ref.dtype)
     if interpret:
@@ -139,9 +137,10 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
             emit_ptx(_warp_barrier(), {})
         places = _accesses(shape, tile, width, row, column, held)
         for register, accesses in zip(value.registers.flat, places, strict=True):
-            parts = itertools.batched(elements(register)[: shape[1]], width)
-            for part, (offset, step, inside) in zip(parts, accesses):
-                predicated_ptx.store_vector(pointer, pack(part), offset, inside, step=step)
+            found = elements(register)[: shape[1]]
+            for start, (offset, step, inside) in zip(range(0, len(found), width), accesses):
+                vector = pack(found[start : start + width])
+                predicated_ptx.store_vector(pointer, vector, offset, inside, step=step)
 
     store(ref, jnp.int32(row), jnp.int32(column), value)
 
@@ -255,20 +254,20 @@ def _column_type(tile: Tile, column) -> Any:
 def _accesses(
     shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None
 ) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
-    """Yields for each register of this thread its accesses to an array of this shape: (offset, step, inside) each.
+    """Yields, for each register of this thread, its accesses to an array of this shape.
 
-    An access moves `width` elements, from offset + step on, if `inside`; `step` is a constant. In an array (rows,),
-    only the first register of a row has an access. The other arguments are as for `load`.
+    An access is (offset, step, inside). It moves `width` elements, from offset + step on, if `inside`. A register has
+    one access to an array (rows,), for one number. The other arguments are as for `load`.
     """
-    rows, columns = shape if len(shape) == 2 else (*shape, 1)
+    per_row = len(shape) == 1
+    rows, columns = (*shape, 1)[:2]
     for number, place in enumerate(places(tile, scalar(row))):
         at = _mapped(place.row, ref_row)
-        if len(shape) == 1:
-            yield [(predicated_ptx.offset_of(at, 1, i32(0)), 0, _less(at, rows))] if place.step == 0 else []
-            continue
         accesses = []
-        for start in range(0, tile.vec, width):
-            if column.shape:
+        for start in range(0, 1 if per_row else tile.vec, width):
+            if per_row:
+                first, step = i32(0), 0
+            elif column.shape:
                 first, step = elements(column.registers.flat[number])[start], 0
             else:
                 first, step = arith.addi(place.column, scalar(column)), place.step + start

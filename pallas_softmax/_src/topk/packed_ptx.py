@@ -72,7 +72,7 @@ def insert_in_tile(code: TileProgram, out: Tile, held):
             operands |= {f"x{row}_{i}": word for i, word in enumerate(_words(registers))}
         names = [f"winner{row}_{i}" for row in range(code.rows) for i in range(out.vec)]
         winners = emit_ptx(code, operands, dict.fromkeys(names, "i32"))
-        registers = [pack(of_row) for of_row in itertools.batched(winners, out.vec)]
+        registers = [pack(winners[i : i + out.vec]) for i in range(0, len(winners), out.vec)]
         return array(tiles.layout(out).to_mgpu(), out.shape, registers)
 
     return emit(held)
