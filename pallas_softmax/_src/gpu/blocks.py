@@ -189,10 +189,15 @@ def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool =
         inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
         inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
         column = arith.addi(scalar(start), position)
-        pointer = utils.memref_ptr(ref)
-        register = predicated_ptx.load_mask(
-            pointer, vec, scalar(row), column, columns, inside, aligned=aligned
-        )
+        pointer, i8 = utils.memref_ptr(ref), ir.IntegerType.get_signless(8)
+        offset = predicated_ptx.offset_of(scalar(row), columns, i32(0) if columns == 1 else column)
+        if columns == 1:
+            (byte,) = elements(predicated_ptx.load_vector(pointer, i8, 1, offset, inside))
+            register = pack([byte] * vec)
+        elif aligned or columns % vec == 0:  # all vectors start at a multiple of their size
+            register = predicated_ptx.load_vector(pointer, i8, vec, offset, inside)
+        else:
+            register = predicated_ptx.load_unaligned_bytes(pointer, vec, offset, inside)
         return array(block_layout.to_mgpu(), (size,), [register])
 
     return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

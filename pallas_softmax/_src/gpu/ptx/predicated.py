@@ -1,4 +1,4 @@
-"""Loads and stores of one thread in device memory, under a predicate, in inline PTX.
+"""Loads and stores of one thread under a predicate, in inline PTX, in device memory unless a function says otherwise.
 
 These functions are called while inline code is traced (see `inline`). They take and return MLIR values. They read or
 write an array (rows, columns) that starts at `pointer`.
@@ -9,7 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
-from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, i32, pack
+from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, pack
 from pallas_softmax._src.gpu.ptx.values import Program
 
 
@@ -76,24 +76,10 @@ def load_from_cta(ref, cta, position, vec: int, count: int, empty: float) -> ir.
     return pack(emit_ptx(p, {"ref": ref, "position": position, "cta": cta}, dict.fromkeys(names, "f32")))
 
 
-def load_mask(pointer, vec: int, row, column, columns: int, inside, *, aligned: bool = False) -> ir.Value:
-    """Returns a vector of `vec` bytes of a mask (rows, columns) from this row and column on; zeros if not `inside`.
+def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
+    """Returns `vec` bytes, a multiple of four, that start anywhere; zeros if not `inside`.
 
-    If the mask has one column, all bytes equal the row's byte. `aligned` promises that the bytes start at a multiple of
-    `vec`.
-    """
-    i8 = ir.IntegerType.get_signless(8)
-    if columns == 1:
-        (byte,) = elements(load_vector(pointer, i8, 1, offset_of(row, 1, i32(0)), inside))
-        return pack([byte] * vec)
-    first = offset_of(row, columns, column)
-    if aligned or columns % vec == 0:  # all vectors start at a multiple of their size
-        return load_vector(pointer, i8, vec, first, inside)
-    return _load_unaligned_bytes(pointer, vec, first, inside)
-
-
-def _load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
-    """Returns `vec` bytes, a multiple of four, that start anywhere. It shifts the aligned words around them.
+    It shifts the aligned words around them.
 
         words     | w0          | w1          | w2          |
         bytes            |<------- vec = 8 ------->|             shift = 8 * (address % 4) bits
