@@ -162,7 +162,7 @@ READ_STRIPS = [
 
 
 def fewer_rows(plan):
-    """Returns a tile with fewer rows: the interpreter handles rows one by one and is slow."""
+    """Returns a tile with fewer rows, so that the few rows of a test take several tiles. For the interpreter only."""
     return dataclasses.replace(plan, rows=min(plan.rows, 4))
 
 

@@ -1,7 +1,9 @@
 """Tiles: short rows in registers (see `layout.Tile`), and their loads and stores in device memory.
 
 A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. Each
-function also has a plain JAX version for the interpreter.
+function also has a plain JAX version for the interpreter, except `load_from_ctas`: the interpreter has no clusters.
+
+The columns of an array (outer, vocab, inner) use the same tiles: `ref.at[i]` has `vocab` rows of `inner` elements.
 """
 
 import math
@@ -135,8 +137,8 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
         pointer = utils.memref_ptr(ref)
         if column.shape:
             emit_ptx(_warp_barrier(), {})
-        places = _accesses(shape, tile, width, row, column, held)
-        for register, accesses in zip(value.registers.flat, places, strict=True):
+        all_accesses = _accesses(shape, tile, width, row, column, held)
+        for register, accesses in zip(value.registers.flat, all_accesses, strict=True):
             found = elements(register)[: shape[1]]
             for start, (offset, step, inside) in zip(range(0, len(found), width), accesses):
                 vector = pack(found[start : start + width])
