@@ -22,9 +22,8 @@ from pallas_softmax._src.route import kernel as route_kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
 from pallas_softmax._src.sample import draw_ptx as sample_ptx
-from pallas_softmax._src.sample import kernel as sample_kernel
+from pallas_softmax._src.sample import mosaic_gpu as sample_kernel
 from pallas_softmax._src.sample import plan as sample_plan
-from pallas_softmax._src.sample.draw import SamplingParams
 from pallas_softmax._src.softmax import columns_kernel, columns_plan
 from pallas_softmax._src.softmax import mosaic_gpu as softmax_kernels
 from pallas_softmax._src.softmax import plan as softmax_plan
@@ -535,7 +534,7 @@ def sample_rows(x, u, parameters, where=None, plan=None, interpret=INTERPRET):
       where: None, or (rows or 1, V or 1).
       plan: how a row lies over CTAs; by default the package's choice.
     """
-    x, request = jnp.asarray(x), SamplingParams(*map(jnp.asarray, (u, *parameters)))
+    x, request = jnp.asarray(x), sample_kernel.Params(*map(jnp.asarray, (u, *parameters)))
     mask = None if where is None else folding.fold_mask(jnp.asarray(where), x.shape, 1)
     plan = plan or plan_sample(*x.shape, x.dtype)
     return sample_kernel.sample_rows(x, mask, request, plan, interpret=interpret)

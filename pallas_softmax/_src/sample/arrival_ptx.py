@@ -32,16 +32,11 @@ _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Value]:
+def arrive(p: RowProgram, small_top_k: Value) -> tuple[Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
-    Args:
-      small_top_k: whether top_k is small, at most `largest_small_top_k`.
-      top_k: a number of elements.
-
-    Returns:
-      The mass of each CTA, in the lane with its number; and, if `small_top_k`, an element that at least `top_k`
-      elements reach.
+    Returns the mass of each CTA, in the lane with its number; and, if `small_top_k`, an element that at least top_k
+    elements reach. Without it, the second result is undefined.
     """
     plan = p.plan
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
@@ -55,7 +50,8 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
         p.set(finite_m, finite)
 
     p.sweep(add)
-    share_of_cta = _divided(top_k + (p.ctas - 1), p.ctas)  # elements that each CTA must have above its bound
+    # the number of elements that each CTA must have above its bound
+    share_of_cta = _divided(p.top_k + (p.ctas - 1), p.ctas)
     share_of_warp = _divided(share_of_cta + (p.warps - 1), p.warps)
     largest, d = _over_warp(p, m, d)
     bound = p.var(largest)
@@ -81,7 +77,7 @@ def arrive(p: RowProgram, small_top_k: Value, top_k: Value) -> tuple[Value, Valu
     return d, bound
 
 
-def bound_of_best(p: RowProgram, top_k: Value) -> Value:
+def bound_of_best(p: RowProgram) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
     plan = p.plan
     together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
@@ -92,7 +88,7 @@ def bound_of_best(p: RowProgram, top_k: Value) -> Value:
         leave(at >= end)
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
         p.increase(at, plan.threads * ACCESS_BYTES)
-    share_of_warp = _divided(top_k + (p.warps - 1), p.warps)
+    share_of_warp = _divided(p.top_k + (p.warps - 1), p.warps)
     (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
     return best

@@ -23,7 +23,6 @@ import functools
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import arrival_ptx, filters_ptx, inverse_ptx
-from pallas_softmax._src.sample.draw import SamplingParams
 from pallas_softmax._src.sample.plan import SamplePlan
 from pallas_softmax._src.sample.row_ptx import INF, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
@@ -48,36 +47,28 @@ def draw_program(plan: SamplePlan, dtype) -> RowProgram:
     """
     p = RowProgram(plan, dtype)
     p.barrier()
-    u, temperature, top_p, min_p = p.operands("f32", "u", "temperature", "top_p", "min_p")
-    # A temperature of 0 takes the first entry: it is a draw with top_k = 1.
-    greedy = temperature.equals(0.0)
-    top_k = p.select(greedy, 1, p.operand("top_k", "u32"))
-    top_p, min_p = p.select(greedy, 1.0, top_p), p.select(greedy, 0.0, min_p)
-    params = SamplingParams(u, temperature, top_k, top_p, min_p)
-    small_top_k = p.var((top_k <= arrival_ptx.largest_small_top_k(plan)) & (top_k < plan.window.vocab))
-    mass_of_cta, bound = arrival_ptx.arrive(p, small_top_k, top_k)
-    drawable = (p.absolute(p.top) < INF) & (temperature >= 0.0)
+    small_top_k = p.var((p.top_k <= arrival_ptx.largest_small_top_k(plan)) & (p.top_k < plan.window.vocab))
+    mass_of_cta, bound = arrival_ptx.arrive(p, small_top_k)
+    drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         with p.when(p.thread.equals(0) & p.cta.equals(0)):
             _write(p, p.var(-1, "s32"), p.var(_NAN, "f32"), p.var(_NAN, "f32"))
         if p.ctas > 1:
             p.sync_cluster()  # no CTA exits while another one may read its shared memory
     with p.when(drawable):
-        _draw(p, params, mass_of_cta, small_top_k, bound)
+        _draw(p, mass_of_cta, small_top_k, bound)
     return p
 
 
-def _draw(
-    p: RowProgram, params: SamplingParams, mass_of_cta: Value, small_top_k: Value, bound: Value
-) -> None:
+def _draw(p: RowProgram, mass_of_cta: Value, small_top_k: Value, bound: Value) -> None:
     """Draws, and writes the results; `mass_of_cta` and `bound` are the results of `arrival_ptx.arrive`."""
     _, total = p.before(mass_of_cta)
     kept = Kept(p, mass_of_cta)
-    filters_ptx.apply_filters(p, kept, total, params, small_top_k, bound)
-    least, by_least = filters_ptx.least_weight(p, kept, params.min_p)
-    filtered = (params.top_k < p.plan.window.vocab) | (params.top_p < 1.0) | (params.min_p > 0.0)
+    filters_ptx.apply_filters(p, kept, total, small_top_k, bound)
+    least, by_least = filters_ptx.least_weight(p, kept)
+    filtered = (p.top_k < p.plan.window.vocab) | (p.top_p < 1.0) | (p.min_p > 0.0)
     before, all_kept = p.before(kept.mass)
-    cta, target = inverse_ptx.choose(p, kept.mass, before, params.u * all_kept)
+    cta, target = inverse_ptx.choose(p, kept.mass, before, p.u * all_kept)
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):

@@ -116,12 +116,12 @@ def _each_key(
         p.increase(entry, step)
 
 
-def number_from(p: RowProgram, zone: Zone, least: Value) -> Value:
-    """Returns how many keys of the merged list have at least this mass, as a float."""
+def number_from_min_p(p: RowProgram, zone: Zone) -> Value:
+    """Returns how many keys of the merged list have at least the mass min_p, as a float."""
     number = p.var(0, "u32")
 
     def count(key, _):
-        p.increase(number, 1, p.weight(p.of_key(key)) >= least)
+        p.increase(number, 1, p.weight(p.of_key(key)) >= p.min_p)
 
     _each_key(p, p.lane, zone.number, LANES, count)
     return p.convert(p.over_lanes("add", number), "f32")

@@ -26,6 +26,8 @@ class RowProgram(CtaProgram):
       elements: writes programs for elements of the dtype.
       x, scratch: the addresses of the part and of the scratch words.
       cta: number of the CTA in its cluster.
+      u, temperature, top_k, top_p, min_p: the parameters of the row; a filter that is off has a value that filters
+        nothing. A temperature of 0 takes the first entry: it sets the filters to those of a draw with top_k = 1.
       scale: log2(e) / temperature.
       top: the largest element of the row, once it is known.
     """
@@ -38,6 +40,10 @@ class RowProgram(CtaProgram):
         self.x, self.scratch = self.operands("u32", "x", "scratch")
         self.scale, self.cta = self.operand("scale", "f32"), self.operand("part", "u32")
         self.span, self.loads = self.span_of(self.warp)
+        self.u, self.temperature, top_p, min_p = self.operands("f32", "u", "temperature", "top_p", "min_p")
+        greedy = self.temperature.equals(0.0)
+        self.top_k = self.select(greedy, 1, self.operand("top_k", "u32"))
+        self.top_p, self.min_p = self.select(greedy, 1.0, top_p), self.select(greedy, 0.0, min_p)
 
     # --- Elements
 
