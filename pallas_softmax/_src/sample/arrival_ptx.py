@@ -32,13 +32,15 @@ _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
 
-def arrive(p: RowProgram, small_top_k: Value) -> tuple[Value, Value]:
+def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
-    Returns the mass of each CTA, in the lane with its number; and, if `small_top_k`, an element that at least top_k
-    elements reach. Without it, the second result is undefined.
+    Returns:
+      The mass of each CTA, in the lane with its number; whether top_k is small; and if so, an element that at least
+      top_k elements reach.
     """
     plan = p.plan
+    small_top_k = p.var((p.top_k <= _largest_small_top_k(plan)) & (p.top_k < plan.window.vocab))
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
 
     def add(words, _):
@@ -74,7 +76,7 @@ def arrive(p: RowProgram, small_top_k: Value) -> tuple[Value, Value]:
     m, d = _relative_to_largest(p, m, d)
     p.top = m + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
-    return d, bound
+    return d, small_top_k, bound
 
 
 def bound_of_best(p: RowProgram) -> Value:
@@ -94,7 +96,7 @@ def bound_of_best(p: RowProgram) -> Value:
     return best
 
 
-def largest_small_top_k(plan: SamplePlan) -> int:
+def _largest_small_top_k(plan: SamplePlan) -> int:
     """Returns the largest top_k that the maxima of threads bound well."""
     if plan.by_value:  # the histogram is as fast
         return 0

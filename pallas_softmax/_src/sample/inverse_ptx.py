@@ -138,14 +138,8 @@ def _masses_of_warps(p: RowProgram, weight: Weight, warp_masses: tuple[Value, Va
     mass, drawn = p.var(0, "f32"), p.plan.drawn
 
     def add_up():
-        sums = [p.var(0, "f32") for _ in range(4)]
-
-        def add(words, address):
-            for i, (one, counts) in enumerate(_weights(p, weight, words, address)):
-                p.increase(sums[i % 4], one, counts)
-
-        p.sweep(add)
-        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [p.reduce("add", sums)]), when=p.first_lane)
+        of_thread = p.add_up(lambda words, address: _weights(p, weight, words, address))
+        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [of_thread]), when=p.first_lane)
         p.barrier()
         p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
 

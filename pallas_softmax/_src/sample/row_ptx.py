@@ -1,6 +1,6 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -82,6 +82,17 @@ class RowProgram(CtaProgram):
                 body([word for i in range(loads) for word in self.vector(at, i)], at)
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
+
+    def add_up(self, masses: Callable[[list[Value], Value], Iterable[tuple[Value, Value]]]) -> Value:
+        """Returns a sum over a thread's elements. masses(words, address) writes each mass, and whether it counts."""
+        sums = [self.var(0, "f32") for _ in range(4)]
+
+        def add(words, address):
+            for i, (mass, counts) in enumerate(masses(words, address)):
+                self.increase(sums[i % 4], mass, counts)
+
+        self.sweep(add)
+        return self.reduce("add", sums)
 
     def weight(self, x: Value) -> Value:
         """Returns the mass of an element, relative to the largest element of the row."""
