@@ -42,16 +42,13 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     plan = p.plan
     small_top_k = p.var((p.top_k <= _largest_small_top_k(plan)) & (p.top_k < plan.window.vocab))
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
-
-    def add(words, _):
+    for words, _ in p.sweep():
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
         p.set(m, largest)
         finite = p.max(largest, LEAST_FINITE)  # so that the difference from -inf is -inf, not NaN
         p.set(d, d * p.exp2((finite_m - finite) * p.scale))
         p.set(d, d + p.reduce("add", [p.exp2((x - finite) * p.scale) for x in p.floats(words)]))
         p.set(finite_m, finite)
-
-    p.sweep(add)
     # the number of elements that each CTA must have above its bound
     share_of_cta = _divided(p.top_k + (p.ctas - 1), p.ctas)
     share_of_warp = _divided(share_of_cta + (p.warps - 1), p.warps)
@@ -83,13 +80,11 @@ def bound_of_best(p: RowProgram) -> Value:
     """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
     plan = p.plan
     together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
-    at = p.var(p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES)
+    first = p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES
     end = p.x + plan.window.size * p.elements.itemsize
     largest = p.var(LEAST_FINITE, "f32")
-    with p.loop() as leave:
-        leave(at >= end)
+    with p.each(first, end, plan.threads * ACCESS_BYTES) as at:
         p.set(largest, p.max(largest, p.greatest(p.vector(at))))
-        p.increase(at, plan.threads * ACCESS_BYTES)
     share_of_warp = _divided(p.top_k + (p.warps - 1), p.warps)
     (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
     (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
@@ -111,13 +106,11 @@ def _divided(number: Value, by: int) -> Value:
 
 def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
     """Returns the value of a rank (1 is the largest) among the first `count` lanes; `count` is a power of two."""
-    larger, other_lane = p.var(1, "u32"), p.var(1, "u32")
-    with p.loop() as leave:
-        leave(other_lane >= count)
+    larger = p.var(1, "u32")
+    with p.each(1, count) as other_lane:
         other = p.shuffle(value, "bfly", other_lane)
         equal_before = other.equals(value) & ((p.lane ^ other_lane) < p.lane)
         p.increase(larger, 1, equal_before | (other > value))
-        p.increase(other_lane, 1)
     return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
 
 

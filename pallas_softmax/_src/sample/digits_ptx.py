@@ -43,14 +43,14 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
             p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
 
-        def add(key):
-            bucket, inside = bucket_of(key)
-            with p.when(inside):
-                at, amount = sums + bucket * 4, f.measure(mass_of(key), 1)
-                p.add_to(at, amount & 0xFFFF)
-                p.add_to(at, amount >> 16, offset=4 * DIGIT)
-
-        p.sweep(lambda words, _: [add(p.key(x)) for x in p.floats(words)])
+        for words, _ in p.sweep():
+            for x in p.floats(words):
+                key = p.key(x)
+                bucket, inside = bucket_of(key)
+                with p.when(inside):
+                    at, amount = sums + bucket * 4, f.measure(mass_of(key), 1)
+                    p.add_to(at, amount & 0xFFFF)
+                    p.add_to(at, amount >> 16, offset=4 * DIGIT)
         p.sync_cluster()
         with p.when(p.warp.equals(0)):
             bucket, new_rest = bucket_that_reaches(p, _sums_of_ctas(p, sums, rest), rest)
@@ -73,27 +73,21 @@ def _sums_of_ctas(p: RowProgram, sums: Value, rest: Value) -> list[Value]:
     """Returns the sums over this lane's buckets, in all CTAs; `rest` is above 0."""
     amounts = [p.var(0, "f32") for _ in range(_EACH)]
     # This hides the number of turns from ptxas. Unrolled, the loop would take more registers than all other code.
-    cta, ctas = p.var(0, "u32"), p.select(rest > 0.0, p.ctas, 0, "u32")
-    with p.loop() as leave:
-        leave(cta >= ctas)
+    with p.each(0, p.select(rest > 0.0, p.ctas, 0, "u32")) as cta:
         at = sums + p.lane * (4 * _EACH)
         low, high = (p.of_cta(at + 4 * first, cta, "u32", _EACH) for first in (0, DIGIT))
         for amount, *words in zip(amounts, low, high):
             lower_bits, others = (p.convert(word, "f32") for word in words)
             p.increase(amount, p.multiply_add(others, 2.0**16, lower_bits))
-        p.increase(cta, 1)
     return amounts
 
 
 def _of_row(p: RowProgram, key: Value) -> list[Value]:
     """Sweeps the row; returns the mass above a key and the number of elements with that key, for each CTA."""
     above, number = p.var(0, "f32"), p.var(0, "u32")
-
-    def take(words, _):
+    for words, _ in p.sweep():
         for x in p.floats(words):
             own = p.key(x)
             p.increase(above, p.weight(x), own > key)
             p.increase(number, 1, own.equals(key))
-
-    p.sweep(take)
     return p.each_cta(["add", "add"], [above, number], [0.0, 0], p.plan.kept)

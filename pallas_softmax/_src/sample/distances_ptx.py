@@ -43,12 +43,10 @@ def _count(f: FilterSearch, per_unit: Value, octaves: Value) -> None:
     f.clear()
     # The address follows from the bits of magic + bucket, times 4, in arithmetic modulo 2^32.
     base = p.word(plan.histogram) - (4 * _MAGIC_BITS) % 2**32
-
-    def add(x):
-        bits = p.multiply_add(p.top - x, per_unit, _MAGIC).bits("u32")
-        p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
-
-    p.sweep(lambda words, _: [add(x) for x in p.floats(words)])
+    for words, _ in p.sweep():
+        for x in p.floats(words):
+            bits = p.multiply_add(p.top - x, per_unit, _MAGIC).bits("u32")
+            p.add_to((p.min(bits, _MAGIC_BITS + BUCKETS - 1) << 2) + base, 1)
 
     # Horner's rule sums the masses, as if each element lay in the middle of its bucket.
     ratio = f.measure(p.exp2(octaves * -1), 1.0)

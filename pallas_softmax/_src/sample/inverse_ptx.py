@@ -107,13 +107,10 @@ def _find(
     # The warps of the CTA share the loads of that warp, one load each at a time.
     span, loads = p.span_of(warp)
     masses = p.plan.drawn + LANES
-    load = p.var(p.warp)
-    with p.loop() as leave:
-        leave(load >= loads.bits("u32"))
+    with p.each(p.warp, loads.bits("u32"), p.warps) as load:
         at = span + load * WARP_LOAD_BYTES
         of_lane = p.reduce("add", _masses(p, weight, p.vector(at), at))
         p.store(p.word(masses, load), *p.over_warp(["add"], [of_lane]), when=p.first_lane)
-        p.increase(load, p.warps)
     p.barrier()
     inside = p.lane < loads.bits("u32")
     load, target = go_on(p.load(p.word(masses, p.lane), "f32", when=inside, default=0))

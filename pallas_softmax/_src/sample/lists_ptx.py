@@ -9,7 +9,8 @@ Masses are added as integers: keys come in any order, and integer sums always ha
 zone is 2^31 units.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
@@ -85,9 +86,7 @@ def search_lists(f: FilterSearch, zone: Zone, merged: Value) -> None:
 
 def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
     """Copies the keys of all lists to one list, with a mass for each."""
-    entry = p.var(p.thread)
-    with p.loop() as leave:
-        leave(entry - p.lane >= zone.number)
+    with p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
         cta, is_key = p.var(0, "u32"), entry < zone.number
         for bit in reversed(range((p.ctas - 1).bit_length())):
             later = cta + (1 << bit)
@@ -95,7 +94,6 @@ def _merge(p: RowProgram, zone: Zone, first_of_cta: Value, mass_of) -> None:
         in_list = entry - p.shuffle(first_of_cta, "idx", cta)
         (key,) = p.of_cta(p.word(p.plan.keys, in_list), cta, "s32", when=is_key)
         p.store(p.word(p.plan.histogram, entry, 2), key, mass_of(key), when=is_key)
-        p.increase(entry, p.plan.threads)
 
 
 def _clear(p: RowProgram) -> None:
@@ -104,26 +102,19 @@ def _clear(p: RowProgram) -> None:
     p.store(p.word(p.plan.histogram + _SHORTLIST, p.thread), p.var(0, "u32"), when=p.thread < 2 * LANES)
 
 
-def _each_key(
-    p: RowProgram, first: Value, end: Value, step: int, body: Callable[[Value, Value], object]
-) -> None:
-    """Calls body(key, mass), which writes what is done with entries `first`, first + step, .. of the merged list."""
-    entry = p.var(first)
-    with p.loop() as leave:
-        leave(entry >= end)
+@contextlib.contextmanager
+def _each_key(p: RowProgram, first: Value, end: Value, step: int) -> Iterator[tuple[Value, Value]]:
+    """Opens a GPU loop over the keys and masses of entries first, first + step, .. of the merged list."""
+    with p.each(first, end, step) as entry:
         key, mass = p.load_vector(p.word(p.plan.histogram, entry, 2), "u32", 2)
-        body(key.bits("s32"), mass)
-        p.increase(entry, step)
+        yield key.bits("s32"), mass
 
 
 def number_from_min_p(p: RowProgram, zone: Zone) -> Value:
     """Returns how many keys of the merged list have at least the mass min_p, as a float."""
     number = p.var(0, "u32")
-
-    def count(key, _):
+    with _each_key(p, p.lane, zone.number, LANES) as (key, _):
         p.increase(number, 1, p.weight(p.of_key(key)) >= p.min_p)
-
-    _each_key(p, p.lane, zone.number, LANES, count)
     return p.convert(p.over_lanes("add", number), "f32")
 
 
@@ -148,13 +139,11 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
             _clear(p)
             p.barrier()
 
-        def add(key, mass):
+        with _each_key(p, p.thread, zone.number, plan.threads) as (key, mass):
             bucket, is_inside = bucket_of(key)
             with p.when(is_inside):
                 p.add_to(sums + bucket * 4, f.measure(mass, 1))
                 p.add_to(numbers + bucket * 4, 1)
-
-        _each_key(p, p.thread, zone.number, plan.threads, add)
         p.barrier()
         bucket, new_rest = bucket_that_reaches(p, p.load_vector(sums + p.lane * 8, "u32", 2), rest)
         p.set(rest, new_rest)
@@ -163,13 +152,10 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
 
     narrow(p, keys, _BUCKETS, one_round, stop=lambda: inside <= LANES)
     with p.when(keys.extent > 0):
-
-        def copy(key, mass):
+        with _each_key(p, p.thread, zone.number, plan.threads) as (key, mass):
             with p.when(keys.distance(key) <= keys.extent):
                 entry = p.take_from(p.word(plan.picked), 1)
                 p.store(p.word(plan.histogram + _SHORTLIST, entry, 2), key, f.measure(mass, 1))
-
-        _each_key(p, p.thread, zone.number, plan.threads, copy)
         p.barrier()
         p.set(keys.high, _last_of_shortlist(p, inside, rest))
     return keys.high
@@ -177,18 +163,16 @@ def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
 
 def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
     """Returns the last kept key, and sets `rest`. Each lane takes one key, and adds up measures down to that key."""
-    at, entry = p.var(p.word(p.plan.histogram + _SHORTLIST)), p.var(0, "u32")
+    at = p.var(p.word(p.plan.histogram + _SHORTLIST))
     own = p.load(at + p.lane * 8, "s32", when=p.lane < number, default=KEEP_ALL)
     before, upto = p.var(0, "u32"), p.var(0, "u32")
-    with p.loop() as leave:
-        leave(entry >= number)
+    with p.each(0, number, 4):
         words = p.load_vector(at, "u32", 8)
         for key, amount in zip(words[::2], words[1::2]):  # 0 where there is none
             key = key.bits("s32")
             p.increase(before, amount, key > own)
             p.increase(upto, amount, key >= own)
         p.increase(at, 32)
-        p.increase(entry, 4)
     goal = p.min(rest, p.over_lanes("max", upto))  # rounding may have put the goal above the total
     last = p.over_lanes("max", p.select(upto >= goal, own, KEEP_ALL))
     p.set(rest, goal - p.shuffle(before, "idx", p.first_that(own.equals(last))))
@@ -198,20 +182,15 @@ def _last_of_shortlist(p: RowProgram, number: Value, rest: Value) -> Value:
 def _of_lists(p: RowProgram, zone: Zone, first_of_cta: Value, last: Value) -> tuple[Value, Value]:
     """Returns the mass above a key and the number of entries with that key, for each CTA, from the merged list."""
     plan = p.plan
-    cta = p.var(p.warp)  # each warp counts the keys of one list after another
-    with p.loop() as leave:
-        leave(cta >= p.ctas)
+    with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp counts the keys of one list after another
         mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
         first = p.shuffle(first_of_cta, "idx", cta)
-
-        def add(key, mass):
+        end = first + p.shuffle(zone.number_of_cta, "idx", cta)
+        with _each_key(p, first + p.lane, end, LANES) as (key, mass):
             p.increase(mass_above, mass, key > last)
             p.increase(equal, 1, key.equals(last))
-
-        _each_key(p, first + p.lane, first + p.shuffle(zone.number_of_cta, "idx", cta), LANES, add)
         of_list = p.over_warp(["add", "add"], [mass_above, equal])
         p.store(p.word(plan.counters, cta, 4), *of_list, when=p.first_lane)
-        p.increase(cta, p.warps)
     p.barrier()
     mass_above, equal = p.var(0, "u32"), p.var(0, "u32")
     p.load_into([mass_above, equal], p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)

@@ -1,6 +1,7 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -70,28 +71,35 @@ class RowProgram(CtaProgram):
             words = [self.reduce("max.NaN", pairs).bits("s32")]
         return self.reduce("max.NaN", self.floats(words))
 
-    def sweep(self, body: Callable[[list[Value], Value], object]) -> None:
-        """Calls body(words, address), which writes what a thread does with its next elements.
+    def sweep(self) -> Iterator[tuple[list[Value], Value]]:
+        """Yields the next elements of a thread as words, and their address, in a GPU loop.
 
-        The words are one vector from each of `loads_at_once` loads. The remaining loads come one at a time.
+        The words are one vector from each of `loads_at_once` loads. The remaining loads come one at a time, in a second
+        loop, so the body of the `for` is written twice.
         """
         at, remaining = self.var(self.span), self.var(self.loads)
         for loads in dict.fromkeys((self.plan.loads_at_once, 1)):
             with self.loop() as leave:
                 leave(remaining < loads)
-                body([word for i in range(loads) for word in self.vector(at, i)], at)
+                yield [word for i in range(loads) for word in self.vector(at, i)], at
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
+
+    @contextlib.contextmanager
+    def each(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
+        """Opens a GPU loop over the numbers first, first + step, .. below end."""
+        number = self.var(first, "u32")
+        with self.loop() as leave:
+            leave(number >= end)
+            yield number
+            self.increase(number, step)
 
     def add_up(self, masses: Callable[[list[Value], Value], Iterable[tuple[Value, Value]]]) -> Value:
         """Returns a sum over a thread's elements. masses(words, address) writes each mass, and whether it counts."""
         sums = [self.var(0, "f32") for _ in range(4)]
-
-        def add(words, address):
+        for words, address in self.sweep():
             for i, (mass, counts) in enumerate(masses(words, address)):
                 self.increase(sums[i % 4], mass, counts)
-
-        self.sweep(add)
         return self.reduce("add", sums)
 
     def weight(self, x: Value) -> Value:

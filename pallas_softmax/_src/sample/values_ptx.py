@@ -100,8 +100,7 @@ def _count(f: FilterSearch, zero: Value) -> None:
     of_negative_zero = _negative_zero(zero)
     offset = of_negative_zero | (of_negative_zero << 16)
     minus_first, last, one = (p.var((n & 0xFFFF) * 0x10001, "u32") for n in (-_FIRST, _LAST, 1))
-
-    def take(words, _):
+    for words, _ in p.sweep():
         for word in words:
             not_negative = (~word).bits("s16x2").sign().bits("u32")  # each half all ones, or all zeros
             size = word & 0x7FFF7FFF
@@ -110,8 +109,6 @@ def _count(f: FilterSearch, zero: Value) -> None:
             bucket = p.min(p.op("add", "u16x2", size ^ not_negative, offset), last).bits("u32")
             p.add_to(base + ((bucket & 0xFFFF) << 2), 1)
             p.add_to(base + ((bucket >> 16) << 2), 1)
-
-    p.sweep(take)
 
 
 def _value(f: FilterSearch, zero: Value, bucket: Value) -> Value:
@@ -155,9 +152,7 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
       above the bucket, and the number of elements in it. Last, the number of elements near 0, as a float.
     """
     p, plan = f.p, f.p.plan
-    cta = p.var(p.warp)  # each warp sums up one CTA after another
-    with p.loop() as leave:
-        leave(cta >= p.ctas)
+    with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp sums up one CTA after another
         at = p.word(plan.sections, p.lane, 2)
         of_sections = zip(*(p.of_cta(at + 4 * SECTIONS * i, cta, "f32", 2) for i in range(2)))
         own = (bucket & -_EACH) + p.lane * 2
@@ -178,7 +173,6 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
             at = p.word(plan.histogram, p.min(one, _LAST))
             p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
         p.store(p.word(plan.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
-        p.increase(cta, p.warps)
     p.barrier()
     inside = p.lane < p.ctas
     at = p.word(plan.counters, p.lane, 4)

@@ -35,8 +35,7 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
     listed, plan = _start_list(p), p.plan
     may_overflow = low < p.top
     mass, number = p.var(0, "f32"), p.var(0, "u32")
-
-    def take(words, address):
+    for words, address in p.sweep():
         with p.when(p.any(p.greatest(words) >= low)):  # most words have no element in the zone
             is_full = may_overflow & (p.load(listed, "u32") > plan.list_size)
             p.increase(number, 1, is_full)
@@ -46,8 +45,6 @@ def sweep_from_bound(p: RowProgram, zone: Zone, low: Value) -> Value:
                     p.update(inside, "or", 1 << i, x >= low)
                 p.increase(number, p.count_ones(inside))
                 _list_keys(p, address, inside, lambda x, _: p.increase(mass, p.weight(x)))
-
-    p.sweep(take)
     zone.set_sums(*p.each_cta(["add", "add"], [mass, number], [0.0, 0], plan.zone))
     least = p.select(low.equals(0.0), p.key(p.var(-0.0, "f32")), p.key(low))
     zone.set(found=True, least=least, greatest=p.key(p.top), above=0, mass_above_of_cta=0)
@@ -66,7 +63,7 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
         p.update(least, "min", key, when)
         p.update(greatest, "max", key, when)
 
-    def take(words, address):
+    for words, address in p.sweep():
         elements, inside = p.floats(words), p.var(0, "u32")  # a bit for each element
         for i, x in enumerate(elements):
             is_above = x > high
@@ -82,8 +79,6 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                 # The order is the same as in `_list_keys`, so that the mass has the same bits.
                 for i, x in enumerate(p.floats(words)):
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
-
-    p.sweep(take)
     mass, number, mass_above, above, least, greatest = p.each_cta(
         ["add", "add", "add", "add", "min", "max"],
         [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
@@ -173,12 +168,9 @@ def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
     p = f.p
     with p.when(~counted):
         number = p.var(0, "u32")
-
-        def take(words, _):
+        for words, _ in p.sweep():
             for x in p.floats(words):
                 p.increase(number, 1, p.key(x).equals(zone.greatest))
-
-        p.sweep(take)
         p.over_cta(["add"], [number], [0], p.plan.kept)
         p.sync_cluster()
     (greater,) = p.of_ctas(p.plan.kept, ["u32"], [0])
