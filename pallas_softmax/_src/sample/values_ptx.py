@@ -166,17 +166,12 @@ def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value,
                 p.increase(number, sums[0], counts)
                 p.increase(mass, sums[1], counts)
             p.set(equal, in_bucket, here.equals(bucket))
-        for i, value in enumerate(p.over_warp(["add"] * 3, [number, mass, equal])):
-            p.store(p.word(plan.counters, cta, 4), value, offset=4 * i, when=p.first_lane)
-        near_zero = p.var(0, "u32")
-        for one in _near_zero(zero):
-            at = p.word(plan.histogram, p.min(one, _LAST))
-            p.increase(near_zero, p.of_cta(at, cta, "u32")[0])
-        p.store(p.word(plan.counters, cta, 4), near_zero, offset=12, when=p.first_lane)
+        near_zero = [p.word(plan.histogram, p.min(one, _LAST)) for one in _near_zero(zero)]
+        near_zero = p.reduce("add", [p.of_cta(at, cta, "u32")[0] for at in near_zero])
+        sums = p.over_warp(["add"] * 3, [number, mass, equal])
+        p.store(p.word(plan.counters, cta, 4), *sums, near_zero, when=p.first_lane)
     p.barrier()
-    inside = p.lane < p.ctas
-    at = p.word(plan.counters, p.lane, 4)
-    number, mass = (p.load(at, "f32", offset=4 * i, when=inside, default=0) for i in range(2))
-    equal, near_zero = (p.load(at, "u32", offset=4 * i, when=inside, default=0) for i in (2, 3))
+    number, mass, equal, near_zero = out = [p.var(0, kind) for kind in ("f32", "f32", "u32", "u32")]
+    p.load_into(out, p.word(plan.counters, p.lane, 4), when=p.lane < p.ctas)
     number, all_mass, near_zero = p.over_warp(["add"] * 3, [number, mass, near_zero])
     return f.measure(all_mass, number), all_mass, mass, equal, p.convert(near_zero, "f32")
