@@ -19,13 +19,7 @@ _EACH = DIGIT // LANES  # buckets of a lane
 
 
 def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:
-    """Keeps what the filter keeps, by a search of a range of keys that contains the last kept key.
-
-    Args:
-      f: the search.
-      high, low: the greatest and the least key of the range.
-      above: the measure of all elements above the range.
-    """
+    """Keeps what the filter keeps. The last kept key is from `high` down to `low`; `above` is the measure above."""
     p, plan = f.p, f.p.plan
     keys, greatest = KeyRange(p, high, low), p.of_key(high)
     sums = p.var(p.word(plan.histogram))

@@ -59,14 +59,12 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def draw_program(plan: SamplePlan, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    Its operands, in addition to <x>, are:
+    In addition to <x>, <scratch> and the parameters of the row, its operands are:
 
-        <scratch>                  the words that `SamplePlan` draws
-        <row>, <part>              the numbers of the row, and of the CTA in its cluster
-        <origin>                   the index in the row of the element at position 0
-        <scale>                    log2(e) / temperature, see `mosaic_gpu.scale_of`
-        <u>, <temperature>, <top_k>, <top_p>, <min_p>    the parameters of the row
-        <index>, <log_prob>, <log_mass>                  device memory for the results
+        <row>, <part>                      the numbers of the row, and of the CTA in its cluster
+        <origin>                           the index in the row of the element at position 0
+        <scale>                            log2(e) / temperature, see `mosaic_gpu.scale_of`
+        <index>, <log_prob>, <log_mass>    device memory for the results
     """
     p = RowProgram(plan, dtype)
     p.barrier()
@@ -94,7 +92,7 @@ def _draw(p: RowProgram, mass_of_cta: Value, small_top_k: Value, bound: Value) -
     if p.ctas > 1:
         p += ARRIVE
     with p.when(p.cta.equals(cta)):
-        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, (~filtered, by_least))
+        position, x = inverse_ptx.draw_from_part(p, kept, cta, target, least, ~filtered, by_least)
         log_prob = (x - p.top) * p.scale * _LN2 - _log(p, total)
         log_mass = _log(p, p.min(p.divide(all_kept, total), 1.0))
         with p.when(p.thread.equals(0)):

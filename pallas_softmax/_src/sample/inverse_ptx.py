@@ -26,16 +26,14 @@ Weight = Callable[[Value, Value], tuple[Value, Value]]
 def choose(p: RowProgram, mass: Value, before: Value, target: Value) -> tuple[Value, Value]:
     """Returns the lane where a target lies, and the target minus the mass before that lane.
 
-    Args:
-      mass, before: the mass of each lane, and of all lower lanes together.
-      target: not negative.
+    Each lane passes its mass, and the mass of all lower lanes together. The target is not negative.
     """
     lane = p.last_that((mass > 0.0) & (before <= target))
     return lane, target - p.shuffle(before, "idx", lane)
 
 
 def draw_from_part(
-    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, warp_masses: tuple[Value, Value]
+    p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, all_drawn: Value, by_least: Value
 ) -> tuple[Value, Value]:
     """Returns the position of the drawn entry, and the entry as a float; called in the CTA where the target lies.
 
@@ -43,16 +41,16 @@ def draw_from_part(
       cta: the number of this CTA.
       target: the kept mass of the CTA up to the entry.
       least: the least mass that min_p keeps.
-      warp_masses: two conditions under which the words of the warps hold their kept mass: the filters leave nothing
-        out, or the last sum over the CTA was the kept mass. If neither holds, the CTA adds it up.
+      all_drawn, by_least: conditions: whether the filters leave nothing out, and whether min_p was applied last. In
+        these cases the words of the warps hold their kept mass. Otherwise the CTA adds it up.
     """
     equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
     none_kept, all_kept = equal_kept.equals(0), equal_kept.equals(equal)
     least_key = p.select(all_kept, kept.key, kept.key + 1)
     position, element = p.fresh("s32"), p.fresh("f32")
 
-    def find(weight, warp_masses):
-        for register, value in zip((position, element), _find(p, weight, target, warp_masses)):
+    def find(weight, masses):
+        for register, value in zip((position, element), _find(p, weight, masses, target)):
             p.set(register, value)
 
     # Comparing floats suffices unless only some ties are kept, or +0 is kept and -0 is not.
@@ -64,7 +62,15 @@ def draw_from_part(
             weight = p.weight(x)
             return weight, (x >= bound) & (weight >= least)
 
-        find(weight_from_bound, warp_masses)
+        masses = p.var(0, "f32")
+        with p.when(all_drawn):
+            m, d = arrival_ptx.of_warp(p)
+            p.set(masses, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
+        with p.when(by_least):
+            p.set(masses, p.words_of_warp(["f32"], [0])[0])
+        with p.when(~(all_drawn | by_least)):
+            p.set(masses, _masses_of_warps(p, weight_from_bound))
+        find(weight_from_bound, masses)
     with p.when(~is_simple):
         # From position `cut` on, entries with the last key are left out.
         cut = p.var(_EVERYWHERE, "s32")
@@ -75,7 +81,8 @@ def draw_from_part(
             def one_if_equal(x, _):
                 return p.var(1.0, "f32"), p.key(x).equals(kept.key)
 
-            last, _ = _find(p, one_if_equal, p.convert(equal_kept, "f32"))
+            equals = _masses_of_warps(p, one_if_equal)
+            last, _ = _find(p, one_if_equal, equals, p.convert(equal_kept, "f32"))
             p.set(cut, last)
             p.barrier()
 
@@ -84,25 +91,20 @@ def draw_from_part(
             equal = key.equals(kept.key) & (position < cut)
             return weight, ((key > kept.key) | equal) & (weight >= least)
 
-        find(kept_weight, None)
+        find(kept_weight, _masses_of_warps(p, kept_weight))
     return position, element
 
 
-def _find(
-    p: RowProgram, weight: Weight, target: Value, warp_masses: tuple[Value, Value] | None = None
-) -> tuple[Value, Value]:
+def _find(p: RowProgram, weight: Weight, of_warps: Value, target: Value) -> tuple[Value, Value]:
     """Returns the last element that has mass and no more than `target` before it: its position, and the element.
 
-    Args:
-      weight: writes the mass of an element, and whether it counts.
-      target: not negative.
-      warp_masses: as for `draw_from_part`; None if neither condition holds.
+    `of_warps` has the mass of each warp, in the lane with its number.
     """
 
     def go_on(mass):
         return choose(p, mass, p.scan(mass)[0], target)
 
-    warp, target = go_on(_masses_of_warps(p, weight, warp_masses))
+    warp, target = go_on(of_warps)
 
     # The warps of the CTA share the loads of that warp, one load each at a time.
     span, loads = p.span_of(warp)
@@ -130,28 +132,12 @@ def _find(
     return p.shuffle(position, "idx", lane), p.shuffle(element, "idx", lane)
 
 
-def _masses_of_warps(p: RowProgram, weight: Weight, warp_masses: tuple[Value, Value] | None) -> Value:
+def _masses_of_warps(p: RowProgram, weight: Weight) -> Value:
     """Returns the mass of each warp of the CTA, in the lane with its number."""
-    mass, drawn = p.var(0, "f32"), p.plan.drawn
-
-    def add_up():
-        of_thread = p.add_up(lambda words, address: _weights(p, weight, words, address))
-        p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [of_thread]), when=p.first_lane)
-        p.barrier()
-        p.set(mass, p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0))
-
-    if warp_masses is None:
-        add_up()
-        return mass
-    nothing_left_out, summed_last = warp_masses
-    with p.when(nothing_left_out):
-        m, d = arrival_ptx.of_warp(p)
-        p.set(mass, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
-    with p.when(summed_last):
-        p.set(mass, p.words_of_warp(["f32"], [0])[0])
-    with p.when(~(nothing_left_out | summed_last)):
-        add_up()
-    return mass
+    drawn, of_thread = p.plan.drawn, p.add_up(lambda words, address: _weights(p, weight, words, address))
+    p.store(p.word(drawn, p.warp), *p.over_warp(["add"], [of_thread]), when=p.first_lane)
+    p.barrier()
+    return p.load(p.word(drawn, p.lane), "f32", when=p.lane < p.warps, default=0)
 
 
 def _weights(p: RowProgram, weight: Weight, words: list[Value], address: Value) -> list[tuple[Value, Value]]:

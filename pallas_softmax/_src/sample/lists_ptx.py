@@ -121,12 +121,8 @@ def number_from_min_p(p: RowProgram, zone: Zone) -> Value:
 def _last_key(f: FilterSearch, zone: Zone, rest: Value) -> Value:
     """Returns the last kept key, in all threads. Measures are integers.
 
-    Once a range has no more keys than a warp has lanes, they are copied to the shortlist.
-
-    Args:
-      f: the search.
-      zone: the range of keys; its lists are merged.
-      rest: what the zone must reach. This becomes what the entries with the last key must reach.
+    Once a range has no more keys than a warp has lanes, they are copied to the shortlist. `rest` is what the zone must
+    reach, and becomes what the entries with the last key must reach.
     """
     p, plan = f.p, f.p.plan
     keys, inside = KeyRange(p, zone.greatest, zone.least), p.var(zone.number)

@@ -1,8 +1,6 @@
 """How the rows of `sample` lie over the GPU: `plan_sample`, a pure function of shape, dtype and device.
 
-A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. Each part is a `Window`, as drawn in
-`gpu/window.py`. A CTA has several warpgroups, each with one step of the window. In addition to its part, a CTA has
-scratch words for the search. The `SamplePlan` describes all this.
+A row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a part.
 """
 
 import dataclasses
@@ -50,10 +48,9 @@ RESIDENT, WARPGROUPS = 3, 2
 class SamplePlan:
     """How rows of `sample` lie in the shared memory of clusters of CTAs, and the 32-bit scratch words of each CTA.
 
-    A part lies in a CTA as its `Window` describes. A warpgroup has one step: window.step_blocks neighbouring blocks,
-    and fewer in the last warpgroups. Each of its four warps has a quarter of the step: its span, cut into loads of 512
-    bytes. A load has 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's elements all follow the order
-    of the row:
+    A part is a `Window`, as drawn in `gpu/window.py`. Each warpgroup has one step of it, and each warp a quarter of the
+    step: its span, cut into loads of 512 bytes, 16 bytes for each lane. So CTAs, spans, loads, lanes and a lane's
+    elements all follow the order of the row:
 
         block        |  0  |  1  |  2  |  3  |  4  |  5  |  6  |       2 KB each, step_blocks = 4
         warpgroup    |           0           |        1        |
@@ -67,23 +64,17 @@ class SamplePlan:
         picked       a result of one warp, for all warps to read
         listed       how many keys the list has, or would have if there were room
         warps        eight numbers of each warp
-        drawn        the mass of each warp, and of each load of one warp; earlier, together with `sections`, the sums
-                     of `lists_ptx` over the buckets of a range
+        drawn        the mass of each warp, and of each load of one warp; with `sections`, the sums of `lists_ptx`
         sections     two sums over each section of the histogram
         counters     four numbers for each CTA
         gathered     eight numbers of each CTA, fetched by one warp and read by all
         histogram    numbers of elements; later the lists of all CTAs, or two sets of sums of the rounds over keys
         keys         the list of keys in the zone
-
-    Attributes:
-      window: how the part lies in shared memory.
-      warpgroups: number of warpgroups in a CTA.
-      by_value: whether the histogram has one bucket for each value, so that no list is needed.
     """
 
     window: Window
     warpgroups: int
-    by_value: bool
+    by_value: bool  # the histogram has one bucket for each value, so that no list is needed
 
     total, zone, kept, least, picked, listed, warps = 0, 4, 12, 14, 16, 20, 24
     warp_words = 8
@@ -119,11 +110,6 @@ class SamplePlan:
     def words(self) -> int:
         """Number of all words."""
         return self.keys + self.list_size
-
-    @property
-    def loads_at_once(self) -> int:
-        """Number of loads of a warp that its lanes hold in registers at once."""
-        return ELEMENTS_AT_ONCE // self.window.vec
 
     @property
     def smem_bytes(self) -> int:

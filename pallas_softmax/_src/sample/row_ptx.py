@@ -9,7 +9,7 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram, flipped
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES, SamplePlan
+from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
 INF = float("inf")
@@ -74,11 +74,11 @@ class RowProgram(CtaProgram):
     def sweep(self) -> Iterator[tuple[list[Value], Value]]:
         """Yields the next elements of a thread as words, and their address, in a GPU loop.
 
-        The words are one vector from each of `loads_at_once` loads. The remaining loads come one at a time, in a second
-        loop, so the body of the `for` is written twice.
+        The words are one vector from each of several loads. A second loop has the remaining loads, one at a time. So
+        the body of the `for` is written twice.
         """
         at, remaining = self.var(self.span), self.var(self.loads)
-        for loads in dict.fromkeys((self.plan.loads_at_once, 1)):
+        for loads in dict.fromkeys((ELEMENTS_AT_ONCE // self.plan.window.vec, 1)):
             with self.loop() as leave:
                 leave(remaining < loads)
                 yield [word for i in range(loads) for word in self.vector(at, i)], at

@@ -25,8 +25,7 @@ class Kept:
     Attributes:
       key: the last key that is kept.
       mass: the kept mass of each CTA, in the lane with its number.
-      equal: the number of entries with the last key, for each CTA in the same way.
-      equal_kept: how many of these entries are kept.
+      equal, equal_kept: how many entries have the last key, and how many of them are kept, for each CTA alike.
     """
 
     def __init__(self, p: RowProgram, mass: Value):
@@ -44,9 +43,7 @@ class Kept:
     def down_to(self, key: Value, number: Value, above: Value, equal: Value) -> None:
         """Keeps everything above a key, and the first `number` entries with that key.
 
-        Args:
-          above, equal: the mass above the key, and the number of entries with the key, for each CTA in the lane with
-            its number.
+        Each lane passes the mass above the key, and the number of entries with the key, of one CTA.
         """
         p = self._p
         before, _ = p.before(equal)
@@ -61,17 +58,13 @@ class Kept:
 class FilterSearch:
     """The search for the last entry that a filter keeps; it changes `kept`.
 
-    Attributes:
-      p: the program that is written.
-      kept: what was kept before, and then what this filter keeps of it.
-      goal: what the entries up to the last one must reach, a float: a mass if `is_mass`, else a number of entries.
-      is_mass: a condition.
+    The goal is what the entries up to the last one must reach, as a float.
     """
 
     p: RowProgram
     kept: Kept
     goal: Value
-    is_mass: Value
+    is_mass: Value  # whether the goal is a mass; otherwise it is a number of entries
 
     def measure(self, mass: Value, number: Value | float) -> Value:
         """Returns the mass or the number of entries, whichever the goal is."""
@@ -84,12 +77,7 @@ class FilterSearch:
         return p.convert(p.min(p.max(number, 1.0), float(MAX_V)), "u32", "rpi")
 
     def keep_down_to(self, key: Value, above: Value, mass_above: Value, equal: Value) -> None:
-        """Keeps everything above a key, and as many entries with that key as reach the goal.
-
-        Args:
-          above: the measure above the key, in all CTAs.
-          mass_above, equal: the arguments `above` and `equal` of `Kept.down_to`.
-        """
+        """Like `Kept.down_to`, with as many entries as reach the goal; `above` is the measure above, in all CTAs."""
         number = self.number_that_reaches(self.goal - above, self.p.weight(self.p.of_key(key)))
         self.kept.down_to(key, number, mass_above, equal)
 
@@ -105,9 +93,7 @@ class FilterSearch:
     def sum_buckets(self, of_eight: Callable[[Value, list[Value]], list[Value]]) -> None:
         """Sums up each section of the buckets; afterwards all CTAs can read the sums.
 
-        Args:
-          of_eight: called as of_eight(bucket, numbers) with the first of eight buckets and their numbers of elements.
-            It writes one or two sums over the eight buckets.
+        of_eight(bucket, numbers) writes one or two sums over eight buckets, from their numbers of elements.
         """
         p, plan = self.p, self.p.plan
         p.barrier()
@@ -127,9 +113,7 @@ class FilterSearch:
     def section_that_reaches(self, goal: Value, at: Value) -> tuple[Value, Value]:
         """Returns the section at which the sums reach a goal, and the measure before it. Each warp works alone.
 
-        Args:
-          goal: a measure.
-          at: the word where the sums over the sections start.
+        The sums over the sections start at word `at`.
         """
         p = self.p
         at = p.word(0, at + p.lane * 2)

@@ -26,10 +26,7 @@ _EACH = VALUE_BUCKETS // SECTIONS  # buckets of a section, two for each lane
 
 
 def search_values(f: FilterSearch, counted: Value) -> Value:
-    """Keeps what the filter keeps, by the histogram or else by `digits_ptx`; returns whether the histogram stays.
-
-    `counted` says whether the histogram of the last search is still there.
-    """
+    """Keeps what the filter keeps. `counted` and the result are conditions: whether the histogram is there."""
     p, plan = f.p, f.p.plan
     zero = _zero_bucket(f)
 
@@ -145,11 +142,10 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
 
 
 def _of_ctas(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value, Value]:
-    """Returns the sums above a bucket, and the number of elements in it.
+    """Returns sums over elements above a bucket, in it, and near 0.
 
-    Returns:
-      The measure and the mass above the bucket in all CTAs. Then, for each CTA, in the lane with its number: the mass
-      above the bucket, and the number of elements in it. Last, the number of elements near 0, as a float.
+    First, the measure and the mass above the bucket in all CTAs. Then, for each CTA, in the lane with its number: the
+    mass above the bucket, and the number of elements in it. Last, the number of elements near 0, as a float.
     """
     p, plan = f.p, f.p.plan
     with p.each(p.warp, p.ctas, p.warps) as cta:  # each warp sums up one CTA after another

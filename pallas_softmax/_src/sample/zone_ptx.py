@@ -103,15 +103,9 @@ def _start_list(p: RowProgram) -> Value:
 
 
 def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Value, Value], object]) -> Value:
-    """Lists the keys of some elements of a thread, if the list of the CTA has room for them.
+    """Lists the keys of the elements of a sweep that have their bit in `inside`, if the CTA's list has room for all.
 
-    Args:
-      address: an address that `RowProgram.sweep` passes.
-      inside: a bit for each element that is listed; this clears it.
-      add: called as add(element, key); writes what else is done with a listed element.
-
-    Returns:
-      The bits of the elements that had no room: all bits or none.
+    Then this clears `inside`, and add(element, key) writes what else is done with each. Returns `inside`.
     """
     elements, vec, count = p.elements, p.plan.window.vec, p.count_ones(inside)
     entry = p.take_from(p.word(p.plan.listed), count, when=inside > 0, default=0)
@@ -132,10 +126,7 @@ def _list_keys(p: RowProgram, address: Value, inside: Value, add: Callable[[Valu
 def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     """Keeps what the filter keeps; its last entry may be outside the zone.
 
-    Args:
-      f: the search.
-      zone: the zone, after a sweep.
-      searched: a condition: whether the zone was searched before, for another filter.
+    `searched` is a condition: whether the zone was searched before, for another filter.
     """
     p = f.p
     nothing = zone.found & zone.number.equals(0)  # the row ends before it reaches the goal
