@@ -24,10 +24,9 @@ spread over all warps:
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import SamplePlan
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
-# A small top_k has a bound from the maxima of threads. For top_k = 50, about 120 keys are above the bound.
+# The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys are above the bound.
 _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
 _TOGETHER = 8  # lanes that load neighbouring vectors
 
@@ -40,7 +39,9 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
       top_k elements reach.
     """
     plan = p.plan
-    small_top_k = p.var((p.top_k <= _largest_small_top_k(plan)) & (p.top_k < plan.window.vocab))
+    # For bfloat16, the histogram is as fast as a bound.
+    largest = 0 if plan.by_value else min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * p.ctas * p.warps)
+    small_top_k = p.var((p.top_k <= largest) & (p.top_k < plan.window.vocab))
     m, d, finite_m = p.var(-INF, "f32"), p.var(0, "f32"), p.var(LEAST_FINITE, "f32")
     for words, _ in p.sweep():
         largest = p.op("max.NaN", "f32", m, p.greatest(words))
@@ -61,10 +62,9 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     p.store(own, bound, offset=8, when=p.first_lane)
     p.barrier()
     with p.when(p.warp.equals(0)):
-        p.store(p.word(plan.total), *_over_warp(p, *of_warp(p)), when=p.first_lane)
+        *of_warps, bounds = p.words_of_warp(["f32"] * 3, [-INF, 0, -INF])
+        p.store(p.word(plan.total), *_over_warp(p, *of_warps), when=p.first_lane)
         with p.when(small_top_k):
-            of_warps, inside = p.word(plan.warps, p.lane, plan.warp_words), p.lane < p.warps
-            bounds = p.load(of_warps, "f32", offset=8, when=inside, default=-INF)
             rank = p.select(share_of_warp > 1, p.warps, share_of_cta)
             bound = _in_rank(p, bounds, rank, 1 << (p.warps - 1).bit_length())
             p.store(p.word(plan.total), bound, offset=8, when=p.first_lane)
@@ -91,13 +91,6 @@ def bound_of_best(p: RowProgram) -> Value:
     return best
 
 
-def _largest_small_top_k(plan: SamplePlan) -> int:
-    """Returns the largest top_k that the maxima of threads bound well."""
-    if plan.by_value:  # the histogram is as fast
-        return 0
-    return min(_SMALL_TOP_K, _SMALL_TOP_K_PER_WARP * plan.window.count * plan.threads // LANES)
-
-
 def _divided(number: Value, by: int) -> Value:
     """Returns a small number divided by another one, rounded down."""
     p = number.program
@@ -112,11 +105,6 @@ def _in_rank(p: RowProgram, value: Value, rank: Value, count: int) -> Value:
         equal_before = other.equals(value) & ((p.lane ^ other_lane) < p.lane)
         p.increase(larger, 1, equal_before | (other > value))
     return p.shuffle(value, "idx", p.first_that(larger.equals(rank)))
-
-
-def of_warp(p: RowProgram) -> list[Value]:
-    """Returns the largest element of the warp with this lane's number, and the mass of the warp relative to it."""
-    return p.words_of_warp(["f32", "f32"], [-INF, 0])
 
 
 def _over_warp(p: RowProgram, m: Value, d: Value) -> tuple[Value, Value]:

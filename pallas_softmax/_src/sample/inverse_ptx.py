@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample import arrival_ptx
 from pallas_softmax._src.sample.plan import WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import Kept
@@ -64,7 +63,7 @@ def draw_from_part(
 
         masses = p.var(0, "f32")
         with p.when(all_drawn):
-            m, d = arrival_ptx.of_warp(p)
+            m, d = p.words_of_warp(["f32", "f32"], [-INF, 0])  # of `arrival_ptx`
             p.set(masses, d * p.exp2((p.max(m, LEAST_FINITE) - p.top) * p.scale))
         with p.when(by_least):
             p.set(masses, p.words_of_warp(["f32"], [0])[0])
