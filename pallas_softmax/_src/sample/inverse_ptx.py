@@ -34,14 +34,11 @@ def choose(p: RowProgram, mass: Value, before: Value, target: Value) -> tuple[Va
 def draw_from_part(
     p: RowProgram, kept: Kept, cta: Value, target: Value, least: Value, all_drawn: Value, by_least: Value
 ) -> tuple[Value, Value]:
-    """Returns the position of the drawn entry, and the entry as a float; called in the CTA where the target lies.
+    """Returns the position of the drawn entry, and the entry as a float; called in CTA `cta`, where the target lies.
 
-    Args:
-      cta: the number of this CTA.
-      target: the kept mass of the CTA up to the entry.
-      least: the least mass that min_p keeps.
-      all_drawn, by_least: conditions: whether the filters leave nothing out, and whether min_p was applied last. In
-        these cases the words of the warps hold their kept mass. Otherwise the CTA adds it up.
+    `target` is the kept mass of the CTA up to the entry, and `least` is the least mass that min_p keeps. The words of
+    the warps hold their kept mass if the filters leave nothing out (`all_drawn`) or min_p was applied last
+    (`by_least`). Otherwise the CTA adds it up.
     """
     equal, equal_kept = p.shuffle(kept.equal, "idx", cta), p.shuffle(kept.equal_kept, "idx", cta)
     none_kept, all_kept = equal_kept.equals(0), equal_kept.equals(equal)
