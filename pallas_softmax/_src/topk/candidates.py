@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
@@ -30,8 +29,7 @@ from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
 from pallas_softmax._src.topk.plan import padded_winners
 
 CANDIDATE_BYTES, POSITION_BYTES = 8, 2
-LOWEST_KEY = -(2**31)
-_SIGN = np.int32(LOWEST_KEY)
+LOWEST_KEY = -(2**31)  # its only bit is the sign, which entries invert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,7 @@ def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
 
 def candidate_of(p: Program, key: Value, index: Value) -> Value:
     """Returns a candidate as one 64-bit number."""
-    high, low = key ^ _SIGN, ~index
+    high, low = key ^ LOWEST_KEY, ~index
     return p.join(low, high)
 
 
@@ -93,7 +91,7 @@ def store_winners(
     for i, winner in enumerate(winners):
         wins = rank.bits("s32") < k - i if when is None else when & (rank.bits("s32") < k - i)
         low, high = p.split(winner)
-        index, key = ~low, high ^ _SIGN
+        index, key = ~low, high ^ LOWEST_KEY
         p.store(at, key, offset=4 * i, when=wins)
         p.store(at, index, offset=4 * (padded_winners(k) + i), when=wins)
 

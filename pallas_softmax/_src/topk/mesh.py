@@ -14,13 +14,9 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     """Merges each device's winners over one mesh axis after the other, the last first: a tree of all-gathers.
 
     The shards of a row lie in the order of their devices, and equal values are ordered by their index. So gathered
-    winners, which lie in the order of the devices, can be merged by position.
-
-    Args:
-      run_shard: (operation or None for top-k itself, arrays, static) -> the results on this device's shard.
-      logits, where, temperature, k, log, dtype: as for `xla.topk`; the shards of this device.
-      merge: the operation that merges lists of winners.
-      mesh_axes: the mesh axes that a row is spread over.
+    winners, which lie in the order of the devices, can be merged by position. The arguments are those of `xla.topk` for
+    this device's shard, and `merge`, the operation that merges lists of winners. run_shard(operation, arrays, static)
+    returns the operation's results on this device's shard; None stands for top-k itself.
     """
     vocab = logits.shape[-1]
     of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}

@@ -24,20 +24,18 @@ def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     return checks.unsupported(call, capability) or checks.not_contiguous(call)
 
 
-def _unsupported_winners(call: Call, capability: tuple[int, int]) -> str | None:
-    """Returns why no kernel can find or merge the winners of a call."""
-    if (reason := _unsupported(call, capability)) is not None:
-        return reason
-    return None if call.k is not None and 1 <= call.k <= MAX_K else f"k={call.k} is not from 1 to {MAX_K}"
+def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
+    """Returns why no kernel can find or merge k winners in the rows of a call."""
+    reason = None if 1 <= k <= MAX_K else f"k={call.k} is not from 1 to {MAX_K}"
+    return _unsupported(call, capability) or reason or checks.too_large(call)
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
     """Returns how the rows of a top-k lie over the GPU: a `Tile`, a `Window`, or a `Refusal`."""
-    reason = _unsupported_winners(call, capability) or checks.too_large(call)
-    if reason is not None:
+    k = call.k or 0
+    if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
-    assert call.k is not None
-    return plan_topk(call.rows, call.vocab, call.k, jnp.dtype(call.dtype), capability)
+    return plan_topk(call.rows, call.vocab, k, jnp.dtype(call.dtype), capability)
 
 
 def slower(call: Call) -> str | None:
@@ -58,16 +56,13 @@ def topk(plan, logits, where, temperature, *, k, log, dtype):
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     """Returns how the rows of the gradient lie over the GPU."""
-    if (reason := _unsupported(call, capability)) is not None:
+    if reason := _unsupported(call, capability):
         return Refusal(reason)
     if call.masked:
         return Refusal("no kernel for topk_grad with where")
+    what = f"topk_grad of V={call.vocab} {call.dtype}"
     tile = plan_topk_grad(call.vocab, jnp.dtype(call.dtype))
-    if tile is None:
-        return Refusal(
-            f"no kernel for topk_grad of V={call.vocab} {call.dtype}: a row is too long for a warp"
-        )
-    return tile
+    return tile or Refusal(f"no kernel for {what}: a row is too long for a warp")
 
 
 def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
@@ -86,14 +81,12 @@ def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):
 
 def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
     """Returns None, since `merge_kernel` has one plan only, or why it cannot merge the lists."""
-    if (reason := _unsupported_winners(call, capability)) is not None:
+    k = call.k or 0
+    if reason := _unsupported_winners(call, k, capability):
         return Refusal(reason)
-    assert call.k is not None
-    most = lists_per_merge(call.k)
-    if call.vocab > most * call.k:
-        return Refusal(f"{call.vocab // call.k} lists of {call.k} are more than the {most} that a CTA merges")
-    reason = checks.too_large(call)
-    return None if reason is None else Refusal(reason)
+    if call.vocab > (most := lists_per_merge(k)) * k:
+        return Refusal(f"{call.vocab // k} lists of {k} are more than the {most} that a CTA merges")
+    return None
 
 
 def merge(plan: None, won, kept, indices, parts, temperature, *, k, log, dtype):

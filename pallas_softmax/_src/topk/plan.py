@@ -63,15 +63,7 @@ STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; large
 
 
 def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
-    """Returns how the rows of top-k lie over a GPU.
-
-    Args:
-      rows: number of rows.
-      vocab: number of elements of a row.
-      k: number of winners of a row, from 1 to MAX_K.
-      dtype: dtype of the logits.
-      capability: compute capability of the GPU.
-    """
+    """Returns how the rows of top-k lie over a GPU. A row has `vocab` logits and from 1 to MAX_K winners."""
     itemsize = jnp.dtype(dtype).itemsize
     if tile := plan_tile(vocab, k, itemsize):
         return tile
@@ -80,15 +72,14 @@ def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int])
         for window in _whole_windows(vocab, k, itemsize):
             if cta_bytes(window, k, itemsize) <= smem_of_each(capability, 2):
                 return window
-    whole = _window(vocab, k, itemsize, 1)
     fills = k >= MANY_WINNERS and itemsize == 4 and vocab * itemsize >= WHOLE_ROW_BYTES
-    if rows > FEW_ROWS and fills and _fits(whole, k, itemsize, smem):
+    if rows > FEW_ROWS and fills and _fits(whole := _window(vocab, k, itemsize, 1), k, itemsize, smem):
         return whole
     room = smem // 2 if k <= MAX_CUT_K else smem  # bytes per CTA, with two CTAs on a multiprocessor or one
     count = _parts(rows, vocab, k, itemsize)
-    while not _fits(_window(vocab, k, itemsize, count), k, itemsize, room):
+    while not _fits(window := _window(vocab, k, itemsize, count), k, itemsize, room):
         count += 1  # shorter parts take less room
-    return _window(vocab, k, itemsize, count)
+    return window
 
 
 def _parts(rows: int, vocab: int, k: int, itemsize: int) -> int:
@@ -111,11 +102,9 @@ def _window(vocab: int, k: int, itemsize: int, count: int) -> Window:
     With fewer groups, the k-th largest of their maxima would be a loose bound for the k-th best element.
     """
     vec = ACCESS_BYTES // itemsize
-    step_blocks = group_blocks = STEP_ELEMENTS // vec
-    window = Window(vocab, vec, step_blocks, group_blocks, count)
-    while group_blocks > 1 and (window.groups < 2 * k or group_blocks > window.blocks):
-        group_blocks //= 2
-        window = Window(vocab, vec, step_blocks, group_blocks, count)
+    window = Window(vocab, vec, STEP_ELEMENTS // vec, STEP_ELEMENTS // vec, count)
+    while window.group_blocks > 1 and (window.groups < 2 * k or window.group_blocks > window.blocks):
+        window = dataclasses.replace(window, group_blocks=window.group_blocks // 2)
     return window
 
 
@@ -158,9 +147,7 @@ def bound_rank(window: Window, k: int, room: int) -> int:
 
     At least k elements reach the k-th maximum, one in each of k groups. If k is large relative to the number of groups,
     too many elements may reach it, even in random order. Then the bound is a maximum that about 1.4 k elements reach.
-
-    Args:
-      room: number of candidates that fit into the list.
+    `room` is the number of candidates that fit into the list.
     """
     elements = window.cut.longest
 

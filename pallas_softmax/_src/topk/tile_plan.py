@@ -66,10 +66,7 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
 def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
     """Returns the tile with the fewest lanes per row that can hold the row, from 2 to 32. If none can: 32 lanes.
 
-    Args:
-      vec: number of elements that a lane loads at once.
-      of_few: the most elements in a lane, if a row has fewer lanes than MANY_LANES.
-      of_many: the most elements in a lane otherwise.
+    A lane holds at most `of_few` elements if a row has fewer lanes than MANY_LANES, and at most `of_many` otherwise.
     """
     lanes = 2
     while lanes < LANES and -(-vocab // (lanes * vec)) * vec > (of_few if lanes < MANY_LANES else of_many):
