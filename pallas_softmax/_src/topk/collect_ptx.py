@@ -233,8 +233,13 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     address, block = p.at(p.x, p.thread, ACCESS_BYTES), p.var(0, "u32")
     with p.loop() as leave:
         leave((block >= window.blocks) | (base >= k))
-        keys = p.element.keys(p.element.vector(p, address))
-        tied, before, in_warp = _tied_in_warp(p, keys, tie, position, lower_lanes)
+        in_warp, before, tied = p.var(0, "s32"), p.var(0, "s32"), []
+        for j, key in enumerate(p.element.keys(p.element.vector(p, address))):
+            at = position + j
+            tied.append(key.equals(tie) & (at >= p.low) & (at < p.high))
+            ballot = p.ballot(tied[-1])
+            p.increase(in_warp, p.count_ones(ballot))
+            p.increase(before, p.count_ones(ballot & lower_lanes))
         # Two places alternate, so that one barrier for each block suffices.
         (totals,) = p.of_warps([in_warp], p.at(scratch, parity, 4 * WARPS), lane=0)
         p.increase(before, base)
@@ -249,27 +254,6 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
         p.increase(block, 1)
         p.update(parity, "xor", 1)
     p.barrier()
-
-
-def _tied_in_warp(
-    p: WindowProgram, keys: list[Value], tie: Value, first_position: Value, lower_lanes: Value
-) -> tuple[list[Value], Value, Value]:
-    """Finds a thread's keys that equal `tie` and are in the part. The first key is at `first_position`.
-
-    Returns one condition for each key, the number of such keys in the lower lanes of the warp, and their number in the
-    whole warp. `lower_lanes` is the bit mask of the lower lanes.
-    """
-    in_warp, before = p.var(0, "s32"), p.var(0, "s32")
-    tied = []
-    for j, key in enumerate(keys):
-        position = first_position + j
-        equal = key.equals(tie)
-        from_low = equal & (position >= p.low)
-        tied.append(from_low & (position < p.high))
-        ballot = p.ballot(tied[-1])
-        p.increase(in_warp, p.count_ones(ballot))
-        p.increase(before, p.count_ones(ballot & lower_lanes))
-    return tied, before, in_warp
 
 
 # ---- from positions to candidates

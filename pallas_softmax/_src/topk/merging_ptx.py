@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
@@ -46,7 +46,7 @@ from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
 _MOST_NEAR_TIES = 16
 _HALF_ONES = 0xFFFF
 _MAGNITUDES = 0x7FFF7FFF
-# Byte selectors for `permute`: 0 to 3 select from its first argument, 4 to 7 from its second.
+# Selectors for prmt: each digit selects a byte, 0 to 3 from its first argument, 4 to 7 from its second.
 _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
@@ -120,11 +120,7 @@ def _other_near_ties(p: TileProgram, listed: list[Value], worst: Value) -> Value
 
 
 def _mend(p: TileProgram, row: int, found: _Found, place: tuple[Value, int]) -> None:
-    """Orders winners by their whole keys. Larger elements replace the last winner.
-
-    Args:
-      place: the lane of the last winner, and the winner's number there.
-    """
+    """Orders winners by their whole keys. Larger elements replace the last winner: `place` is its lane and number."""
     own_lane = p.operand("thread", "u32") & (LANES - 1)
     winners, others = found.winners, found.others
     if others is None:
@@ -155,7 +151,8 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
         words = _packed_keys(p, row, p.first_column, complements)
         listed = packed_ptx.best(p, words, length)
         best = [p.winner(row, i) for i in range(max(1, size // tile.lanes))]
-        _set_all(p, best, _merged(p, listed, size))
+        for winner, word in zip(best, _merged(p, listed, size), strict=True):
+            p.set(winner, word)
         if length >= min(k, len(words)):
             continue  # lists cannot be too short
         last = p.var(listed[-1])
@@ -171,14 +168,9 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
             listed = packed_ptx.best(p, words, length)
             p.set(last, listed[-1])
             more = _merged(p, listed, size)
-            _set_all(p, best, _better_half(p, best, more, min(size, tile.lanes)))
+            for winner, word in zip(best, _better_half(p, best, more, min(size, tile.lanes)), strict=True):
+                p.set(winner, word)
     return p
-
-
-def _set_all(p: Program, registers: list[Value], values: list[Value]) -> None:
-    """Gives each register its value."""
-    for register, value in zip(registers, values, strict=True):
-        p.set(register, value)
 
 
 # ---- packed keys
@@ -198,7 +190,7 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
         pair = p.operand(f"x{row}_{i}", "u32")
         signs = pair.bits("s16x2").sign()
         keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, signs, _MAGNITUDES)
-        words += [p.permute(keys, complement, which).bits("s32") for which in (_LOWER_WORD, _UPPER_WORD)]
+        words += [p.write("prmt.b32", "s32", keys, complement, which) for which in (_LOWER_WORD, _UPPER_WORD)]
     words = words[: len(p.columns)]
     packed_ptx.lower_beyond_row(p, words, first_column)
     return words
@@ -260,9 +252,8 @@ def _exchanged(
 ) -> list[Value]:
     """Exchanges words with lane ^ flip. The lane without the bit `flip` keeps the larger; if `turned`, the other one.
 
-    Args:
-      words: the words of a lane. None is the lowest word, and None is never compared with None.
-      mirrored: whether word i is compared with word -1 - i of the other lane, or with word i.
+    Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
+    never compared with None.
     """
     others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
     larger = (p.lane & flip).equals(0)

@@ -240,13 +240,9 @@ def near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
 
 
 def put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) -> None:
-    """Exchanges neighbours that are in the wrong order, pair by pair.
+    """Exchanges neighbours that are in the wrong order, pair by pair: words i and i + 1 if bit i of `pairs` is set.
 
     If two pairs share a word, passes are repeated until one pass exchanges nothing.
-
-    Args:
-      words: the packed keys of a lane, in order.
-      pairs: has bit i set if words i and i + 1 nearly tie.
     """
     own_lane = p.operand("thread", "u32") & (LANES - 1)
 

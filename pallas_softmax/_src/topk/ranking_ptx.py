@@ -78,36 +78,32 @@ def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:
     values = [p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, of.capacity, WARPGROUP)]
     run = p.var(1, "u32")
 
-    def complement_odd_runs(values):
-        ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
-        return [value ^ ones for value in values]
-
     def set_values(new):
+        """Sets the values to the new ones, complemented in odd runs."""
+        ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
         for value, of_new in zip(values, new):
-            p.set(value, of_new)
+            p.set(value, of_new ^ ones)
 
-    set_values(complement_odd_runs(packed_ptx.best(p, complement_odd_runs(values), len(values))))
+    set_values(values)
+    set_values(packed_ptx.best(p, values, len(values)))
     with p.repeat() as next_run:
         p.set(run, run << 1)
-        set_values(complement_odd_runs(values))
+        set_values(values)
         stride = p.var(run >> 1)
         with p.repeat() as next_stride:
             _exchange(p, of, values, stride, own)
             p.set(stride, stride >> 1)
             next_stride(stride.differs(0))
-        set_values(complement_odd_runs(packed_ptx.sorted_bitonic(p, values)))
+        set_values(packed_ptx.sorted_bitonic(p, values))
         next_run(run < WARPGROUP)
     store_winners(p, of.ranked, values, p.thread * len(values), of.k)
 
 
 def _exchange(p: CtaProgram, of: CandidateList, values: list[Value], stride: Value, own: Value) -> None:
-    """Exchanges values with thread ^ stride. The lower thread keeps the larger value of each pair.
+    """Exchanges values with thread ^ stride, a power of two. The lower thread keeps the larger value of each pair.
 
-    Threads of one warp exchange by shuffles. Threads of different warps exchange through the list.
-
-    Args:
-      stride: a power of two.
-      own: the address of this thread's first entry.
+    Threads of one warp exchange by shuffles. Threads of different warps exchange through the list, where `own` is the
+    address of this thread's first entry.
     """
     upper = (p.thread & stride).differs(0)
 

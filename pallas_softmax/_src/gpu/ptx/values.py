@@ -42,7 +42,9 @@ _BITS = {
 }
 _FLOATS = {"f16", "bf16", "f32"}
 WHOLE_WARP = "0xffffffff"  # lane mask of a warp instruction: all lanes take part
-_SIGNS_OF_HALVES = 0xBB99  # for prmt: from the lowest byte up, the signs of bytes 1, 1, 3 and 3
+_SIGNS_OF_HALVES = (
+    0xBB99  # for prmt, where 8 + i is the sign of byte i: signs of bytes 1, 1, 3 and 3, the lowest first
+)
 
 
 class Value:
@@ -304,13 +306,6 @@ class Program:
     def highest_bit(self, x: Value) -> Value:
         """Returns the number of the highest bit that is 1."""
         return self.write("bfind.u32", "u32", x)
-
-    def permute(self, low: Value, high: Value, bytes_: int) -> Value:
-        """Returns four of the bytes of two numbers: `low` has bytes 0 to 3, `high` has bytes 4 to 7.
-
-        Each hexadecimal digit of `bytes_` selects a byte. The number of a byte plus 8 selects a byte full of its sign.
-        """
-        return self.write("prmt.b32", "u32", low, high, bytes_)
 
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; 32 if x is 0."""
