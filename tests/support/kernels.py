@@ -223,7 +223,8 @@ def lists_ptx_of(lists, k):
 def bound_ptx_of(window, k):
     """Returns the text of the search for a bound; <bound> receives it."""
     p = WindowProgram(window, "float32", k)
-    p.set(p.operand("bound", "s32"), bound_ptx.find_bound(p, k))
+    bound, _ = bound_ptx.find_bound(p, k)
+    p.set(p.operand("bound", "s32"), bound)
     return p
 
 

@@ -18,20 +18,20 @@ _EACH = 4  # counters per thread
 _BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
 
 
-def find_bound(p: WindowProgram, rank: int) -> Value:
-    """Returns a key that at least `rank` group_keys reach, and at most few_more(rank) unless it is the only such key.
+def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
+    """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
-    Each round counts the group_keys in the range by bucket, and narrows the range to the bucket with group_key number
-    `rank` of all. The counters use the list of candidates, which must be empty, and every round clears them.
+    At most few_more(rank) group_keys reach the first result, unless many are equal. Each round counts the group_keys in
+    the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The counters use the
+    list of candidates, which must be empty, and every round clears them.
     """
     p.barrier()  # all threads have written their group_keys
     own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
     left = _bracket(p, keys, rank, scratch)
-    above, reach = (
-        p.var(0, "s32"),
-        p.var(rank + WARPGROUP, "s32"),
-    )  # keys above the range, and keys that reach it
+    highest = p.var(left.high)
+    # The number of keys above the range, and of keys that reach it. The latter is more than few_more(rank) at first.
+    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
 
     def one_round(bucket_of):
         for key in keys:
@@ -40,7 +40,7 @@ def find_bound(p: WindowProgram, rank: int) -> Value:
         return _find_bucket(p, above, reach, rank, scratch)
 
     narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= few_more(rank))
-    return left.high - left.extent.bits("s32")
+    return left.high - left.extent.bits("s32"), highest
 
 
 def few_more(rank: int) -> int:

@@ -35,11 +35,12 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
-    bound = find_bound(p, bound_at) if window.groups >= bound_at else p.var(lowest, "s32")
+    all_keys = p.var(lowest, "s32"), p.var(~lowest, "s32")
+    bound, highest = find_bound(p, bound_at) if window.groups >= bound_at else all_keys
     collect(p, bound)
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
-        _find_exactly(p, bound, n)
+        _find_exactly(p, bound, highest, n)
     listed = _candidates(p, n)
     if window.compact:
         expand_positions(p, listed)
@@ -61,14 +62,9 @@ def _candidates(p: WindowProgram, n: Value) -> CandidateList:
 # ---- an exact bound
 
 
-def _find_exactly(p: WindowProgram, failed: Value, n: Value) -> None:
-    """Collects again with an exact bound, so that the candidates are enough and fit. Sets `n` to their number.
-
-    Args:
-      failed: the bound that failed.
-      n: changed.
-    """
-    bound, reach, exceed = _bisect(p, failed)
+def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
+    """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
+    bound, reach, exceed = _bisect(p, failed, highest)
     all_fit = p.var(reach <= p.capacity)
     clear(p, p.candidates, p.list_bytes, p.counts)
     with p.when(all_fit | (exceed > 0)):
@@ -78,8 +74,8 @@ def _find_exactly(p: WindowProgram, failed: Value, n: Value) -> None:
     p.set(n, p.select(all_fit, reach, p.k).bits("u32"))
 
 
-def _bisect(p: WindowProgram, failed: Value) -> tuple[Value, Value, Value]:
-    """Returns an exact bound, how many elements reach it, and how many exceed it.
+def _bisect(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
+    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
 
     At least k elements reach the bound. Either all of them fit into the list, or fewer than k exceed the bound. low and
     high bracket it: at least k elements reach low, and fewer than k exceed high.
@@ -89,7 +85,7 @@ def _bisect(p: WindowProgram, failed: Value) -> tuple[Value, Value, Value]:
     # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer
     # than k unmasked elements, or NaNs.
     likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
-    low, high = p.var(lowest, "s32"), p.var(_highest_key(p))
+    low, high = p.var(lowest, "s32"), p.var(highest)
     reach, exceed = (p.var(p.high - p.low) for _ in range(2))
     turn = p.var(0, "u32")
     with p.loop() as leave:
@@ -112,26 +108,10 @@ def _bisect(p: WindowProgram, failed: Value) -> tuple[Value, Value, Value]:
     return low, reach, exceed
 
 
-def _highest_key(p: WindowProgram) -> Value:
-    """Returns a key that no element exceeds: the largest of the group_keys."""
-    address, groups = p.at(p.group_keys, p.thread, 4), p.var(0, "u32")
-    highest = p.load(address, "s32")
-    with p.repeat() as again:
-        p.update(highest, "max", p.load(address, "s32"))
-        p.increase(address, 4 * WARPGROUP)
-        p.increase(groups, 1)
-        again(groups < p.window.groups_per_thread)
-    (of_warps,) = p.of_warps([p.over_lanes("max", highest)], _place(p, 1), lane=0)
-    return p.reduce("max", of_warps)
-
-
 def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
-    """Returns how many elements of the part reach the bound, and how many exceed it.
+    """Returns how many elements of the part reach the bound, and how many exceed it. `turn` numbers the calls.
 
     for each group of the thread: skip its blocks if its largest key is below the bound, else compare each element
-
-    Args:
-      turn: the number of the call, from 0 on.
     """
     window, element = p.window, p.element
     reach, exceed = (p.var(0, "s32") for _ in range(2))
@@ -155,17 +135,11 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
         p.increase(group, 4 * WARPGROUP)
         next_group(blocks_left.differs(0))
     of_warp = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
-    reaches, exceeds = p.of_warps(of_warp, _place(p, turn & 1), lane=0)
+    # Calls alternate between two places, so that each needs one barrier only.
+    place = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
+    reaches, exceeds = p.of_warps(of_warp, place, lane=0)
     # Positions outside the part hold -inf, and are counted as well.
     around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of(-np.inf, element.dtype)
     outside_reach = p.select(bound <= neg_inf, around, 0)
     outside_exceed = p.select(bound < neg_inf, around, 0)
     return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed
-
-
-def _place(p: WindowProgram, number: Value | int) -> Value:
-    """Returns the address of place 0 or 1 for sums of warps. Calls alternate, so that each needs one barrier only."""
-    size = 2 * 4 * WARPS
-    if isinstance(number, int):
-        return p.counts + (SCRATCH_BYTE + size * number)
-    return p.at(p.counts + SCRATCH_BYTE, number, size)
