@@ -82,15 +82,10 @@ def elements(register: ir.Value) -> list[ir.Value]:
 def emit_ptx(
     code: Program, operands: dict[str, ir.Value], results: dict[str, str] | None = None
 ) -> list[Any]:
-    """Emits PTX into the inline code that is being traced, in a scope of its own.
+    """Emits PTX into the inline code that is being traced, in a scope of its own. Returns the values of the results.
 
-    Args:
-      code: the program; <name> in its text stands for an operand or a result.
-      operands: values by name; a memory reference stands for its address.
-      results: MLIR types, like "i32", by name. The text may write a result before it has read all operands.
-
-    Returns:
-      The values of the results.
+    `operands` has values by name; a memory reference stands for its address. `results` has MLIR types, like "i32", by
+    name. The text may write a result before it has read all operands.
     """
     results = results or {}
     values = [utils.memref_ptr(v) if isinstance(v.type, ir.MemRefType) else v for v in operands.values()]
@@ -99,12 +94,8 @@ def emit_ptx(
     constraints = [f"=&{_CONSTRAINTS[kind]}" for kind in results.values()]
     constraints += [_CONSTRAINTS[str(v.type)] for v in values]
     types = [ir.Type.parse(kind) for kind in results.values()]
-    if not types:
-        result_type: Any = ir.Type.parse("!llvm.void")
-    elif len(types) == 1:
-        result_type = types[0]
-    else:
-        result_type = llvm.StructType.get_literal(types)
+    no_or_one = types or [ir.Type.parse("!llvm.void")]
+    result_type: Any = llvm.StructType.get_literal(types) if len(types) > 1 else no_or_one[0]
     out = llvm.inline_asm(result_type, values, f"{{ {text} }}", ",".join(constraints), has_side_effects=True)
     return [out] if len(types) == 1 else [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]
 
@@ -132,23 +123,19 @@ def insert_ptx(
       The results, each as an array (128,), or as a scalar if they are uniform.
     """
     scalars, blocks, results = scalars or {}, blocks or {}, results or {}
-    dtypes = {"i32": "int32", "f32": "float32"}
+    dtypes = {"i32": np.dtype("int32"), "f32": np.dtype("float32")}
     shape = () if uniform else (WARPGROUP,)
     layout: Any = plgpu.Layout.WG_SPLAT(()) if uniform else PER_THREAD
-    return_type = [
-        plgpu.ShapeDtypeStruct(shape, np.dtype(dtypes[t]), layout=layout) for t in results.values()
-    ]
 
     @inline(
-        arg_types=(REF,) * len(refs) + (PER_THREAD,) * len(blocks) + (SCALAR,) * len(scalars),
-        return_type=tuple(return_type) or None,
+        arg_types=([REF] * len(refs), [PER_THREAD] * len(blocks), [SCALAR] * len(scalars)),
+        return_type=tuple(plgpu.ShapeDtypeStruct(shape, dtypes[t], layout=layout) for t in results.values()),
     )
-    def emit(_, *arguments):
-        values = iter(arguments)
-        operands = {name: next(values) for name in refs} | {"thread": thread()}
-        operands |= {name: elements(next(values).registers.item())[0] for name in blocks}
-        operands |= {name: scalar(next(values)) for name in scalars}
+    def emit(_, refs_, blocks_, scalars_):
+        operands = dict(zip(refs, refs_)) | {"thread": thread()}
+        operands |= {name: elements(block.registers.item())[0] for name, block in zip(blocks, blocks_)}
+        operands |= {name: scalar(number) for name, number in zip(scalars, scalars_)}
         written = emit_ptx(code, operands, results)
-        return tuple(array(layout.to_mgpu(), shape, [x if uniform else pack([x])]) for x in written) or None
+        return tuple(array(layout.to_mgpu(), shape, [x if uniform else pack([x])]) for x in written)
 
-    return emit(*refs.values(), *blocks.values(), *scalars.values()) or ()
+    return emit([*refs.values()], [*blocks.values()], [*scalars.values()])

@@ -12,6 +12,10 @@ from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
 from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, pack
 from pallas_softmax._src.gpu.ptx.values import Program
 
+# The number and the kind of the registers that move so many bytes, and the MLIR types of such registers.
+_WORDS = {1: (1, "u8"), 2: (1, "u16"), 4: (1, "u32"), 8: (2, "u32"), 16: (4, "u32")}
+_REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}
+
 
 def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
     """Returns the 64-bit offset of the element at this row and column."""
@@ -21,23 +25,18 @@ def offset_of(row: ir.Value, columns: int, column: ir.Value) -> ir.Value:
 
 
 def load_vector(pointer, element: ir.Type, vec: int, offset, inside, fill=0.0, *, step: int = 0) -> ir.Value:
-    """Returns a vector of `vec` elements, 1 to 16 bytes in all; if not `inside`, all are `fill`, which is 0 or -inf.
+    """Returns a vector of `vec` elements, 1 to 16 bytes in all, from element `offset` + `step` on.
 
-    Args:
-      pointer: address of element 0.
-      element: the elements' type.
-      vec: number of elements. Their address must be a multiple of their size in all.
-      offset: offset of the first element, without `step`.
-      inside: whether to read the elements.
-      fill: the value of the elements if they are not read.
-      step: a constant to add to the offset. Accesses with the same offset share the computation of the address.
+    If not `inside`, the elements are not read, and all are `fill`, which is 0 or -inf. The first one's address must be
+    a multiple of the vector's size. Accesses with the same offset share the computation of the address.
     """
     itemsize = utils.bytewidth(element)
-    p, (count, kind) = Program(), _words(vec * itemsize)
+    p, (count, kind) = Program(), _WORDS[vec * itemsize]
     words = [p.operand(f"x{i}", kind) for i in range(count)]
     reads = p.operand("inside", "u32").differs(0)
+    bits = 0 if fill == 0 else NEG_INF_BITS[str(element)]
     for word in words:
-        p.set(word, _bits(fill, element, kind))
+        p.set(word, bits << 16 | bits if itemsize == 2 and kind == "u32" else bits)
     p.load_into(words, p.operand("at", "u64"), offset=step * itemsize, when=reads, space="global")
     results = {f"x{i}": _REGISTERS[kind] for i in range(count)}
     registers = _emit(p, pointer, offset, itemsize, inside, {}, results)
@@ -50,7 +49,7 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
     """Writes a vector of 2 to 16 bytes from element `offset` + `step` on, if `inside`; see `load_vector`."""
     held = ir.VectorType(register.type)
     itemsize = utils.bytewidth(held.element_type)
-    p, (count, kind) = Program(), _words(held.shape[0] * itemsize)
+    p, (count, kind) = Program(), _WORDS[held.shape[0] * itemsize]
     words_type = ir.VectorType.get((count,), ir.Type.parse(_REGISTERS[kind]))
     registers = elements(vector.bitcast(words_type, register))
     names = [f"x{i}" for i in range(count)]
@@ -99,30 +98,6 @@ def load_unaligned_bytes(pointer, vec: int, offset, inside) -> ir.Value:
         p.set(p.operand(f"x{i}", "u32"), p.write("shf.r.wrap.b32", "u32", low, high, shift))
     registers = _emit(p, pointer, offset, 1, inside, {}, {f"x{i}": "i32" for i in range(count)})
     return vector.bitcast(ir.VectorType.get((vec,), ir.IntegerType.get_signless(8)), pack(registers))
-
-
-def _words(size: int) -> tuple[int, str]:
-    """Returns the number and the kind of the registers that move `size` bytes, 1 to 16."""
-    match size:
-        case 1:
-            return 1, "u8"
-        case 2:
-            return 1, "u16"
-        case 4 | 8 | 16:
-            return size // 4, "u32"
-    raise AssertionError(f"an access must have 1, 2, 4, 8 or 16 bytes, got {size}")
-
-
-_REGISTERS = {"u8": "i16", "u16": "i16", "u32": "i32"}  # MLIR types of the registers that hold these kinds
-
-
-def _bits(fill: float, element: ir.Type, kind: str) -> int:
-    """Returns a word of this kind, as a number, with all elements equal to `fill`, which is 0 or -inf."""
-    if fill == 0:
-        return 0
-    bits = NEG_INF_BITS[str(element)]
-    two_elements = utils.bytewidth(element) == 2 and kind == "u32"
-    return bits << 16 | bits if two_elements else bits
 
 
 def _emit(p: Program, pointer, offset, itemsize: int, inside, operands, results) -> list[ir.Value]:
