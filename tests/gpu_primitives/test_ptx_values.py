@@ -114,14 +114,15 @@ def test_pairs():
 
 def test_cluster():
     """A CTA reads what the next CTA wrote, and counts in adjacent words."""
-    ctas, p = 3, kernels.Program()
+    ctas = 3
+    p = kernels.CtaProgram(ctas=ctas)
     thread, cta = p.operands("u32", "thread", "cta")
     own = p.at(p.operand("numbers", "u32"), thread, 4)
     p.store(own, p.load(own, "u32") + cta * 1000)
     meet = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
     p += meet
     following = p.select(cta.equals(ctas - 1), 0, cta + 1)
-    x = p.load(p.in_cta(own, following), "u32", space="shared::cluster")
+    (x,) = p.of_cta(own, following, "u32")
     p += meet
     p.store(own, x)
     p.add_to(p.operand("counts", "u32"), 1, thread < 5, offset=4)

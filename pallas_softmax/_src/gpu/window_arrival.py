@@ -9,8 +9,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, sort_keys
@@ -19,12 +17,12 @@ from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import (
     REF,
     SCALAR,
-    elements,
     emit_ptx,
     inline,
     insert_ptx,
     scalar,
     thread,
+    words,
 )
 from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.staged_row import PartPlace, part_place
@@ -176,7 +174,7 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
     def emit(_, x_smem, step, keep):
         operands = {"x": x_smem, "step": scalar(step), "thread": thread()}
         for b, of_block in enumerate(keep):
-            operands |= {f"keep{b}_{i}": word for i, word in enumerate(_words(of_block, window.vec // 4))}
+            operands |= {f"keep{b}_{i}": w for i, w in enumerate(words(of_block.registers.item()))}
         emit_ptx(code, operands)
 
     emit(x_smem, step, keep)
@@ -194,12 +192,6 @@ def _mask_step_in_jax(window: Window, x_smem, step, keep, infinite: bool) -> Non
 def _of_masked(dtype, infinite: bool):
     """Returns the value of a masked element: -inf, or the float of the lowest key."""
     return np.array(-np.inf, dtype) if infinite else sort_keys.lowest(dtype)
-
-
-def _words(of_block, count: int) -> list[ir.Value]:
-    """Returns the bytes of this thread in a block of int8, as `count` 32-bit numbers."""
-    (register,) = of_block.registers.flat
-    return elements(vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register))
 
 
 def _mask_vectors(window: Window, element: Elements, blocks: int, infinite: bool) -> Program:

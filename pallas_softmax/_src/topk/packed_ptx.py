@@ -17,12 +17,11 @@ from collections.abc import Callable
 
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
+from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread, words
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk.candidates import LOWEST_KEY
 
@@ -80,15 +79,10 @@ def insert_in_tile(code: TileProgram, out: Tile, held):
 
 def _words(registers) -> list[ir.Value]:
     """Returns the elements in 32-bit words, two 16-bit elements in one. An unpaired last one fills both halves."""
-    i32 = ir.IntegerType.get_signless(32)
-    held = [x for register in registers for x in elements(register)]
-    if held[0].type == i32:
-        return held
-    if ir.VectorType(registers[0].type).shape[0] > 1:
-        words = [vector.bitcast(ir.VectorType.get((len(elements(r)) // 2,), i32), r) for r in registers]
-        return [word for of_register in words for word in elements(of_register)]
-    pairs = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
-    return [elements(vector.bitcast(ir.VectorType.get((1,), i32), pair))[0] for pair in pairs]
+    if ir.VectorType(registers[0].type) == ir.VectorType.get((1,), ir.IntegerType.get_signless(16)):
+        held = [elements(register)[0] for register in registers]
+        registers = [pack([a, b]) for a, b in zip(held[::2], [*held[1::2], held[-1]])]
+    return [word for register in registers for word in words(register)]
 
 
 def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:

@@ -133,7 +133,8 @@ class CtaProgram(Program):
         if self.ctas == 1:
             self.load_into(out, at, when=when)
         else:
-            self.load_into(out, self.in_cta(at, cta), when=when, space="shared::cluster")
+            there = self.op("mapa.shared::cluster", "u32", at, cta)
+            self.load_into(out, there, when=when, space="shared::cluster")
         return out
 
 

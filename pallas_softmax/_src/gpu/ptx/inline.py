@@ -76,6 +76,13 @@ def elements(register: ir.Value) -> list[ir.Value]:
     ]
 
 
+def words(register: ir.Value) -> list[ir.Value]:
+    """Returns the bytes of a register as 32-bit numbers."""
+    type_, i32_ = ir.VectorType(register.type), ir.IntegerType.get_signless(32)
+    count = type_.shape[0] * utils.bytewidth(type_.element_type) // 4
+    return elements(vector.bitcast(ir.VectorType.get((count,), i32_), register))
+
+
 # --- PTX ----------------------------------------------------------------------------------------------
 
 

@@ -423,10 +423,6 @@ class Program:
         self += f"{_if(when)}{add} {out}, [{address}+{offset}], {_ptx_of(number, 'u32')};"
         return out
 
-    def in_cta(self, address: Value, cta: Any) -> Value:
-        """Returns the address, for space="shared::cluster", of the same location in another CTA of the cluster."""
-        return self.op("mapa.shared::cluster", "u32", address, cta)
-
     # --- Warps
 
     def shuffle(self, x: Value, mode: str, by: Any) -> Value:
