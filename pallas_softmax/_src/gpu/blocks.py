@@ -104,10 +104,7 @@ def store_in_place(ref, block, block_layout: Any, *, interpret):
 def load_from_ctas(ref, count: int, empty: float):
     """Returns a block: element i is element i of `ref` in CTA i of the cluster, and `empty` from `count` on.
 
-    Args:
-      ref: a one-dimensional reference to 128 float32 in shared memory, which all CTAs have.
-      count: number of CTAs of the cluster, up to 32.
-      empty: 0 or -inf.
+    `ref` refers to 128 float32 in the shared memory of each of the `count` CTAs, up to 32.
     """
 
     @inline(

@@ -51,12 +51,8 @@ def part_place(
 ) -> PartPlace:
     """Returns the place of this CTA's part. The grid has the axis "row" and, if rows have several parts, "part".
 
-    Args:
-      cut: how each row is cut into parts.
-      view: the shape of the arrays in device memory, from `aligned_view`.
-      rows: number of rows.
-      backwards: whether the CTAs take the rows and their parts in reverse order.
-      row: number of the row, if a CTA takes several; by default, the number of the CTA on the axis "row".
+    `view` is the shape of the arrays in device memory, from `aligned_view`. If `backwards`, the CTAs take the rows and
+    their parts in reverse order. A CTA that takes several rows passes the number of the `row`.
     """
     row = lax.axis_index("row") if row is None else row
     index = lax.axis_index("part") if cut.count > 1 else jnp.int32(0)
@@ -116,14 +112,9 @@ class StagedRow:
         return blocks.filled(value, self.walk.vec, interpret=self.interpret)
 
     def copy_in(self, gmem, smem, arrived, start, i) -> None:
-        """Starts the copy of step i of the elements of `gmem` from `start` on.
+        """Starts the copy of step i of the elements of `gmem` from `start` on, which is at a 16-byte boundary.
 
-        Args:
-          gmem: a one-dimensional reference to device memory.
-          smem: a reference to shared memory for the elements.
-          arrived: a barrier for each slot; the barrier of the step's slot completes when the step has arrived.
-          start: the first element in `gmem`, at a 16-byte boundary.
-          i: number of the step, an int or traced.
+        The barrier `arrived` of the step's slot completes when the step is in `smem`. i is an int or traced.
         """
         walk = self.walk
 

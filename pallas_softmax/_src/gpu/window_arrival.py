@@ -160,9 +160,7 @@ def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False, int
     x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
     store x, if the vector is in the body     (`fill_edges` masks the head and the tail)
 
-    Args:
-      keep: the mask, one block of int8 for each block of the step. 0 means masked.
-      infinite: whether a masked element becomes -inf.
+    `keep` has one block of int8 for each block of the step.
     """
     if interpret:
         _mask_step_in_jax(window, x_smem, step, keep, infinite)

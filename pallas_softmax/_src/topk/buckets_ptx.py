@@ -46,9 +46,7 @@ _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error 
 def rank_by_buckets(p: CtaProgram, of: CandidateList, otherwise: Callable[[Value], None]) -> None:
     """Writes the k best candidates in order. A thread handles entries thread, thread + 128, ...
 
-    Args:
-      of: the candidates.
-      otherwise: called with the condition that a bucket has too many. Jumps out if it holds, with the list unchanged.
+    otherwise(condition) jumps out where a bucket has too many candidates, with the list unchanged.
     """
     each = of.capacity // WARPGROUP
     mine = p.at(of.buckets, p.thread, 4 * each)  # the thread's counters

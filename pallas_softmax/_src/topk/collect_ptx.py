@@ -59,10 +59,8 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
     """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
 
     A warp counts its groups that reach the bound, and reserves as many places. If all warps' groups together do not
-    fit, the number of candidates is set to more than the capacity, and all threads give up.
-
-    Args:
-      give_up: jumps to the end of `collect`. The search then continues with an exact bound.
+    fit, the number of candidates is set to more than the capacity, and all threads jump to the end of `collect` by
+    give_up(). The search then continues with an exact bound.
     """
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")

@@ -39,12 +39,8 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
-    Args:
-      won: (rows, lists * k) float32, logits of the winners of each device's shard of the row.
-      kept: (rows, lists * k), the mask of the winners, or None.
-      indices: (rows, lists * k) int32, the winners' indices in the row.
-      parts: (rows, lists), the normalizers of the shards.
-
+    Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None, and
+    their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists).
     `window_kernel.topk_rows` documents the other arguments and the results.
     """
     keys = sort_keys.key(won)
@@ -59,11 +55,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
 def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[Candidates, Normalizer]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
-    Args:
-      lists: the lists of row 0, then of row 1, ...; a single list per row is final already.
-      scale: 1 / temperature, (1,) or (rows,).
-      count: number of lists of a row.
-      request: the settings of the call.
+    The lists of row 0 come first. A single list per row is final already. `scale` is 1 / temperature, (1,) or (rows,).
     """
     while count > 1:
         fan_in = min(count, lists_per_merge(request.k))

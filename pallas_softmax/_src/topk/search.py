@@ -83,7 +83,7 @@ def add_step(
     *,
     interpret,
 ) -> Normalizer:
-    """Adds each thread's elements of a step to its normalizer (128,), and writes the step's group_keys.
+    """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
     Thread t has vector t of every block. All its elements share one rescaling of d:
 
@@ -91,12 +91,8 @@ def add_step(
     s     = 0 if new_m is -inf, else new_m              so that -inf - s is -inf, not NaN
     new_d = d * 2^((m - s) scale) + sum of 2^((x - s) scale)
 
-    Args:
-      step: number of the step.
-      count: number of blocks in the step.
-      lane: the normalizer of each thread (128,) before the step.
-      scale: d is the sum of 2^((x - m) * scale).
-      masked: whether there is a mask. Then an element with the lowest key is masked, and counts as -inf.
+    `lane` has the normalizer of each thread (128,) before the step. If there is a mask (`masked`), an element with the
+    lowest key is masked, and counts as -inf.
     """
     if interpret:
         return _add_step_in_jax(window, memory, step, count, lane, scale, masked)

@@ -61,24 +61,13 @@ def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
 
 
 def write_winners(
-    lists_gmem: WinnerLists,
-    at,
-    ranked,
-    normalizer: Normalizer,
-    scale,
-    request: Request,
-    final: bool,
+    lists_gmem: WinnerLists, at, ranked, normalizer: Normalizer, scale, request: Request, final: bool
 ):
-    """Writes ranked winners and a normalizer as list number `at`.
+    """Writes ranked winners and the normalizer of their row, or part of a row, as list number `at`.
 
-    Args:
-      lists_gmem: references to the arrays of `lists_type`.
-      at: number of the list.
-      ranked: the winners in shared memory, in the format of `CandidateList.ranked`, as int32 or float32.
-      normalizer: the normalizer of the row, or of the part that the winners came from.
-      scale: 1 / temperature of the row.
-      request: the settings of the call.
-      final: whether to write values instead of keys.
+    `lists_gmem` refers to the arrays of `lists_type`. `ranked` refers to shared memory in the format of
+    `CandidateList.ranked`, as int32 or float32. `scale` is 1 / temperature of the row. If `final`, the winners' values
+    are written instead of their keys.
     """
     k, interpret = request.k, request.interpret
     for first in range(0, k, WARPGROUP):
@@ -100,14 +89,10 @@ def write_winners(
 
 
 def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked: bool):
-    """Returns the probability of the element with this key, or its log, in float32.
+    """Returns the probability of the element with this key, or its log, in float32; `dtype` is the logits' dtype.
 
-    Args:
-      dtype: dtype of the logits.
-      normalizer: m and d, with d the sum of exp((x - m) * scale).
-      scale: 1 / temperature.
-      log: whether to return the log.
-      masked: whether the lowest key means a masked element, with probability 0.
+    d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
+    probability 0.
     """
     scaled = (sort_keys.of_key(key, dtype) - normalizer.m) * scale
     value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d

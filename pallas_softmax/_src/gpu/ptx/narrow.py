@@ -35,14 +35,10 @@ def narrow(
     one_round: Callable[[Callable[[Value], tuple[Value, Value]]], Value],
     stop: Callable[[], Condition] | None = None,
 ) -> None:
-    """Narrows a range to one key.
+    """Narrows a range of keys to one key, or until stop(). The number of buckets of a round is a power of two.
 
-    Args:
-      keys: the range; this changes it.
-      buckets: number of buckets of a round, a power of two.
-      one_round: called as one_round(bucket_of). It adds up the measures of the items in each bucket, and returns the
-        bucket that reaches the goal. bucket_of(key) returns a key's bucket, and whether the key is in the range.
-      stop: returns a condition for ending before the range is one key.
+    one_round(bucket_of) adds up the measures of the items in each bucket, and returns the bucket that reaches the goal.
+    bucket_of(key) returns a key's bucket, and whether the key is in the range.
     """
     with p.loop() as leave:
         leave(keys.extent.equals(0))
@@ -63,11 +59,8 @@ def narrow(
 def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tuple[Value, Value]:
     """Returns the bucket at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
 
-    If all sums together are less than the goal, their total takes its place.
-
-    Args:
-      sums: the sums over the neighbouring buckets of this lane, not negative.
-      goal: a number above 0, of the same kind.
+    A lane passes the sums over its neighbouring buckets, not negative. The goal is above 0, and of the same kind. If all
+    sums together are less than the goal, their total takes its place.
     """
     before, total = p.before(p.reduce("add", sums))
     goal = p.min(goal, total)
