@@ -38,15 +38,11 @@ def gpu_kernel(
       reduction_bytes: bytes of shared memory for reductions over the warps of a CTA.
       interpret: as for `pallas_call`.
     """
+    names, optional = [*grid], dict[str, Any]()
     if cluster > 1:
-        *names, last = grid
-        cluster_axis: dict[str, Any] = {"cluster": (cluster,), "cluster_names": (last,)}
-    else:
-        names, cluster_axis = [*grid], {}
-
-    threads: dict[str, Any] = {}
+        optional |= {"cluster": (cluster,), "cluster_names": (names.pop(),)}
     if warpgroups is not None:
-        threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
+        optional |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
 
     def launch(*inputs):
         return plgpu.kernel(
@@ -63,8 +59,7 @@ def gpu_kernel(
                 reduction_scratch_bytes=reduction_bytes,
             ),
             interpret=interpret,
-            **cluster_axis,
-            **threads,
+            **optional,
             **_cost(jax.tree.leaves(inputs), jax.tree.leaves(out_type)),
         )(*inputs)
 

@@ -79,8 +79,9 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
             place = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
             first = p.shuffle(place, "idx", 0)
             for i, reaches, lower in zip(turns, reach, before):
-                at = lower + first
-                p.store_hit(at, p.thread + WARPGROUP * i, when=reaches & (at < p.hits_capacity))
+                at, group = lower + first, p.thread + WARPGROUP * i
+                group = p.convert(group, "u16") if p.window.compact else group
+                p.store(p.hit(at), group, when=reaches & (at < p.hits_capacity))
     p.barrier()
     n = p.load(p.counts, "u32", offset=HITS_BYTE)
     with p.when(n > p.hits_capacity):

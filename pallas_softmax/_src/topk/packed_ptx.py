@@ -88,22 +88,16 @@ def _words(registers) -> list[ir.Value]:
 def listed_keys(p: TileProgram, row: int, length: int) -> list[Value]:
     """Returns the thread's list of a row: the `length` best packed keys, the largest first."""
     if p.tile.shape[1] > p.vocab or p.rows * length >= len(p.columns):
-        return best(p, _packed_keys(p, row), length)
+        lows = [p.ones - column - p.first_column for column in p.columns]
+        words = [_packed(p, key, low) for key, low in zip(p.keys(row), lows)]
+        lower_beyond_row(p, words, p.first_column)
+        return best(p, words, length)
     # Within a thread, the columns differ by constants. They order the thread's elements. The rest of the complement is
     # the same for all of these, and is added to the listed ones only.
     last = p.columns[-1]
     words = [_packed(p, key, last - column) for key, column in zip(p.keys(row), p.columns)]
     rest = p.ones - last - p.first_column
     return [word + rest for word in best(p, words, length)]
-
-
-def _packed_keys(p: TileProgram, row: int) -> list[Value]:
-    """Returns packed keys of the thread's elements of a row, and LOWEST for positions beyond the row."""
-    packed = [
-        _packed(p, key, p.ones - column - p.first_column) for key, column in zip(p.keys(row), p.columns)
-    ]
-    lower_beyond_row(p, packed, p.first_column)
-    return packed
 
 
 def _packed(p: TileProgram, key: Value, low: Value | int) -> Value:

@@ -51,25 +51,21 @@ class WindowProgram(CtaProgram):
         of_first_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
         return self.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
 
-    # --- The list of groups that reach the bound, and the list of candidates
+    # --- The list of groups that reach the bound
 
-    def store_hit(self, at: Value, group: Value, when: Value) -> None:
-        """Writes the number of a group to entry `at` of the list of groups."""
-        value = self.convert(group, "u16") if self.window.compact else group
-        self.store(self._hit(at), value, when=when)
+    def hit(self, at: Value) -> Value:
+        """Returns the address of entry `at` of the list, the number of a group."""
+        return self.at(self.hits, at, 2 if self.window.compact else 4)
 
     def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
         """Returns a group from the list. If `when` does not hold: the default, or an undefined number without one."""
-        address = self._hit(at)
+        address = self.hit(at)
         if self.window.compact:
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
         if default is not None:
             return self.load(address, "u32", when=when, default=default)
         self.load_into([address], address, when=when)  # overwriting the address saves a register
         return address
-
-    def _hit(self, at: Value) -> Value:
-        return self.at(self.hits, at, 2 if self.window.compact else 4)
 
 
 def log2(n: int) -> int:

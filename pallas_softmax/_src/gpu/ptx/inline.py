@@ -118,16 +118,9 @@ def insert_ptx(
 ) -> tuple:
     """Inserts PTX into a kernel; <name> stands for an operand or a result, <thread> for the number 0 to 127.
 
-    Args:
-      code: the program.
-      refs: references to memory; the text gets their addresses.
-      scalars: numbers that are the same for all threads.
-      blocks: arrays (128,) with one number for each thread; the text gets the thread's number.
-      results: "i32" or "f32" by name; each thread writes one number to each result.
-      uniform: whether all threads write the same numbers.
-
-    Returns:
-      The results, each as an array (128,), or as a scalar if they are uniform.
+    The text gets the addresses of `refs`, the `scalars`, and for each of the `blocks`, arrays (128,), the thread's own
+    number. Each thread writes one number, "i32" or "f32", to each of the `results`. They are returned as arrays (128,);
+    as scalars if all threads write the same numbers (`uniform`).
     """
     scalars, blocks, results = scalars or {}, blocks or {}, results or {}
     dtypes = {"i32": np.dtype("int32"), "f32": np.dtype("float32")}
