@@ -39,8 +39,8 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, log, dtype, interpret=None):
     """Merges the winners of several devices in one launch. Returns the k best and the normalizers of the whole rows.
 
-    Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None, and
-    their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists).
+    Each device's shard of the row has a list of k winners: their logits `won` in float32, their mask `kept` or None,
+    and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists).
     `window_kernel.topk_rows` documents the other arguments and the results.
     """
     keys = sort_keys.key(won)

@@ -59,8 +59,8 @@ def narrow(
 def bucket_that_reaches(p: CtaProgram, sums: Sequence[Value], goal: Value) -> tuple[Value, Value]:
     """Returns the bucket at which the sums reach a goal, and what it must reach of the goal. Each warp works alone.
 
-    A lane passes the sums over its neighbouring buckets, not negative. The goal is above 0, and of the same kind. If all
-    sums together are less than the goal, their total takes its place.
+    A lane passes the sums over its neighbouring buckets, not negative. The goal is above 0, and of the same kind. If
+    all sums together are less than the goal, their total takes its place.
     """
     before, total = p.before(p.reduce("add", sums))
     goal = p.min(goal, total)
