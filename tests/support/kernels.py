@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_softmax._src import folding, target
 from pallas_softmax._src.dispatch.operation import describe
-from pallas_softmax._src.gpu.layout import Tile, aligned_view, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
 from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
@@ -216,9 +216,8 @@ def rank_ptx_of(capacity, k, dtype, vocab):
 
 
 def lists_ptx_of(lists, k):
-    """Returns the text that ranks the winners of the lists of a row, and the number of entries of its list."""
-    capacity = power_of_two(lists * k, 256)
-    return lists_ptx.rank_lists_program(lists * k, capacity, k, np.dtype(F32)), capacity
+    """Returns the text that ranks the winners of a few lists."""
+    return lists_ptx.search_lists_program(lists, k)
 
 
 def bound_ptx_of(window, k):

@@ -88,25 +88,16 @@ def test_rank_lists(lists, k):
     keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
     order = np.lexsort((indices, -keys))
     keys, indices = np.take_along_axis(keys, order, -1), np.take_along_axis(indices, order, -1)
-    code, capacity = kernels.lists_ptx_of(lists, k)
-    sizes = {
-        "candidates": 8 * capacity,
-        "buckets": 4 * capacity,
-        "counts": 512,
-        "ranked": 8 * padded,
-        "keys": 4 * lists * k,
-        "indices": 4 * lists * k,
-    }
-    at = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist()))
-    ranked = at["ranked"]
+    candidates, ranked = 0, 8 * lists * k + 16
+    keys_at = ranked + 8 * padded
+    indices_at = keys_at + 4 * lists * k
     memory = np.zeros(SMEM, "u1")
-    words(memory, at["keys"], lists * k, "int32")[:] = keys.ravel()
-    words(memory, at["indices"], lists * k, "int32")[:] = indices.ravel()
-    best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
-    bound = keys.ravel()[best[-1]]
+    words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
+    words(memory, indices_at, lists * k, "int32")[:] = indices.ravel()
     # the machine can only load shared memory
-    code = str(code).replace("ld.global", "ld.shared")
-    ptx.run(code, memory, **at, row=0, first=0, n=lists * k, bound=bound)
+    code = str(kernels.lists_ptx_of(lists, k)).replace("ld.global", "ld.shared")
+    ptx.run(code, memory, candidates=candidates, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
+    best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices.ravel()[best])
 

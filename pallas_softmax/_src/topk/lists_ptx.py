@@ -1,4 +1,14 @@
-"""Inline PTX that merges lists of winners of a row. Those winners that reach a bound are ranked like candidates."""
+"""Inline PTX that merges lists of winners of a row. Each list has k winners, in order, in device memory.
+
+A few lists are ranked by binary search. A winner's rank is the number of better winners in all lists. A binary search
+counts them in each list. For k = 4:
+
+    lists     9 6 5 2 | 8 7 5' 1        5' has the larger index, so 5 is better
+    rank      0 3 4 6 | 1 2 5  7        6: one better winner in its own list, two in the other
+    ranked    9 8 7 6
+
+More lists are ranked like the candidates of a window: those winners that reach a bound.
+"""
 
 import functools
 
@@ -7,10 +17,78 @@ import numpy as np
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.topk.candidates import CANDIDATE_BYTES, CandidateList, candidate_of, clear
+from pallas_softmax._src.topk.candidates import (
+    CANDIDATE_BYTES,
+    CandidateList,
+    candidate_of,
+    clear,
+    store_winners,
+)
 from pallas_softmax._src.topk.ranking_ptx import rank
 
-_LOADED_AT_ONCE = 8  # winners that a thread has in flight
+_LOADED_AT_ONCE = 8  # loads that a thread has in flight
+
+
+@functools.lru_cache(maxsize=16)
+def search_lists_program(lists: int, k: int) -> CtaProgram:
+    """Returns the program that writes the k best winners in the lists of row <row> to <ranked>, by binary search.
+
+    <keys>, <indices>     (rows, lists * k) int32, device memory
+    <candidates>          scratch in shared memory, with room for lists * k
+    <ranked>              see `CandidateList`
+
+    Each thread handles every 128th winner, and counts the better winners list by list.
+    """
+    p = CtaProgram()
+    candidates, ranked = p.operands("u32", "candidates", "ranked")
+    turns = range(-(-lists * k // WARPGROUP))
+    first = p.multiply_wide(p.operand("row", "u32"), lists * k)
+    listed, *keys_and_indices = zip(*_load(p, first, turns, lists * k))
+    values = [candidate_of(p, key, index) for key, index in zip(*keys_and_indices)]
+    own_candidate = p.at(candidates, p.thread, CANDIDATE_BYTES)
+    for i, value in enumerate(values):
+        p.store(own_candidate, value, offset=CANDIDATE_BYTES * WARPGROUP * i, when=listed[i])
+    p.barrier()
+    ranks = [p.var(0, "u32") for _ in turns]
+    for number in range(lists):
+        better = _better(p, candidates + CANDIDATE_BYTES * k * number, k, values)
+        for rank_, of_list in zip(ranks, better):
+            p.increase(rank_, of_list)
+    for value, rank_, is_listed in zip(values, ranks, listed):
+        store_winners(p, ranked, [value], rank_, k, when=is_listed)
+    p.barrier()
+    return p
+
+
+def _load(p: CtaProgram, first: Value, turns: range, n: Value | int) -> list[tuple[Value, Value, Value]]:
+    """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
+
+    Returns for each turn whether there is such a winner, and its key and index.
+    """
+    own = first + p.convert(p.thread, "u64") << 2  # bytes
+    listed = [p.thread + i * WARPGROUP < n for i in turns]
+    keys, indices = (
+        [
+            p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
+            for i, is_listed in zip(turns, listed)
+        ]
+        for at in p.operands("u64", "keys", "indices")
+    )
+    return list(zip(listed, keys, indices))
+
+
+def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Value]:
+    """Returns for each value the number of greater entries in a sorted list of k at address `start`."""
+    ends = [p.var(start) for _ in values]  # end of the entries that are known to be greater
+    step = 1 << k.bit_length() - 1
+    while step:
+        last = start + CANDIDATE_BYTES * (k - step)
+        for end, value in zip(ends, values):
+            inside = end <= last
+            other = p.load(end, "u64", offset=CANDIDATE_BYTES * (step - 1), when=inside)
+            p.increase(end, CANDIDATE_BYTES * step, when=inside & (other > value))
+        step //= 2
+    return [(end - start) >> (CANDIDATE_BYTES.bit_length() - 1) for end in ends]
 
 
 @functools.lru_cache(maxsize=16)
@@ -36,19 +114,10 @@ def _collect(p: CtaProgram, winners: int, candidates: Value, counts: Value, capa
     """Loads every 128th winner per thread, eight at a time, and appends the winners that reach <bound> to the list."""
     row, first, n = p.operands("u32", "row", "first", "n")
     bound, each = p.operand("bound", "s32"), capacity // WARPGROUP
-    first = p.multiply_wide(row, winners) + p.convert(first, "u64")
+    number = p.multiply_wide(row, winners) + p.convert(first, "u64")
     for start in range(0, each, _LOADED_AT_ONCE):
         turns = range(start, min(start + _LOADED_AT_ONCE, each))
-        own = first + p.convert(p.thread, "u64") << 2  # bytes
-        listed = [p.thread + WARPGROUP * i < n for i in turns]
-        keys, indices = (
-            [
-                p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed, space="global")
-                for i, is_listed in zip(turns, listed)
-            ]
-            for at in p.operands("u64", "keys", "indices")
-        )
-        for is_listed, key, index in zip(listed, keys, indices):
+        for is_listed, key, index in _load(p, number, turns, n):
             with p.when(is_listed & (key >= bound)):
                 place = p.take_from(counts, 1)
                 p.store(p.at(candidates, place, CANDIDATE_BYTES), candidate_of(p, key, index))

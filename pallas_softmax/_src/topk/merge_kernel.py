@@ -5,7 +5,8 @@ A CTA merges up to `lists_per_merge(k)` lists. They lie in device memory one aft
     list 0                list 1                list 2          n = 3 lists of k keys
     | a0 a1 a2 ... |      | b0 b1 b2 ... |      | c0 c1 ... |   a0 >= a1 >= ..., b0 >= b1 >= ...
 
-The lists are merged with a bound that at least k keys reach, like a row in `window_kernel.py`. Two such keys are known:
+A few lists are ranked by binary searches (`lists_ptx.py`). More lists are merged with a bound that at least k keys
+reach, like a row in `window_kernel.py`. Two such keys are known:
 
   * Let s be k / n, rounded up. The n lists have at least k keys at places 1 to s. All of them reach the smallest key at
     place s.
@@ -27,8 +28,8 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.candidates import sort_winners
-from pallas_softmax._src.topk.lists_ptx import rank_lists_program
-from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
+from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
+from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners, searches_lists
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -86,13 +87,15 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
         normalizer = online.combine_lanes(lane, scale=row_scale)
+        refs = {"candidates": candidates_smem, "ranked": best_smem}
+        refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
         if interpret:
             keys, number_in_row = lists_gmem.values[row], jnp.arange(count * k)
             inside = (number_in_row >= first * k) & (number_in_row < (first + held) * k)
             sort_winners(best_smem, keys, lists_gmem.indices[row], inside, k)
+        elif final and searches_lists(fan_in, k):
+            insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
-            refs = {"candidates": candidates_smem, "ranked": best_smem}
-            refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
             refs |= {"counts": counts_smem, "buckets": buckets_smem}
             bound = _bound(lists_gmem.values, row, first, held, k, interpret)
             program = rank_lists_program(count * k, capacity, k, jnp.dtype(request.logits_dtype))
