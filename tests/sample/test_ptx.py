@@ -135,11 +135,11 @@ def test_ptx_of_values_near_zero(row, step):
 
 @pytest.mark.parametrize(
     ("row", "dtype", "more"),
-    [([0], BF16, 0), ([0, -0.0], BF16, 0), ([0, 1], BF16, 0), ([-1, 0], BF16, 0), ([0, -0.0], F32, 2)],
+    [([0], BF16, 0), ([0, -0.0], BF16, 0), ([0, 1], BF16, 0), ([-1, 0], BF16, 0), ([0, -0.0], F32, 1)],
     ids=str,
 )
 def test_ptx_of_zeros_is_fast(row, dtype, more):
-    """Rows with many zeros, such as padding of a batch, need no search of several digits."""
+    """Rows with many zeros, such as padding of a batch, need no slow search digit by digit."""
     v = 2100
     plan = kernels.sample_plan_of(v, dtype, 2, 1)
     u, *parameters = 0.3, 1.0, v, 0.7, 0.0

@@ -145,24 +145,32 @@ class RowProgram(CtaProgram):
     def each_cta(
         self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int
     ) -> list[Value]:
-        """Reduces values over the threads of each CTA; returns what `of_ctas` returns.
+        """Reduces values over the threads of each CTA; returns what `of_ctas` returns. Synchronizes the cluster."""
+        self.over_cta(ops, values, neutral, at)
+        self.sync_cluster()
+        unused = (1 << (len(values) - 1).bit_length()) - len(values)
+        kinds = [value.kind for value in values] + ["u32"] * unused
+        return self.of_ctas(at, kinds, [*neutral, *[0] * unused])[: len(values)]
 
-        The results are also in the words at `at`. This synchronizes the cluster.
+    # --- Sums over the CTA
+
+    def over_cta(self, ops: Sequence[str], values: Sequence[Value], neutral: Sequence, at: int) -> None:
+        """Reduces values over the threads of the CTA; after the next barrier, the results are in the words at `at`.
+
+        The CTA must synchronize between two calls.
         """
-        plan, kinds = self.plan, [value.kind for value in values]
+        plan = self.plan
         own = self.word(plan.warps, self.warp, plan.warp_words)
         for i, value in enumerate(self.over_warp(ops, values)):
             self.store(own, value, offset=4 * i, when=self.first_lane)
         self.barrier()
         with self.when(self.warp.equals(0)):
-            for i, value in enumerate(self.over_warp(ops, self.words_of_warp(kinds, neutral))):
+            words = self.words_of_warp([value.kind for value in values], neutral)
+            for i, value in enumerate(self.over_warp(ops, words)):
                 self.store(self.word(at), value, offset=4 * i, when=self.first_lane)
-        self.sync_cluster()
-        unused = (1 << (len(values) - 1).bit_length()) - len(values)
-        return self.of_ctas(at, [*kinds, *["u32"] * unused], [*neutral, *[0] * unused])[: len(values)]
 
     def words_of_warp(self, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
-        """Returns the words of the warp with this lane's number: its values in the last `each_cta`, for example."""
+        """Returns the words of the warp with this lane's number: its values in the last `over_cta`, for example."""
         at, exists = self.word(self.plan.warps, self.lane, self.plan.warp_words), self.lane < self.warps
         return [
             self.load(at, kind, offset=4 * i, when=exists, default=default)

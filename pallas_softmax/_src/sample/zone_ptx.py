@@ -9,6 +9,8 @@ Every CTA reads the lists of all CTAs, and decides by itself (`lists_ptx`). Ther
     the zone has one key                          no list is needed
     the zone starts at a bound for a small        the caller searches with a histogram
     top_k, and the lists overflow
+    the zone has two keys, and the lists          a sweep counts the elements with the greater key
+    overflow
     the lists overflow otherwise                  the zone is searched digit by digit (`digits_ptx`)
     the zone does not reach the goal              the row is searched digit by digit
 """
@@ -129,14 +131,46 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     p = f.p
     nothing = zone.found & zone.number.equals(0)  # the row ends before it reaches the goal
     one_key = zone.found & ~nothing & zone.least.equals(zone.greatest)
-    listed = zone.found & ~nothing & ~one_key & zone.has_room
+    several = zone.found & ~nothing & ~one_key
+    listed = several & zone.has_room
+    two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
     with p.when(nothing):
         f.kept.down_to_the_last(zone.mass_above_of_cta)
     with p.when(one_key):
         f.keep_down_to(zone.least, zone.above, zone.mass_above_of_cta, zone.number_of_cta)
     with p.when(listed):
         lists_ptx.search_lists(f, zone, searched)
-    with p.when(~(nothing | one_key | listed)):
+    with p.when(two_keys):
+        _search_two_keys(f, zone, searched)
+    with p.when(~(nothing | one_key | listed | two_keys)):
         high = p.select(zone.found, zone.greatest, p.key(p.top))
         low = p.select(zone.found, zone.least, p.key(p.var(LEAST_FINITE, "f32")))
         digits_ptx.search_digits(f, high, low, p.select(zone.found, zone.above, 0.0))
+
+
+def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
+    """Keeps what the filter keeps in a zone of two keys, such as +0 and -0.
+
+    Args:
+      f: the search.
+      zone: the zone.
+      counted: a condition: whether an earlier filter counted the elements with the greater key.
+    """
+    p = f.p
+    with p.when(~counted):
+        number = p.var(0, "u32")
+        for words, _ in p.sweep():
+            for x in p.floats(words):
+                p.increase(number, 1, p.key(x).equals(zone.greatest))
+        p.over_cta(["add"], [number], [0], p.plan.kept)
+        p.sync_cluster()
+    (greater,) = p.of_ctas(p.plan.kept, ["u32"], [0])
+    of_greater = p.convert(p.over_lanes("add", greater), "f32")
+    weight = p.weight(p.of_key(zone.greatest))
+    above = zone.above + f.measure(of_greater * weight, of_greater)
+    mass_above_of_cta = zone.mass_above_of_cta + p.convert(greater, "f32") * weight
+    is_greater = p.var(above >= f.goal)
+    with p.when(is_greater):
+        f.keep_down_to(zone.greatest, zone.above, zone.mass_above_of_cta, greater)
+    with p.when(~is_greater):
+        f.keep_down_to(zone.least, above, mass_above_of_cta, zone.number_of_cta - greater)
