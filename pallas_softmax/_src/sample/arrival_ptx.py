@@ -13,14 +13,22 @@ of top_k above its own bound, and the bound of the row is the least bound of all
 CTA is the 5th largest of its warps' maxima. If a CTA has fewer warps than its share, each warp must have several
 elements. The bound of a warp is then the second, or third, .. largest of its lanes' maxima, and the CTA takes the least
 bound of its warps.
+
+This bound is weak if the largest elements of a row lie in one CTA. `bound_of_best` helps there: each CTA gives a bound
+for all of top_k, and the best of these bounds is taken. The elements of the warps alternate, so that neighbours are
+spread over all warps:
+
+    vectors    0 .. 7 | 8 .. 15 | .. |      16 bytes each: 8 lanes load 128 bytes at once
+    warp         0    |    1    | .. | 0    lanes 0 to 7, then lanes 8 to 15, ..
 """
 
-from pallas_softmax._src.gpu.hardware import LANES
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample.row_ptx import INF, LEAST_FINITE, RowProgram
 
 # The largest top_k that the maxima of threads bound well. For top_k = 50, about 120 keys are above the bound.
 _SMALL_TOP_K, _SMALL_TOP_K_PER_WARP = 128, 4
+_TOGETHER = 8  # lanes that load neighbouring vectors
 
 
 def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
@@ -66,6 +74,21 @@ def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     p.top = m + 0.0  # +0 in place of -0
     (bound,) = p.over_warp(["min"], [bound])
     return d, small_top_k, bound
+
+
+def bound_of_best(p: RowProgram) -> Value:
+    """Returns the best bound for a small top_k: some CTA has at least top_k elements that reach it."""
+    plan = p.plan
+    together, lane = p.lane >> _TOGETHER.bit_length() - 1, p.lane & (_TOGETHER - 1)
+    first = p.x + ((together * p.warps + p.warp) * _TOGETHER + lane) * ACCESS_BYTES
+    end = p.x + plan.window.size * p.elements.itemsize
+    largest = p.var(LEAST_FINITE, "f32")
+    with p.each(first, end, plan.threads * ACCESS_BYTES) as at:
+        p.set(largest, p.max(largest, p.greatest(p.vector(at))))
+    share_of_warp = _divided(p.top_k + (p.warps - 1), p.warps)
+    (bound,) = p.each_cta(["min"], [_in_rank(p, largest, share_of_warp, LANES)], [INF], plan.kept)
+    (best,) = p.over_warp(["max"], [p.select(p.lane < p.ctas, bound, LEAST_FINITE)])
+    return best
 
 
 def _divided(number: Value, by: int) -> Value:

@@ -6,7 +6,8 @@
       the last entry that a filter keeps    search_ptx
         bfloat16                              values_ptx      1
         float32, float16                      distances_ptx   1
-          near where it is expected             zone_ptx        1, and 1 to count the greater of two keys
+          near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
+                                                                or 2 with a better bound for a small top_k
             among the keys listed there           lists_ptx     0
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
                                                                 (bfloat16: 3 more)
@@ -20,7 +21,8 @@ The filters have one search, in a loop. Each turn looks for the last entry that 
 filter, and where the entry is looked for. "How sample searches" in docs/design.md draws which stage follows which.
 
     stage          goal                              where
-    TOP_K_BOUND    top_k entries                     among the elements that reach a bound, if top_k is small
+    TOP_K_BOUND    top_k entries                     among the elements that reach a bound of all CTAs
+    TOP_K_BEST     top_k entries                     among the elements that reach the bound of the best CTA
     TOP_K          top_k entries                     in the row, by a histogram
     TOP_P          the share top_p of the kept mass  in the row, by a histogram
     TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
@@ -45,7 +47,7 @@ from pallas_softmax._src.sample.plan import SamplePlan
 from pallas_softmax._src.sample.row_ptx import INF, KEEP_ALL, LEAST_FINITE, RowProgram
 from pallas_softmax._src.sample.search_ptx import FilterSearch, Kept
 
-TOP_K_BOUND, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(6)
+TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, MIN_P, DONE = range(7)
 
 _LN2 = 0.6931471805599453
 _NEAR_ONE = 2.0**-6  # for |x - 1| below this, 4 terms of the series are exact to float32
@@ -105,7 +107,7 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
     stage = p.select(p.top_p < 1.0, TOP_P, DONE, "u32")
     stage = p.select(p.top_k < p.plan.window.vocab, TOP_K, stage)
     stage = p.var(p.select(small_top_k, TOP_K_BOUND, stage))
-    bound, zone = p.max(bound, LEAST_FINITE), lists_ptx.Zone(p)
+    bound, zone = p.var(p.max(bound, LEAST_FINITE)), lists_ptx.Zone(p)
     with p.loop() as leave:
         leave(stage.equals(DONE))
         is_mass = stage.equals(TOP_P) | stage.equals(TOP_P_REUSE)
@@ -122,11 +124,13 @@ def _apply_filters(p: RowProgram, kept: Kept, total: Value, small_top_k: Value, 
 
 
 def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zone: lists_ptx.Zone) -> None:
-    """Runs a turn for float32 and float16, and sets the stage to the next one: TOP_K if a bound fills the lists."""
+    """Runs a turn for float32 and float16, and sets the stage to the next one. TOP_K_BEST gets a better `bound`."""
     p = f.p
     overflow = p.var(False, "pred")
-    with p.when(stage.equals(TOP_K_BOUND)):
+    with p.when(stage <= TOP_K_BEST):
         p.set(overflow, zone_ptx.sweep_from_bound(p, zone, bound))
+    with p.when(overflow & stage.equals(TOP_K_BOUND)):
+        p.set(bound, p.max(bound, arrival_ptx.bound_of_best(p)))
     with p.when(stage.equals(TOP_K) | stage.equals(TOP_P)):
         zone_ptx.sweep_between(f, zone, *distances_ptx.edges(f, total))
     with p.when(stage.equals(MIN_P)):
@@ -134,12 +138,12 @@ def _search_lists(f: FilterSearch, stage: Value, total: Value, bound: Value, zon
     with p.when(~overflow):
         zone_ptx.search_zone(f, zone, searched=stage > TOP_P)
 
-    of_bound, by_mass = stage.equals(TOP_K_BOUND), p.top_p < 1.0
+    of_bound, by_mass = stage <= TOP_K_BEST, p.top_p < 1.0
     is_stricter = zone.has_room & (p.weight(p.of_key(f.kept.key)) < p.min_p)
     following = p.select(is_stricter & (of_bound | stage.equals(TOP_P_REUSE)), MIN_P, DONE, "u32")
     following = p.select(by_mass & of_bound, TOP_P_REUSE, following)
     following = p.select(by_mass & stage.equals(TOP_K), TOP_P, following)
-    p.set(stage, p.select(overflow, TOP_K, following))
+    p.set(stage, p.select(overflow, stage + 1, following))
 
 
 def _apply_min_p(p: RowProgram, kept: Kept) -> tuple[Value, Value]:

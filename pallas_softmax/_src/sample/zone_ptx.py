@@ -7,7 +7,7 @@
 Every CTA reads the lists of all CTAs, and decides by itself (`lists_ptx`). There are these exceptions:
 
     the zone has one key                          no list is needed
-    the zone starts at a bound for a small        the caller searches with a histogram
+    the zone starts at a bound for a small        the caller retries with a better bound, and then with a histogram
     top_k, and the lists overflow
     the zone has two keys, and the lists          a sweep counts the elements with the greater key
     overflow
