@@ -36,6 +36,10 @@ from pallas_softmax._src.gpu.ptx.inline import (
 from pallas_softmax._src.gpu.ptx.values import WHOLE_WARP, Program
 
 
+# About as many tiles as CTAs run at once. "Prefetching" in benchmarks/results/NOTES.md has the measurements.
+PREFETCHED_TILES = 528
+
+
 def layout(tile: Tile) -> Any:
     """Returns the layout of a tile in registers, as drawn in `layout.Tile`."""
     lanes, vec = tile.lanes, tile.vec
@@ -107,6 +111,28 @@ def load(
 
     loaded = load(ref, jnp.int32(row), jnp.int32(column))
     return loaded != 0 if ref.dtype == jnp.bool_ else loaded
+
+
+def prefetch(ref, tile: Tile, row, *, interpret) -> None:
+    """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
+
+    `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. If there are fewer than
+    twice as many, they gain less than the prefetches take, so there are none.
+    """
+    rows, columns = ref.shape
+    ahead = PREFETCHED_TILES * tile.rows
+    if interpret or rows < 2 * ahead:
+        return
+
+    @inline(arg_types=(REF, SCALAR))
+    def prefetch(_, ref, row):
+        offset = predicated_ptx.offset_of(arith.addi(scalar(row), i32(ahead)), columns, i32(0))
+        is_whole = _less(scalar(row), rows - ahead - tile.rows + 1)
+        element = ir.MemRefType(ref.type).element_type
+        when = arith.andi(is_whole, _less(thread(), 1))
+        predicated_ptx.prefetch(utils.memref_ptr(ref), element, tile.rows * columns, offset, when)
+
+    prefetch(ref, row)
 
 
 def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, interpret):

@@ -44,6 +44,7 @@ def route_rows(
 
     def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
         row = lax.axis_index("row") * plan.rows
+        tiles.prefetch(x_gmem, plan, row, interpret=interpret)
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
         if bias is None:
             m, d, _ = normalizer(x, plan)

@@ -34,6 +34,7 @@ def topk_rows(
 
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
+        tiles.prefetch(x_gmem, plan, row, interpret=interpret)
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
         held, lowest = searched(x, by_words)
         if mask is not None:

@@ -8,6 +8,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.ptx.elements import NEG_INF_BITS
 from pallas_softmax._src.gpu.ptx.inline import elements, emit_ptx, pack
 from pallas_softmax._src.gpu.ptx.values import Program
@@ -57,6 +58,15 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
     at, words = p.operand("at", "u64"), p.operands(kind, *names)
     p.store(at, *words, offset=step * itemsize, when=writes, space="global")
     _emit(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
+
+
+def prefetch(pointer, element: ir.Type, count: int, offset, inside) -> None:
+    """Starts to copy `count` elements to the L2 cache, if `inside`. A last part of less than 16 bytes may be left out."""
+    itemsize = utils.bytewidth(element)
+    p, size = Program(), count * itemsize // ACCESS_BYTES * ACCESS_BYTES
+    at, reads = p.operand("at", "u64") & -ACCESS_BYTES, p.operand("inside", "u32").differs(0)
+    p += f"@{reads} cp.async.bulk.prefetch.L2.global [{at}], {size};"
+    _emit(p, pointer, offset, itemsize, inside, {}, {})
 
 
 def load_from_cta(ref, cta, position, vec: int, count: int, empty: float) -> ir.Value:
