@@ -3,6 +3,8 @@
 test_columns_gpu.py tests clusters and inline PTX on a GPU.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_softmax as ps
+from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, smem_of_each
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.cases import BF16, F32
 from tests.support.covering import first, pairs, slow
@@ -177,7 +180,30 @@ def test_strips_in_turns(op, shape, dtype, want):
 )
 def test_several_lines_per_thread(op, shape, want):
     """With lines of odd length, a thread takes several lines if registers suffice and all multiprocessors work."""
-    assert kernels.plan_columns(op, *shape, F32) == want
+    found = kernels.plan_columns(op, *shape, F32)
+    assert isinstance(found, Tile)
+    assert dataclasses.replace(found, reserved_bytes=0) == want
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "ctas"),
+    [
+        ((8, 21, 262143), F32, 2),
+        ((8, 21, 262143), BF16, 4),
+        ((8, 7, 500001), F32, 4),
+        ((8, 21, 262142), F32, 0),
+    ],
+    ids=str,
+)
+def test_few_ctas_at_once(shape, dtype, ctas):
+    """With lines of odd length, a tile reserves so much shared memory that a multiprocessor holds few CTAs; 0: any."""
+    tile = kernels.plan_columns("softmax", *shape, dtype)
+    assert isinstance(tile, Tile)
+    of_each = tile.reserved_bytes + RESERVED_SMEM_BYTES
+    if ctas == 0:
+        assert tile.reserved_bytes == 0
+    else:
+        assert smem_of_each((9, 0), ctas + 1) < of_each <= smem_of_each((9, 0), ctas)
 
 
 # --- Calls of the kernel ------------------------------------------------------------------------------

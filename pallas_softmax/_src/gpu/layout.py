@@ -27,6 +27,8 @@ class Tile:
 
     With `pieces`, a power of two up to `lanes`, a row is cut into that many pieces. Each piece lies in the same way
     over lanes / pieces neighbouring lanes, and fills them. The columns of such a tile are not in order.
+
+    A kernel may reserve `reserved_bytes` of shared memory for each CTA, only so that fewer CTAs run at once.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class Tile:
     vec: int
     steps: int
     pieces: int = 1
+    reserved_bytes: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:

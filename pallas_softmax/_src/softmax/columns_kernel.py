@@ -72,7 +72,7 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
     def broadcast(per_column):
         return lax.broadcast_in_dim(per_column, tile.shape, (1,))
 
-    def body(x_gmem, *out_gmem):
+    def body(x_gmem, *out_gmem, reserved=None):
         number = lax.axis_index("tile")
         outer, column = number // across, number % across * width
         x = [
@@ -85,7 +85,8 @@ def _launch_tiles(formula: Formula, arrays: list[jax.Array], tile: Tile, setting
         for gmem, y in zip(out_gmem, results, strict=True):
             tiles.store(gmem.at[outer], tile, 0, y, column=column, interpret=interpret)
 
-    return gpu_kernel(body, grid={"tile": outer * across}, **settings)(arrays)
+    scratch = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
+    return gpu_kernel(body, grid={"tile": outer * across}, scratch_types=scratch, **settings)(arrays)
 
 
 # --- Long columns, in shared memory -------------------------------------------------------------------
