@@ -39,8 +39,8 @@ ENOUGH_CTAS = 264  # two per multiprocessor; with fewer, more tiles are better t
 # 82% with 3, 81% with 2, 77% with 1; in bfloat16, 74% with 3, 77% with 1.
 LINE_STEPS = 3
 STEPS_REGISTERS = 64  # most elements of such a thread in all lines
-# Such tiles are fastest if only as many CTAs share a multiprocessor as hold this many elements. Compared with no bound,
-# (8, 21, 262143) takes 0.88 of the time with two CTAs, and in bfloat16 0.81 with four.
+# If such tiles are written too, they are fastest if only as many CTAs share a multiprocessor as hold this many elements.
+# Compared with no bound, (8, 21, 262143) takes 0.88 of the time with two CTAs, and in bfloat16 0.81 with four.
 RESIDENT_ELEMENTS = 10_752
 FEWEST_CTAS = 32  # fewest CTAs of a launch with strips: (1, 4096, 32) takes 4 us, XLA 14 us
 
@@ -166,7 +166,7 @@ def plan_columns(
     if vocab * inner < TILE_ELEMENTS:
         return None  # most threads of a tile would be idle
     if tile := _tile(outer, vocab, inner, itemsize, arrays):
-        if (tile.lanes, tile.vec) != (WARPGROUP, 1):
+        if (tile.lanes, tile.vec) != (WARPGROUP, 1) or op == "logsumexp":
             return tile
         ctas = -(-RESIDENT_ELEMENTS // math.prod(tile.shape))
         spare = smem_of_each(capability, ctas) - RESERVED_SMEM_BYTES

@@ -61,7 +61,7 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
 
 
 def prefetch(pointer, element: ir.Type, count: int, offset, inside) -> None:
-    """Starts to copy `count` elements to the L2 cache, if `inside`. A last part of less than 16 bytes may be left out."""
+    """Starts to copy `count` elements to the L2 cache, if `inside`. It may leave out up to 15 bytes at the end."""
     itemsize = utils.bytewidth(element)
     p, size = Program(), count * itemsize // ACCESS_BYTES * ACCESS_BYTES
     at, reads = p.operand("at", "u64") & -ACCESS_BYTES, p.operand("inside", "u32").differs(0)
