@@ -115,8 +115,8 @@ def load(
 def prefetch(ref, tile: Tile, row, *, interpret) -> None:
     """Starts to copy a later tile of an array (rows, columns) to the L2 cache, so that its CTA waits less for it.
 
-    `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. An array of fewer than
-    twice as many tiles is not prefetched: it would gain nothing.
+    `row` is the first row of this CTA's tile. The other tile begins PREFETCHED_TILES tiles later. An array of fewer
+    than twice as many tiles is not prefetched: it would gain nothing.
     """
     rows, columns = ref.shape
     ahead = PREFETCHED_TILES * tile.rows
