@@ -24,22 +24,14 @@ class PartPlace(NamedTuple):
         view row 0    | row 0           | row 1           | row 2           |
         view row 1    | row 3           | row 4           | row 5           |
                                         | part 0 | part 1 |
-
-    Attributes:
-      row: number of the row in the array (rows, vocab).
-      index: number of the part in the row.
-      start: first element of the part, counted from the start of the row.
-      owned: number of elements of the part.
-      view_row: number of the row of the view that holds the part; None if the view is one-dimensional.
-      first: first element of the part, counted from the start of that row of the view.
     """
 
-    row: Any
-    index: Any
-    start: Any
-    owned: Any
-    view_row: Any
-    first: Any
+    row: Any  # number of the row in the array (rows, vocab)
+    index: Any  # number of the part in the row
+    start: Any  # first element of the part, counted from the start of the row
+    owned: Any  # number of elements of the part
+    view_row: Any  # number of the row of the view that holds the part; None if the view is one-dimensional
+    first: Any  # first element of the part, counted from the start of that row of the view
 
     def in_view(self, gmem):
         """Returns the row of the view `gmem` that holds the part. The part starts at its element `first`."""
@@ -82,22 +74,15 @@ class StagedRow:
         row 0, step 0 | row 0, step 1 | row 0, step 2 | row 0, step 3 | row 0, step 4
         row 0, step 5 | row 0, step 6 | row 0, step 0 | row 0, step 1 | row 1, step 0
         row 1, step 1 | ...
-
-    Attributes:
-      walk: how the CTA goes over the elements.
-      interpret: as for `pallas_call`.
-      slots: number of slots of a ring; None if step i uses slot i.
-      steps_before: in a ring, the number of steps that the CTA takes before the first step of this row.
-      freed: in a ring, called as freed(i) as soon as the slot of step i may be filled again.
-      again: in a ring, the number of steps that come twice.
     """
 
     walk: Walk
-    interpret: Any
-    slots: int | None = None
-    steps_before: Any = 0
-    freed: Callable[[Any], None] = lambda i: None
-    again: int = 0
+    interpret: Any  # as for `pallas_call`
+    slots: int | None = None  # number of slots of a ring; None if step i uses slot i
+    # For a ring only:
+    steps_before: Any = 0  # number of steps that the CTA takes before the first step of this row
+    freed: Callable[[Any], None] = lambda i: None  # called as soon as the slot of step i may be filled again
+    again: int = 0  # number of steps that come twice
 
     def slot(self, i):
         """Returns the number of the slot, and of the barrier, of step i."""

@@ -32,21 +32,15 @@ from pallas_softmax._src.gpu.layout import Cut
 class Window:
     """How rows lie in shared memory, whole or in parts. A drawing is at the top of this file.
 
-    Attributes:
-      vocab: number of elements of a row.
-      vec: number of elements that a thread loads at once, 16 bytes.
-      step_blocks: number of blocks of a step.
-      group_blocks: number of blocks of a group; it divides step_blocks.
-      count: number of parts of a row, each in a CTA of its own.
-      compact: whether candidates are listed by 16-bit positions until the row is no longer needed. Then their list
-        takes the place of the row. Only whole float32 rows have compact windows.
+    In a compact window, candidates are listed by 16-bit positions until the row is no longer needed. Then their list
+    takes the place of the row. Only whole float32 rows have compact windows.
     """
 
-    vocab: int
-    vec: int
-    step_blocks: int
-    group_blocks: int
-    count: int = 1
+    vocab: int  # number of elements of a row
+    vec: int  # number of elements that a thread loads at once, 16 bytes
+    step_blocks: int  # number of blocks of a step
+    group_blocks: int  # number of blocks of a group; it divides step_blocks
+    count: int = 1  # number of parts of a row, each in a CTA of its own
     compact: bool = False
 
     @property

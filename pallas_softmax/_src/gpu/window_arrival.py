@@ -33,24 +33,15 @@ _MASK_BYTES = 4  # mask bytes in a word, one for each element
 
 
 class Part(NamedTuple):
-    """The part of a row that this CTA holds.
+    """The part of a row that this CTA holds."""
 
-    Attributes:
-      place: the row, and the place of the part in it.
-      x_gmem: one-dimensional device memory. The part starts at element `place.first`.
-      body: number of the element in x_gmem where the body starts.
-      low, high: position of the first element in the window, and the position after the last one.
-      origin: index in the row that position 0 has; it may be negative.
-      mask: None, or (reference to the mask, its row).
-    """
-
-    place: PartPlace
-    x_gmem: Any
-    body: Any
-    low: Any
-    high: Any
-    origin: Any
-    mask: Any
+    place: PartPlace  # the row, and the place of the part in it
+    x_gmem: Any  # one-dimensional device memory; the part starts at element `place.first`
+    body: Any  # number of the element in x_gmem where the body starts
+    low: Any  # position of the first element in the window
+    high: Any  # the position after the last one
+    origin: Any  # index in the row that position 0 has; it may be negative
+    mask: Any  # None, or (reference to the mask, its row)
 
 
 def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> Part:

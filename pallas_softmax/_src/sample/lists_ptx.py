@@ -29,23 +29,18 @@ _LARGEST = 2.0**31  # the mass of the whole zone as an integer
 class Zone:
     """A range of keys that may contain the key of the last entry, in variables.
 
-    Attributes:
-      found: a condition: whether the goal is reached in the zone, or the row ends in the zone before that.
-      has_room: a condition: whether the list of each CTA, and the merged list, have room for the keys of the zone.
-      least, greatest: the least and the greatest key of the range.
-      number: how many elements have a key in the zone, in all CTAs.
-      number_of_cta: the same number for each CTA, in the lane with its number.
-      mass: the mass of all elements in the zone.
-      above: the measure of all elements above the zone, in all CTAs.
-      mass_above_of_cta: the mass above the zone for each CTA, in the lane with its number.
+    Those named `of_cta` have a number for each CTA, in the lane with its number. The others are of all CTAs together.
     """
 
     def __init__(self, p: RowProgram):
         self._p = p
-        self.found, self.has_room = p.fresh("pred"), p.fresh("pred")
-        self.least, self.greatest = p.fresh("s32"), p.fresh("s32")
-        self.number, self.number_of_cta = p.fresh("u32"), p.fresh("u32")
-        self.mass, self.above, self.mass_above_of_cta = p.fresh("f32"), p.fresh("f32"), p.fresh("f32")
+        self.found = p.fresh("pred")  # whether the zone reaches the goal, or the row ends in it before that
+        self.has_room = p.fresh("pred")  # whether each CTA's list, and the merged list, have room
+        self.least, self.greatest = p.fresh("s32"), p.fresh("s32")  # keys
+        self.number, self.number_of_cta = p.fresh("u32"), p.fresh("u32")  # of elements with a key in the zone
+        self.mass = p.fresh("f32")  # of the elements in the zone
+        self.above = p.fresh("f32")  # the measure of the elements above the zone
+        self.mass_above_of_cta = p.fresh("f32")
 
     def set(self, **values) -> None:
         """Sets variables by their names."""

@@ -22,24 +22,18 @@ _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no
 class RowProgram(CtaProgram):
     """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
 
-    Attributes:
-      plan: how the part lies in shared memory, and the scratch words.
-      elements: writes programs for elements of the dtype.
-      x, scratch: the addresses of the part and of the scratch words.
-      cta: number of the CTA in its cluster.
-      u, temperature, top_k, top_p, min_p: the parameters of the row; a filter that is off has a value that filters
-        nothing. A temperature of 0 takes the first entry: it sets the filters to those of a draw with top_k = 1.
-      scale: log2(e) / temperature.
-      top: the largest element of the row, once it is known.
+    A filter that is off has a value that filters nothing. A temperature of 0 takes the first entry: it sets the filters
+    to those of a draw with top_k = 1.
     """
 
-    top: Value
+    top: Value  # the largest element of the row, once it is known
 
     def __init__(self, plan: SamplePlan, dtype):
         super().__init__(plan.threads // LANES, plan.window.count)
         self.plan, self.elements = plan, Elements(dtype)
-        self.x, self.scratch = self.operands("u32", "x", "scratch")
-        self.scale, self.cta = self.operand("scale", "f32"), self.operand("part", "u32")
+        self.x, self.scratch = self.operands("u32", "x", "scratch")  # addresses of the part and of the words
+        self.scale = self.operand("scale", "f32")  # log2(e) / temperature
+        self.cta = self.operand("part", "u32")  # number of the CTA in its cluster
         self.span, self.loads = self.span_of(self.warp)
         self.u, self.temperature, top_p, min_p = self.operands("f32", "u", "temperature", "top_p", "min_p")
         greedy = self.temperature.equals(0.0)

@@ -20,18 +20,13 @@ _EACH = 8  # buckets that a thread sums up
 
 
 class Kept:
-    """The entries that the filters have kept so far.
-
-    Attributes:
-      key: the last key that is kept.
-      mass: the kept mass of each CTA, in the lane with its number.
-      equal, equal_kept: how many entries have the last key, and how many of them are kept, for each CTA alike.
-    """
+    """The entries that the filters have kept so far."""
 
     def __init__(self, p: RowProgram, mass: Value):
         self._p = p
-        self.key = p.var(KEEP_ALL, "s32")
-        self.mass = p.var(mass)
+        self.key = p.var(KEEP_ALL, "s32")  # the last key that is kept
+        self.mass = p.var(mass)  # the kept mass of each CTA, in the lane with its number
+        # How many entries have the last key, and how many of them are kept; for each CTA, like `mass`.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
 
     def down_to_the_last(self, mass: Value) -> None:

@@ -34,27 +34,16 @@ LOWEST_KEY = -(2**31)  # its only bit is the sign, which entries invert
 
 @dataclasses.dataclass(frozen=True)
 class CandidateList:
-    """A list of candidates, and what it takes to put them in order.
+    """A list of candidates, and what it takes to put them in order."""
 
-    Attributes:
-      address: the address of the first entry. Entries from number `n` on are empty.
-      n: number of candidates.
-      capacity: number of entries.
-      buckets: the address of scratch, one word for each entry.
-      ranked: the address where the k best go, in order: keys, then indices from padded_winners(k) on.
-      k: number of winners.
-      dtype: dtype of the logits.
-      vocab: an exclusive upper bound of the indices, or None.
-    """
-
-    address: Value
-    n: Value
-    capacity: int
-    buckets: Value
-    ranked: Value
-    k: int
-    dtype: Any
-    vocab: int | None
+    address: Value  # of the first entry
+    n: Value  # number of candidates; entries from number n on are empty
+    capacity: int  # number of entries
+    buckets: Value  # the address of scratch, one word for each entry
+    ranked: Value  # the address where the k best go, in order: keys, then indices from padded_winners(k) on
+    k: int  # number of winners
+    dtype: Any  # dtype of the logits
+    vocab: int | None  # an exclusive upper bound of the indices, or None
 
     def at(self, p: Program, entry: Value) -> Value:
         """Returns the address of an entry."""

@@ -34,23 +34,17 @@ class TileProgram(Program):
 
     <x{row}_{i}>          key i of the row, or 16-bit elements 2 i and 2 i + 1
     <winner{row}_{i}>     the result: element i of the thread's winners of the row
-
-    Attributes:
-      tile, vocab: how rows lie over the lanes, and the number of their elements.
-      rows: number of rows of each thread.
-      lane, first_column: number of the thread's lane in its rows, and the column of the thread's first element.
-      columns: the columns of the thread's elements, relative to the first one.
-      bits, ones: number of bits of a column in a packed key, and a word with ones there.
     """
 
     def __init__(self, tile: Tile, vocab: int):
         super().__init__()
-        self.tile, self.vocab, self.rows = tile, vocab, tile.rows // (WARPGROUP // tile.lanes)
-        self.lane = self.operand("thread", "u32") & (tile.lanes - 1)
-        self.first_column = tile.first_column(self.lane)
+        self.tile, self.vocab = tile, vocab
+        self.rows = tile.rows // (WARPGROUP // tile.lanes)  # of each thread
+        self.lane = self.operand("thread", "u32") & (tile.lanes - 1)  # the thread's lane in its rows
+        self.first_column = tile.first_column(self.lane)  # of the thread's first element
+        # The columns of the thread's elements, relative to the first one.
         self.columns = [step * tile.step_columns + j for step in range(tile.steps) for j in range(tile.vec)]
-        self.bits = (tile.shape[1] - 1).bit_length()
-        self.ones = (1 << self.bits) - 1
+        self.ones = (1 << (tile.shape[1] - 1).bit_length()) - 1  # the bits of the column in a packed key
 
     def keys(self, row: int) -> list[Value]:
         """Returns the keys of the thread's elements of a row."""

@@ -44,24 +44,15 @@ from pallas_softmax.online import Normalizer, shift
 
 
 class SearchMemory(NamedTuple):
-    """References to the shared memory of a search.
+    """References to the shared memory of a search. `plan.listed_items` has the lengths of `candidates` and `hits`."""
 
-    Attributes:
-      x: (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
-      group_keys: int32, the largest key of each group. A NaN counts as the highest key. Later the winners,
-        except in a compact window.
-      candidates: the list of candidates, int32; in a compact window a list of positions, int16.
-      hits: scratch of the same dtype: the numbers of the groups that reach the bound.
-      counts: (128,) int32: the number of candidates, and the number of groups in `hits`. The rest is scratch.
-
-    `plan.listed_items` has the lengths of `candidates` and `hits`.
-    """
-
+    # (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
     x: Any
+    # int32, the largest key of each group. A NaN counts as the highest key. Later the winners, unless compact.
     group_keys: Any
-    candidates: Any
-    hits: Any
-    counts: Any
+    candidates: Any  # the list of candidates, int32; in a compact window a list of positions, int16
+    hits: Any  # scratch of the same dtype: the numbers of the groups that reach the bound
+    counts: Any  # (128,) int32: the numbers of candidates and of groups in `hits`; the rest is scratch
 
 
 def clear(memory: SearchMemory, *, interpret) -> None:

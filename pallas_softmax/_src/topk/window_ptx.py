@@ -12,22 +12,15 @@ HITS_BYTE, SCRATCH_BYTE = 4, 16
 
 
 class WindowProgram(CtaProgram):
-    """A program for the part of a row in a `Window`. `search_ptx.search_program` describes its operands.
+    """A program for the part of a row in a `Window`, with k winners.
 
-    Attributes:
-      window: how the part lies in shared memory.
-      element: writes programs for elements of the dtype.
-      k: number of winners.
-      capacity, hits_capacity: how many candidates, and how many groups, the lists have room for.
-      list_bytes: bytes of the list of candidates.
-      x, group_keys, candidates, hits, counts: addresses.
-      low, high: the first position of the part, and the position after it.
-      origin: the index in the row of position 0.
+    Its operands are attributes: the addresses of the arrays in `search.SearchMemory`, and three numbers of a `Part`.
     """
 
     def __init__(self, window: Window, dtype, k: int):
         super().__init__()
         self.window, self.element, self.k = window, Elements(dtype), k
+        # The lists have room for `capacity` candidates, in `list_bytes` bytes, and for `hits_capacity` groups.
         items, self.hits_capacity = listed_items(window, k)
         self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
         self.x, self.group_keys = self.operands("u32", "x", "group_keys")

@@ -17,39 +17,27 @@ from pallas_softmax.online import Normalizer
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The settings of a call of top-k.
+    """The settings of a call of top-k."""
 
-    Attributes:
-      k: number of winners of a row.
-      logits_dtype: dtype of the logits, which the keys order.
-      masked: whether there is a mask. Then the lowest key means a masked element.
-      log: whether the values are logs of probabilities.
-      dtype: dtype of the values.
-      interpret: None on a GPU. Otherwise the `interpret` argument of `pallas_call`.
-    """
-
-    k: int
-    logits_dtype: Any
-    masked: bool
-    log: bool
-    dtype: Any
-    interpret: Any
+    k: int  # number of winners of a row
+    logits_dtype: Any  # the keys order numbers of this dtype
+    masked: bool  # whether there is a mask; then the lowest key means a masked element
+    log: bool  # whether the values are logs of probabilities
+    dtype: Any  # dtype of the values
+    interpret: Any  # None on a GPU; otherwise the `interpret` argument of `pallas_call`
 
 
 class WinnerLists(NamedTuple):
     """Lists of k winners, the best first, and for each list the normalizer of the row or part that it came from.
 
-    Attributes:
-      values: (lists, k), the probabilities of the winners, or their logs. Until the lists of a row are merged into one,
-        the winners' keys instead (int32).
-      indices: (lists, k) int32, the winners' indices in the row.
-      m, d: (lists,) float32, the normalizers.
+    `values` are the probabilities of the winners, or their logs. Until the lists of a row are merged into one, they are
+    the winners' keys (int32).
     """
 
-    values: Any
-    indices: Any
-    m: Any
-    d: Any
+    values: Any  # (lists, k)
+    indices: Any  # (lists, k) int32, in the row
+    m: Any  # (lists,) float32, the normalizers' maxima
+    d: Any  # (lists,) float32, the normalizers' sums
 
 
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:

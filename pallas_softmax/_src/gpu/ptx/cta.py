@@ -29,10 +29,7 @@ _LANE_BITS = LANES.bit_length() - 1  # bits of a thread's number that number the
 class CtaProgram(Program):
     """A program that all threads of a CTA run. The CTA may be one of a cluster.
 
-    Attributes:
-      warps, ctas: number of warps in the CTA, and of CTAs in the cluster.
-      thread, lane, warp: number of the thread in its CTA, of the lane in its warp, and of the warp.
-      first_lane: whether the lane is the first of its warp.
+    `thread`, `lane` and `warp` are the numbers of the thread in its CTA, of the lane in its warp, and of the warp.
     """
 
     def __init__(self, warps: int = WARPS, ctas: int = 1):

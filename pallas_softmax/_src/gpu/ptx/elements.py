@@ -18,27 +18,16 @@ _UPPER_HALF, _HALF_BITS = 0xFFFF0000, 16
 
 
 class Elements:
-    """Writes programs for elements of one dtype.
-
-    Attributes:
-      dtype: the dtype.
-      name: the dtype in PTX: "f32", "bf16" or "f16".
-      itemsize: bytes of an element.
-      halves: whether a word has two elements.
-      all_ones: an element with all bits set, which has the lowest key.
-      neg_inf: the bits of -inf.
-      magnitude: an element with all bits set except the sign; the sort key of a negative element inverts these bits.
-      flip: a word with `magnitude` in each of its elements.
-    """
+    """Writes programs for elements of one dtype."""
 
     def __init__(self, dtype):
-        self.dtype = np.dtype(dtype)
-        self.name = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
-        self.itemsize = np.dtype(dtype).itemsize
-        self.halves = self.itemsize == 2
-        self.all_ones = 2 ** (8 * self.itemsize) - 1
-        self.neg_inf = NEG_INF_BITS[self.name]
-        self.magnitude = self.all_ones >> 1
+        self.dtype, self.itemsize = np.dtype(dtype), np.dtype(dtype).itemsize
+        self.name = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[self.dtype.name]  # in PTX
+        self.halves = self.itemsize == 2  # whether a word has two elements
+        self.all_ones = 2 ** (8 * self.itemsize) - 1  # an element with all bits set, which has the lowest key
+        self.neg_inf = NEG_INF_BITS[self.name]  # the bits of -inf
+        self.magnitude = self.all_ones >> 1  # the bits that the sort key of a negative element inverts
+        # A word with `magnitude` in each of its elements.
         self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
 
     def vector(self, p: Program, address: Value, offset: int = 0) -> list[Value]:
