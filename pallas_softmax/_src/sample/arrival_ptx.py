@@ -34,9 +34,8 @@ _TOGETHER = 8  # lanes that load neighbouring vectors
 def arrive(p: RowProgram) -> tuple[Value, Value, Value]:
     """Sets p.top to the largest element of the row, or to NaN if the row has a NaN.
 
-    Returns:
-      The mass of each CTA, in the lane with its number; whether top_k is small; and if so, an element that at least
-      top_k elements reach.
+    Returns the mass of each CTA, in the lane with its number; whether top_k is small; and if so, an element that at
+    least top_k elements reach.
     """
     plan = p.plan
     # For bfloat16, the histogram is as fast as a bound.

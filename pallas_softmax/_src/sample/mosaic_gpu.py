@@ -81,12 +81,10 @@ def sample(plan: SamplePlan, logits, where, u, temperature, top_k, top_p, min_p)
 def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan, *, interpret=None) -> list[jax.Array]:
     """Draws once from each row of x, (rows, vocab).
 
-    Each parameter is an array (rows,), or (1,) if all rows have the same value. The interpreter runs a plain-JAX twin
+    Each parameter is an array (rows,), or (1,) if all rows have the same value. The results are arrays (rows,): the
+    drawn index (int32), its log probability, and the log of the kept share of the mass (float32). They are -1, NaN and
+    NaN if the largest logit is not finite, or the temperature is negative or NaN. The interpreter runs a plain-JAX twin
     of the program, in one CTA.
-
-    Returns:
-      Arrays (rows,): the drawn index (int32), its log probability, and the log of the kept share of the mass (float32).
-      A row gives -1, NaN and NaN if its largest logit is not finite, or its temperature is negative or NaN.
     """
     rows, vocab = x.shape
     window = plan.window

@@ -1,6 +1,5 @@
 """The base of all stages of the program of `sample`: a thread's elements, scratch words, and sums over the cluster."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -78,15 +77,6 @@ class RowProgram(CtaProgram):
                 yield [word for i in range(loads) for word in self.vector(at, i)], at
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
-
-    @contextlib.contextmanager
-    def each(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
-        """Opens a GPU loop over the numbers first, first + step, .. below end."""
-        number = self.var(first, "u32")
-        with self.loop() as leave:
-            leave(number >= end)
-            yield number
-            self.increase(number, step)
 
     def add_up(self, masses: Callable[[list[Value], Value], Iterable[tuple[Value, Value]]]) -> Value:
         """Returns a sum over a thread's elements. masses(words, address) writes each mass, and whether it counts."""

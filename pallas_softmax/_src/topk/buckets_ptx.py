@@ -53,7 +53,10 @@ def rank_by_buckets(p: CtaProgram, of: CandidateList, otherwise: Callable[[Value
     p.store(mine, *[0] * each)
     values, greatest, least = _load_and_bracket(p, of, each)
     distance, distances = _distances(p, greatest, least, of.dtype, of.vocab)
-    places = _count(p, of, values, distance, _factor(p, distances, of.capacity))
+    # The bucket is distance * factor / 2^32, where the factor is capacity * 2^32 / distances, but at most 2^32 - 1.
+    of_one = p.op("rcp.approx.ftz", "f32", distances)
+    factor = p.convert(of_one * (of.capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+    places = _count(p, of, values, distance, factor)
     _start(p, of, mine, each, otherwise)
     _group(p, of, values, places)
     for have, batch in _batches(p, of, each):
@@ -130,14 +133,6 @@ def _distances(
 
     last_distance = to_zero - (least - nearest(least))
     return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
-
-
-def _factor(p: CtaProgram, distances: Value, capacity: int) -> Value:
-    """Returns the factor that turns distances into buckets: bucket = distance * factor / 2^32.
-
-    It is capacity * 2^32 / distances, lowered by more than the rounding error of float32, and at most 2^32 - 1.
-    """
-    return p.convert(p.op("rcp.approx.ftz", "f32", distances) * (capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
 
 
 def _count(

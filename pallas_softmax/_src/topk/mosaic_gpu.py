@@ -20,14 +20,12 @@ LONE_ROW = 65_536  # elements of a single row above which XLA may be faster
 LONE_ROW_WINNERS = 1_024  # winners of such a row, in float32, above which XLA is faster
 
 
-def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:
-    return checks.unsupported(call, capability) or checks.not_contiguous(call)
-
-
 def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
     """Returns why no kernel can find or merge k winners in the rows of a call."""
-    reason = None if 1 <= k <= MAX_K else f"k={call.k} is not from 1 to {MAX_K}"
-    return _unsupported(call, capability) or reason or checks.too_large(call)
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
+    if reason is None and not 1 <= k <= MAX_K:
+        return f"k={call.k} is not from 1 to {MAX_K}"
+    return reason or checks.too_large(call)
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
@@ -56,7 +54,7 @@ def topk(plan, logits, where, temperature, *, k, log, dtype):
 
 def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
     """Returns how the rows of the gradient lie over the GPU."""
-    if reason := _unsupported(call, capability):
+    if reason := checks.unsupported(call, capability) or checks.not_contiguous(call):
         return Refusal(reason)
     if call.masked:
         return Refusal("no kernel for topk_grad with where")

@@ -44,9 +44,8 @@ def _rank_by_counting(p: CtaProgram, of: CandidateList) -> None:
         rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
         write entry `own` at its rank, if the rank is below k
     """
-    own, last = p.var(p.thread), of.at(p, of.n)
-    with p.loop() as leave:
-        leave(own >= of.n)
+    last = of.at(p, of.n)
+    with p.each(p.thread, of.n, WARPGROUP) as own:
         value = p.load(of.at(p, own), "u64")
         rank, at = p.var(0, "u32"), p.var(of.address)
         with p.repeat() as again:
@@ -55,7 +54,6 @@ def _rank_by_counting(p: CtaProgram, of: CandidateList) -> None:
             p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
         store_winners(p, of.ranked, [value], rank, of.k)
-        p.increase(own, WARPGROUP)
 
 
 # ---- by sorting

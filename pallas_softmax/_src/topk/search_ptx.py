@@ -41,22 +41,16 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
         _find_exactly(p, bound, highest, n)
-    listed = _candidates(p, n)
-    if window.compact:
+    if window.compact:  # the list takes the place of the row
+        words, bucket_words, _ = ordering_words(k)
+        buckets = p.x + 4 * words
+        ranked = buckets + 4 * bucket_words
+        listed = CandidateList(p.x, n, words // 2, buckets, ranked, k, dtype, window.vocab)
         expand_positions(p, listed)
+    else:
+        listed = CandidateList(p.candidates, n, p.capacity, p.hits, p.group_keys, k, dtype, window.vocab)
     rank(p, listed)
     return p
-
-
-def _candidates(p: WindowProgram, n: Value) -> CandidateList:
-    """Returns the list of n candidates; in a compact window, the one that takes the place of the row."""
-    window, k, vocab = p.window, p.k, p.window.vocab
-    if not window.compact:
-        return CandidateList(p.candidates, n, p.capacity, p.hits, p.group_keys, k, p.element.dtype, vocab)
-    words, bucket_words, _ = ordering_words(k)
-    buckets = p.x + 4 * words
-    ranked = buckets + 4 * bucket_words
-    return CandidateList(p.x, n, words // 2, buckets, ranked, k, p.element.dtype, vocab)
 
 
 # ---- an exact bound

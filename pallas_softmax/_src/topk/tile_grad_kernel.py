@@ -30,16 +30,9 @@ from pallas_softmax._src.softmax.plan import approximate
 def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bool, interpret=None):
     """Returns the cotangents of the logits (rows, vocab), and of the temperature of each row (rows, 1).
 
-    Args:
-      x: (rows, vocab), the logits.
-      temperature: float32, (1,) or (rows,).
-      m, d: (rows,), the normalizers.
-      indices: (rows, k) int32, the winners.
-      g: (rows, k), the cotangents of the winners' values.
-      g_d: (rows,), the cotangents of d.
-      plan: how a row lies over the lanes.
-      log: whether the values are logs of probabilities.
-      interpret: as for `pallas_call`.
+    x has the logits, (rows, vocab). The temperature is (1,) or (rows,), and (m, d) are the normalizers (rows,). The
+    winners are `indices` (rows, k) int32. g (rows, k) and g_d (rows,) are the cotangents of the winners' values and of
+    d. With `log`, the values are logs of probabilities.
     """
     rows, vocab = x.shape
     k = indices.shape[1]

@@ -44,21 +44,10 @@ from pallas_softmax.online import Candidates, Normalizer
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None
 ) -> tuple[Candidates, Normalizer]:
-    """Returns the k best of each row, and the normalizers of the rows.
+    """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
-    Args:
-      x: (rows, vocab), the logits.
-      mask: which elements count, or None.
-      temperature: float32, (1,) or (rows,).
-      k: number of winners.
-      plan: how a row lies over CTAs and in shared memory.
-      log: whether the values are logs of probabilities.
-      dtype: dtype of the values.
-      interpret: as for `pallas_call`.
-
-    Returns:
-      Candidates (rows, k), with values and indices. Normalizers (rows, 1): d is the sum of
-      exp((x - m) / temperature).
+    x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
+    The values have the `dtype`; with `log`, they are logs of probabilities.
     """
     request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
     scale = 1 / temperature

@@ -42,9 +42,8 @@ _BITS = {
 }
 _FLOATS = {"f16", "bf16", "f32"}
 WHOLE_WARP = "0xffffffff"  # lane mask of a warp instruction: all lanes take part
-_SIGNS_OF_HALVES = (
-    0xBB99  # for prmt, where 8 + i is the sign of byte i: signs of bytes 1, 1, 3 and 3, the lowest first
-)
+# For prmt, where 8 + i is the sign of byte i: the signs of bytes 1, 1, 3 and 3, the lowest first.
+_SIGNS_OF_HALVES = 0xBB99
 
 
 class Value:
@@ -355,6 +354,15 @@ class Program:
             self += f"{start}:"
             yield leave
             self += f"bra {start};"
+
+    @contextlib.contextmanager
+    def each(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
+        """Opens a GPU loop over the numbers first, first + step, .. below end."""
+        number = self.var(first, "u32")
+        with self.loop() as leave:
+            leave(number >= end)
+            yield number
+            self.increase(number, step)
 
     # --- Memory
 
