@@ -27,8 +27,7 @@ def not_contiguous(call: Call) -> str | None:
 def too_large(call: Call) -> str | None:
     """Returns a reason if int32 cannot number the elements of a call's rows, as bulk copies see them."""
     vec = ACCESS_BYTES // jnp.dtype(call.dtype).itemsize
-    view = aligned_view(call.rows, call.vocab, vec)
-    if view[-1] < INT32_LIMIT:
+    if aligned_view(call.rows, call.vocab, vec)[-1] < INT32_LIMIT:
         return None
     if call.vocab >= INT32_LIMIT:
         what = "a row"

@@ -1,5 +1,7 @@
 """The router and its gradient as objects."""
 
+import functools
+
 from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, Operation
 from pallas_softmax._src.route import xla
 from pallas_softmax._src.topk.operation import indices_of
@@ -12,13 +14,10 @@ def _save(xs, constants, ys, others):
     return ((*xs, indices_of(others[0])),)
 
 
-def _mosaic_gpu(name: str):
-    def kernel() -> Kernel:
-        from pallas_softmax._src.route.mosaic_gpu import KERNELS
+def _mosaic_gpu(name: str) -> Kernel:
+    from pallas_softmax._src.route.mosaic_gpu import KERNELS
 
-        return KERNELS[name]
-
-    return kernel
+    return KERNELS[name]
 
 
 ROUTE_GRAD = Operation(
@@ -26,7 +25,7 @@ ROUTE_GRAD = Operation(
     arguments=(_RESIDUALS, PER_ROW, PER_ROW),
     results=(ROW,),
     plain=xla.route_grad,
-    kernels={"mosaic_gpu": _mosaic_gpu("route_grad")},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "route_grad")},
     is_gradient=True,
     divided_by_xla=False,
     whole_rows=True,
@@ -44,7 +43,7 @@ ROUTE = Operation(
     arguments=(ROW, MASK),  # the bias broadcasts to the logits, like a mask
     results=PER_ROW,
     plain=xla.route,
-    kernels={"mosaic_gpu": _mosaic_gpu("route")},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "route")},
     gradient=ROUTE_GRAD,
     tangent=ROUTE_TANGENT,
     save=_save,

@@ -22,13 +22,10 @@ def _save(xs, constants, ys, others):
     return (*xs, m, ys[1], indices_of(bits)), *constants
 
 
-def _mosaic_gpu(name: str):
-    def kernel() -> Kernel:
-        from pallas_softmax._src.topk.mosaic_gpu import KERNELS
+def _mosaic_gpu(name: str) -> Kernel:
+    from pallas_softmax._src.topk.mosaic_gpu import KERNELS
 
-        return KERNELS[name]
-
-    return kernel
+    return KERNELS[name]
 
 
 def _triton() -> Kernel:
@@ -42,7 +39,7 @@ TOPK_GRAD = Operation(
     arguments=(_RESIDUALS, MASK, PER_ROW, PER_ROW),
     results=(ROW, PER_ROW),
     plain=xla.topk_grad,
-    kernels={"mosaic_gpu": _mosaic_gpu("topk_grad")},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "topk_grad")},
     is_gradient=True,
     divided_by_xla=False,
 )
@@ -58,14 +55,14 @@ MERGE = Operation(
     arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.merge,
-    kernels={"mosaic_gpu": _mosaic_gpu("merge")},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "merge")},
 )
 TOPK = Operation(
     name="topk",
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.topk,
-    kernels={"mosaic_gpu": _mosaic_gpu("topk"), "triton": _triton},
+    kernels={"mosaic_gpu": functools.partial(_mosaic_gpu, "topk"), "triton": _triton},
     gradient=TOPK_GRAD,
     tangent=TOPK_TANGENT,
     save=_save,
