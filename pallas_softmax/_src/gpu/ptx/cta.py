@@ -34,7 +34,7 @@ class CtaProgram(Program):
 
     def __init__(self, warps: int = WARPS, ctas: int = 1):
         super().__init__()
-        self.warps, self.ctas = warps, ctas
+        self.warps, self.ctas = warps, ctas  # numbers of warps in the CTA, and of CTAs in the cluster
         # <thread> counts in a warpgroup
         self.thread = self.operand("thread", "u32") if warps == WARPS else self.special("tid.x")
         self.lane, self.warp = self.thread & (LANES - 1), self.thread >> _LANE_BITS
