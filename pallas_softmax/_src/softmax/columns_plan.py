@@ -40,7 +40,7 @@ ENOUGH_CTAS = 264  # two per multiprocessor; with fewer, more tiles are better t
 LINE_STEPS = 3
 STEPS_REGISTERS = 64  # most elements of such a thread in all lines
 # If results are written too, such tiles are fastest if only as many CTAs share a multiprocessor as hold this many
-# elements. Compared with no bound, (8, 21, 262143) takes 0.88 of the time with two CTAs, and in bfloat16 0.81 with four.
+# elements. Relative to no bound, (8, 21, 262143) takes 0.88 of the time with two CTAs, and in bfloat16 0.81 with four.
 RESIDENT_ELEMENTS = 10_752
 FEWEST_CTAS = 32  # fewest CTAs of a launch with strips: (1, 4096, 32) takes 4 us, XLA 14 us
 
