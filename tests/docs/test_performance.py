@@ -294,7 +294,15 @@ TABLES = {
         Table(
             "linear_quack/linear",
             ("contender",),
-            (("time, ms", "p50_ms", {}), ("memory, GiB", "memory_gib", {})),
+            tuple(
+                (f"{title}, {unit}", column, {"head": head, "workspace_mib": workspace})
+                for title, head, workspace in (
+                    ("Llama 3", "llama3", 512),
+                    ("BitNet", "bitnet", 512),
+                    ("BitNet with 2 GiB", "bitnet", 2048),
+                )
+                for unit, column in (("ms", "p50_ms"), ("GiB", "memory_gib"))
+            ),
         ),
         Table(
             "linear_shapes/linear",
