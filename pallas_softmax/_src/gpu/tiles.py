@@ -69,19 +69,11 @@ def load(
 ):
     """Returns elements of an array as a tile. Element (i, j) of the tile is element (row + i, column + j) of the array.
 
-    Elements beyond the array are `fill`. They are not read.
+    Elements beyond the array are not read. They are `fill`, 0 or -inf. An array (rows,) has one number per row, which
+    the tile repeats along its rows. `ref_row` maps each row number, row + i, to the row of the array to use instead.
 
-    Args:
-      ref: the array (rows, columns); or (rows,) with one number per row, which the tile repeats along its rows.
-      tile: the layout in registers.
-      row: the array's row of the tile's row 0.
-      fill: 0 or -inf.
-      column: the array's column of the tile's column 0, a multiple of `tile.vec`. Or a tile of column numbers of the
-        array: then the tile gathers these elements.
-      held: how many columns of a tile of column numbers count, from column 0 on. Their numbers must be in the array.
-        The others are `fill`. By default, all count.
-      ref_row: maps each row number, row + i, to the row of the array to use in its place.
-      interpret: as for `pallas_call`.
+    `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. Then the
+    first `held` columns of the tile count, by default all. They must be in the array. The others are `fill`.
     """
     if interpret:
         x = ref[...]
@@ -161,7 +153,9 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
     def store(_, ref, row, column, value):
         pointer = utils.memref_ptr(ref)
         if column.shape:
-            emit_ptx(_warp_barrier(), {})
+            barrier = Program()
+            barrier += f"bar.warp.sync {WHOLE_WARP};"  # orders earlier writes of all lanes before this one
+            emit_ptx(barrier, {})
         all_accesses = _accesses(shape, tile, width, row, column, held)
         for register, accesses in zip(value.registers.flat, all_accesses, strict=True):
             found = elements(register)[: shape[1]]
@@ -170,13 +164,6 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
                 predicated_ptx.store_vector(pointer, vector, offset, inside, step=step)
 
     store(ref, jnp.int32(row), jnp.int32(column), value)
-
-
-def _warp_barrier() -> Program:
-    """Returns a barrier of the warp, which orders earlier writes of all lanes before later writes."""
-    p = Program()
-    p += f"bar.warp.sync {WHOLE_WARP};"
-    return p
 
 
 def spread(of_row, tile: Tile, out: Tile, *, interpret):
@@ -289,7 +276,9 @@ def _accesses(
     per_row = len(shape) == 1
     rows, columns = (*shape, 1)[:2]
     for number, place in enumerate(places(tile, scalar(row))):
-        at = _mapped(place.row, ref_row)
+        at = place.row
+        if ref_row:
+            at = ref_row(fragmented_array.FragmentedArray.splat(at, (), is_signed=False)).registers.item()
         accesses = []
         for start in range(0, 1 if per_row else tile.vec, width):
             if per_row:
@@ -305,13 +294,6 @@ def _accesses(
             offset = predicated_ptx.offset_of(at, columns, first)
             accesses.append((offset, step, arith.andi(_less(at, rows), inside)))
         yield accesses
-
-
-def _mapped(row: ir.Value, ref_row: MaskRows | None) -> ir.Value:
-    """Returns the row of the array for this row."""
-    if ref_row is None:
-        return row
-    return ref_row(fragmented_array.FragmentedArray.splat(row, (), is_signed=False)).registers.item()
 
 
 def _less(number: ir.Value, bound: int) -> ir.Value:

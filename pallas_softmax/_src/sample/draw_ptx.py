@@ -59,11 +59,9 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def draw_program(plan: SamplePlan, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    In addition to <x>, <scratch> and the parameters of the row, its operands are:
+    In addition to those of `RowProgram`, its operands are:
 
-        <row>, <part>                      the numbers of the row, and of the CTA in its cluster
-        <origin>                           the index in the row of the element at position 0
-        <scale>                            log2(e) / temperature, see `mosaic_gpu.scale_of`
+        <row>, <origin>                    the number of the row, and the index in it of the element at position 0
         <index>, <log_prob>, <log_mass>    device memory for the results
     """
     p = RowProgram(plan, dtype)

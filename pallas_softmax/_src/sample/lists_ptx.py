@@ -5,8 +5,7 @@
     last        40                       each CTA finds it by itself
     results     0, 1 | 0, 0 | 0, 1       for each list: the mass above the last key, and how many keys equal it
 
-Masses are added as integers: keys come in any order, and integer sums always have the same bits. The mass of the whole
-zone is 2^31 units.
+Masses are added as integers, as in `digits_ptx`. The mass of the whole zone is 2^31 units.
 """
 
 import contextlib

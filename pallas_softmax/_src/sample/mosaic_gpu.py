@@ -53,14 +53,11 @@ class Params(NamedTuple):
 
 def plan(call: Call, capability: tuple[int, int]) -> SamplePlan | Refusal:
     """Returns how the rows of a call lie over the GPU."""
-    reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
+    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
     if reason is not None:
         return Refusal(reason)
     chosen = plan_sample(call.rows, call.vocab, jnp.dtype(call.dtype), capability)
-    if chosen is None:
-        return Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
-    reason = checks.too_large(call)
-    return chosen if reason is None else Refusal(reason)
+    return chosen or Refusal(f"V={call.vocab} {call.dtype} does not fit into the shared memory of a cluster")
 
 
 def sample(plan: SamplePlan, logits, where, u, temperature, top_k, top_p, min_p):
@@ -102,9 +99,8 @@ def sample_rows(x, mask: Mask | None, params: Params, plan: SamplePlan, *, inter
         place = {"row": part.place.row, "part": part.place.index, "origin": part.origin}
         numbers = {"scale": scale_of(of_row.temperature), **of_row._asdict()}
         numbers |= {name: jnp.int32(number) for name, number in place.items()}
-        insert_ptx(
-            draw_ptx.draw_program(plan, x.dtype), {"x": x_smem, "scratch": scratch, **results}, numbers
-        )
+        program = draw_ptx.draw_program(plan, x.dtype)
+        insert_ptx(program, {"x": x_smem, "scratch": scratch, **results}, numbers)
 
     types = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     return gpu_kernel(

@@ -151,10 +151,7 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
 def _search_two_keys(f: FilterSearch, zone: Zone, counted: Value) -> None:
     """Keeps what the filter keeps in a zone of two keys, such as +0 and -0.
 
-    Args:
-      f: the search.
-      zone: the zone.
-      counted: a condition: whether an earlier filter counted the elements with the greater key.
+    `counted` is a condition: whether an earlier filter counted the elements with the greater key.
     """
     p = f.p
     with p.when(~counted):

@@ -156,8 +156,7 @@ def _start(
 ) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
-    The starts are running sums: over the thread's counts, then the lower lanes, then the lower warps, which exchange
-    their sums in the memory of the winners.
+    The starts are running sums. The warps exchange their sums in the memory of the winners.
     """
     counts = p.load_vector(mine, "u32", each)
     start, total = p.scan(p.reduce("add", counts))
@@ -175,10 +174,7 @@ def _start(
 
 
 def _group(p: CtaProgram, of: CandidateList, values: list[Value], places: list[Value]) -> None:
-    """Writes the candidates back to the list, grouped by bucket.
-
-    Afterwards a place has the start of the bucket, and in the upper half the number of candidates in it.
-    """
+    """Writes the candidates back to the list, grouped by bucket, and updates their places."""
     for have, batch in _batches(p, of, len(values)):
         before = []
         for has, place in zip(have, places[batch]):

@@ -58,9 +58,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
     """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
 
-    A warp counts its groups that reach the bound, and reserves as many places. If all warps' groups together do not
-    fit, the number of candidates is set to more than the capacity, and all threads jump to the end of `collect` by
-    give_up(). The search then continues with an exact bound.
+    A warp counts its groups that reach the bound, and reserves as many places. If the groups of all warps do not fit,
+    all threads jump to the end of `collect` by give_up().
     """
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")

@@ -7,7 +7,15 @@ counts them in each list. For k = 4:
     rank      0 3 4 6 | 1 2 5  7        6: one better winner in its own list, two in the other
     ranked    9 8 7 6
 
-More lists are ranked like the candidates of a window: those winners that reach a bound.
+More lists are ranked like the candidates of a window: those winners that reach a bound. The operands of both programs:
+
+    <keys>, <indices>       (rows, all winners of a row) int32, device memory
+    <row>                   the number of the row
+    <candidates>            shared memory for candidates
+    <ranked>                the k best, see `CandidateList`
+    <first>, <n>            with a bound: the first winner in the row, and the number of winners
+    <bound>                 with a bound: a key that at least k of them reach
+    <counts>, <buckets>     with a bound: scratch in shared memory
 """
 
 import functools
@@ -31,14 +39,7 @@ _LOADED_AT_ONCE = 8  # loads that a thread has in flight
 
 @functools.lru_cache(maxsize=16)
 def search_lists_program(lists: int, k: int) -> CtaProgram:
-    """Returns the program that writes the k best winners in the lists of row <row> to <ranked>, by binary search.
-
-    <keys>, <indices>     (rows, lists * k) int32, device memory
-    <candidates>          scratch in shared memory, with room for lists * k
-    <ranked>              see `CandidateList`
-
-    Each thread handles every 128th winner, and counts the better winners list by list.
-    """
+    """Returns the program that ranks a few lists. Each thread handles every 128th winner."""
     p = CtaProgram()
     candidates, ranked = p.operands("u32", "candidates", "ranked")
     turns = range(-(-lists * k // WARPGROUP))
@@ -51,9 +52,7 @@ def search_lists_program(lists: int, k: int) -> CtaProgram:
     p.barrier()
     ranks = [p.var(0, "u32") for _ in turns]
     for number in range(lists):
-        better = _better(p, candidates + CANDIDATE_BYTES * k * number, k, values)
-        for rank_, of_list in zip(ranks, better):
-            p.increase(rank_, of_list)
+        _add_better(p, candidates + CANDIDATE_BYTES * k * number, k, values, ranks)
     for value, rank_, is_listed in zip(values, ranks, listed):
         store_winners(p, ranked, [value], rank_, k, when=is_listed)
     p.barrier()
@@ -77,8 +76,8 @@ def _load(p: CtaProgram, first: Value, turns: range, n: Value | int) -> list[tup
     return list(zip(listed, keys, indices))
 
 
-def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Value]:
-    """Returns for each value the number of greater entries in a sorted list of k at address `start`."""
+def _add_better(p: CtaProgram, start: Value, k: int, values: list[Value], ranks: list[Value]) -> None:
+    """Adds to each value's rank the number of greater entries in a sorted list of k at address `start`."""
     ends = [p.var(start) for _ in values]  # end of the entries that are known to be greater
     step = 1 << k.bit_length() - 1
     while step:
@@ -88,19 +87,13 @@ def _better(p: CtaProgram, start: Value, k: int, values: list[Value]) -> list[Va
             other = p.load(end, "u64", offset=CANDIDATE_BYTES * (step - 1), when=inside)
             p.increase(end, CANDIDATE_BYTES * step, when=inside & (other > value))
         step //= 2
-    return [(end - start) >> (CANDIDATE_BYTES.bit_length() - 1) for end in ends]
+    for rank_, end in zip(ranks, ends):
+        p.increase(rank_, (end - start) >> (CANDIDATE_BYTES.bit_length() - 1))
 
 
 @functools.lru_cache(maxsize=16)
 def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> CtaProgram:
-    """Returns the program that writes the k best of n winners to <ranked>. At least k of them must reach <bound>.
-
-    <keys>, <indices>     (rows, winners) int32, device memory; the <n> winners start at [row, first] of these arrays
-    <row>, <first>, <n>   numbers
-    <candidates>          shared memory for the winners that reach the bound, `capacity` entries
-    <counts>, <buckets>   scratch in shared memory
-    <ranked>              see `CandidateList`
-    """
+    """Returns the program that ranks those of at most `capacity` winners that reach a bound."""
     p = CtaProgram()
     candidates, counts, buckets, ranked = p.operands("u32", "candidates", "counts", "buckets", "ranked")
     clear(p, candidates, CANDIDATE_BYTES * capacity, counts)

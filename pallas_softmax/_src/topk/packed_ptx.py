@@ -112,7 +112,6 @@ def leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Cal
 
     They do if no neighbours nearly tie. They also do if the bits `ones` of all floats are 0.
     """
-
     leave(~p.any(near_tie | too_short))
     union = p.var(0, "s32")
     for key in itertools.chain(*map(p.keys, range(p.rows))):

@@ -69,11 +69,7 @@ def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> 
 
 
 def _bisect(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Value, Value]:
-    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`.
-
-    At least k elements reach the bound. Either all of them fit into the list, or fewer than k exceed the bound. low and
-    high bracket it: at least k elements reach low, and fewer than k exceed high.
-    """
+    """Returns an exact bound, how many elements reach it, and how many exceed it. No element exceeds `highest`."""
     k, dtype = p.k, p.element.dtype
     lowest = sort_keys.lowest_key(dtype)
     # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer

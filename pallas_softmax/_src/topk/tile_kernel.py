@@ -102,12 +102,9 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, in
 
 
 def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, interpret):
-    """Returns the indices of the k best of each row, as a tile of `merged_tile`.
+    """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
 
-    Args:
-      vocab: number of elements of a row. The tile may have more columns.
-      key: tile with the keys of the row's elements.
-      lanes: number of a row's lanes that may have winners; by default, all.
+    `key` has the keys of the elements, and may have more columns. `list_length` documents `lanes`.
     """
     out = merged_tile(tile, k)
     if not interpret:

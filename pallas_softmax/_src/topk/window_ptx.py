@@ -26,13 +26,9 @@ class WindowProgram(CtaProgram):
         self.x, self.group_keys = self.operands("u32", "x", "group_keys")
         self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
         self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
+        self.block_bytes = window.block * self.element.itemsize
 
     # --- Positions and groups
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.window.block * self.element.itemsize
 
     def address(self, position: Value) -> Value:
         """Returns the address of a position."""
