@@ -40,6 +40,11 @@ def layout(vec: int, *, interpret) -> Any:
     return None if interpret else plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
 
 
+def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
+    """Returns the type of a block, for inline code to return."""
+    return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec, interpret=False))
+
+
 def filled(value, vec: int = 1, dtype=jnp.float32, *, interpret):
     """Returns a block with all elements equal to `value`."""
     return _laid_out(jnp.full((WARPGROUP * vec,), value, dtype), vec, interpret)
@@ -59,9 +64,7 @@ def split(block, vec: int, *, interpret) -> list:
     if interpret:
         return [*block.reshape(WARPGROUP, vec).T]
 
-    of_thread = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype("float32"), layout=PER_THREAD)
-
-    @inline(arg_types=(layout(vec, interpret=interpret),), return_type=[of_thread] * vec)
+    @inline(arg_types=(layout(vec, interpret=interpret),), return_type=[_type("float32")] * vec)
     def split(_, block):
         (register,) = block.registers.flat
         return [array(PER_THREAD.to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
@@ -107,10 +110,7 @@ def load_from_ctas(ref, count: int, empty: float):
     `ref` refers to 128 float32 in the shared memory of each of the `count` CTAs, up to 32.
     """
 
-    @inline(
-        arg_types=(REF,),
-        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype("float32"), layout=PER_THREAD),
-    )
+    @inline(arg_types=(REF,), return_type=_type("float32"))
     def load_from_ctas(_, ref):
         register = predicated_ptx.load_from_cta(ref, thread(), thread(), 1, count, empty)
         return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
@@ -128,10 +128,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
         i = jnp.arange(WARPGROUP)
         return jnp.where(i < held, ref[row][jnp.where(i < held, start + stride * i, 0)], fill)
 
-    @inline(
-        arg_types=(REF, SCALAR, SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), ref.dtype, layout=layout(1, interpret=interpret)),
-    )
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR), return_type=_type(ref.dtype))
     def load_from_row(_, ref, row, start, held):
         inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
         column = arith.addi(scalar(start), arith.muli(thread(), i32(stride)))
@@ -139,7 +136,7 @@ def load_from_row(ref, row, *, start, held, fill, stride=1, interpret):
         pointer = utils.memref_ptr(ref)
         offset = predicated_ptx.offset_of(scalar(row), vocab, column)
         register = predicated_ptx.load_vector(pointer, element, 1, offset, inside, fill)
-        return array(layout(1, interpret=interpret).to_mgpu(), (WARPGROUP,), [register])
+        return array(PER_THREAD.to_mgpu(), (WARPGROUP,), [register])
 
     return load_from_row(ref, row, jnp.int32(start), jnp.int32(held))
 
@@ -175,12 +172,7 @@ def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool =
         inside = (i >= skip) & (i < held)
         return (ref[row][jnp.where(inside & (columns > 1), start + i, 0)] & inside).astype(jnp.int8)
 
-    block_layout = layout(vec, interpret=interpret)
-
-    @inline(
-        arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((size,), np.dtype("int8"), layout=block_layout),
-    )
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR), return_type=_type("int8", vec))
     def load_mask(_, ref, row, start, held, skip):
         position = arith.muli(thread(), i32(vec))
         inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
@@ -195,6 +187,6 @@ def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool =
             register = predicated_ptx.load_vector(pointer, i8, vec, offset, inside)
         else:
             register = predicated_ptx.load_unaligned_bytes(pointer, vec, offset, inside)
-        return array(block_layout.to_mgpu(), (size,), [register])
+        return array(layout(vec, interpret=interpret).to_mgpu(), (size,), [register])
 
     return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))

@@ -72,13 +72,8 @@ THREAD_ELEMENTS = 8  # the fewest elements that a thread holds, so that enough l
 def short_row_tile(vocab: int, itemsize: int) -> Tile:
     """Returns the tile for rows of `vocab` elements of `itemsize` bytes: over as many lanes as there are vectors."""
     vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
-    vectors = vocab // vec
-    if vocab * itemsize > WARP_ROW_BYTES:
-        lanes = WARPGROUP
-    else:  # the fewest lanes, a power of two, that have at most one vector each; 32 if a row has more vectors
-        lanes = 2
-        while lanes < min(vectors, LANES):
-            lanes *= 2
+    # In a warp: the fewest lanes that have at most one vector each; 32 if a row has more vectors.
+    lanes = WARPGROUP if vocab * itemsize > WARP_ROW_BYTES else power_of_two(min(vocab // vec, LANES), 2)
     return row_tile(vocab, vec, lanes)
 
 

@@ -87,8 +87,9 @@ def load(
 
     shape, dtype = ref.shape, np.dtype("int8" if ref.dtype == jnp.bool_ else ref.dtype)
     width = _width(tile, ref, column)
+    column_type = layout(tile) if jnp.ndim(column) else SCALAR
 
-    @inline(arg_types=(REF, SCALAR, _column_type(tile, column)), return_type=type_of(tile, dtype))
+    @inline(arg_types=(REF, SCALAR, column_type), return_type=type_of(tile, dtype))
     def load(_, ref, row, column):
         pointer, element = utils.memref_ptr(ref), utils.dtype_to_ir_type(dtype)
         registers = []
@@ -148,8 +149,9 @@ def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = No
         return
 
     shape, width = ref.shape, _width(tile, ref, column)
+    column_type = layout(tile) if jnp.ndim(column) else SCALAR
 
-    @inline(arg_types=(REF, SCALAR, _column_type(tile, column), layout(tile)))
+    @inline(arg_types=(REF, SCALAR, column_type, layout(tile)))
     def store(_, ref, row, column, value):
         pointer = utils.memref_ptr(ref)
         if column.shape:
@@ -258,11 +260,6 @@ def _width(tile: Tile, ref, column) -> int:
     if jnp.ndim(column) or len(ref.shape) == 1:
         return 1
     return math.gcd(tile.vec, ref.shape[1], ACCESS_BYTES // np.dtype(ref.dtype).itemsize)
-
-
-def _column_type(tile: Tile, column) -> Any:
-    """Returns the type of the argument `column` of `load` and `store` in inline code."""
-    return layout(tile) if jnp.ndim(column) else SCALAR
 
 
 def _accesses(

@@ -176,9 +176,8 @@ def _start(
 def _group(p: CtaProgram, of: CandidateList, values: list[Value], places: list[Value]) -> None:
     """Writes the candidates back to the list, grouped by bucket, and updates their places."""
     for have, batch in _batches(p, of, len(values)):
-        before = []
+        before = [place >> _HALF for place in places[batch]]
         for has, place in zip(have, places[batch]):
-            before.append(place >> _HALF)
             p.load_into([place], p.at(of.buckets, place & _LOWER, 4), when=has)
         for has, value, place, number in zip(have, values[batch], places[batch], before):
             p.store(of.at(p, (place & _LOWER) + number), value, when=has)
@@ -192,13 +191,10 @@ def _compare(
 
     Buckets that start at rank k or later are skipped.
     """
-    ranks, addresses, counts = [], [], []
-    for has, place in zip(have, places):
-        rank = place & _LOWER
-        address = of.at(p, rank)
-        counts.append(p.select(has & (rank < of.k), place >> _HALF, 0))
-        ranks.append(p.var(rank))
-        addresses.append(p.var(address))
+    ranks = [p.var(place & _LOWER) for place in places]
+    addresses = [p.var(of.at(p, rank)) for rank in ranks]
+    have = [has & (rank < of.k) for has, rank in zip(have, ranks)]
+    counts = [p.select(has, place >> _HALF, 0) for has, place in zip(have, places)]
     most, turn = p.reduce("max", counts), p.var(0, "u32")
     with p.block() as leave:
         leave(most.equals(0))

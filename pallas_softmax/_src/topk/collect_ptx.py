@@ -111,11 +111,8 @@ def _mask_turn(p: WindowProgram, bound: Value, turn: Value, n: Value, *, listed:
             has = has & (key >= bound)
             groups.append(p.select(has, number, 0))
         have.append(has)
-    firsts, vectors = [], []
-    for group in groups:
-        first = p.first_position(group)
-        firsts.append(first)
-        vectors.append(_group_words(p, first))
+    firsts = [p.first_position(group) for group in groups]
+    vectors = [_group_words(p, first) for first in firsts]
     mask, flip = p.var(0, "u32"), bound.sign() & element.flip
     bound = bound << (16 if element.halves else 0)
     for i, (first, has, words) in enumerate(zip(firsts, have, vectors)):
@@ -143,17 +140,12 @@ def _group_words(p: WindowProgram, first: Value) -> list[Value]:
     """Returns the words of the group with this first position, loaded 16 bytes at a time."""
     window, element, address = p.window, p.element, p.address(first)
     offsets = [b * p.block_bytes for b in range(window.group_blocks)]
-    words = []
     if window.blocks % window.group_blocks == 0:
-        for offset in offsets:
-            words += element.vector(p, address, offset)
-        return words
+        return [word for offset in offsets for word in element.vector(p, address, offset)]
     # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
     in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
     last = p.address(in_last_block)
-    for offset in offsets:
-        words += element.vector(p, p.min(address + offset, last))
-    return words
+    return [word for offset in offsets for word in element.vector(p, p.min(address + offset, last))]
 
 
 def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:

@@ -128,8 +128,6 @@ def _bound(keys_gmem, row, first, held, k: int, interpret):
     )
     share = load(start=first * k + (k + held - 1) // held - 1)
     last = load(start=first * k + k - 1)
-    thread = blocks.positions(interpret=interpret)
-    listed = thread < held
-    return jnp.maximum(
-        jnp.min(jnp.where(listed, share, _INT_MAX)), jnp.max(jnp.where(listed, last, _INT_MIN))
-    )
+    listed = blocks.positions(interpret=interpret) < held
+    least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
+    return jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))

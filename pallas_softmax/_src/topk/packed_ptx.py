@@ -125,15 +125,14 @@ def wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
 
     Words for positions beyond the row, and words that pad to `count`, are lower than all others.
     """
-    held = []
+    wide = []
     for of_element, start in zip(p.keys(row), p.columns):
         key, column = p.var(of_element), p.first_column + start
         if p.tile.shape[1] > p.vocab:
             beyond = column >= p.vocab
             p.set(key, LOWEST, when=beyond)
             p.set(column, _HIGHEST, when=beyond)
-        held.append((column.bits("s32"), key))
-    wide = [p.join(~column, key, "s64") for column, key in held]
+        wide.append(p.join(~column.bits("s32"), key, "s64"))
     return wide + [p.var(_LOWEST_WIDE, "s64") for _ in range(count - len(wide))]
 
 
