@@ -27,8 +27,7 @@ def gpu_kernel(
       body: the kernel, called as `body(*inputs, *outputs, **scratch)` with references to device memory in place of
         arrays. An input may also be a pytree of arrays, or None; the body gets the same structure.
       grid: number of CTAs along each named axis.
-      out_type: shape and dtype of the output; or a list or NamedTuple of several. The kernel returns the same
-        structure.
+      out_type: shape and dtype of the output; or a list or NamedTuple of several, to be returned as such.
       scratch_types: shared memory and barriers, by name.
       name: the kernel's name in profiles; by default, the name of `body`.
       cluster: number of CTAs in a cluster. If it is more than one, it must equal the size of the grid's last axis.

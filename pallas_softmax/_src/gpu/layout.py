@@ -54,7 +54,7 @@ class Tile:
         return self.step_columns * self.steps
 
     def first_column(self, lane):
-        """Returns the column of the first element of a lane; `lane` is a value of inline PTX."""
+        """Returns the column of the first element of a lane; `lane` is an unsigned number of inline code."""
         if self.pieces == 1:
             return lane * self.vec
         of_piece = self.lanes // self.pieces  # a power of two

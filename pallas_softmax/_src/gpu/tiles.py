@@ -242,14 +242,8 @@ def places(tile: Tile, row: ir.Value) -> Iterator[Place]:
     """Yields the place of the first element of each register of this thread, in the layout's order of registers."""
     own, lanes = thread(), tile.lanes
     row = arith.addi(row, arith.divui(own, i32(lanes)))
-    lane = arith.remui(own, i32(lanes))
-    if tile.pieces > 1:
-        column = arith.addi(
-            arith.muli(arith.divui(lane, i32(lanes // tile.pieces)), i32(tile.piece_columns)),
-            arith.muli(arith.remui(lane, i32(lanes // tile.pieces)), i32(tile.vec)),
-        )
-    else:
-        column = arith.muli(lane, i32(tile.vec))
+    lane = _number(arith.remui(own, i32(lanes)))
+    column = tile.first_column(lane).registers.item()
     for i in range(0, tile.rows, WARPGROUP // lanes):
         for step in range(tile.steps):
             yield Place(arith.addi(row, i32(i)), column, step * tile.step_columns)
@@ -275,7 +269,7 @@ def _accesses(
     for number, place in enumerate(places(tile, scalar(row))):
         at = place.row
         if ref_row:
-            at = ref_row(fragmented_array.FragmentedArray.splat(at, (), is_signed=False)).registers.item()
+            at = ref_row(_number(at)).registers.item()
         accesses = []
         for start in range(0, 1 if per_row else tile.vec, width):
             if per_row:
@@ -291,6 +285,11 @@ def _accesses(
             offset = predicated_ptx.offset_of(at, columns, first)
             accesses.append((offset, step, arith.andi(_less(at, rows), inside)))
         yield accesses
+
+
+def _number(value: ir.Value) -> fragmented_array.FragmentedArray:
+    """Returns an unsigned number that Python's operators accept."""
+    return fragmented_array.FragmentedArray.splat(value, (), is_signed=False)
 
 
 def _less(number: ir.Value, bound: int) -> ir.Value:

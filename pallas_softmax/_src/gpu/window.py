@@ -18,8 +18,7 @@ lie before it.
 
 Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy brings one step. A group
 is the elements of one thread in `group_blocks` blocks. Once a step has arrived, top-k keeps the largest key of each
-group. Group number g * 128 + t belongs to thread t and blocks g * group_blocks to
-(g + 1) * group_blocks - 1.
+group. Group number g * 128 + t belongs to thread t and blocks g * group_blocks to (g + 1) * group_blocks - 1.
 """
 
 import dataclasses

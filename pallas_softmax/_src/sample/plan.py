@@ -128,12 +128,10 @@ def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
 def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | None:
     """Returns how the rows of `sample` lie over a GPU of this compute capability; None if no cluster can hold a row."""
     smem, most = SMEM_BYTES[capability[0]], MAX_CLUSTER[capability[0]]
-
-    def with_parts(count):
-        return plan_of(vocab, dtype, count, FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS)
+    warpgroups = FEW_ROWS_WARPGROUPS if rows <= FEW_ROWS else WARPGROUPS
 
     def fits(count, room):
-        plan = with_parts(count)
+        plan = plan_of(vocab, dtype, count, warpgroups)
         small = plan.window.size <= MAX_PART and plan.window.step_blocks <= MAX_BLOCKS
         return small and plan.smem_bytes <= room
 
@@ -143,4 +141,4 @@ def plan_sample(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> Sa
         count, room = 1, smem_of_each(capability, RESIDENT)
     while count < most and not fits(count, room):
         count += 1
-    return with_parts(count) if fits(count, smem) else None
+    return plan_of(vocab, dtype, count, warpgroups) if fits(count, smem) else None

@@ -11,9 +11,8 @@ order as an unsigned number. The index counts in the row. A lower index has a la
 one unsigned 64-bit number, orders the candidates: the larger number is the better candidate, and among equal keys the
 lower index wins. No two candidates are equal. An empty entry is 0, and lower than any candidate.
 
-A compact window lists 16-bit positions instead, because entries of 8 bytes would not fit next to the row.
-When the row is no longer needed, `collect_ptx.expand_positions` turns the positions into candidates in the memory of
-the row.
+A compact window lists 16-bit positions instead, because entries of 8 bytes would not fit next to the row. When the row
+is no longer needed, `collect_ptx.expand_positions` turns the positions into candidates in the memory of the row.
 """
 
 import dataclasses

@@ -200,9 +200,6 @@ def _store_entry(
         p.store(p.at(p.candidates, place, CANDIDATE_BYTES), candidate, when=when)
 
 
-# ---- ties
-
-
 def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
 
@@ -244,9 +241,6 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
         p.increase(block, 1)
         p.update(parity, "xor", 1)
     p.barrier()
-
-
-# ---- from positions to candidates
 
 
 def expand_positions(p: WindowProgram, of: CandidateList) -> None:

@@ -29,7 +29,7 @@ from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.topk.candidates import sort_winners
 from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
-from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners, searches_lists
+from pallas_softmax._src.topk.plan import SEARCHED_LISTS, SEARCHED_WINNERS, lists_per_merge, padded_winners
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
 from pallas_softmax.online import Candidates, Normalizer
 
@@ -93,7 +93,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
             keys, number_in_row = lists_gmem.values[row], jnp.arange(count * k)
             inside = (number_in_row >= first * k) & (number_in_row < (first + held) * k)
             sort_winners(best_smem, keys, lists_gmem.indices[row], inside, k)
-        elif final and searches_lists(fan_in, k):
+        elif final and fan_in <= SEARCHED_LISTS and fan_in * k <= SEARCHED_WINNERS:
             insert_ptx(search_lists_program(fan_in, k), refs, {"row": row})
         else:
             refs |= {"counts": counts_smem, "buckets": buckets_smem}

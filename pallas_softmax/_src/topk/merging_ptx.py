@@ -173,9 +173,6 @@ def take_words_program(tile: Tile, vocab: int, k: int) -> TileProgram:
     return p
 
 
-# ---- packed keys
-
-
 def _complements(p: TileProgram, first_column: Value) -> list[Value]:
     """Returns the complements of the columns, for each pair of the thread's elements."""
     first = first_column * (1 << 16 | 1)
@@ -194,9 +191,6 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
     words = words[: len(p.columns)]
     packed_ptx.lower_beyond_row(p, words, first_column)
     return words
-
-
-# ---- merges
 
 
 def _merged(p: TileProgram, words: list[Value], size: int) -> list[Value]:

@@ -199,8 +199,6 @@ def network(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     return comparisons, best(list(range(n)))
 
 
-# ---- near ties
-#
 # A warp handles pairs of neighbours that nearly tie one by one. All lanes read the two packed keys, then the two whole
 # keys, from the lanes that hold them.
 

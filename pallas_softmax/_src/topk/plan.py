@@ -165,11 +165,6 @@ def lists_per_merge(k: int) -> int:
     return max(2, min(WARPGROUP, MERGED_PER_CTA // k))
 
 
-def searches_lists(lists: int, k: int) -> bool:
-    """Returns whether a merge of this many lists of k winners ranks each winner by a search in each list."""
-    return lists <= SEARCHED_LISTS and lists * k <= SEARCHED_WINNERS
-
-
 def padded_winners(k: int) -> int:
     """Returns k rounded up to a multiple of the 128 threads of a CTA."""
     return -(-k // WARPGROUP) * WARPGROUP

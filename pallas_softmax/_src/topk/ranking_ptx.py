@@ -34,9 +34,6 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
     p.barrier()
 
 
-# ---- by counting
-
-
 def _rank_by_counting(p: CtaProgram, of: CandidateList) -> None:
     """Ranks each candidate by counting the better ones:
 
@@ -54,9 +51,6 @@ def _rank_by_counting(p: CtaProgram, of: CandidateList) -> None:
             p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
         store_winners(p, of.ranked, [value], rank, of.k)
-
-
-# ---- by sorting
 
 
 def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:

@@ -53,9 +53,6 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     return p
 
 
-# ---- an exact bound
-
-
 def _find_exactly(p: WindowProgram, failed: Value, highest: Value, n: Value) -> None:
     """Collects again with an exact bound instead of the one that failed. Sets `n` to the number of candidates."""
     bound, reach, exceed = _bisect(p, failed, highest)

@@ -99,7 +99,7 @@ def _arrive(
     window_arrival.fill_edges(window, part, memory.x, interpret=interpret)
     clear(memory, interpret=interpret)
 
-    def take_step(i, count, copied, carry):
+    def take_step(i, carry, count, copied):
         lane, keep = carry
         # Its loads are in flight during this step.
         next_keep = window_arrival.mask_of_step(window, part, i + 1, interpret)
@@ -115,7 +115,7 @@ def _arrive(
     carry = Normalizer(*empty), window_arrival.mask_of_step(window, part, 0, interpret)
     if window.full:
         full_step = functools.partial(take_step, count=window.step_blocks, copied=True)
-        carry = lax.fori_loop(0, window.full, lambda i, carry: full_step(i, carry=carry), carry)
+        carry = lax.fori_loop(0, window.full, full_step, carry)
     if window.rest:
-        carry = take_step(jnp.int32(window.full), window.rest, len(window.copies()) > window.full, carry)
+        carry = take_step(jnp.int32(window.full), carry, window.rest, len(window.copies()) > window.full)
     return online.combine_lanes(carry[0], scale=scale)

@@ -28,8 +28,6 @@ class WindowProgram(CtaProgram):
         self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
         self.block_bytes = window.block * self.element.itemsize
 
-    # --- Positions and groups
-
     def address(self, position: Value) -> Value:
         """Returns the address of a position."""
         return self.at(self.x, position, self.element.itemsize)
@@ -40,14 +38,12 @@ class WindowProgram(CtaProgram):
         of_first_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
         return self.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
 
-    # --- The list of groups that reach the bound
-
     def hit(self, at: Value) -> Value:
-        """Returns the address of entry `at` of the list, the number of a group."""
+        """Returns the address of entry `at` of the list of groups that reach the bound."""
         return self.at(self.hits, at, 2 if self.window.compact else 4)
 
     def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
-        """Returns a group from the list. If `when` does not hold: the default, or an undefined number without one."""
+        """Returns the group at entry `at`. If `when` does not hold: the default, or an undefined number without one."""
         address = self.hit(at)
         if self.window.compact:
             return self.convert(self.load(address, "u16", when=when, default=default), "u32")
