@@ -11,8 +11,7 @@ from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tange
 def sample_grad(residuals, where, g, *, mesh_axes=()):
     """Returns the derivatives of log_probs of a draw in the logits and in the temperature; 0 where that is 0.
 
-    They are the results of `topk_grad` with log=True and the drawn index as the winner. The residuals are the logits,
-    the temperature, the drawn index in the whole row, and its log-probability; g is the cotangent of log_probs.
+    They are the results of `topk_grad` with log=True and the drawn index as winner. g is the cotangent of log_probs.
     """
     g = jnp.where(residuals[1] == 0, 0, g)
     residuals = _drawn_as_winner(residuals, where, mesh_axes)

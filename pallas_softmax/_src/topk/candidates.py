@@ -64,8 +64,7 @@ def clear(p: CtaProgram, address: Value, size: int, counts: Value) -> None:
 
 def candidate_of(p: Program, key: Value, index: Value) -> Value:
     """Returns a candidate as one 64-bit number."""
-    high, low = key ^ LOWEST_KEY, ~index
-    return p.join(low, high)
+    return p.join(~index, key ^ LOWEST_KEY)
 
 
 def store_winners(
@@ -79,9 +78,8 @@ def store_winners(
     for i, winner in enumerate(winners):
         wins = rank.bits("s32") < k - i if when is None else when & (rank.bits("s32") < k - i)
         low, high = p.split(winner)
-        index, key = ~low, high ^ LOWEST_KEY
-        p.store(at, key, offset=4 * i, when=wins)
-        p.store(at, index, offset=4 * (padded_winners(k) + i), when=wins)
+        p.store(at, high ^ LOWEST_KEY, offset=4 * i, when=wins)
+        p.store(at, ~low, offset=4 * (padded_winners(k) + i), when=wins)
 
 
 def sort_winners(ranked, keys, indices, inside, k: int) -> None:

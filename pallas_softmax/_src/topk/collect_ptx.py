@@ -143,8 +143,7 @@ def _group_words(p: WindowProgram, first: Value) -> list[Value]:
     if window.blocks % window.group_blocks == 0:
         return [word for offset in offsets for word in element.vector(p, address, offset)]
     # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
-    in_last_block = (first & (window.block - 1)) + (window.blocks - 1) * window.block
-    last = p.address(in_last_block)
+    last = p.address((first & (window.block - 1)) + (window.blocks - 1) * window.block)
     return [word for offset in offsets for word in element.vector(p, p.min(address + offset, last))]
 
 
@@ -154,8 +153,7 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
     Positions increase with the bits. Positions before <low> are in the first vector of the window.
     """
     window = p.window
-    starts = first.equals(0)
-    p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=starts)
+    p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=first.equals(0))
     rest = p.max(p.high - first.bits("s32"), 0).bits("u32")
     blocks = rest >> log2(window.block)
     in_vector = p.min(rest & (window.block - 1), window.vec)

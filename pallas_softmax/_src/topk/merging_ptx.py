@@ -51,10 +51,7 @@ _LOWER_WORD, _UPPER_WORD = 0x1054, 0x3276
 
 
 def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> TileProgram:
-    """Returns the program for 32-bit keys. <winner{row}_{i}> gets the column of winner lane * held + i.
-
-    `tile_kernel.take` has the arguments.
-    """
+    """Returns the program for 32-bit keys. <winner{row}_{i}> gets the column of winner lane * held + i."""
     p, size = TileProgram(tile, vocab), power_of_two(k, 1)
     # Even with k + 1 elements listed, the last may nearly tie with the last winner. Then unlisted ones may nearly tie
     # as well (`maybe_short`).

@@ -27,10 +27,9 @@ from pallas_softmax._src.topk.window_ptx import SCRATCH_BYTE, WindowProgram
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program. `search.py` describes the arrays <x>, <group_keys>, <candidates>, <hits> and <counts>.
+    """Returns the program; `WindowProgram` has its operands. The k best go to <group_keys> (`CandidateList.ranked`).
 
-    <low>, <high> and <origin> say where the part lies, as in `Part`. The k best end up in <group_keys>: keys, then
-    indices from padded_winners(k) on. In a compact window, they end up in <x>, as the last array of `ordering_words`.
+    In a compact window, they go to <x>, as the last array of `ordering_words`.
     """
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)

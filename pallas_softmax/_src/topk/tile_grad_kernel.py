@@ -8,13 +8,11 @@ Let p = softmax(x / T), and let r = g_d d - sum over the winners of g p. The cot
 
 With log, g p becomes g in all of these. In the sum for T, `slope` has the share of p r / T, and `slope_won` has the
 share of g p / T. A row lies in the registers of some lanes of a warp, as a `Tile`. Its winners lie over the same lanes
-as another tile, k / lanes in each lane. The steps by tile:
+as another tile, k / lanes in each lane, so that `tiles.spread` can copy a number per row from tile to tile. The steps:
 
     winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
     row       write p r / T of all elements
     winners   overwrite the cotangents of the winners, after the warp has written the row
-
-The two tiles have a row in the same lanes, so `tiles.spread` can copy a number per row from one tile to the other.
 """
 
 import jax
