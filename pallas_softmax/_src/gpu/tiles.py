@@ -72,8 +72,8 @@ def load(
     Elements beyond the array are not read. They are `fill`, 0 or -inf. An array (rows,) has one number per row, which
     the tile repeats along its rows. `ref_row` maps each row number, row + i, to the row of the array to use instead.
 
-    `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. Then the
-    first `held` columns of the tile count, by default all. They must be in the array. The others are `fill`.
+    `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. `held` is
+    for such a tile: only its first `held` columns count. Their numbers must be in the array. The others are `fill`.
     """
     if interpret:
         x = ref[...]

@@ -11,7 +11,7 @@ More lists are ranked like the candidates of a window: those winners that reach 
 
     <keys>, <indices>       (rows, all winners of a row) int32, device memory
     <row>                   the number of the row
-    <candidates>            shared memory for candidates
+    <candidates>            shared memory for the winners that are ranked
     <ranked>                the k best, see `CandidateList`
     <first>, <n>            with a bound: the first winner in the row, and the number of winners
     <bound>                 with a bound: a key that at least k of them reach
