@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.tiles import PREFETCHED_TILES
 from tests.support import bounds, cases, kernels, oracle
 from tests.support.bounds import UNITS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -65,6 +67,18 @@ def test_topk(implementation, v, dtype, k, many):
     assert (len(got.values) > 128) == many
     assert got.values.dtype == dtype and got.indices.dtype == jnp.int32
     assert_topk(got, x, k, names)
+
+
+@pytest.mark.parametrize(("v", "dtype"), [(63, F32), (63, BF16), (256, F16)], ids=str)
+def test_many_short_rows(v, dtype):
+    """So many rows that CTAs copy later tiles to the L2 cache. The last tile is not whole."""
+    names = rows_to_test(v)
+    x = cases.rows(names, v, dtype)
+    many = jnp.tile(x, (70_000 // len(names) + 1, 1))
+    tile = kernels.plan_topk(len(many), v, 8, dtype)
+    assert isinstance(tile, Tile)
+    assert len(many) >= 2 * PREFETCHED_TILES * tile.rows and len(many) % tile.rows
+    assert_topk(topk("mosaic_gpu", many, 8), x, 8, names)
 
 
 TOPK_MASKED = [(100, F32, 5, pattern) for pattern in cases.BROADCASTS]

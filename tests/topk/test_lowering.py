@@ -96,6 +96,14 @@ def test_long_rows(kind, dtype):
     assert kernel_names(lowered_rows(rows, v, k, dtype, plan, temperatures=rows)) == names_of(plan, k)
 
 
+@pytest.mark.parametrize("rows", [1000, 131_072])
+@pytest.mark.parametrize("function", [ps.fused_topk, ps.route])
+def test_prefetches(function, rows):
+    """With many short rows, each CTA starts to copy a later tile to the L2 cache, and with few it does not."""
+    text = lowered(lambda x: function(x, 8, implementation="mosaic_gpu"), array(rows, 256))
+    assert ("cp.async.bulk.prefetch.L2.global" in text) == (rows > 1000)
+
+
 def test_merges_in_one_launch_or_in_several():
     merges = {
         kernels.launches_that_merge(kernels.plan_topk(rows, v, k, "float32"), k)

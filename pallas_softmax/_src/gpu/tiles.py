@@ -128,7 +128,7 @@ def prefetch(ref, tile: Tile, row, *, interpret) -> None:
 
 
 def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, interpret):
-    """Returns a mask (mask rows, vocab or 1) as a boolean tile, as `load` does.
+    """Loads a mask (mask rows, vocab or 1) as a boolean tile.
 
     If the mask has one number per row, the tile repeats it beyond the end of the row too.
     """

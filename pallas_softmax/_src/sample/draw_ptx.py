@@ -59,7 +59,7 @@ _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
 def draw_program(plan: SamplePlan, dtype) -> RowProgram:
     """Returns the program for the part of a row at <x>; missing and masked elements are -inf there.
 
-    In addition to those of `RowProgram`, its operands are:
+    It has the operands of `RowProgram`, and these:
 
         <row>, <origin>                    the number of the row, and the index in it of the element at position 0
         <index>, <log_prob>, <log_mass>    device memory for the results

@@ -21,7 +21,7 @@ _SPARE_BITS = {"f32": 0, "bf16": 16, "f16": 13}  # low bits of a float32 that no
 class RowProgram(CtaProgram):
     """A program for a part of a row, see `SamplePlan`. The threads of a CTA share a part; the cluster has the row.
 
-    A temperature of 0 takes the first entry: it sets the filters to those of a draw with top_k = 1.
+    A temperature of 0 takes the first entry: the filters are then the same as for top_k = 1.
     """
 
     top: Value  # the largest element of the row, once it is known

@@ -93,7 +93,7 @@ def _add_better(p: CtaProgram, start: Value, k: int, values: list[Value], ranks:
 
 @functools.lru_cache(maxsize=16)
 def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> CtaProgram:
-    """Returns the program that ranks those of at most `capacity` winners that reach a bound."""
+    """Returns the program that ranks the winners that reach a bound: at most `capacity` of them."""
     p = CtaProgram()
     candidates, counts, buckets, ranked = p.operands("u32", "candidates", "counts", "buckets", "ranked")
     clear(p, candidates, CANDIDATE_BYTES * capacity, counts)

@@ -14,8 +14,8 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     """Merges each device's winners over one mesh axis after the other, the last first: a tree of all-gathers.
 
     The shards of a row lie in the order of their devices, and equal values are ordered by their index. So gathered
-    winners, which lie in the order of the devices, can be merged by position. The arguments are those of `xla.topk` for
-    this device's shard, and `merge`, the operation that merges lists of winners. run_shard(operation, arrays, static)
+    winners, which lie in the order of the devices, can be merged by position. `xla.topk` documents most arguments, here
+    for this device's shard. `merge` is the operation that merges lists of winners. run_shard(operation, arrays, static)
     returns the operation's results on this device's shard; None stands for top-k itself.
     """
     vocab = logits.shape[-1]
