@@ -192,7 +192,8 @@ def test_kernels_run_and_memory():
 @one_process("sanitizers of projections")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=mosaic_gpu"]
+    # Not with --kernel-name: compute-sanitizer then crashes in one run of four, and leaves the program waiting.
+    options = ["--tool", tool, "--error-exitcode", "9"]
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
     done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=["projection"])
