@@ -215,9 +215,14 @@ def rank_ptx_of(capacity, k, dtype, vocab):
     return p
 
 
-def lists_ptx_of(lists, k):
+def search_lists_ptx_of(lists, k):
     """Returns the text that ranks the winners of a few lists."""
     return lists_ptx.search_lists_program(lists, k)
+
+
+def rank_lists_ptx_of(winners, capacity, k, dtype):
+    """Returns the text that ranks those of at most `capacity` winners that reach <bound>; a row has `winners`."""
+    return lists_ptx.rank_lists_program(winners, capacity, k, np.dtype(dtype))
 
 
 def bound_ptx_of(window, k):

@@ -38,6 +38,13 @@ def keys_of(rng, n, kind):
             return oracle.order_key((0.9 + 0.1 * rng.random(n)).astype(BF16))
         case "spread":  # like the best of a normal sample
             return oracle.order_key((2.5 + rng.exponential(0.4, n)).astype(F32))
+        case "special" | "bfloat16 special":
+            dtype = BF16 if kind.startswith("bf") else F32
+            x = rng.choice(np.array([0, -0.0, 1, np.inf, -np.inf, np.nan, -np.nan], dtype), n)
+            masked = -(2 ** (8 * dtype.itemsize - 1))
+            return np.where(rng.random(n) < 0.1, masked, oracle.order_key(x))
+        case "few":
+            return rng.integers(-40, 40, n)
         case "equal":
             return np.full(n, 5)
         case "one far above":
@@ -59,6 +66,10 @@ def keys_of(rng, n, kind):
         (300, 500, "around 0"),
         (300, 500, "bfloat16"),
         (300, 500, "bfloat16 around 0"),
+        (128, 140, "special"),
+        (90, 96, "bfloat16 special"),
+        pytest.param(300, 500, "special", marks=pytest.mark.slow),
+        pytest.param(300, 500, "bfloat16 special", marks=pytest.mark.slow),
         pytest.param(1024, 1400, "uniform", marks=pytest.mark.slow),
     ],
 )
@@ -81,31 +92,64 @@ def test_rank(k, n, kind):
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices[best])
 
 
-@pytest.mark.parametrize(("lists", "k"), [(2, 128), (3, 100), (4, 5), (2, 1)])
-def test_rank_lists(lists, k):
-    """The k best of sorted lists, with ties in and between lists; the lower index comes first."""
-    rng, padded = np.random.default_rng(k), -(-k // 128) * 128
-    keys, indices = rng.integers(-40, 40, (lists, k)), rng.permutation(10**6)[: lists * k].reshape(lists, k)
+def lists_in_memory(rng, lists, k, kind, keys_at):
+    """Returns shared memory with sorted lists at address `keys_at`, their keys, and keys and indices of the k best."""
+    keys, indices = keys_of(rng, lists * k, kind).reshape(lists, k), rng.permutation(10**6)[: lists * k]
+    indices = indices.reshape(lists, k)
     order = np.lexsort((indices, -keys))
     keys, indices = np.take_along_axis(keys, order, -1), np.take_along_axis(indices, order, -1)
-    candidates, ranked = 0, 8 * lists * k + 16
-    keys_at = ranked + 8 * padded
-    indices_at = keys_at + 4 * lists * k
     memory = np.zeros(SMEM, "u1")
     words(memory, keys_at, lists * k, "int32")[:] = keys.ravel()
-    words(memory, indices_at, lists * k, "int32")[:] = indices.ravel()
-    # the machine can only load shared memory
-    code = str(kernels.lists_ptx_of(lists, k)).replace("ld.global", "ld.shared")
-    ptx.run(code, memory, candidates=candidates, ranked=ranked, keys=keys_at, indices=indices_at, row=0)
+    words(memory, keys_at + 4 * lists * k, lists * k, "int32")[:] = indices.ravel()
     best = np.lexsort((indices.ravel(), -keys.ravel()))[:k]
-    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys.ravel()[best])
-    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices.ravel()[best])
+    return memory, keys, keys.ravel()[best], indices.ravel()[best]
+
+
+def run_lists(code, memory, keys_at, lists, k, **operands):
+    # the machine can only load shared memory
+    code = str(code).replace("ld.global", "ld.shared")
+    ptx.run(code, memory, keys=keys_at, indices=keys_at + 4 * lists * k, row=0, **operands)
+
+
+@pytest.mark.parametrize("kind", ["few", "special"])
+@pytest.mark.parametrize(("lists", "k"), [(2, 128), (3, 100), (4, 5), (2, 1)])
+def test_search_lists(lists, k, kind):
+    """The k best of sorted lists, with ties in and between lists; the lower index comes first."""
+    padded = -(-k // 128) * 128
+    candidates, ranked = 0, 8 * lists * k + 16
+    keys_at = ranked + 8 * padded
+    memory, _, keys, indices = lists_in_memory(np.random.default_rng(k), lists, k, kind, keys_at)
+    code = kernels.search_lists_ptx_of(lists, k)
+    run_lists(code, memory, keys_at, lists, k, candidates=candidates, ranked=ranked)
+    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
+    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
+
+
+@pytest.mark.parametrize("kind", ["anything", "special", *map(slow, ("few", "bfloat16 special"))])
+@pytest.mark.parametrize(("lists", "k"), [(3, 100), (8, 5), slow(3, 300), slow(16, 256)])
+def test_rank_lists(lists, k, kind):
+    """The same, by ranking the winners that reach a bound. The first list belongs to another merge."""
+    padded, capacity = -(-k // 128) * 128, max(256, 1 << (lists * k - 1).bit_length())
+    starts = np.cumsum([0, 8 * capacity, 4 * capacity, 8 * padded, 512, 4 * k]).tolist()
+    candidates, buckets, ranked, counts, first_list, keys_at = starts
+    memory, listed, keys, indices = lists_in_memory(np.random.default_rng(k), lists, k, kind, keys_at)
+    words(memory, first_list, k, "int32")[:] = 2**31 - 1
+    bound = max(listed[:, -(-k // lists) - 1].min(), listed[:, -1].max())
+    memory[:first_list] = 0xAB
+    scratch = {"candidates": candidates, "buckets": buckets, "ranked": ranked, "counts": counts}
+    part = {"first": k, "n": lists * k, "bound": int(bound)}
+    dtype = BF16 if kind.startswith("bf") else F32
+    code = kernels.rank_lists_ptx_of((lists + 1) * k, capacity, k, dtype)
+    run_lists(code, memory, first_list, lists, k, **scratch, **part)
+    np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
+    np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
 
 
 @pytest.mark.parametrize(
     ("groups", "k", "kind"),
     [
         (896, 128, "spread"),
+        (256, 30, "special"),
         pytest.param(128, 5, "one far above", marks=pytest.mark.slow),
         pytest.param(256, 200, "anything", marks=pytest.mark.slow),
         pytest.param(256, 200, "equal", marks=pytest.mark.slow),
