@@ -12,9 +12,9 @@
     groups    |    group 0    |    group 1    |    group 2    |    group 3    | last  |   group_blocks = 2 blocks
 
 A position counts in the window; an index counts in the row. Position p holds the element of index p + origin if
-low <= p < high. Every other position holds -inf. The head exists only if some part does not start at a multiple of
-16 bytes. Then the body starts at the first multiple of 16 bytes in the part, so fewer than `vec` elements of the part
-lie before it.
+low <= p < high. So origin is the index of position 0, which may be negative. Every other position holds -inf. The head
+exists only if some part does not start at a multiple of 16 bytes. Then the body starts at the first multiple of 16
+bytes in the part, so fewer than `vec` elements of the part lie before it.
 
 Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy brings one step. A group
 is the elements of one thread in `group_blocks` blocks. Once a step has arrived, top-k keeps the largest key of each

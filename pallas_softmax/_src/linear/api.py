@@ -51,7 +51,7 @@ def linear_logsumexp(
     Args:
       x: (..., D), of float16, bfloat16, float32 or float64.
       w: (D, V), of the dtype of `x`.
-      bias: (V,), of a floating dtype.
+      bias: (V,), of a floating dtype. Without softcap and label smoothing, a bias of -inf masks a column.
       softcap: number c from 1e-37 to 1e37; the logits are c * tanh((x @ w + bias) / c).
       transpose_w: whether `w` is (V, D), like a tied embedding table or the weight of PyTorch's `Linear`. No
         transposed copy is made.
@@ -62,7 +62,7 @@ def linear_logsumexp(
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the columns are spread over. Each device passes its
         equal shard of `w` and `bias`, in the order of `lax.axis_index`, and the same `x`. The result is over all
         columns, and is the same on all devices.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
       float32 of shape (...), float64 for float64. The logits of a 16-bit `x` are accumulated and kept in float32.

@@ -1,6 +1,7 @@
 """The three operations on a projection and its softmax, as objects; `chunks.py` describes them.
 
-Their arguments are x, w and bias instead of logits. `linear/mesh.py` divides them over a mesh, so they have no words.
+Their arguments are x, w and bias instead of logits. `linear/mesh.py` divides them over a mesh, so ROW, MASK and
+PER_ROW do not apply to them.
 """
 
 from pallas_softmax._src.dispatch.operation import Kernel, Operation

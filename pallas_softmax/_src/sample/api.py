@@ -90,7 +90,7 @@ def sample(
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
         shard of `logits` and `where`, and the same values of all other arguments. The result is for the whole row, and
         the same on all devices.
-      implementation: None chooses the best one (see `explain`); "mosaic_gpu", "triton" or "xla" names one.
+      implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
       Sample(indices, log_probs, log_mass). The last two are float32 (float64 for float64 logits). A row gives -1, NaN

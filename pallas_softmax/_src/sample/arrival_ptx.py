@@ -8,11 +8,11 @@ normalizer of softmax. The pairs of the lanes combine to one of the warp, and so
     CTAs      (5, 2.625)  (6, 1) ..
     row       6; the CTAs have masses 1.3125 and 1
 
-A small top_k also gets a bound: an element that at least top_k elements of the row reach. Each CTA must have its share
-of top_k above its own bound, and the bound of the row is the least bound of all CTAs. For a share of 5, the bound of a
-CTA is the 5th largest of its warps' maxima. If a CTA has fewer warps than its share, each warp must have several
-elements. The bound of a warp is then the second, or third, .. largest of its lanes' maxima, and the CTA takes the least
-bound of its warps.
+A small top_k also gets a bound: an element that at least top_k elements of the row reach. The share of a CTA is top_k
+divided by the number of CTAs. Each CTA gives a bound that its share of elements reaches, and the least of these bounds
+is the bound of the row. For a share of 5, the bound of a CTA is the 5th largest of its warps' maxima. If a CTA has
+fewer warps than its share, each warp must have several elements. The bound of a warp is then the second, or third, ..
+largest of its lanes' maxima, and the CTA takes the least bound of its warps.
 
 This bound is weak if the largest elements of a row lie in one CTA. `bound_of_best` helps there: each CTA gives a bound
 for all of top_k, and the best of these bounds is taken. The elements of the warps alternate, so that neighbours are

@@ -6,8 +6,8 @@
       the last entry that a filter keeps    search_ptx
         bfloat16                              values_ptx      1
         float32, float16                      distances_ptx   1
-          near where it is expected             zone_ptx        1, and 1 to count the greater of two keys,
-                                                                or 2 with a better bound for a small top_k
+          near where it is expected             zone_ptx        1; after an overflow 1 more to count the greater of
+                                                                two keys, or 2 for a better bound and its sweep
             among the keys listed there           lists_ptx     0
         where that is not enough              digits_ptx      1 for every 7 bits of the keys' range, then 1 more
                                                                 (bfloat16: 3 more)

@@ -5,7 +5,7 @@ The search has four steps: among the CTAs, the warps of one CTA, the loads of on
     kept mass       0.5 | 1.5 | 0 | 1        u = 0.6: the target is 1.8
     before it       0   | 0.5 | 2 | 2        the second one has the target, 1.3 into its mass
 
-Each step takes the last one that has kept mass and no more than the target before it.
+Each step takes the last part that has kept mass, with at most the target before it.
 """
 
 from collections.abc import Callable

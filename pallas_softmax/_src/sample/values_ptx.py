@@ -1,8 +1,8 @@
 """Finds the last entry that a filter keeps in a bfloat16 row, from the number of elements with each value.
 
-There are few bfloat16 values, so each has its own bucket of the histogram, from the largest element down. Values of one
-sign are neighbours as integers. The values near 0 are too many: they share one bucket for each sign. +0 and -0 have
-their own buckets:
+There are few bfloat16 values, so each has its own bucket of the histogram, from the largest element down. The bits of
+neighbouring values of one sign are neighbouring integers. The values near 0 are too many: they share one bucket for
+each sign. +0 and -0 have their own buckets:
 
     bucket    0 to 7     ..  zero - 2   |  zero - 1  |  zero  |  zero + 1  |  zero + 2  |  ..   4095
     value     largest,       above      |  near 0    |  +0    |  -0        |  near 0,   |       all that are

@@ -14,7 +14,8 @@ On a CPU, `lax.top_k` of a few elements of a long row is faster than that search
 elements of a row as candidates, in order, and the other filters work on the candidates: `_candidates`. The search runs
 only if some row may have too few candidates.
 
-If there are many short rows, sorting each of them is slower than searching it (docs/performance.md, "Without a GPU").
+If there are many short rows, sorting each of them is slower than searching it ("On a CPU" in
+benchmarks/results/NOTES.md).
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Inline PTX that ranks many candidates by buckets, with the 128 threads of a CTA. `ranking_ptx` calls it.
 
-The range of the candidates is cut into buckets of equal length, one for each entry of the list. Candidates are counted
-by bucket. A running sum of the counts is the rank at which each bucket starts. Within a bucket, each candidate is
-compared with all others. An example with keys from 9 to 1 and 4 buckets:
+The range of the candidates is cut into buckets of equal length, one for each entry of a full list. Candidates are
+counted by bucket. A running sum of the counts is the rank at which each bucket starts. Within a bucket, each candidate
+is compared with all others. An example with keys from 9 to 1 and only 4 buckets:
 
     list       3  8  1  9  5  2  9'      in any order
     bucket     2  0  3  0  1  3  0       (9 - key) / 2.25

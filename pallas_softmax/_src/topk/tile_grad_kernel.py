@@ -1,6 +1,7 @@
 """The kernel for the backward of top-k of short rows, in registers: it reads logits once, and writes cotangents once.
 
-Let p = softmax(x / T), and let r = g_d d - sum over the winners of g p. The cotangents are:
+Let p = softmax(x / T). The winners' values have the cotangents g, and d has the cotangent g_d. Let r be g_d d minus the
+sum over the winners of g p, and m the maximum of the row. The cotangents are:
 
     a logit that did not win    p r / T
     a winner                    p r / T + g p / T
