@@ -462,9 +462,9 @@ def views(plans):
 # --- route --------------------------------------------------------------------------------------------
 
 
-def plan_route(experts, k, dtype, *, steered, groups=1):
+def plan_route(rows, experts, k, dtype, *, steered, groups=1):
     """Returns the tile that the package chooses."""
-    tile = route_plan.plan_route(experts, k, np.dtype(dtype).itemsize, steered=steered, groups=groups)
+    tile = route_plan.plan_route(rows, experts, k, np.dtype(dtype).itemsize, steered=steered, groups=groups)
     assert tile is not None
     return tile
 
@@ -482,7 +482,7 @@ def exponentials_ptx_of(tile, score):
 def route_rows(x, k, gate, bias, interpret=INTERPRET):
     """Returns the kernel's weights, indices and logsumexp for a gate of tests/support/routing.py."""
     steer = bias if gate.biased else np.zeros(x.shape[-1], F32) if gate.steered else None
-    plan = plan_route(x.shape[-1], k, x.dtype, steered=gate.steered, groups=gate.groups)
+    plan = plan_route(*x.shape, k, x.dtype, steered=gate.steered, groups=gate.groups)
     mask = None if steer is None else folding.fold_mask(jnp.asarray(steer)[None], x.shape, 1)
     weights, indices, logsumexp = route_kernel.route_rows(
         jnp.asarray(x),

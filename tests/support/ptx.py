@@ -1,8 +1,8 @@
 """Runs the text of inline PTX in numpy: the threads of a cluster of CTAs, with branches, barriers and shared memory.
 
-Threads of a warp at the same instruction run it together, and threads that lag behind run first. A warp chosen at random
-runs for a while and then another one, or all warps run together, which is faster. Threads run until they diverge or
-wait, so a missing barrier is likely to give a wrong result, and more likely if one warp runs far ahead of the others.
+Threads of a warp at the same instruction run it together, and threads that lag behind run first. A warp that is chosen
+at random runs for a while and then another one, or all warps run together, which is faster. Threads run until they
+diverge or wait, so a missing barrier is likely to give a wrong result, and more likely if one warp runs far ahead.
 
 The machine knows the instructions that the package's programs use, and refuses any other. It checks the alignment and
 the bounds of memory accesses. It does not model timing.

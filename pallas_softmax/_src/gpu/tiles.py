@@ -65,12 +65,14 @@ def load(
     column: Any = 0,
     held: int | None = None,
     ref_row: MaskRows | None = None,
+    last_row: int | None = None,
     interpret,
 ):
     """Returns elements of an array as a tile. Element (i, j) of the tile is element (row + i, column + j) of the array.
 
     Elements beyond the array are not read. They are `fill`, 0 or -inf. An array (rows,) has one number per row, which
     the tile repeats along its rows. `ref_row` maps each row number, row + i, to the row of the array to use instead.
+    Row numbers above `last_row` become `last_row` before that.
 
     `column` is a multiple of `tile.vec`; or a tile of column numbers, to gather these elements of the array. `held` is
     for such a tile: only its first `held` columns count. Their numbers must be in the array. The others are `fill`.
@@ -78,6 +80,7 @@ def load(
     if interpret:
         x = ref[...]
         i, j, counts = _indices(tile, row, column, held)
+        i = i if last_row is None else jnp.minimum(i, last_row)
         i = ref_row(i) if ref_row else i
         if x.ndim == 1:
             x, j = x[:, None], jnp.zeros_like(j)
@@ -93,7 +96,7 @@ def load(
     def load(_, ref, row, column):
         pointer, element = utils.memref_ptr(ref), utils.dtype_to_ir_type(dtype)
         registers = []
-        for accesses in _accesses(shape, tile, width, row, column, held, ref_row):
+        for accesses in _accesses(shape, tile, width, row, column, held, ref_row, last_row):
             found = []
             for offset, step, inside in accesses:
                 vector = predicated_ptx.load_vector(pointer, element, width, offset, inside, fill, step=step)
@@ -127,13 +130,13 @@ def prefetch(ref, tile: Tile, row, *, interpret) -> None:
     prefetch(ref, row)
 
 
-def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, interpret):
+def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last_row=None, interpret):
     """Loads a mask (mask rows, vocab or 1) as a boolean tile.
 
     If the mask has one number per row, the tile repeats it beyond the end of the row too.
     """
     of_row = ref.at[:, 0] if ref.shape[1] == 1 else ref
-    return load(of_row, tile, row, column=column, ref_row=mask_row, interpret=interpret)
+    return load(of_row, tile, row, column=column, ref_row=mask_row, last_row=last_row, interpret=interpret)
 
 
 def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None, interpret) -> None:
@@ -257,7 +260,14 @@ def _width(tile: Tile, ref, column) -> int:
 
 
 def _accesses(
-    shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None
+    shape: tuple[int, ...],
+    tile: Tile,
+    width: int,
+    row,
+    column,
+    held: int | None,
+    ref_row=None,
+    last_row: int | None = None,
 ) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
     """Yields, for each register of this thread, its accesses to an array of this shape.
 
@@ -267,7 +277,7 @@ def _accesses(
     per_row = len(shape) == 1
     rows, columns = (*shape, 1)[:2]
     for number, place in enumerate(places(tile, scalar(row))):
-        at = place.row
+        at = place.row if last_row is None else arith.minui(place.row, i32(last_row))
         if ref_row:
             at = ref_row(_number(at)).registers.item()
         accesses = []

@@ -45,7 +45,7 @@ def route_rows(
     def route(x_gmem, bias_gmem, weights_gmem, indices_gmem, logsumexp_gmem):
         row = lax.axis_index("row") * plan.rows
         tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)  # as in top-k
         if bias is None:
             m, d, _ = normalizer(x, plan)
             held, _ = searched(x, by_words)

@@ -1,4 +1,4 @@
-"""How the rows of a router lie in registers: pure functions of E, k and dtype.
+"""How the rows of a router lie in registers: pure functions of shape, k and dtype.
 
 Without a bias, the experts are the k best logits, in the tile of top-k. With a bias, the sort keys order float32
 numbers for all dtypes. With groups, a row is cut into pieces so that lanes hold whole groups, or groups hold whole
@@ -27,7 +27,7 @@ _FLOAT_BYTES = 4
 GROUPED_LANE_ELEMENTS = 24
 
 
-def plan_route(experts: int, k: int, itemsize: int, *, steered: bool, groups: int) -> Tile | None:
+def plan_route(rows: int, experts: int, k: int, itemsize: int, *, steered: bool, groups: int) -> Tile | None:
     """Returns the tile of a router's forward, or None if no tile fits.
 
     Args:
@@ -39,7 +39,7 @@ def plan_route(experts: int, k: int, itemsize: int, *, steered: bool, groups: in
         return None
     if groups > 1:
         return _grouped_tile(experts, groups)
-    return plan_tile(experts, k, _FLOAT_BYTES if steered else itemsize)
+    return plan_tile(rows, experts, k, _FLOAT_BYTES if steered else itemsize)
 
 
 def _grouped_tile(experts: int, groups: int) -> Tile | None:

@@ -65,7 +65,7 @@ STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; large
 def plan_topk(rows: int, vocab: int, k: int, dtype, capability: tuple[int, int]) -> Tile | Window:
     """Returns how the rows of top-k lie over a GPU. A row has `vocab` logits and from 1 to MAX_K winners."""
     itemsize = jnp.dtype(dtype).itemsize
-    if tile := plan_tile(vocab, k, itemsize):
+    if tile := plan_tile(rows, vocab, k, itemsize):
         return tile
     smem = SMEM_BYTES[capability[0]] - RESERVED_SMEM_BYTES
     if k > MAX_CUT_K:

@@ -35,10 +35,12 @@ def topk_rows(
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret)
+        # A tile may have more rows than are left. These repeat the last row: if all their elements tied, the search
+        # would take twice as long.
+        x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)
         held, lowest = searched(x, by_words)
         if mask is not None:
-            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, interpret=interpret)
+            keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=rows - 1, interpret=interpret)
             held = jnp.where(keep, held, jnp.full_like(held, lowest))
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
         m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)

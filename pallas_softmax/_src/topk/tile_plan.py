@@ -1,4 +1,4 @@
-"""How short rows of top-k and their winners lie in registers: pure functions of V, k and dtype.
+"""How short rows of top-k and their winners lie in registers: pure functions of shape, k and dtype.
 
 A row lies over some lanes of a warp, as a `Tile`: see `plan_tile`, and `plan_topk_grad` for the backward. The winners
 are found by merging one list per lane. They lie over the same lanes, in order, as another tile (`merged_tile`). Only
@@ -38,22 +38,31 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 TOO_SHORT = {4: 0.003, 2: 0.01}  # highest share of warps with too short a list, in random order, by bytes
 
 # If most of a row are winners, lists hold all elements of a lane, and fewer elements in a lane are faster. Longer rows
-# have no lanes to spare.
-CROWDED_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
-MAX_CROWDED_LANE_ELEMENTS = 16  # the same if a row lies over all 32 lanes
+# have no lanes to spare. If rows are few, fewer elements in a lane are faster as well.
+FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
+MAX_CROWDED_LANE_ELEMENTS = 16  # the same if most of a row are winners, and it lies over all 32 lanes
+
+# Rows are few if each CTA has a multiprocessor of its own, even with twice as many CTAs.
+FEW_CTAS = 66
+# The lanes of such a row. For few winners, 16-bit elements take so little time that one more merge takes longer.
+FEW_WINNERS = 32  # with more winners, a 16-bit row may also lie over all lanes
 
 
-def plan_tile(vocab: int, k: int, itemsize: int) -> Tile | None:
-    """Returns the tile for the k best of rows of `vocab` elements, or None if a window is faster."""
-    vec = math.gcd(vocab, ACCESS_BYTES // itemsize)
-    if mostly_winners(vocab, k):
-        return _tile(vocab, vec, CROWDED_LANE_ELEMENTS[itemsize], CROWDED_LANE_ELEMENTS[itemsize])
+def plan_tile(rows: int, vocab: int, k: int, itemsize: int) -> Tile | None:
+    """Returns the tile for the k best of `rows` rows of `vocab` elements, or None if a window is faster."""
+    vec, fewest = math.gcd(vocab, ACCESS_BYTES // itemsize), FEWEST_LANE_ELEMENTS[itemsize]
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
     few = LANE_ELEMENTS[itemsize]
-    tile = _tile(vocab, vec, few, most)
-    if k > MANY_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * tile.vec:
-        tile = _tile(vocab, vec, few, few)
-    return tile if tile.steps * tile.vec <= most else None
+    if mostly_winners(vocab, k):
+        tile = _tile(vocab, vec, fewest, fewest)
+    else:
+        tile = _tile(vocab, vec, few, most)
+        if k > MANY_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * vec:
+            tile = _tile(vocab, vec, few, few)
+    lanes = LANES if itemsize == 4 or k > FEW_WINNERS else LANES // 2
+    while rows <= FEW_CTAS * tile.rows and tile.lanes < lanes and tile.steps * vec > fewest:
+        tile = row_tile(vocab, vec, 2 * tile.lanes)
+    return tile if tile.steps * vec <= most else None
 
 
 def plan_topk_grad(vocab: int, dtype) -> Tile | None:
