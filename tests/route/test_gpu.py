@@ -62,3 +62,12 @@ def test_route(name, experts, k, dtype):
     got, dx = results(x, bias, g, g_logsumexp)
     routing.judge(got, x, k, gate, bias)
     routing.judge_vjp(dx, x, np.asarray(got.indices), gate, g, g_logsumexp)
+
+
+@pytest.mark.parametrize(("name", "experts", "k", "dtype"), CASES, ids=str)
+def test_many_tokens(name, experts, k, dtype):
+    """Rows lie over fewer lanes than few rows do."""
+    gate = GATES[name]
+    x, bias = logits_and_bias(experts, dtype)
+    x = np.tile(x, (6, 1))
+    routing.judge(jax.jit(lambda x, bias: ps.route(x, k, **gate.keywords(bias)))(x, bias), x, k, gate, bias)

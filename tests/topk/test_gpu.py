@@ -151,9 +151,9 @@ def test_every_window(plan, dtype, k, names, masked):
 @both
 @side_by_side
 def test_every_tile(implementation, v, dtype, k, names):
-    """The last tile is not full."""
+    """Few rows, which lie over more lanes, and many. The last tile is not full."""
     x = cases.rows(names, v, dtype)
-    for repeats in (1, 37):
+    for repeats in (1, 37, 4400 // len(names)):
         got = topk(implementation, np.tile(x, (repeats, 1)), k, dtype="float32")
         assert_topk(got, x, k, names)
 
@@ -176,13 +176,14 @@ def test_every_tile(implementation, v, dtype, k, names):
     ],
 )
 def test_keys_that_differ_in_their_lowest_bits(v, k, masked):
-    """Packed keys do not have the order of such keys. A warp has other rows as well."""
+    """Packed keys do not have the order of such keys. A warp has other rows as well. Few rows lie over more lanes."""
     rows = kernels.neighbours(v)
-    x = np.stack([*rows.values()] * 19)
-    where = cases.broadcast_mask("bv", x.shape) if masked else None
-    x = cases.spoil_masked(x, where) if masked else x
-    got = ps.fused_topk(x, k, where=where, dtype="float32", implementation="mosaic_gpu")
-    assert_topk(got, x, k, [*rows] * 19, where=where)
+    for repeats in (19, 2200 // len(rows)):
+        names, x = [*rows] * repeats, np.stack([*rows.values()] * repeats)
+        where = cases.broadcast_mask("bv", x.shape) if masked else None
+        x = cases.spoil_masked(x, where) if masked else x
+        got = ps.fused_topk(x, k, where=where, dtype="float32", implementation="mosaic_gpu")
+        assert_topk(got, x, k, names, where=where)
 
 
 def test_merges_of_merges(monkeypatch):

@@ -54,9 +54,10 @@ def names_of(plan, k):
 )
 def test_short_rows(shape, dtype):
     v, k = shape
-    plan = kernels.plan_topk(5, v, k, dtype)
-    assert isinstance(plan, Tile)
-    assert kernel_names(lowered_rows(5, v, k, dtype, plan)) == ["softmax_topk"]
+    for rows in (5, 10_000):
+        plan = kernels.plan_topk(rows, v, k, dtype)
+        assert isinstance(plan, Tile)
+        assert kernel_names(lowered_rows(rows, v, k, dtype, plan)) == ["softmax_topk"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,14 @@ def test_prefetches(function, rows):
     """With many short rows, each CTA starts to copy a later tile to the L2 cache, and with few it does not."""
     text = lowered(lambda x: function(x, 8, implementation="mosaic_gpu"), array(rows, 256))
     assert ("cp.async.bulk.prefetch.L2.global" in text) == (rows > 1000)
+
+
+@pytest.mark.parametrize(("rows", "repeats"), [(10, True), (64, False)])
+@pytest.mark.parametrize("function", [ps.fused_topk, ps.route])
+def test_rows_beyond_the_array_repeat_the_last_one(function, rows, repeats):
+    """Rows of padding would tie, and take twice as long to search. Without such rows, no row number is bounded."""
+    text = lowered(lambda x: function(x, 8, implementation="mosaic_gpu"), array(rows, 256))
+    assert ("minui" in text) == repeats
 
 
 def test_merges_in_one_launch_or_in_several():

@@ -118,14 +118,14 @@ MERGES = {
     (384, 8, "float32"): (16, 24, 5),
     (512, 64, "float32"): (16, 32, 14),
     (1024, 64, "float32"): (32, 32, 10),
-    (256, 100, "float32"): (8, 32, 27),
+    (256, 100, "float32"): (8, 32, 28),
     (512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
     (1000, 256, "bfloat16"): (16, 64, 32),
     (1000, 257, "bfloat16"): (32, 32, 20),
     (128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
     (64, 2, "float32"): (4, 16, 3),  # one more than the winners
     (384, 8, "bfloat16"): (8, 48, 6),
-    (2048, 5, "bfloat16"): (32, 64, 3),
+    (2048, 5, "bfloat16"): (32, 64, 4),
     (500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
 }
 
@@ -137,6 +137,28 @@ def test_lanes_and_lists_of_merges(case):
     assert isinstance(tile, Tile)
     length = tile_plan.list_length(tile, k, jnp.dtype(dtype).itemsize)
     assert (tile.lanes, tile.steps * tile.vec, length) == MERGES[case]
+
+
+# (rows, vocab, k, dtype): lanes of a row, elements per lane
+FEW_ROWS = {
+    (1, 64, 6, "float32"): (8, 8),
+    (2112, 64, 6, "float32"): (8, 8),
+    (2113, 64, 6, "float32"): (4, 16),  # twice as many CTAs would not have a multiprocessor each
+    (10, 256, 8, "float32"): (32, 8),
+    (1000, 256, 8, "float32"): (16, 16),
+    (10, 256, 8, "bfloat16"): (16, 16),
+    (10, 512, 32, "bfloat16"): (16, 32),
+    (10, 512, 33, "bfloat16"): (32, 16),
+    (10, 1000, 5, "float32"): (32, 32),  # all lanes, as for many rows
+    (1, 128, 128, "float32"): (16, 8),  # most are winners
+}
+
+
+@pytest.mark.parametrize("case", FEW_ROWS, ids=str)
+def test_few_rows_lie_over_more_lanes(case):
+    tile = topk_plan.plan_topk(*case, HOPPER)
+    assert isinstance(tile, Tile)
+    assert (tile.lanes, tile.steps * tile.vec) == FEW_ROWS[case]
 
 
 # (vocab, k): whether lanes hold few elements

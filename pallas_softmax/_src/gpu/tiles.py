@@ -260,14 +260,7 @@ def _width(tile: Tile, ref, column) -> int:
 
 
 def _accesses(
-    shape: tuple[int, ...],
-    tile: Tile,
-    width: int,
-    row,
-    column,
-    held: int | None,
-    ref_row=None,
-    last_row: int | None = None,
+    shape: tuple[int, ...], tile: Tile, width: int, row, column, held: int | None, ref_row=None, last_row=None
 ) -> Iterator[list[tuple[ir.Value, int, ir.Value]]]:
     """Yields, for each register of this thread, its accesses to an array of this shape.
 
@@ -277,7 +270,9 @@ def _accesses(
     per_row = len(shape) == 1
     rows, columns = (*shape, 1)[:2]
     for number, place in enumerate(places(tile, scalar(row))):
-        at = place.row if last_row is None else arith.minui(place.row, i32(last_row))
+        at = place.row
+        if last_row is not None and (last_row + 1) % tile.rows:
+            at = arith.minui(at, i32(last_row))
         if ref_row:
             at = ref_row(_number(at)).registers.item()
         accesses = []

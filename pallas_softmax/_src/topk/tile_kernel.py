@@ -35,8 +35,7 @@ def topk_rows(
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        # A tile may have more rows than are left. These repeat the last row: if all their elements tied, the search
-        # would take twice as long.
+        # A tile may have more rows than are left. They repeat the last row: rows of ties take twice as long to search.
         x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)
         held, lowest = searched(x, by_words)
         if mask is not None:

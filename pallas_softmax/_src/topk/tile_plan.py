@@ -35,17 +35,16 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 # A longer list takes more comparisons. If a list is too short, its warp searches again, and the other warps of the CTA
 # wait. With 16-bit elements the warp lists the next elements. With float32 it merges whole lists, which takes three
 # times as long.
-TOO_SHORT = {4: 0.003, 2: 0.01}  # highest share of warps with too short a list, in random order, by bytes
+TOO_SHORT = {4: 0.002, 2: 0.0065}  # highest share of warps with too short a list, in random order, by bytes
 
-# If most of a row are winners, lists hold all elements of a lane, and fewer elements in a lane are faster. Longer rows
-# have no lanes to spare. If rows are few, fewer elements in a lane are faster as well.
-FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # most elements of a row in a lane, by bytes of an element
+# Fewer elements in a lane are faster in two cases. If most of a row are winners, lists hold all elements of a lane;
+# longer rows have no lanes to spare. Few rows leave multiprocessors idle, which have lanes to spare.
+FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # then, most elements of a row in a lane, by bytes of an element
 MAX_CROWDED_LANE_ELEMENTS = 16  # the same if most of a row are winners, and it lies over all 32 lanes
 
-# Rows are few if each CTA has a multiprocessor of its own, even with twice as many CTAs.
-FEW_CTAS = 66
-# The lanes of such a row. For few winners, 16-bit elements take so little time that one more merge takes longer.
-FEW_WINNERS = 32  # with more winners, a 16-bit row may also lie over all lanes
+FEW_CTAS = 66  # with twice as many CTAs, each still has a multiprocessor of an H100 to itself
+# A row over 32 lanes takes one merge more than a row over 16. In few 16-bit rows, this pays off only for many winners.
+MANY_WINNERS_OF_FEW_ROWS = 33
 
 
 def plan_tile(rows: int, vocab: int, k: int, itemsize: int) -> Tile | None:
@@ -59,7 +58,7 @@ def plan_tile(rows: int, vocab: int, k: int, itemsize: int) -> Tile | None:
         tile = _tile(vocab, vec, few, most)
         if k > MANY_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * vec:
             tile = _tile(vocab, vec, few, few)
-    lanes = LANES if itemsize == 4 or k > FEW_WINNERS else LANES // 2
+    lanes = LANES if itemsize == 4 or k >= MANY_WINNERS_OF_FEW_ROWS else LANES // 2
     while rows <= FEW_CTAS * tile.rows and tile.lanes < lanes and tile.steps * vec > fewest:
         tile = row_tile(vocab, vec, 2 * tile.lanes)
     return tile if tile.steps * vec <= most else None
