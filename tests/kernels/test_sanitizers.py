@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gpu import one_process, run_under
+from tests.support.gpu import one_process, sanitize
 from tests.support.racecheck import hazards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
@@ -19,11 +19,7 @@ TOOLS = [
 
 @pytest.mark.parametrize(("implementation", "tool"), TOOLS)
 def test_compute_sanitizer(implementation, tool):
-    options = ["--tool", tool, "--error-exitcode", "9"]
-    # JAX handles some errors of the driver itself, for example when it asks for features that the device lacks.
-    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
-    done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=[implementation])
+    done = sanitize(tool, implementation)
     report = f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     if (
         tool == "initcheck"

@@ -12,7 +12,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import mosaic_gpu
 from pallas_softmax._src.linear.losses import Head, Tokens
 from tests.support import linear
-from tests.support.gpu import much_memory, one_process, run_under
+from tests.support.gpu import much_memory, one_process, sanitize
 from tests.support.lowering import kernel_names
 from tests.support.oracle import wide
 from tests.support.racecheck import hazards
@@ -192,11 +192,7 @@ def test_kernels_run_and_memory():
 @one_process("sanitizers of projections")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    # Not with --kernel-name: compute-sanitizer then crashes in one run of four, and leaves the program waiting.
-    options = ["--tool", tool, "--error-exitcode", "9"]
-    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
-    done = run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=["projection"])
+    done = sanitize(tool, "projection")
     report = f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     assert not hazards(done.stdout, "mosaic_gpu") if tool == "racecheck" else done.returncode == 0, report
     assert "swept projection" in done.stdout, report

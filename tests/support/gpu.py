@@ -137,6 +137,17 @@ VERY_LONG = ["peaked", "integers", "neg_inf_last"]
 each = pytest.mark.parametrize("op", oracle.FORWARD)
 
 
+def sanitize(tool, sweep):
+    """Runs a sweep of sanitizer_sweep.py under a tool of compute-sanitizer. Its findings make the exit code 9."""
+    # By default compute-sanitizer also attaches to the compilers that XLA starts. Then it crashes in one run of four,
+    # and the program waits for it forever.
+    options = ["--tool", tool, "--error-exitcode", "9", "--target-processes", "application-only"]
+    # JAX handles some errors of the driver itself, for example when it asks for features that the device lacks.
+    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    options += ["--racecheck-report", "hazard", "--print-limit", "100000"] if tool == "racecheck" else []
+    return run_under("compute-sanitizer", *options, script="sanitizer_sweep.py", arguments=[sweep])
+
+
 def run_under(tool, *options, script, arguments=()):
     """Runs a program of tests/programs under one of the CUDA toolkit's tools; skips the test if the tool is missing."""
     path = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
