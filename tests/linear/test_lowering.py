@@ -161,3 +161,12 @@ def test_lowered_without_dw():
         kernel_names(lowered(per_token, x, w, labels))
         == ["linear_statistics"] + ["linear_logit_gradients"] * 2
     )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="plgpu.kernel has no cost_estimate")
+def test_lowered_with_its_cost():
+    """XLA's scheduler learns how long the product takes."""
+    n, depth, vocab = 256, 128, 1024
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((n, depth), (depth, vocab)))
+    text = lowered(functools.partial(ps.linear_logsumexp, implementation="mosaic_gpu"), x, w)
+    assert rf"flops\22: {2 * n * depth * vocab}," in text

@@ -1,6 +1,6 @@
 """`plgpu.kernel` with the settings that all kernels of this package share, except `linear/product.py`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ def gpu_kernel(
         optional |= {"num_threads": warpgroups, "thread_name": "warpgroup"}
 
     def launch(*inputs):
+        elements = max(a.size for a in jax.tree.leaves(inputs))
         return plgpu.kernel(
             body,
             kernel_name=name or body.__name__,
@@ -59,17 +60,15 @@ def gpu_kernel(
             ),
             interpret=interpret,
             **optional,
-            **_cost(jax.tree.leaves(inputs), jax.tree.leaves(out_type)),
+            **cost(4 * elements, 2 * elements, jax.tree.leaves((inputs, out_type))),
         )(*inputs)
 
     return launch
 
 
-def _cost(inputs: list, outputs: list) -> dict[str, Any]:
+def cost(flops: int, transcendentals: int, arrays: Iterable) -> dict[str, Any]:
     """Returns the argument with a kernel's cost for XLA's scheduler; `plgpu.kernel` has it since jax 0.12."""
     if jax.__version_info__ < (0, 12):
         return {}
-    elements = max(a.size for a in inputs)
-    bytes_accessed = sum(a.size * a.dtype.itemsize for a in [*inputs, *outputs])
-    cost = pl.CostEstimate(flops=4 * elements, transcendentals=2 * elements, bytes_accessed=bytes_accessed)
-    return {"cost_estimate": cost}
+    bytes_accessed = sum(a.size * a.dtype.itemsize for a in arrays)
+    return {"cost_estimate": pl.CostEstimate(flops, transcendentals, bytes_accessed)}

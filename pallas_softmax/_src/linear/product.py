@@ -49,6 +49,7 @@ import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_softmax._src.gpu.kernel import cost
 from pallas_softmax._src.linear.plan import (
     ATOM_ROWS,
     CTAS,
@@ -107,7 +108,7 @@ def product(
       name: the kernel's name in profiles.
       interpret: as for `pallas_call`.
     """
-    shape = _Shape.of(a, b, b_transposed, tiling)
+    shape, columns = _Shape.of(a, b, b_transposed, tiling), b.shape[0 if b_transposed else 1]
     stages, cluster = tiling.stages, tiling.cluster
     b_block = (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
     barrier: Any = plgpu.Barrier
@@ -156,6 +157,7 @@ def product(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
         ),
         interpret=interpret,
+        **cost(2 * a.size * columns, a.shape[0] * columns, [*flat_inputs, *flat_outputs]),
     )
     return out_tree.unflatten(launch(*flat_inputs))
 
