@@ -11,9 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # dtypes of the arrays that the ker
 # The keys are major compute capabilities: 9 is Hopper, 10 and 12 are Blackwell.
 SMEM_BYTES = {9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # shared memory that a CTA may use
 MAX_CLUSTER = {9: 16, 10: 16, 12: 8}  # the most CTAs of a cluster; sizes above 8 are not portable
-# Number of clusters of 16 CTAs that run at once on an H100, each CTA alone on its multiprocessor
-# (cudaOccupancyMaxActiveClusters).
-FULL_CLUSTERS = 7
+FULL_CLUSTERS = 7  # clusters of 16 CTAs that an H100 runs at once, each CTA alone on its multiprocessor
 RESERVED_SMEM_BYTES = 4 * 1024  # shared memory reserved for barriers and Mosaic's reductions
 SMEM_ALIGNMENT = 1024  # bytes; Mosaic rounds the size of an array up to a multiple
 SYSTEM_SMEM_BYTES = 1024  # shared memory of each CTA that CUDA reserves

@@ -227,9 +227,6 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
     return load_from_ctas(ref)
 
 
-# --- Places in an array -------------------------------------------------------------------------------
-
-
 class Place(NamedTuple):
     """The place of a register in an array: its row, and its column, which is `column` + `step`.
 

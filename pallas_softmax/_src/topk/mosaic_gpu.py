@@ -58,9 +58,8 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
         return Refusal(reason)
     if call.masked:
         return Refusal("no kernel for topk_grad with where")
-    what = f"topk_grad of V={call.vocab} {call.dtype}"
     tile = plan_topk_grad(call.vocab, jnp.dtype(call.dtype))
-    return tile or Refusal(f"no kernel for {what}: a row is too long for a warp")
+    return tile or Refusal(f"no kernel for topk_grad of V={call.vocab}: a row is too long for a warp")
 
 
 def topk_grad(plan: Tile, residuals, where, g, g_d, *, log):

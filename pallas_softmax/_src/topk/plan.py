@@ -30,8 +30,7 @@ MAX_K = 2_048  # winners
 ROW_BYTES = {4: 108_000, 2: 66_000}  # most bytes of a row in one CTA, by bytes of an element
 PART_BYTES = {4: 88_000, 2: 66_000}  # most bytes of a part of a longer row
 
-# With many winners, a third CTA adds more search time than it saves, and a row that fills a multiprocessor is faster
-# whole.
+# With many winners, a third CTA costs more search time than it saves. Rows that fill a multiprocessor are faster whole.
 MANY_WINNERS = 65  # at least this many winners use MANY_WINNERS_BYTES in place of ROW_BYTES and PART_BYTES
 MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
 WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit

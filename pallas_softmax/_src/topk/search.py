@@ -17,9 +17,6 @@ bound, and one more condition holds: the elements that reach the bound fit into 
 
 If they fit, the elements that reach the bound are the candidates. Otherwise there are ties at the bound. Then the
 candidates are the elements above it, fewer than k, and the ties with the lowest indices, to make k.
-
-On the GPU the search is one program of inline PTX (`search_ptx.py`), because Pallas has no scatter, sort or warp
-operations there. The interpreter sorts the part instead.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """The kernel of softmax fused with top-k for short rows in registers, with several rows per CTA.
 
-Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`). The other
-steps are the same as for softmax: elements are loaded with -inf beyond the end of the row, and the normalizers of the
-lanes of a row are combined by ⊕.
+Each row lies over some lanes of a warp. Its k best are found by merging the lanes' lists (`merging_ptx`), and the
+normalizers of the lanes are combined by ⊕.
 """
 
 from typing import Any

@@ -52,12 +52,10 @@ def plan_tile(rows: int, vocab: int, k: int, itemsize: int) -> Tile | None:
     vec, fewest = math.gcd(vocab, ACCESS_BYTES // itemsize), FEWEST_LANE_ELEMENTS[itemsize]
     most = MAX_PAIRED_LANE_ELEMENTS if vec == 8 else MAX_LANE_ELEMENTS
     few = LANE_ELEMENTS[itemsize]
-    if mostly_winners(vocab, k):
-        tile = _tile(vocab, vec, fewest, fewest)
-    else:
-        tile = _tile(vocab, vec, few, most)
-        if k > MANY_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * vec:
-            tile = _tile(vocab, vec, few, few)
+    crowded = mostly_winners(vocab, k)
+    tile = _tile(vocab, vec, fewest, fewest) if crowded else _tile(vocab, vec, few, most)
+    if not crowded and k > MANY_WINNERS and 2 * merged_tile(tile, k).vec >= tile.steps * vec:
+        tile = _tile(vocab, vec, few, few)
     lanes = LANES if itemsize == 4 or k >= MANY_WINNERS_OF_FEW_ROWS else LANES // 2
     while rows <= FEW_CTAS * tile.rows and tile.lanes < lanes and tile.steps * vec > fewest:
         tile = row_tile(vocab, vec, 2 * tile.lanes)
@@ -100,9 +98,8 @@ def list_length(tile: Tile, k: int, itemsize: int, lanes: float | None = None) -
 def _too_short(share: float, k: int, length: int) -> float:
     """Returns an upper bound of the share of warps with a list that is too short.
 
-    A list of `length` is too short if its lane has at least `length` of the k best of a row. The bound is the
-    probability of this in one lane, for a row in random order, times 32 lanes. A winner is in that lane with the
-    probability `share`.
+    A list of `length` is too short if its lane has at least `length` of the k best of a row, each with the probability
+    `share`. The bound is the probability of this in one lane, for a row in random order, times 32 lanes.
     """
     fewer = sum(math.comb(k, n) * share**n * (1 - share) ** (k - n) for n in range(length))
     return LANES * (1 - fewer)

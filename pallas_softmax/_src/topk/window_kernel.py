@@ -13,8 +13,8 @@ of 4:
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. If there are more than the list has room for, or fewer than k, bisection
-over the keys finds another bound (see `search.py`). Both cases happen.
+Random logits have few more than k candidates. If there are too many for the list, or fewer than k, bisection over the
+keys finds another bound (see `search.py`).
 
 If rows have several parts, more launches merge winners and normalizers (see `merge_kernel.py`). `gpu/window.py` has a
 drawing of windows, blocks, steps and groups. `candidates.py` has a drawing of the list of candidates.
