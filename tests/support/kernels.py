@@ -221,7 +221,7 @@ def search_lists_ptx_of(lists, k):
 
 
 def rank_lists_ptx_of(winners, capacity, k, dtype):
-    """Returns the text that ranks those of at most `capacity` winners that reach <bound>; a row has `winners`."""
+    """Returns the text that ranks the winners that reach <bound>, at most `capacity` of the `winners` of a row."""
     return lists_ptx.rank_lists_program(winners, capacity, k, np.dtype(dtype))
 
 
