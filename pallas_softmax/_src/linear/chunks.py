@@ -14,8 +14,8 @@ Rows are taken in chunks, so that the stored logits stay within a bound:
          └───────┘
 
 If the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is written once
-(`gradient_rows`). Otherwise the last chunk ends with the array. It then begins inside the chunk before it, and its
-repeated rows do not count again.
+(`gradient_rows`). Otherwise all chunks have the same size. If they do not divide the rows, the last chunk overlaps the
+one before it, and its repeated rows do not count again.
 
 Rows that are left out do not take part in the products (`_on_kept_rows`):
 
