@@ -13,9 +13,9 @@ Rows are taken in chunks, so that the stored logits stay within a bound:
          │       │ ...                                   ──►  dbias, float32 += sum of dz over the rows
          └───────┘
 
-If the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is written once
-(`gradient_rows`). Otherwise all chunks have the same size. If they do not divide the rows, the last chunk overlaps the
-one before it, and its repeated rows do not count again.
+In bfloat16 on a GPU, if the dz of all rows take no more memory than a float32 dw would, there is one chunk, and dw is
+written once (`gradient_rows`). Otherwise all chunks have the same size. If they do not divide the rows, the last chunk
+overlaps the one before it, and its repeated rows do not count again.
 
 Rows that are left out do not take part in the products (`_on_kept_rows`):
 
@@ -42,7 +42,7 @@ from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, To
 from pallas_softmax.online import Normalizer, log_of, widen
 
 _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
-# Otherwise a multiple of this, even if 8 do not fit: the rows of a block that a kernel copies.
+# Otherwise a multiple of this, even if 8 do not fit: the rows of an atom (`plan.ATOM_ROWS`).
 _FEWEST_ROWS = 8
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
@@ -332,6 +332,11 @@ def _on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, of_no_
 def _add_chunk(projection: _Projection, rows: _GradientRows, product: Callable | None, scale, chunk, carry):
     """Returns `carry` with the statistics and gradients of a chunk.
 
+    `dz` here is the gradient of the logits divided by the scale, and by a number of each row, `of_rows`:
+
+        dx = (dz @ w.T) * of_rows * scale
+        dw = (x * of_rows).T @ dz * scale       by `product`, x is multiplied by the scale; otherwise, the last dw is
+
     Args:
       projection: what all rows share.
       rows: the arrays of all rows.
@@ -420,7 +425,8 @@ def _scale(sizes, dtype, *, exact: bool):
     The gradients are multiplied by the scale in float32. For dw, x may be multiplied instead, before the product.
 
     The largest size becomes 1 (1024 in float16), so that the gradient at an improbable label is not rounded. With
-    `exact` the scale is a power of two. Then x times the scale is not rounded. The largest size is from 0.75 to 1.5.
+    `exact`, the scale is rounded to a power of two, so that x times the scale is not rounded. The largest size then
+    becomes a number from 0.75 to 1.5.
 
     Args:
       sizes: about how large the elements of each row's dz may be.

@@ -67,7 +67,7 @@ plgpu: Any = jax.experimental.pallas.mosaic_gpu  # Any: pyright believes that it
 
 
 class Place(NamedTuple):
-    """The position in the product of a warpgroup's part of a tile, and the warpgroup's output buffers.
+    """Where a warpgroup's part of a tile lies in the product, and the warpgroup's output buffers.
 
     Attributes:
       row: first row of the part.
@@ -138,7 +138,7 @@ def product(
             plgpu.SMEM((stages, TILE_M, TILE_K), a.dtype, transforms=_transforms(a.dtype)),
             plgpu.SMEM((stages, *b_block), b.dtype, transforms=_transforms(b.dtype)),
             None if staged is None else _staging(staged),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
             barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
             collective_axes="warpgroup",
         )
@@ -293,7 +293,7 @@ class _Cta:
             epilogue(acc[...], Place(row, j * TILE_N, j, staging))
 
 
-# Registers per thread. For one thread of each of the three warpgroups together, a multiprocessor has 512.
+# Registers per thread. A multiprocessor has 512 for each of 128 threads. One thread of each warpgroup takes 504 in all.
 _COPIER_REGISTERS = 40
 _MULTIPLIER_REGISTERS = 232
 

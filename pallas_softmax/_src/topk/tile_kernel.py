@@ -34,7 +34,7 @@ def topk_rows(
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, values_gmem, indices_gmem, m_gmem, d_gmem):
         row = lax.axis_index("row") * plan.rows
         tiles.prefetch(x_gmem, plan, row, interpret=interpret)
-        # A tile may have more rows than are left. They repeat the last row: rows of ties take twice as long to search.
+        # Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
         x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)
         held, lowest = searched(x, by_words)
         if mask is not None:

@@ -19,9 +19,9 @@ from pallas_softmax._src.gpu.layout import Tile, power_of_two, row_tile
 # "Elements in a lane" in benchmarks/results/NOTES.md has the measurements behind these constants, of one H100.
 
 # With more elements in fewer lanes, merges sort more within a lane and exchange less. This is faster for rows over many
-# lanes, and slower for rows over few lanes. If a lane has half as many winners as elements, many winners take so many
-# registers that fewer elements are faster again. With 64 elements in each of 32 lanes, a window is faster for float32.
-# Also, merges of float32 number the elements of a lane's list by the 32 bits of a word.
+# lanes, and slower for rows over few lanes. If many winners are at least half as many as the elements of a lane,
+# registers run short, and fewer elements are faster again. With 64 elements in each of 32 lanes, a window is faster for
+# float32. Also, a float32 merge has one bit of a 32-bit word for each element of a lane's list.
 LANE_ELEMENTS = {4: 16, 2: 32}  # most elements of a row in a lane, with few lanes, by bytes of an element
 MANY_LANES = 8  # with at least this many lanes per row, a lane may hold more elements
 MAX_LANE_ELEMENTS = 32  # most elements of a row in a lane, with many lanes
@@ -37,12 +37,12 @@ GRAD_LANE_ELEMENTS = 16  # elements of a row in a lane of the backward, as long 
 # times as long.
 TOO_SHORT = {4: 0.002, 2: 0.0065}  # highest share of warps with too short a list, in random order, by bytes
 
-# Fewer elements in a lane are faster in two cases. If most of a row are winners, lists hold all elements of a lane;
-# longer rows have no lanes to spare. Few rows leave multiprocessors idle, which have lanes to spare.
+# A lane should hold few elements in two cases. Either most of a row are winners, so that lists hold all elements of a
+# lane. (Longer rows need all lanes anyway.) Or rows are few, so that idle multiprocessors have lanes to spare.
 FEWEST_LANE_ELEMENTS = {4: 8, 2: 16}  # then, most elements of a row in a lane, by bytes of an element
 MAX_CROWDED_LANE_ELEMENTS = 16  # the same if most of a row are winners, and it lies over all 32 lanes
 
-FEW_CTAS = 66  # with twice as many CTAs, each still has a multiprocessor of an H100 to itself
+FEW_CTAS = 66  # so many CTAs may become twice as many: each still has a multiprocessor of an H100 to itself
 # A row over 32 lanes takes one merge more than a row over 16. In few 16-bit rows, this pays off only for many winners.
 MANY_WINNERS_OF_FEW_ROWS = 33
 
