@@ -1,9 +1,10 @@
-"""Tiles: short rows in registers (see `layout.Tile`), and their loads and stores in device memory.
+"""Tiles: short rows in registers (see `layout.Tile`), and their loads and stores.
 
 A tile may reach beyond the array, and Pallas has no loads and stores under a predicate, so these are inline PTX. Each
 function also has a plain JAX version for the interpreter, except `load_from_ctas`: the interpreter has no clusters.
 
-The columns of an array (outer, vocab, inner) use the same tiles: `ref.at[i]` has `vocab` rows of `inner` elements.
+For columns of an array (outer, vocab, inner), the rows of a tile are the `vocab` lines of `inner` elements of one outer
+index, `ref.at[i]`.
 """
 
 import math
@@ -142,8 +143,7 @@ def load_mask(ref, tile: Tile, row, mask_row: MaskRows, *, column: Any = 0, last
 def store(ref, tile: Tile, row, value, *, column: Any = 0, held: int | None = None, interpret) -> None:
     """Writes a tile to an array (rows, columns), without elements beyond its end. The arguments are as for `load`.
 
-    If `column` is a tile of column numbers, they must differ within a row. This write comes after all earlier writes of
-    the warp.
+    If `column` is a tile of column numbers, they must differ within a row, and the warp's earlier writes come first.
     """
     value = value.astype(ref.dtype)
     if interpret:

@@ -19,7 +19,7 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route.formulas import Gate, OfRow, Score
 from pallas_softmax._src.route.plan import winning_lanes
-from pallas_softmax._src.topk.tile_kernel import searched, take, take_words
+from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
 from pallas_softmax._src.topk.tile_plan import merged_tile
 
 
@@ -48,19 +48,19 @@ def route_rows(
         x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)  # as in top-k
         if bias is None:
             m, d, _ = normalizer(x, plan)
-            held, _ = searched(x, by_words)
+            elements, _ = search_input(x, by_words)
         else:
             e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32), interpret=interpret)
             steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row, interpret=interpret)
-            held = sort_keys.key(e * factor + steer)
+            elements = sort_keys.key(e * factor + steer)
             if groups > 1:
-                held = _keep_groups(plan, groups, top_groups, held, interpret=interpret)
+                elements = _keep_groups(plan, groups, top_groups, elements, interpret=interpret)
         logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
         tiles.store(logsumexp_gmem, plan, row, logsumexp, interpret=interpret)
         if by_words:
-            _, index = take_words(plan, experts, k, held, interpret=interpret)
+            _, index = take_words(plan, experts, k, elements, interpret=interpret)
         else:
-            index = take(plan, experts, k, held, lanes, interpret=interpret)
+            index = take(plan, experts, k, elements, lanes, interpret=interpret)
         per_row = (m, d) if gate.needs_normalizer else ()
         per_row = [tiles.spread(a, plan, winners, interpret=interpret) for a in per_row]
         won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k, interpret=interpret)

@@ -36,18 +36,18 @@ def topk_rows(
         tiles.prefetch(x_gmem, plan, row, interpret=interpret)
         # Rows beyond the array repeat the last row. Filled with -inf, they would be ties, which take longer to search.
         x = tiles.load(x_gmem, plan, row, -jnp.inf, last_row=rows - 1, interpret=interpret)
-        held, lowest = searched(x, by_words)
+        elements, lowest = search_input(x, by_words)
         if mask is not None:
             keep = tiles.load_mask(mask_gmem, plan, row, mask.row, last_row=rows - 1, interpret=interpret)
-            held = jnp.where(keep, held, jnp.full_like(held, lowest))
+            elements = jnp.where(keep, elements, jnp.full_like(elements, lowest))
             x = jnp.where(keep, x, jnp.full_like(x, -jnp.inf))
         m, d, row_scale = _normalizer_and_scale(x, scale_gmem, plan, row, interpret)
         tiles.store(m_gmem, plan, row, m, interpret=interpret)
         tiles.store(d_gmem, plan, row, d, interpret=interpret)
         if by_words:
-            key, index = take_words(plan, vocab, k, held, interpret=interpret)
+            key, index = take_words(plan, vocab, k, elements, interpret=interpret)
         else:
-            index = take(plan, vocab, k, held, interpret=interpret)
+            index = take(plan, vocab, k, elements, interpret=interpret)
             key = _keys_at(x_gmem, mask_gmem, mask, winners, row, index, interpret)
         m, d, row_scale = (tiles.spread(a, plan, winners, interpret=interpret) for a in (m, d, row_scale))
         value = probability(key, x_gmem.dtype, Normalizer(m, d), row_scale, log=log, masked=mask is not None)
@@ -69,8 +69,8 @@ def topk_rows(
     return Candidates(values, indices), Normalizer(m, d)
 
 
-def searched(x, by_words: bool) -> tuple[Any, int]:
-    """Returns what the search compares, and its value for a masked element: raw bits if `by_words`, else keys."""
+def search_input(x, by_words: bool) -> tuple[Any, int]:
+    """Returns the elements as the search takes them, and the value of a masked one: bits if `by_words`, else keys."""
     if by_words:
         return lax.bitcast_convert_type(x, jnp.int16), -1
     return sort_keys.key(x), sort_keys.lowest_key(x.dtype)
@@ -104,7 +104,7 @@ def _keys_at(x_gmem, mask_gmem, mask: Mask | None, winners: Tile, row, index, in
 def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, interpret):
     """Returns the indices of the k best of each row of `vocab` elements, as a tile of `merged_tile`.
 
-    `key` has the keys of the elements, and may have more columns. `list_length` documents `lanes`.
+    `key` has the keys of the elements, and may have columns beyond the row. `list_length` documents `lanes`.
     """
     out = merged_tile(tile, k)
     if not interpret:
@@ -115,7 +115,7 @@ def take(tile: Tile, vocab: int, k: int, key, lanes: float | None = None, *, int
 
 
 def take_words(tile: Tile, vocab: int, k: int, bits, *, interpret):
-    """Returns keys and indices of the k best of each row, as `take` does.
+    """Returns keys and indices of the k best of each row, as two tiles like the result of `take`.
 
     `bits` has the bits of the row's 16-bit elements, all ones for masked elements.
     """
