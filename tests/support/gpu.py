@@ -139,7 +139,7 @@ each = pytest.mark.parametrize("op", oracle.FORWARD)
 
 def sanitize(tool, sweep):
     """Runs a sweep of sanitizer_sweep.py under a tool of compute-sanitizer. Its findings make the exit code 9."""
-    # By default compute-sanitizer also attaches to the compilers that XLA starts. Then it crashes in one run of four,
+    # By default compute-sanitizer also attaches to the compilers that XLA starts. Then it crashes in one run of five,
     # and the program waits for it forever.
     options = ["--tool", tool, "--error-exitcode", "9", "--target-processes", "application-only"]
     # JAX handles some errors of the driver itself, for example when it asks for features that the device lacks.
