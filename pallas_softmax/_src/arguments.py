@@ -14,7 +14,7 @@ from jax import export
 from jax.core import Tracer
 from jax.errors import InconclusiveDimensionOperation
 
-from pallas_softmax._src.dispatch.eager import is_foreign
+from pallas_softmax._src.dispatch.eager import is_foreign, is_jet
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.dispatch.specs import share_sharding
 
@@ -64,7 +64,7 @@ def check_array(function: str, name: str, x) -> None:
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
     if is_foreign(x):
         raise TypeError(f"{function}: {name} must be of numbers that JAX has, got dtype {x.dtype}")
-    if isinstance(x, Tracer) and type(x).__name__ == "JetTracer":
+    if is_jet(x):
         raise NotImplementedError(
             f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
         )

@@ -884,6 +884,51 @@ def explained(op, how):
         assert (choices[0].call.rows, choices[0].call.vocab) == local
 
 
+SHARDS = {
+    "softmax": ps.softmax,
+    "logsumexp": lambda x: ps.logsumexp(x, -1),
+    "topk": lambda x: ps.fused_topk(x, 5),
+    "sample": lambda x: ps.sample(jax.random.key(0), x, top_p=0.9),
+    "stats": lambda x: ps.token_stats(x)[1:],
+    "route": lambda x: ps.route(x, 5),
+    "linear_logsumexp": lambda x: ps.linear_logsumexp(x[:, :4], x[:4]),
+    "linear_log_probs": lambda x: ps.linear_log_probs(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
+    "linear_cross_entropy": lambda x: ps.linear_cross_entropy(x[:, :4], x[:4], np.zeros(x.shape[0], int)),
+    "linear_token_stats": lambda x: ps.linear_token_stats(x[:, :4], x[:4])[1:],
+    "linear_topk": lambda x: ps.linear_topk(x[:, :4], x[:4], 5),
+}
+AROUND = {
+    "eager": contextlib.nullcontext,
+    "debug_nans": lambda: jax.debug_nans(True),
+    "compile_time_eval": jax.ensure_compile_time_eval,
+}
+
+
+@each(name=SHARDS, around=AROUND, fast=len(SHARDS))
+def shard_map_without_jit(name, around):
+    """Values and gradients are those of the jitted `jax.shard_map`."""
+    at, x = split("batch", "shard_map"), cases.rows(["normal"] * 8, V)
+
+    def loss(x):
+        results = SHARDS[name](x)
+        return sum(jnp.sum(a, keepdims=True) for a in jax.tree.leaves(results) if a.dtype == jnp.float32)
+
+    def mapped(f, out_specs):
+        return jax.shard_map(f, mesh=at.mesh, in_specs=P("b"), out_specs=out_specs)
+
+    f, total = mapped(SHARDS[name], P("b")), mapped(lambda x: loss(x).reshape(1), P("b"))
+    if name == "linear_cross_entropy":
+        f = total
+    functions = [f]
+    # linear_topk has no gradient. In compile_time_eval, the gradient of jax.nn.softmax fails as well.
+    if name not in ("linear_topk", "sample") and around != "compile_time_eval":
+        functions.append(jax.grad(lambda x: jnp.sum(total(x))))
+    wanted = [jax.jit(f)(x) for f in functions]
+    with AROUND[around]():
+        got = [f(x) for f in functions]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
 CHECKS |= linear_checks.CHECKS
 SLOW |= linear_checks.SLOW
 SLOW |= {

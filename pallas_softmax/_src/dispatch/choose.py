@@ -87,8 +87,6 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return None
     if call.objection is not None:
         return Refusal(call.objection)
-    if folds_constants():
-        return Refusal("JAX cannot trace a kernel inside jax.ensure_compile_time_eval")
     if name not in call.operation.kernels:
         return Refusal(f"no kernel for {call.op}")
     kernel = call.operation.kernels[name]()
@@ -97,11 +95,6 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         reason = call.operation.better_by_xla(call) or kernel.slower(call)
         return plan if reason is None else Refusal(reason)
     return plan
-
-
-def folds_constants() -> bool:
-    """Returns whether the call is inside `jax.ensure_compile_time_eval`: JAX then evaluates constants while tracing."""
-    return getattr(jax.config, "eager_constant_folding", False)
 
 
 def stays_plain(choice: Choice) -> bool:
