@@ -186,17 +186,19 @@ def shares(weights: jax.Array) -> jax.Array:
     chosen = jnp.where(jnp.isfinite(of_given), 1 + is_small.astype(jnp.int32), 0)
     total = lax.select_n(chosen, of_small, of_given, of_large)
     usable = jnp.isfinite(total) & (total != 0)
-    quotient = lax.select_n(chosen, *each) / jnp.where(usable, total, 1)
-    return jnp.where(usable, quotient, jnp.where(total == 0, 0, jnp.nan))
+    inverse = 1 / jnp.where(usable, total, 1)
+    return jnp.where(usable, product(lax.select_n(chosen, *each), inverse), total - total)
 
 
 def _times_power(x: jax.Array, power: float) -> jax.Array:
-    """Returns x times a large power of two. Subnormal numbers count, although XLA takes them for 0 on the CPU.
+    """Returns x times a large power of two, or inf for |x| of 1 and more, so that no sum is NaN.
+
+    Subnormal numbers count, although XLA takes them for 0 on the CPU.
 
     The bits of a subnormal number are an integer, its multiple of the smallest subnormal number.
     """
     info, bits = jnp.finfo(x.dtype), _bits(x)
-    scaled = x * power
+    scaled = jnp.where(jnp.abs(x) < 1, x * power, jnp.inf)
     exact = bits.astype(x.dtype) * (float(info.smallest_subnormal) * power)
     exact = jnp.where(jnp.signbit(x), -exact, exact)
     is_subnormal = bits < _bits(jnp.asarray(info.tiny, x.dtype))
