@@ -81,7 +81,7 @@ def test_labels_out_of_range():
     def f(x, labels):
         s = ps.token_stats(x, labels)
         inside = (labels >= 0) & (labels < 50)
-        return jnp.mean(jnp.exp(s.log_probs) * s.entropy, where=inside) + jnp.sum(s.entropy), s.log_probs
+        return jnp.mean(2 * jnp.exp(s.log_probs), where=inside) + jnp.sum(s.entropy), s.log_probs
 
     dx, log_probs = jax.jit(jax.grad(f, has_aux=True))(X, labels)
     np.testing.assert_array_equal(np.isnan(log_probs), [True, True, True, False])
@@ -119,8 +119,8 @@ def test_results_that_are_not_finite_have_derivatives_of_0(transform):
     derivatives = jax.jit(transform(of_finite, (0, 1)))(BAD_ROWS, BAD_T)
     for d in jax.tree.leaves(derivatives):
         assert np.isfinite(d).all()
-    for d in jax.tree.leaves(derivatives[0])[:1]:
-        assert not d[[4, 5, 7, 8, 9, 10, 11]].any() and d[0].any()
+    d = np.asarray(jax.tree.leaves(derivatives)[0])
+    assert not d[[4, 5, 7, 8, 9, 10, 11]].any() and d[0].any()
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_masked_label():
     np.testing.assert_array_equal(np.isneginf(got.log_probs), [False, True, False, False])
     assert got.argmax[1] < 49
     dx = jax.grad(lambda x: jnp.sum(ps.token_stats(x, LABELS, where=where).log_probs))(X)
-    assert not dx[1].any() and dx[[0, 2, 3]].any(1).all()
+    np.testing.assert_array_equal(dx.any(1), [True, False, True, True])
 
 
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])

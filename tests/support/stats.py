@@ -35,7 +35,10 @@ def rows(v, dtype):
 
 
 def operands(v):
-    """Returns labels, one of them out of range, cotangents, a mask that leaves out the first row, and temperatures, for N rows."""
+    """Returns labels, cotangents, a mask that leaves out the first row, and temperatures, for N rows.
+
+    The last label is out of range.
+    """
     rng = np.random.default_rng(v + 1)
     labels = rng.integers(0, v, N).astype("int32")
     labels[15] = -100

@@ -134,6 +134,7 @@ def _sample_of(
         x = x.astype(
             jnp.float16
         )  # the same numbers; there is no integer dtype of fewer bits for the sort keys
+    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.log_softmax`
     mesh_axes = arguments.bound_mesh_axes(name, axis_name)
     mask = None if where is None else jnp.moveaxis(arguments.mask(name, where, x.shape), axis, -1)
     batch, inner = x.shape[:axis] + x.shape[axis + 1 :], distance(x.shape, (axis,))

@@ -20,6 +20,8 @@ from pallas_softmax import online
 from pallas_softmax._src.masks import logits_of, masked, sum_over
 from pallas_softmax.online import Moments
 
+_NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
+
 
 class RowStats(NamedTuple):
     """The statistics of each row, (..., 1) each, in the dtype of the arithmetic.
@@ -124,29 +126,36 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
       where, labels, scaled, mesh_axes: as for `token_stats`.
       g_lse, g_entropy, g_label, g_d, g_t: (..., 1) each.
     """
-    dtype = residuals[0].dtype
-    has_entropy, (x, temperature, m, d, t) = _residuals(residuals, where)
+    logits = residuals[0]
+    has_entropy, u, temperature, m, d, t = _harmless(residuals, where, scaled)
     g_lse, g_entropy, g_label, g_d, g_t = (
         jnp.where(has_entropy, g, 0) for g in (g_lse, g_entropy, g_label, g_d, g_t)
     )
-    u = _distance(x, m, temperature, scaled)
     of_entropy = g_entropy / d
     constant = g_lse / d + g_d + g_t + of_entropy * (t / d)
     dz = jnp.exp(u) * (constant + (g_t - of_entropy) * u)
-    dz = dz + jnp.where(_at_label(x, labels, mesh_axes), g_label, 0)
+    dz = dz + jnp.where(_at_label(logits, labels, mesh_axes), g_label, 0)
     dz = masked(dz, where, 0)
-    dx = (dz / temperature if scaled else dz).astype(dtype)
+    dx = (dz / temperature if scaled else dz).astype(logits.dtype)
     dt = -sum_over(dz * u, (-1,), mesh_axes) / temperature
     return dx, dt - jnp.where(g_lse == 0, 0, g_lse * m) / temperature**2
 
 
-def _residuals(residuals, where):
-    """Returns whether a row has an entropy, and the residuals, masked. Rows without get numbers that make no NaN."""
+def _harmless(residuals, where, scaled):
+    """Returns whether each row has an entropy, u, the temperature, m, d and t.
+
+    Rows without an entropy get numbers that make no NaN. u is a constant where x is -inf: its derivative in the
+    temperature would be NaN.
+    """
     logits, temperature, m, d, t = residuals
     has_entropy = jnp.isfinite(m) & jnp.isfinite(d)
-    of_row = {"x": logits_of(logits, where), "temperature": temperature, "m": m, "d": d, "t": t}
-    harmless = {"x": 0, "temperature": 1, "m": 0, "d": 1, "t": 0}
-    return has_entropy, tuple(jnp.where(has_entropy, a, harmless[name]) for name, a in of_row.items())
+    temperature, m, d, t = (
+        jnp.where(has_entropy, a, other) for a, other in ((temperature, 1), (m, 0), (d, 1), (t, 0))
+    )
+    x = logits_of(logits, where)
+    no_mass = jnp.isneginf(x) | ~has_entropy
+    u = jnp.where(no_mass, _NO_MASS, _distance(jnp.where(no_mass, 0, x), m, temperature, scaled))
+    return has_entropy, u, temperature, m, d, t
 
 
 def _at_label(x, labels, mesh_axes):
@@ -157,12 +166,11 @@ def _at_label(x, labels, mesh_axes):
 
 def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=()):
     """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
-    _, (x, temperature, m, d, t) = _residuals(residuals, where)
-    u = _distance(x, m, temperature, scaled)
+    _, u, temperature, m, d, t = _harmless(residuals, where, scaled)
     e = jnp.exp(u)
     du = (masked(online.widen(dx), where, 0) - u * dt) / temperature
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
-    of_label = sum_over(jnp.where(_at_label(x, labels, mesh_axes), du, 0), (-1,), mesh_axes)
+    of_label = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)
     of_lse = dd / d - jnp.where(dt == 0, 0, m * dt) / temperature**2
     return of_lse, (dd * (t / d) - dt_of_u) / d, of_label, dd, dd + dt_of_u
