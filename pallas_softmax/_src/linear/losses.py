@@ -160,6 +160,56 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
     return loss
 
 
+def product(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns values * weights. The derivatives of a product that is not finite are 0."""
+    result = values * weights
+    finite = jnp.isfinite(result)
+    values, weights = (jnp.where(finite, a, 0) for a in (values, weights))
+    return jnp.where(finite, values * weights, lax.stop_gradient(result))
+
+
+def is_zero(x: jax.Array) -> jax.Array:
+    """Returns which elements are exactly 0. On the CPU, XLA's comparisons of floats take subnormal numbers for 0."""
+    return _bits(x) == 0
+
+
+def shares(weights: jax.Array) -> jax.Array:
+    """Returns the weights divided by their sum; 0 if the sum is 0, NaN if it is not finite.
+
+    A sum that overflows is computed from smaller weights, and a small sum from larger weights. One reduction computes
+    all sums, so that devices exchange them at once.
+    """
+    large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
+    each = weights / large, weights, _times_power(weights, large**1.5)
+    of_small, of_given, of_large = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
+    is_small = (jnp.abs(of_given) < 1 / large) & jnp.isfinite(of_large)
+    chosen = jnp.where(jnp.isfinite(of_given), 1 + is_small.astype(jnp.int32), 0)
+    total = lax.select_n(chosen, of_small, of_given, of_large)
+    usable = jnp.isfinite(total) & (total != 0)
+    inverse = 1 / jnp.where(usable, total, 1)
+    return jnp.where(usable, product(lax.select_n(chosen, *each), inverse), total - total)
+
+
+def _times_power(x: jax.Array, power: float) -> jax.Array:
+    """Returns x times a large power of two, or inf for |x| of 1 and more, so that no sum is NaN.
+
+    Subnormal numbers count, although XLA takes them for 0 on the CPU.
+
+    The bits of a subnormal number are an integer, its multiple of the smallest subnormal number.
+    """
+    info, bits = jnp.finfo(x.dtype), _bits(x)
+    scaled = jnp.where(jnp.abs(x) < 1, x * power, jnp.inf)
+    exact = bits.astype(x.dtype) * (float(info.smallest_subnormal) * power)
+    exact = jnp.where(jnp.signbit(x), -exact, exact)
+    is_subnormal = bits < _bits(jnp.asarray(info.tiny, x.dtype))
+    return scaled + lax.stop_gradient(jnp.where(is_subnormal, exact - scaled, 0))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of the absolute values."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+
+
 def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, vocab: int) -> Coefficients:
     """Returns the coefficients of the gradient of sum(weights * losses), or of sum(weights * logsumexp) without labels.
 

@@ -9,6 +9,7 @@ from jax import lax
 from pallas_softmax import online
 from pallas_softmax._src.linear.chunks import Pieces, dot, operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns
+from pallas_softmax._src.stats.xla import first_of_largest
 from pallas_softmax.online import Moments, Normalizer
 
 # On the CPU, x.T @ dz is stored before it is added to the total. It is cut into pieces of at most this many bytes.
@@ -49,11 +50,12 @@ def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
     found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
     if not head.entropy:
         return found
-    return found._replace(t=t[0][:, 0], argmax=jnp.argmax(z, 1).astype(jnp.int32))
+    return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
 
 
 def _dlogits_of(z, tokens: Tokens, coefficients, head: Head):
     m, of_exp, of_label, constant, slope = jax.tree.map(lambda number: number[:, None], coefficients)
+    z = jnp.where(m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
     if slope is None:
         dz = of_exp * jnp.exp(z - m)
     else:

@@ -195,7 +195,9 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
                 )
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)
     rows = arguments.rows(name, "a", a, axis, where, axis_name, boolean=True)
-    rows = rows._replace(x=rows.x.astype(jax.eval_shape(jnp.exp, rows.x).dtype))
+    dtype = jax.eval_shape(jnp.exp, rows.x).dtype
+    # A conversion would give the gradient the weak type of x. The gradient of jax.nn.logsumexp has no weak type.
+    rows = rows if rows.x.dtype == dtype else rows._replace(x=rows.x.astype(dtype))
     out, _ = _run(_logsumexp, LOGSUMEXP, rows, implementation)
     return out if keepdims else jnp.squeeze(out, rows.axes)
 
@@ -224,7 +226,8 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     """Returns the arguments, checked; integer logits are made floats with the same softmax."""
     rows = arguments.rows(function, "x", x, axis, where, axis_name)
-    return rows._replace(x=online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes))
+    x = online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
+    return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
 
 
 def _run(function: Callable, operation: Operation, rows: arguments.Rows, implementation: str | None):

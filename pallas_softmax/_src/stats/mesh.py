@@ -5,7 +5,7 @@ from jax import lax
 
 from pallas_softmax import online
 from pallas_softmax._src.dispatch.collectives import gather
-from pallas_softmax._src.stats.xla import finished, is_column, logits_at
+from pallas_softmax._src.stats.xla import finished, is_column, logits_at, value_key
 from pallas_softmax.online import Moments
 
 
@@ -39,5 +39,7 @@ def merge_shards(moments: Moments, label_logit, position, mesh_axes, scale=None)
     parts = Moments(*parts)
     total = online.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
     total = Moments(*(a[..., None] for a in total))
-    first = jnp.min(online.if_largest(positions, parts.m, total.m), -1, keepdims=True)
+    keys = value_key(parts.m)
+    is_largest = keys == jnp.max(keys, -1, keepdims=True)
+    first = jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)
     return total, jnp.sum(label_logits, -1, keepdims=True), first

@@ -112,6 +112,7 @@ def _topk_of(logits, where, temperature, k, axis, log, dtype, axis_name, impleme
     stored = out_dtype if jnp.finfo(out_dtype).bits >= 16 else jnp.dtype(jnp.float32)
     own = {"k": k, "dtype": stored}
     static = choose_all(call, implementation, own=own, log=arguments.static_bool(name, "log", log))
+    x = x.astype(x.dtype)  # so that the gradient has the weak type of the logits, as of `jax.nn.softmax`
     x, mask, t = share_sharding(jnp.moveaxis(x, axis, -1), mask, t)
     x, mask, t = vary_together(x, mask, t, but=mesh_axes)  # the temperature is the same for the whole row
     x, mask = vary_together(x, mask, over=mesh_axes)
