@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_softmax._src.dispatch.choose import recording
+from pallas_softmax._src.misfits import misfit
 
 
 def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
@@ -18,6 +19,7 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
       arrays: arrays, scalars, None, or named tuples of them.
       options: the other arguments. Each combination of them has its own compilation.
     """
+    options = _plain(options)
     if all(map(_concrete, _leaves(arrays))) and _hashable(options) and not recording():
         # 1, 1.0 and True are equal, but as k only the first is accepted
         return _compiled(function, options, tuple(map(type, jax.tree.leaves(options))), arrays)
@@ -34,13 +36,21 @@ def _concrete(x) -> bool:
     return x is None or (
         isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
         and not isinstance(x, Tracer)
-        and not is_foreign(x)
+        and misfit(x) is None
     )
 
 
-def is_foreign(x) -> bool:
-    """Returns whether `x` has a NumPy dtype that JAX does not support: objects, strings, times, long doubles."""
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.char in "OSUMmgG"
+def _plain(option) -> Any:
+    """Returns an option with Python numbers in place of NumPy's: one compilation for both.
+
+    JAX also compares options of different calls, and a NumPy number has no boolean `==` with a tuple.
+    """
+    if isinstance(option, np.generic):
+        return option.item()
+    if isinstance(option, tuple):
+        parts = map(_plain, option)
+        return option._make(parts) if hasattr(option, "_make") else tuple(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    return option
 
 
 def _hashable(options: tuple) -> bool:
@@ -49,7 +59,7 @@ def _hashable(options: tuple) -> bool:
         hash(options)
     except TypeError:
         return False
-    return not any(isinstance(option, Tracer) for option in options)
+    return not any(isinstance(leaf, Tracer | np.generic) for leaf in jax.tree.leaves(options))
 
 
 def _run(function, options, types, arrays):
