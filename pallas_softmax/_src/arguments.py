@@ -87,7 +87,8 @@ def known_labels(function: str, labels) -> Any:
     if not has_wide_integers(labels):
         return labels
     labels = np.asarray(labels)
-    return np.where((labels >= 0) & (labels <= np.iinfo(np.int32).max), labels, -1).astype(np.int32)
+    fits = (labels >= 0) & (labels <= np.iinfo(np.int32).max)
+    return np.where(fits, labels.astype(np.int32), np.int32(-1))
 
 
 def real_numbers(function: str, name: str, x) -> Any:
@@ -140,7 +141,8 @@ def in_range(
         raise TypeError(f"{function}: {name} must be {kind}, or one per row, got {number.dtype.name}")
     if not is_known(value):
         return value
-    if not np.all(accepted(number)):
+    # in float16, 1e-37 would be 0
+    if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     return np.minimum(number, np.int64(np.iinfo(np.int32).max)).astype(np.int32) if integer else value
 

@@ -36,9 +36,6 @@ _CONSTRAINTS = {
     "!llvm.ptr<3>": "r",  # shared memory
 }
 
-# The NumPy types of 32 bits that Python numbers become.
-_PYTHON_NUMBERS: dict[type, Any] = {int: np.int32, float: np.float32}
-
 
 # --- Values -------------------------------------------------------------------------------------------
 
@@ -141,6 +138,4 @@ def insert_ptx(
         written = emit_ptx(code, operands, results)
         return tuple(array(layout.to_mgpu(), shape, [x if uniform else pack([x])]) for x in written)
 
-    # under jax_enable_x64, a Python number would have 64 bits
-    numbers = [_PYTHON_NUMBERS.get(type(number), lambda n: n)(number) for number in scalars.values()]
-    return emit([*refs.values()], [*blocks.values()], numbers)
+    return emit([*refs.values()], [*blocks.values()], [*scalars.values()])
