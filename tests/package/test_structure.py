@@ -22,7 +22,7 @@ LAYERS = (
     ("_src.triton", "_src.gpu"),
     ("_src.dispatch",),
     ("_src.folding", "_src.masks"),
-    ("online", "_src.target", "_src.__init__"),
+    ("online", "_src.misfits", "_src.target", "_src.__init__"),
 )
 
 

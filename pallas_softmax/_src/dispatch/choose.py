@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import KERNEL_DTYPES, Call, Choice, Refusal
@@ -33,10 +34,16 @@ def choose(call: Call, implementation: str | None) -> Choice:
 
 def check_name(function: str, implementation: str | None) -> None:
     """Raises ValueError if the name that a user passed to this function is unknown."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+    if implementation is None or (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
+        return
+    if isinstance(implementation, Tracer):
+        raise TypeError(
+            f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got a traced value; "
+            "pass it through static_argnames='implementation' of jax.jit, or close over it"
         )
+    raise ValueError(
+        f"{function}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+    )
 
 
 def record(choice: Choice) -> None:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.choose import recording
 from pallas_softmax._src.jax_internals import stage_constants
+from pallas_softmax._src.misfits import misfit
 
 
 def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
@@ -24,6 +25,7 @@ def at_once(function: Callable, arrays: tuple, options: tuple) -> Any:
       arrays: arrays, scalars, None, or named tuples of them.
       options: the other arguments. Each combination of them has its own program.
     """
+    options = _plain(options)
     if not all(map(_accepted, _leaves(arrays))) or not _hashable(options) or recording():
         return function(*arrays, *options)
     # 1, 1.0 and True are equal, but as k only the first is accepted
@@ -39,13 +41,21 @@ def _leaves(arrays: tuple) -> list:
 
 def _accepted(x) -> bool:
     """Returns whether x is None, or numbers that `jax.jit` takes. If not, the function itself raises."""
-    numbers = isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and not is_foreign(x)
+    numbers = isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and misfit(x) is None
     return x is None or (numbers and not is_jet(x))
 
 
-def is_foreign(x) -> bool:
-    """Returns whether `x` has a NumPy dtype that JAX does not support: objects, strings, times, long doubles."""
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.char in "OSUMmgG"
+def _plain(option) -> Any:
+    """Returns an option with Python numbers in place of NumPy's: one compilation for both.
+
+    JAX also compares options of different calls, and a NumPy number has no boolean `==` with a tuple.
+    """
+    if isinstance(option, np.generic):
+        return option.item()
+    if isinstance(option, tuple):
+        parts = map(_plain, option)
+        return option._make(parts) if hasattr(option, "_make") else tuple(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    return option
 
 
 def is_jet(x) -> bool:
@@ -59,7 +69,7 @@ def _hashable(options: tuple) -> bool:
         hash(options)
     except TypeError:
         return False
-    return not any(isinstance(option, Tracer) for option in options)
+    return not any(isinstance(leaf, Tracer | np.generic) for leaf in jax.tree.leaves(options))
 
 
 def _run(function, options, types, capability, arrays):

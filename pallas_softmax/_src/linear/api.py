@@ -79,7 +79,9 @@ def linear_logsumexp(
       NotImplementedError: the named implementation cannot run this call (the message says why), or a second derivative
         is taken.
     """
-    options = Options("linear_logsumexp", softcap, transpose_w, workspace_bytes, axis_name, implementation)
+    name = "linear_logsumexp"
+    softcap = known_softcap(name, softcap)
+    options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_per_token_of, (x, w, bias, None, None, Tokens(None)), (options,))
 
 
@@ -136,9 +138,9 @@ def linear_cross_entropy(
         `where` is not boolean or does not fit, `token_weights` are not real or do not fit, or the reduction is unknown.
     """
     name = "linear_cross_entropy"
-    if reduction not in ("mean", "sum", None):
+    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
-    arguments.check_labels(name, labels)
+    labels = arguments.known_labels(name, labels)
     tokens = Tokens(
         labels,
         label_smoothing=_number(
@@ -148,6 +150,7 @@ def linear_cross_entropy(
             name, "z_loss", z_loss, 0, lambda z: (z >= 0) & (z < np.inf), "a finite number of 0 or more"
         ),
     )
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     arrays = (x, w, bias, where, _token_weights(name, token_weights), tokens)
     if reduction is None:
@@ -196,8 +199,9 @@ def linear_log_probs(
       TypeError, ValueError, NotImplementedError: as `linear_cross_entropy`.
     """
     name = "linear_log_probs"
-    arguments.check_labels(name, labels)
+    labels = arguments.known_labels(name, labels)
     tokens = Tokens(labels, _temperature(name, temperature))
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_log_probs_of, (x, w, bias, where, None, tokens), (options,))
 
@@ -237,13 +241,14 @@ def linear_token_stats(
     """
     name = "linear_token_stats"
     if labels is not None:
-        arguments.check_labels(name, labels)
+        labels = arguments.known_labels(name, labels)
+    softcap = known_softcap(name, softcap)
     options = Options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     return at_once(_token_stats_of, (x, w, bias, Tokens(labels, _temperature(name, temperature))), (options,))
 
 
 class Options(NamedTuple):
-    """The static arguments of a public function, as users pass them, and the function's name."""
+    """The static arguments of a public function and its name. All but `softcap` are as users pass them."""
 
     function: str
     softcap: float | None
@@ -573,7 +578,7 @@ def checked_projection(
         raise ValueError(
             f"{name}: x must be (..., D) and w {layout} for transpose_w={transpose_w}, got {x.shape} and {w.shape}"
         )
-    head = Head(transpose_w, _softcap(name, options.softcap), _precision(x.dtype))
+    head = Head(transpose_w, options.softcap, _precision(x.dtype))
     vocab = head.vocab(w)
     if not isinstance(vocab, int):
         raise NotImplementedError(f"{name}: V={vocab} is symbolic; in jax.export the dimensions of x may be")
@@ -587,7 +592,7 @@ def checked_projection(
     return x, w, bias, head, workspace_bytes
 
 
-def _softcap(function: str, softcap) -> float | None:
+def known_softcap(function: str, softcap) -> float | None:
     """Returns the softcap as a Python number, because kernels are compiled for it."""
     if softcap is None:
         return None

@@ -314,7 +314,7 @@ def _slope(z, place: Place, scale_gmem, head: Head, interpret):
 def _labels(labels, columns: int, vocab: int, tiling: Tiling) -> Labels:
     labels = _padded(jnp.where(labels < vocab, labels, -1), tiling.cluster_rows, -1)
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
-    tiles = jnp.arange(-(-columns // TILE_N))
+    tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
 
 

@@ -117,5 +117,6 @@ def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
     best = -jnp.sort(-of_groups, -1)[..., :2]
     total = jnp.sum(sort_keys.of_key(best, jnp.float32), -1)
     _, order = lax.sort((~sort_keys.key(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2)
-    takes_part = jnp.any(order[:, :top_groups, None] == jnp.arange(groups), 1)
+    group = jnp.arange(groups, dtype=order.dtype)[None, None]
+    takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
     return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)

@@ -42,7 +42,8 @@ def _keys(x, bias, normalizer: Normalizer, gate: Gate, groups: int, top_groups: 
     best = lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0]
     rank = _key(jnp.sum(online.of_sort_key(best, x.dtype), -1))
     chosen = lax.top_k(rank, top_groups)[1]
-    takes_part = jnp.any(chosen[..., None] == jnp.arange(groups), -2)
+    group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
+    takes_part = jnp.any(chosen[..., None] == group, -2)
     lowest = jnp.iinfo(keys.dtype).min
     return jnp.where(takes_part[..., None], of_groups, lowest).reshape(keys.shape)
 

@@ -170,7 +170,8 @@ def logsumexp(
       TypeError, ValueError, NotImplementedError: as `softmax`, except that `a` may be boolean. TypeError also if
         `keepdims` or `return_sign` is not a bool.
     """
-    a = float(a) if type(a) is int else a  # as in JAX, of any length
+    a = arguments.real_numbers("logsumexp", "a", a)  # as in JAX, integers of any length
+    b = None if b is None else arguments.real_numbers("logsumexp", "b", b)
     return at_once(_logsumexp_of, (a, b, where), (axis, keepdims, return_sign, axis_name, implementation))
 
 
@@ -184,6 +185,7 @@ def _logsumexp_of(a, b, where, axis, keepdims, return_sign, axis_name, implement
         or jnp.issubdtype(jnp.result_type(arguments.array(name, "a", a)), jnp.complexfloating)
     ):
         check_name(name, implementation)
+        arguments.check_axis_name(name, axis_name)
         for of, value, accepted in (
             ("implementation", implementation, (None, "xla")),
             ("axis_name", axis_name, (None,)),
@@ -215,7 +217,12 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
     where = None if where is None else arguments.mask(name, where, a.shape)
     axes = arguments.normalized_axes(name, axis, a.ndim)
     factors = () if b is None else (b,)
-    together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    try:
+        together = jax.ShapeDtypeStruct((), jnp.result_type(a, *factors))
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: a of {a.dtype.name} and b of {factors[0].dtype.name} have no common dtype; cast one of them"
+        ) from error
     out_dtype = jax.eval_shape(jnp.exp, together).dtype
     wide = out_dtype if jnp.finfo(out_dtype).bits >= 32 else jnp.float32
     a, *factors = (x.astype(wide) if jnp.isrealobj(x) else x for x in (a, *factors))

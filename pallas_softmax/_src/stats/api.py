@@ -86,7 +86,7 @@ def token_stats(
     if arguments.is_known(t) and np.ndim(t) == 0 and np.asarray(t) == 1:
         t = None
     if labels is not None:
-        arguments.check_labels(name, labels)
+        labels = arguments.known_labels(name, labels)
     return at_once(_stats_of, (logits, labels, where, t), (axis, axis_name, implementation))
 
 

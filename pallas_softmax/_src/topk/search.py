@@ -127,7 +127,7 @@ def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lan
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
     s = shift(m)
-    terms = jnp.exp2((x - s[:, None]) * scale)
+    terms = jnp.exp2((x - s[None, :, None]) * scale)
     return Normalizer(m, lane.d * jnp.exp2((lane.m - s) * scale) + jnp.sum(terms, (0, 2)))
 
 
