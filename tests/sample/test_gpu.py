@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support import bounds, cases, kernels
+from pallas_softmax._src.sample.plan import plan_of
+from tests.sample import kernels
+from tests.support import bounds, cases
 from tests.support.cases import BF16, F16, F32
 from tests.support.draws import all_combinations, assert_draws, chi_square
 from tests.support.gpu import much_memory
@@ -24,7 +26,7 @@ def assert_drawn(names, v, dtype, count, warpgroups, masked=False):
         rows if where is None else cases.spoil_masked(rows, where), where
     )
     interpret: Any = None  # runs on the GPU
-    plan = kernels.sample_plan_of(v, dtype, count, warpgroups)
+    plan = plan_of(v, dtype, count, warpgroups)
     run = jax.jit(
         lambda x, u, parameters, where: kernels.sample_rows(
             x, u, parameters, where, plan, interpret=interpret

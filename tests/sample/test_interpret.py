@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.support import cases, kernels
+from pallas_softmax._src.sample.plan import plan_of
+from tests.sample import kernels
+from tests.support import cases
 from tests.support.covering import first, slow
 from tests.support.draws import all_combinations, assert_draws
 
@@ -21,5 +23,5 @@ def test_interpreted(v, dtype, warpgroups, masked):
     some = slice(None, None, 29)  # 29 is prime, so that each row gets other filters
     x, u, names, parameters = x[some], u[some], names[some], [a[some] for a in parameters]
     where = None if where is None else where[some]
-    plan = kernels.sample_plan_of(v, dtype, 1, warpgroups)
+    plan = plan_of(v, dtype, 1, warpgroups)
     assert_draws(kernels.sample_rows(x, u, parameters, where, plan), x, u, names, parameters, where)
