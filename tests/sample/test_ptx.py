@@ -10,7 +10,7 @@ from pallas_softmax._src.sample.plan import plan_of
 from tests.support import cases, ptx
 from tests.support.cases import BF16, F16, F32
 from tests.support.covering import first, first_values
-from tests.support.draws import all_combinations, assert_draws
+from tests.support.draws import all_combinations, assert_draws, masked_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,11 +60,7 @@ def draw(plan, x, *parameters, rng=None):
 
 def assert_drawn(names, v, dtype, count, warpgroups, masked, step, rng=None, start=0):
     """Asserts that draws are right, for every `step`-th combination of a row, parameters and u."""
-    rows = cases.rows(list(names), v, dtype)
-    where = np.random.default_rng(0).random(rows.shape) < 0.6 if masked else None
-    x, where, u, parameters, labels = all_combinations(
-        rows if where is None else cases.spoil_masked(rows, where), where
-    )
+    x, where, u, parameters, labels = all_combinations(*masked_rows(names, v, dtype, masked))
     plan = plan_of(v, dtype, count, warpgroups)
     for i in range(start, len(x), step):
         kept = x[i] if where is None else np.where(where[i], x[i], np.array(-np.inf, dtype))
