@@ -13,8 +13,8 @@ device   on GPUs, the time from one call to the next in a program of 32 calls, f
 The other benchmarks sum the kernel times that CUPTI reports. That is wrong here: NCCL's kernels spin while they
 wait for other devices, so a sum would count the waiting, once per device. Instead, each call of the program waits
 for the whole result of the previous one (`repeated`), and a trace tells when each kernel started
-(support/traces.py). On a machine whose profiler sees no kernels, the host's clock tells what a further call adds to
-the wall time of the program. It is less precise: each device has a host thread, and these vary more than the devices.
+(support/traces.py). If the profiler sees no kernels, the host's clock tells what a further call adds to the wall time
+of the program. It is less precise: each device has a host thread, and these vary more than the devices.
 
 The traffic on the links comes from the compiled program of one call (support/links.py).
 """

@@ -89,7 +89,8 @@ def _bound(want, unit, slack_times, dtype: np.dtype) -> np.ndarray:
 class Answer:
     """The float64 answer for some rows of a case: y and dx of a function of cases.py.
 
-    Label 0 is the label of `token_stats`. The gradient of top-k is that of softmax, with dy = 0 except at the winners.
+    Label 0 is the label of `token_stats`. The gradient of top-k is the gradient of softmax for a dy that is 0 except at
+    the winners.
     Reported errors are relative: y to |y|, or to 1 where taking a logarithm may cancel; dx to the size of its terms.
     """
 

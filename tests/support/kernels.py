@@ -1,7 +1,7 @@
-"""What the tests of all kernels of mosaic_gpu share; tests/OPERATION/kernels.py runs the kernels of an operation.
+"""Shared by the modules tests/OPERATION/kernels.py, which run the kernels of mosaic_gpu of an operation.
 
-Those modules run a kernel with a given plan, in Pallas's interpreter or on a GPU. They also have plans that cover every
-kind of launch, and the checks of the results.
+They run a kernel with a given plan, in Pallas's interpreter or on a GPU. They also have plans that cover every kind of
+launch, and the checks of the results.
 """
 
 import dataclasses
