@@ -27,9 +27,13 @@ class Check:
 
 
 def all_of(checks: list[Check]) -> Check:
-    errors = [max(column) for column in zip(*((check.error_eps, check.error_share) for check in checks))]
-    detail = ", ".join(check.detail for check in checks if check.detail)
-    return Check(all(check.ok for check in checks), checks[0].rows, *errors, detail)
+    return Check(
+        ok=all(check.ok for check in checks),
+        rows=checks[0].rows,
+        error_eps=max(check.error_eps for check in checks),
+        error_share=max(check.error_share for check in checks),
+        detail=", ".join(check.detail for check in checks if check.detail),
+    )
 
 
 def _least(dtype: np.dtype) -> float:
@@ -75,8 +79,8 @@ class Expected:
         return Check(False, rows, error_eps, share, f"{name} {far}")
 
     def at(self, indices: np.ndarray) -> "Expected":
-        taken = (np.take_along_axis(a, indices, axis=-1) for a in (self.want, self.bound, self.scale))
-        return Expected(*taken, self.dtype)
+        want, bound, scale = (np.take_along_axis(a, indices, -1) for a in (self.want, self.bound, self.scale))
+        return Expected(want, bound, scale, self.dtype)
 
 
 def _bound(want, unit, slack_times, dtype: np.dtype) -> np.ndarray:
@@ -119,9 +123,11 @@ class Answer:
             with np.errstate(all="ignore"):
                 of_d = bounds.normalizer_unit(self.x, self.mask) / oracle.normalizer(self.x, self.mask)[1]
             unit = unit + np.nan_to_num(of_d) * (want if self.function == "softmax" else 1)
-        parts = want, _bound(want, unit, slack_times, self.x.dtype)
-        parts = *parts, np.maximum(np.abs(want), 1 if self.function == "log_softmax" else 0)
-        return Expected(*(a[:, 0] if self.function == "logsumexp" else a for a in parts), self.x.dtype)
+        bound = _bound(want, unit, slack_times, self.x.dtype)
+        scale = np.maximum(np.abs(want), 1 if self.function == "log_softmax" else 0)
+        if self.function == "logsumexp":
+            want, bound, scale = want[:, 0], bound[:, 0], scale[:, 0]
+        return Expected(want, bound, scale, self.x.dtype)
 
     @property
     def _labels(self) -> np.ndarray:
