@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from tests.support import kernels, ptx
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.values import Program
+from tests.support import ptx
 
 THREADS = np.arange(128)
 
 
 def run(write):
     """Runs a program on 128 threads. `write(p, x)` returns what each thread writes; x is the thread's number."""
-    p = kernels.Program()
+    p = Program()
     address = p.at(p.operand("numbers", "u32"), p.operand("thread", "u32"), 4)
     p.store(address, write(p, p.load(address, "u32")))
     memory = THREADS.astype("uint32").view("u1")
@@ -115,7 +117,7 @@ def test_pairs():
 def test_cluster():
     """A CTA reads what the next CTA wrote, and counts in adjacent words."""
     ctas = 3
-    p = kernels.CtaProgram(ctas=ctas)
+    p = CtaProgram(ctas=ctas)
     thread, cta = p.operands("u32", "thread", "cta")
     own = p.at(p.operand("numbers", "u32"), thread, 4)
     p.store(own, p.load(own, "u32") + cta * 1000)
@@ -137,7 +139,7 @@ def test_cluster():
 
 def test_functions_of_three_numbers():
     """One instruction computes any function of three numbers bit by bit."""
-    p = kernels.Program()
+    p = Program()
     p.bitwise3(lambda key, low, ones: key & ~ones | low, *p.operands("u32", "a", "b", "c"))
     # 0xdc, as PTX's manual computes it from 0xf0, 0xcc and 0xaa.
     assert str(p).endswith("<a>, <b>, <c>, 220;")

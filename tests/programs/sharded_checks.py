@@ -30,6 +30,7 @@ import pallas_softmax as ps
 from benchmarks.support import links
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from tests.programs import linear_checks
+from tests.programs.linear_checks import lay
 from tests.support import bounds, cases, covering, oracle, routing
 from tests.support import stats as token_stats
 from tests.support.cases import BF16, F16, F32
@@ -468,11 +469,7 @@ def stats(layout, how, masked):
         specs = P(*at.spec), at.operand(where.shape).spec, per_row, per_row
         f = functools.partial(f, axis_name=at.axis_name)
         f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=per_row)
-    args = (
-        at.place(x),
-        at.place(where),
-        *(jax.device_put(a, NamedSharding(at.mesh, per_row)) for a in (t, labels)),
-    )
+    args = at.place(x), at.place(where), *lay((t, labels), at.mesh, (per_row, per_row))
     (values, argmax), sent = execute(f, *args)
     token_stats.assert_stats((*values, argmax), x, labels, where, t)
     assert [c.kind for c in sent if c.group > 1] == ["all-gather"] * bool(at.row), sent
@@ -493,24 +490,12 @@ def route(name, layout, how):
     x, at, gate, k = logits(), split(layout, how), routing.GATES[name], 8
     bias = (0.1 * np.random.default_rng(1).standard_normal(V)).astype(F32)
     g, g_logsumexp = cases.cotangent((len(x), k)), cases.cotangent((len(x),))
-
-    def f(x, bias, g, g_logsumexp):
-        def both(x):
-            got = ps.route(x, k, implementation=IMPLEMENTATION, **gate.keywords(bias))
-            return (got.weights, got.logsumexp), got.indices
-
-        (weights, logsumexp), pullback, indices = jax.vjp(both, x, has_aux=True)
-        return (weights, indices, logsumexp), pullback((g, g_logsumexp))[0]
-
+    f = routing.results_and_gradient(k, gate, IMPLEMENTATION)
     specs = P(*at.spec), P(), P(at.spec[0], None), P(at.spec[0])
     if how == "shard_map":
-        f = jax.shard_map(
-            f, mesh=at.mesh, in_specs=specs, out_specs=((specs[2], specs[2], specs[3]), specs[0])
-        )
-    placed = [
-        jax.device_put(a, NamedSharding(at.mesh, spec)) for a, spec in zip((x, bias, g, g_logsumexp), specs)
-    ]
-    (got, dx), sent = execute(f, *placed)
+        of_results = ps.Routing(specs[2], specs[2], specs[3])
+        f = jax.shard_map(f, mesh=at.mesh, in_specs=specs, out_specs=(of_results, specs[0]))
+    (got, dx), sent = execute(f, *lay((x, bias, g, g_logsumexp), at.mesh, specs))
     routing.judge(got, x, k, gate, bias)
     routing.judge_vjp(dx, x, np.asarray(got[1]), gate, g, g_logsumexp)
     sent = [c for c in sent if c.group > 1]
@@ -786,8 +771,7 @@ def reshaped(op, shape, heads):
     f, arrays, dimensions = by_heads(op, heads)
     at = mesh_of(shape)
     specs = [P(*[None] * a, at.axis_names) if a is not None else P() for a in dimensions]
-    placed = [jax.device_put(a, NamedSharding(at, spec)) for a, spec in zip(arrays, specs)]
-    got, sent = execute(with_gradient(f), *placed)
+    got, sent = execute(with_gradient(f), *lay(arrays, at, specs))
     assert_all_close(got, by_heads_on_one_device(op, heads))
     if heads % at.size == 0 or at.size % heads == 0:  # otherwise the reshape itself gathers
         assert all(c.bytes < arrays[0].nbytes // at.size for c in sent if c.group > 1), sent

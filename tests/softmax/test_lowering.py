@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_softmax as ps
-from tests.support import kernels, oracle
+from pallas_softmax._src.softmax.plan import Parts
+from tests.softmax import kernels
+from tests.support import oracle
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs
-from tests.support.kernels import Parts
 from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered, square_sum
 
 ROWS, V = 128, 16384  # enough for the automatic choice of a kernel, in every dtype
