@@ -365,7 +365,7 @@ def test_a_mean_with_extreme_weights(token_weights):
 
     total = wide(token_weights).sum()
     shares = wide(token_weights) / (total or 1)
-    losses, *_ = linear.losses_and_gradients(x, w, labels, shares)
+    losses, *_ = losses_and_gradients(x, w, labels, shares)
     value, gradients = mean(x, w, token_weights)
     np.testing.assert_allclose(value, (losses * shares).sum() if total else 0, rtol=1e-5)
     _, want = mean(x, w, shares.astype("float32") if total else np.zeros(6, "float32"))
