@@ -10,11 +10,10 @@ lane, or a lane has several groups (see `plan.plan_steered`). The steps:
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
 from pallas_softmax._src.gpu.ptx.values import Program, Value
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
-
-_MAGNITUDE = 0x7FFFFFFF
 
 
 def keep_groups(tile: Tile, groups: int, top_groups: int, key):
@@ -69,10 +68,14 @@ def _rank(p: Program, keys: list[Value], lanes: int) -> Value:
         other = p.shuffle(best, "bfly", distance), second and p.shuffle(second, "bfly", distance)
         best, second = _merged(p, (best, second), other)
         distance *= 2
-    total = _flipped(p, best).bits("f32")
+
+    def flip(bits: Value) -> Value:
+        return flip_negative_at_once(p, bits, bits.sign())
+
+    total = flip(best).bits("f32")
     if second is not None:
-        total = total + _flipped(p, second).bits("f32")
-    return _flipped(p, total.bits("s32"))
+        total = total + flip(second).bits("f32")
+    return flip(total.bits("s32"))
 
 
 def _two_best(p: Program, keys: list[Value]) -> tuple[Value, Value | None]:
@@ -90,11 +93,6 @@ def _merged(
     second = p.min(a[0], b[0])
     lower = [key for key in (a[1], b[1]) if key is not None]
     return p.max(a[0], b[0]), p.reduce("max", [second, *lower][::-1])
-
-
-def _flipped(p: Program, bits: Value) -> Value:
-    """Returns the float with a sort key, or the sort key of a float."""
-    return p.bitwise3(lambda bits, sign, ones: bits ^ sign & ones, bits, bits.sign(), _MAGNITUDE)
 
 
 def _count_better(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.masks import logits_of
 from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tangent
 
@@ -31,7 +31,7 @@ def _drawn_as_winner(residuals, where, mesh_axes):
     Below e^-60 m is larger, so that neither d nor exp((x - m) / temperature) overflows.
     """
     logits, temperature, index, log_probs = residuals
-    x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
     temperature = jnp.where(temperature == 0, 1, temperature)
     if mesh_axes:
         in_shard, own = indices_in_shard(index, logits.shape[-1], mesh_axes)

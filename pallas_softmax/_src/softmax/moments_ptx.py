@@ -1,6 +1,6 @@
 """Inline PTX for the moments (m, d, t) of logits in the threads of a CTA: adds logits, and merges threads and CTAs.
 
-`token_stats` of long rows uses it. `online.Moments` explains the numbers.
+`token_stats` of long rows uses it. `normalizers.Moments` explains the numbers.
 
 A thread adds several logits at once. It takes their maximum first, and rescales its old d and t once. Then each logit x
 takes six instructions. Here a = log2(e) / temperature:
@@ -26,7 +26,7 @@ from pallas_softmax._src.gpu.hardware import WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Program, Value
-from pallas_softmax.online import LOG2_E, Moments
+from pallas_softmax._src.normalizers import LOG2_E, Moments
 
 # The least u. 2^FAR is 0 in float32. FAR * 0 is 0, and not NaN like -inf * 0: a logit of -inf adds nothing to t.
 FAR = -1e4
@@ -186,7 +186,7 @@ def _part_of(p: Program, state: _State, m: Value, shift: Value) -> tuple[Value, 
 
 
 def _rescaled(p: Program, m: Value, d: Value, t: Value, shift: Value) -> tuple[Value, Value]:
-    """Returns the sums d and t relative to `shift` instead of to m, as `online.combine` does."""
+    """Returns the sums d and t relative to `shift` instead of to m, as `normalizers.combine` does."""
     u = _distance(p, m, shift)
     factor = p.exp2(u)
     return d * factor, p.multiply_add(u * _LN_2, d, t) * factor

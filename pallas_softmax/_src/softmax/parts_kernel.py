@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
@@ -442,8 +442,10 @@ class _Part:
             term = self._term([x.astype(jnp.float32)], mask, inside)
             terms += blocks.split(term, walk.vec, interpret=interpret)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
-        found = [online.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
-        at = jnp.min(online.tree(jnp.minimum, found))
+        found = [
+            normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)
+        ]
+        at = jnp.min(normalizers.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 
     def _wait(self, i) -> None:
@@ -502,7 +504,7 @@ class _Part:
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
 
         lanes = [of_parts(first) for first in range(0, count, WARPGROUP)]
-        return reduction.combine_lanes(online.tree(reduction.combine, lanes))
+        return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results
 

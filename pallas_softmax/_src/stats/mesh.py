@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.collectives import gather
+from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.stats.xla import finished, is_column, logits_at
-from pallas_softmax.online import Moments
 
 
 def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled, mesh_axes):
@@ -37,7 +37,7 @@ def merge_shards(moments: Moments, label_logit, position, mesh_axes, scale=None)
     """
     *parts, label_logits, positions = gather((*moments, label_logit, position), mesh_axes)
     parts = Moments(*parts)
-    total = online.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
+    total = normalizers.combine_lanes(parts, -1, lambda of_row: of_row[..., None], scale)
     total = Moments(*(a[..., None] for a in total))
-    first = jnp.min(online.if_largest(positions, parts.m, total.m), -1, keepdims=True)
+    first = jnp.min(normalizers.if_largest(positions, parts.m, total.m), -1, keepdims=True)
     return total, jnp.sum(label_logits, -1, keepdims=True), first

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.masks import logits_of, masked, sum_over
-from pallas_softmax.online import Moments
+from pallas_softmax._src.normalizers import Moments
 
 
 class RowStats(NamedTuple):
@@ -45,7 +45,7 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     m = jnp.max(x, -1, keepdims=True, initial=-jnp.inf)
     u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
     e = jnp.exp(u)
-    m, d = online.mended(m, jnp.sum(e, -1, keepdims=True))
+    m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
     t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
     if x.shape[-1]:
         argmax = jnp.argmax(x, -1, keepdims=True).astype(jnp.int32)
@@ -60,12 +60,12 @@ def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> R
     m, d, _ = moments
     at_label = label_distance(label_logit, m, temperature, has_label)
     logsumexp = jnp.where(m == jnp.inf, m, m / temperature + jnp.log(d))
-    return RowStats(logsumexp, online.entropy(moments), at_label, moments, argmax)
+    return RowStats(logsumexp, normalizers.entropy(moments), at_label, moments, argmax)
 
 
 def label_distance(label_logit, m, temperature, has_label):
     """Returns u at the label of each row, NaN for a label that is no column."""
-    return jnp.where(has_label, (label_logit - online.shift(m)) / temperature, jnp.nan)
+    return jnp.where(has_label, (label_logit - normalizers.shift(m)) / temperature, jnp.nan)
 
 
 def logits_at(labels, logits, where, mesh_axes=()):
@@ -77,7 +77,7 @@ def logits_at(labels, logits, where, mesh_axes=()):
     def at_columns(a):
         return jnp.take_along_axis(a, columns, -1, mode="fill", fill_value=0)
 
-    x = online.widen(at_columns(logits))
+    x = normalizers.widen(at_columns(logits))
     if where is not None:
         x = jnp.where(at_columns(jnp.broadcast_to(where, logits.shape)), x, -jnp.inf)
     return jnp.where(own, x, 0)
@@ -99,8 +99,8 @@ def _first_column(logits, mesh_axes):
 
 
 def _distance(x, shift, temperature, scaled):
-    """Returns u, bounded as `online.distance` bounds it."""
-    return online.distance(x, shift, 1 / temperature if scaled else None)
+    """Returns u, bounded as `normalizers.distance` bounds it."""
+    return normalizers.distance(x, shift, 1 / temperature if scaled else None)
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
@@ -118,7 +118,7 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     logits, temperature, m, d, t = residuals
     x = logits_of(logits, where)
     is_bad = ~is_column(labels, _whole_vocab(x, mesh_axes)) & (g_label != 0)
-    u = _distance(x, online.shift(m), temperature, scaled)
+    u = _distance(x, normalizers.shift(m), temperature, scaled)
     d = jnp.where(m == jnp.inf, 1, d)  # as for logsumexp: finite logits in a row with +inf get 0
     of_entropy = g_entropy / d
     constant = g_lse / d + g_d + g_t + jnp.where(g_entropy == 0, 0, of_entropy * (t / d))
@@ -140,9 +140,9 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
     logits, temperature, m, d, t = residuals
     x = logits_of(logits, where)
-    u = _distance(x, online.shift(m), temperature, scaled)
+    u = _distance(x, normalizers.shift(m), temperature, scaled)
     e = jnp.exp(u)
-    du = (masked(online.widen(dx), where, 0) - u * dt) / temperature
+    du = (masked(normalizers.widen(dx), where, 0) - u * dt) / temperature
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
     of_label = sum_over(jnp.where(_at_label(x, labels, mesh_axes), du, 0), (-1,), mesh_axes)

@@ -6,7 +6,7 @@ A candidate is an element that may be among the k best of its row. Each candidat
              |    ~ index    | key ^ 2^31    |
              '--- low word --'-- high word --'
 
-The key is an int32 that orders elements like lax.top_k (`gpu.sort_keys`). With its sign bit inverted, it has the same
+The key is an int32 that orders elements like lax.top_k (`sort_keys.py`). With its sign bit inverted, it has the same
 order as an unsigned number. The index counts in the row. A lower index has a larger complement. So an entry, read as
 one unsigned 64-bit number, orders the candidates: the larger number is the better candidate, and among equal keys the
 lower index wins. No two candidates are equal. An empty entry is 0, and lower than any candidate.

@@ -21,17 +21,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
-from pallas_softmax._src.gpu import blocks, sort_keys
+from pallas_softmax._src import normalizers, sort_keys
+from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.candidates import sort_winners
 from pallas_softmax._src.topk.lists_ptx import rank_lists_program, search_lists_program
 from pallas_softmax._src.topk.plan import SEARCHED_LISTS, SEARCHED_WINNERS, lists_per_merge, padded_winners
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax._src.topk.xla import TopK
 
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
@@ -43,7 +44,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     and their indices in the row, all (rows, lists * k). `parts` are the normalizers of the shards, (rows, lists).
     `window_kernel.topk_rows` documents the other arguments and the results.
     """
-    keys = sort_keys.key(won)
+    keys = sort_keys.key32(won)
     if kept is not None:
         keys = jnp.where(kept, keys, sort_keys.lowest_key(won.dtype))
     request = Request(k, won.dtype, kept is not None, log, dtype, interpret)
@@ -52,7 +53,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     return results(_launch(lists, 1 / temperature, count, count, request))
 
 
-def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[Candidates, Normalizer]:
+def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
     The lists of row 0 come first. A single list per row is final already. `scale` is 1 / temperature, (1,) or (rows,).
@@ -64,9 +65,9 @@ def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[Cand
     return results(lists)
 
 
-def results(lists: WinnerLists) -> tuple[Candidates, Normalizer]:
+def results(lists: WinnerLists) -> tuple[TopK, Normalizer]:
     """Returns the winners (rows, k) and the normalizers (rows, 1), if each row has one final list."""
-    return Candidates(lists.values, lists.indices), Normalizer(lists.m[:, None], lists.d[:, None])
+    return TopK(lists.values, lists.indices), Normalizer(lists.m[:, None], lists.d[:, None])
 
 
 def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request) -> WinnerLists:
@@ -86,7 +87,7 @@ def _launch(lists: WinnerLists, scale, count: int, fan_in: int, request: Request
         row_scale = scale_gmem[row if scale.size > 1 else 0]
         load = functools.partial(blocks.load_from_row, row=row, start=first, held=held, interpret=interpret)
         lane = Normalizer(load(lists_gmem.m, fill=-jnp.inf), load(lists_gmem.d, fill=0.0))
-        normalizer = online.combine_lanes(lane, scale=row_scale)
+        normalizer = normalizers.combine_lanes(lane, scale=row_scale)
         refs = {"candidates": candidates_smem, "ranked": best_smem}
         refs |= {"keys": lists_gmem.values, "indices": lists_gmem.indices}
         if interpret:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, power_of_two
+from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
@@ -182,8 +183,7 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
     words: list[Value] = []
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
-        signs = pair.bits("s16x2").sign()
-        keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, signs, _MAGNITUDES)
+        keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
         words += [p.write("prmt.b32", "s32", keys, complement, which) for which in (_LOWER_WORD, _UPPER_WORD)]
     words = words[: len(p.columns)]
     packed_ptx.lower_beyond_row(p, words, first_column)

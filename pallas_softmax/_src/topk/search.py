@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_softmax._src.gpu import sort_keys
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
@@ -34,10 +34,10 @@ from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Program
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import Part
+from pallas_softmax._src.normalizers import Normalizer, shift
 from pallas_softmax._src.topk import candidates
 from pallas_softmax._src.topk.plan import ordering_words
 from pallas_softmax._src.topk.search_ptx import search_program
-from pallas_softmax.online import Normalizer, shift
 
 
 class SearchMemory(NamedTuple):
@@ -123,7 +123,7 @@ def _add_step_in_jax(window: Window, memory: SearchMemory, step, count: int, lan
     x = memory.x[pl.ds(step * window.step_blocks * window.block, count * window.block)]
     x = x.reshape(count, WARPGROUP, window.vec)
     if masked:
-        x = jnp.where(sort_keys.key(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
+        x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
     s = shift(m)
@@ -137,7 +137,7 @@ def find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, in
     All steps of the row must have arrived in `memory.x` and `memory.group_keys`, and the list must be empty.
     """
     if interpret:
-        position, keys = jnp.arange(window.size), sort_keys.key(memory.x[: window.size])
+        position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
         inside = (position >= part.low) & (position < part.high)
         candidates.sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
         return memory.group_keys

@@ -13,7 +13,7 @@ import functools
 
 import numpy as np
 
-from pallas_softmax._src.gpu import sort_keys
+from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
@@ -70,7 +70,12 @@ def _bisect(p: WindowProgram, failed: Value, highest: Value) -> tuple[Value, Val
     lowest = sort_keys.lowest_key(dtype)
     # These keys are tried first. Each ends the bisection at once in a case that is not rare: ties at the bound, fewer
     # than k unmasked elements, or NaNs.
-    likely_keys = failed, lowest + 1, sort_keys.key_of(np.nan, dtype), sort_keys.key_of(-np.nan, dtype)
+    likely_keys = (
+        failed,
+        lowest + 1,
+        sort_keys.key_of_number(np.nan, dtype),
+        sort_keys.key_of_number(-np.nan, dtype),
+    )
     low, high = p.var(lowest, "s32"), p.var(highest)
     reach, exceed = (p.var(p.high - p.low) for _ in range(2))
     turn = p.var(0, "u32")
@@ -125,7 +130,7 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
     place = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
     reaches, exceeds = p.of_warps(of_warp, place, lane=0)
     # Positions outside the part hold -inf, and are counted as well.
-    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of(-np.inf, element.dtype)
+    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
     outside_reach = p.select(bound <= neg_inf, around, 0)
     outside_exceed = p.select(bound < neg_inf, around, 0)
     return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed

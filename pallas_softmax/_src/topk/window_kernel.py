@@ -27,23 +27,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.window import Window
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk import merge_kernel
 from pallas_softmax._src.topk.plan import REDUCTION_BYTES, group_words, listed_items
 from pallas_softmax._src.topk.search import SearchMemory, add_step, clear, find_winners, pieces
 from pallas_softmax._src.topk.winners import Request, WinnerLists, lists_type, write_winners
-from pallas_softmax.online import Candidates, Normalizer
+from pallas_softmax._src.topk.xla import TopK
 
 
 def topk_rows(
     x, mask: Mask | None, temperature, k: int, plan: Window, *, log, dtype, interpret=None
-) -> tuple[Candidates, Normalizer]:
+) -> tuple[TopK, Normalizer]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1): d sums up exp((x - m) / temperature).
 
     x has the logits, (rows, vocab). The mask says which elements count. The temperature is float32, (1,) or (rows,).
@@ -108,7 +109,9 @@ def _arrive(
         if part.mask is not None:
             window_arrival.mask_step(window, memory.x, i, [*keep[:count]], interpret=interpret)
         masked = part.mask is not None
-        lane = add_step(window, memory, i, count, lane, scale * online.LOG2_E, masked, interpret=interpret)
+        lane = add_step(
+            window, memory, i, count, lane, scale * normalizers.LOG2_E, masked, interpret=interpret
+        )
         return lane, next_keep
 
     empty = [blocks.filled(x, interpret=interpret) for x in (-jnp.inf, 0)]
@@ -118,4 +121,4 @@ def _arrive(
         carry = lax.fori_loop(0, window.full, full_step, carry)
     if window.rest:
         carry = take_step(jnp.int32(window.full), carry, window.rest, len(window.copies()) > window.full)
-    return online.combine_lanes(carry[0], scale=scale)
+    return normalizers.combine_lanes(carry[0], scale=scale)

@@ -8,11 +8,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.gpu import blocks, sort_keys
+from pallas_softmax._src import sort_keys
+from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.hardware import WARPGROUP
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.plan import padded_winners
-from pallas_softmax.online import Normalizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ def probability(key, dtype, normalizer: Normalizer, scale, *, log: bool, masked:
     d of the normalizer is the sum of exp((x - m) * scale). If `masked`, the lowest key means a masked element, with
     probability 0.
     """
-    scaled = (sort_keys.of_key(key, dtype) - normalizer.m) * scale
+    scaled = (sort_keys.from_key32(key, dtype) - normalizer.m) * scale
     value = scaled - log_of_sum(normalizer.d) if log else jnp.exp(scaled) / normalizer.d
     if not masked:
         return value
