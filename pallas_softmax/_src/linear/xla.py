@@ -43,7 +43,7 @@ def statistics_and_dlogits(x, w, bias, tokens: Tokens, to_coefficients, largest,
 
 def _statistics_of(z, tokens: Tokens, head: Head) -> Statistics:
     of: Any = Moments if head.entropy else Normalizer
-    m, d, *t = normalizers.reduce(z, 1, chunk=z.shape[1], of=of)
+    m, d, *t = normalizers.reduce(z, (1,), chunk=z.shape[1], of=of)
     label_logit = at_columns(z, tokens.labels, z.shape[1])
     total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
     found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
