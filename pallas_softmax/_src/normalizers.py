@@ -7,7 +7,7 @@ Plain JAX, the JAX parts of the Mosaic GPU kernels, the exchange between devices
 functions. Other languages restate ⊕; a change must be repeated there:
 
     inline PTX   softmax/moments_ptx.py       the logits of a thread, and the threads of a part, of token statistics
-                 topk/search.py               `add_step`: the logits of a thread
+                 topk/window_kernel.py        `_add_step`: the logits of a thread
                  sample/arrival_ptx.py        the logits of a thread, and the threads of a part
     Triton       triton/language.py           `combine`
                  softmax/triton_kernels.py    `_absorb`: the logits of a step

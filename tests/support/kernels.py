@@ -31,21 +31,18 @@ from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.formulas import FORMULAS
 from pallas_softmax._src.softmax.plan import Parts, approximate
 from pallas_softmax._src.topk import (
-    bound_ptx,
-    collect_ptx,
-    lists_ptx,
+    candidates_ptx,
     merge_kernel,
     merging_ptx,
     ranking_ptx,
     search_ptx,
-    tile_plan,
     window_kernel,
 )
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import tile_grad_kernel as grad_kernel
 from pallas_softmax._src.topk import tile_kernel as topk_tile_kernel
 from pallas_softmax._src.topk.candidates import CandidateList
-from pallas_softmax._src.topk.window_ptx import WindowProgram
+from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from tests.support import bounds, cases, oracle
 from tests.support.calls import OPERATIONS
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -217,18 +214,18 @@ def rank_ptx_of(capacity, k, dtype, vocab):
 
 def search_lists_ptx_of(lists, k):
     """Returns the text that ranks the winners of a few lists."""
-    return lists_ptx.search_lists_program(lists, k)
+    return merge_kernel.search_lists_program(lists, k)
 
 
 def rank_lists_ptx_of(winners, capacity, k, dtype):
     """Returns the text that ranks the winners that reach <bound>, at most `capacity` of the `winners` of a row."""
-    return lists_ptx.rank_lists_program(winners, capacity, k, np.dtype(dtype))
+    return merge_kernel.rank_lists_program(winners, capacity, k, np.dtype(dtype))
 
 
 def bound_ptx_of(window, k):
     """Returns the text of the search for a bound; <bound> receives it."""
     p = WindowProgram(window, "float32", k)
-    bound, _ = bound_ptx.find_bound(p, k)
+    bound, _ = candidates_ptx.find_bound(p, k)
     p.set(p.operand("bound", "s32"), bound)
     return p
 
@@ -236,7 +233,7 @@ def bound_ptx_of(window, k):
 def collect_ptx_of(window, dtype, k, everywhere):
     """Returns the text that lists the elements that reach <bound>."""
     p = WindowProgram(window, dtype, k)
-    collect_ptx.collect(p, p.operand("bound", "s32"), all_groups=everywhere)
+    candidates_ptx.collect(p, p.operand("bound", "s32"), all_groups=everywhere)
     return p
 
 
@@ -247,12 +244,12 @@ def search_ptx_of(window, dtype, k):
 
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging_ptx.take_words_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
+    return merging_ptx.take_words_program(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 
 def merging_ptx_of(tile, vocab, k, lanes=None):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.take_program(tile, vocab, k, lanes), tile_plan.merged_tile(tile, k)
+    return merging_ptx.take_program(tile, vocab, k, lanes), topk_plan.merged_tile(tile, k)
 
 
 def near_keys(rng, shape, kind):
@@ -298,7 +295,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     """Returns the cotangents of the logits and of each row's temperature. The interpreter gets a tile of few rows."""
-    plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
     plan = plan if interpret is None else fewer_rows(plan)
@@ -499,7 +496,7 @@ def route_rows(x, k, gate, bias, interpret=INTERPRET):
 
 def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
     """Returns the kernel's cotangents of the logits."""
-    plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     plan = plan if interpret is None else fewer_rows(plan)
     gate = Gate(gate.score, gate.renormalize, gate.scale)

@@ -19,8 +19,8 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route.formulas import Gate, OfRow, Score
 from pallas_softmax._src.route.plan import winning_lanes
+from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
-from pallas_softmax._src.topk.tile_plan import merged_tile
 
 
 def route_rows(

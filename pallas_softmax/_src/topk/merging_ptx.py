@@ -17,7 +17,7 @@ An example with lists of 2 and a size of 4:
 A merge leaves a bitonic sequence, which is sorted by exchanges between lanes and then within each lane.
 
 A list is too short if its last element is a winner, because the lane may have further winners. Lists are so long that
-this is rare in rows in random order (`tile_plan.list_length`). For 16-bit elements, the lanes then list their next best
+this is rare in rows in random order (`plan.list_length`). For 16-bit elements, the lanes then list their next best
 elements, merge them in, and so on.
 
 An element is one word, its packed key (see `packed_ptx`). Two 16-bit elements share a register and are packed together:
@@ -41,7 +41,7 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk import packed_ptx
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
-from pallas_softmax._src.topk.tile_plan import list_length, merged_tile
+from pallas_softmax._src.topk.plan import list_length, merged_tile
 
 # The most near ties in a warp's rows that are compared one by one. Each takes 190 PTX instructions.
 _MOST_NEAR_TIES = 16

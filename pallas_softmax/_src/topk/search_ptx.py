@@ -1,12 +1,12 @@
 """The program that finds the k best of the part of a row in a window, and puts them in order.
 
     stage                                                          file
-    a bound that k elements should reach, and few more             bound_ptx
-    the elements that reach it: the candidates                     collect_ptx
+    a bound that k elements should reach, and few more             candidates_ptx
+    the elements that reach it: the candidates                     candidates_ptx
     if they are fewer than k, or do not fit: an exact bound        here
-    the order of the candidates                                    ranking_ptx, buckets_ptx
+    the order of the candidates                                    ranking_ptx
 
-`search.py` explains the search. All stages use `window_ptx`.
+`window_kernel.py` explains the search.
 """
 
 import functools
@@ -17,12 +17,17 @@ from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk.bound_ptx import find_bound
 from pallas_softmax._src.topk.candidates import CandidateList, clear
-from pallas_softmax._src.topk.collect_ptx import collect, collect_ties, expand_positions
+from pallas_softmax._src.topk.candidates_ptx import (
+    SCRATCH_BYTE,
+    WindowProgram,
+    collect,
+    collect_ties,
+    expand_positions,
+    find_bound,
+)
 from pallas_softmax._src.topk.plan import bound_rank, ordering_words
 from pallas_softmax._src.topk.ranking_ptx import rank
-from pallas_softmax._src.topk.window_ptx import SCRATCH_BYTE, WindowProgram
 
 
 @functools.lru_cache(maxsize=16)

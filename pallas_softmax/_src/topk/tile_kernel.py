@@ -16,10 +16,10 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.topk.candidates import probability
 from pallas_softmax._src.topk.merging_ptx import take_program, take_words_program
 from pallas_softmax._src.topk.packed_ptx import insert_in_tile
-from pallas_softmax._src.topk.tile_plan import merged_tile
-from pallas_softmax._src.topk.winners import probability
+from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.xla import TopK
 
 

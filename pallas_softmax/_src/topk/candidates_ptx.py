@@ -1,7 +1,17 @@
-"""Inline PTX that lists the candidates of a part, with the 128 threads of a CTA.
+"""Inline PTX that finds the candidates for the k best elements of a part, with the 128 threads of a CTA.
 
-The groups that reach the bound are listed, and each thread takes every 128th group of the list. It handles 32 elements
-at once, and makes a mask with one bit for each. An example with four groups of 8 elements:
+`find_bound` finds a lower bound for the k best elements. It looks only at the largest key of each group. The range of
+these keys is cut into buckets of equal length, a power of two, and the keys are counted by bucket. One bucket holds the
+k-th largest key. At least k keys reach the least key of that bucket, which is the bound. If many more than k keys reach
+it, `narrow` cuts the bucket into buckets again:
+
+    keys       2 9 4 8 7 4 7 1      k = 3
+    bucket     3 0 2 0 1 2 1 4      (9 - key) / 2
+    counts     2 2 2 1 1            the third largest key is in bucket 1, keys 6 and 7: four keys reach 6
+
+`collect` lists the candidates, the elements that reach the bound. First it lists the groups that reach the bound. Each
+thread takes every 128th group of that list. It handles 32 elements at once, and makes a mask with one bit for each. An
+example with four groups of 8 elements:
 
     its groups    12         71         130        388
     mask          00100001   00000010   00000001   01000000       a bit for each element that reaches the bound
@@ -11,7 +21,11 @@ at once, and makes a mask with one bit for each. An example with four groups of 
 from collections.abc import Callable
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
+from pallas_softmax._src.gpu.ptx.narrow import KeyRange, narrow
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
+from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
     LOWEST_KEY,
@@ -19,7 +33,144 @@ from pallas_softmax._src.topk.candidates import (
     CandidateList,
     candidate_of,
 )
-from pallas_softmax._src.topk.window_ptx import HITS_BYTE, SCRATCH_BYTE, WindowProgram, log2
+from pallas_softmax._src.topk.plan import listed_items
+
+# Offsets in <counts>, after the number of candidates: the number of groups that reach the bound, and the scratch.
+HITS_BYTE, SCRATCH_BYTE = 4, 16
+
+
+class WindowProgram(CtaProgram):
+    """A program for the part of a row in a `Window`, with k winners.
+
+    Its operands are attributes: the addresses of the arrays in `SearchMemory`, and three numbers of a `Part`.
+    """
+
+    def __init__(self, window: Window, dtype, k: int):
+        super().__init__()
+        self.window, self.element, self.k = window, Elements(dtype), k
+        # The lists have room for `capacity` candidates, in `list_bytes` bytes, and for `hits_capacity` groups.
+        items, self.hits_capacity = listed_items(window, k)
+        self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
+        self.x, self.group_keys = self.operands("u32", "x", "group_keys")
+        self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
+        self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
+        self.block_bytes = window.block * self.element.itemsize
+
+    def address(self, position: Value) -> Value:
+        """Returns the address of a position."""
+        return self.at(self.x, position, self.element.itemsize)
+
+    def first_position(self, group: Value) -> Value:
+        """Returns the first position of a group."""
+        window = self.window
+        of_first_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
+        return self.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
+
+    def hit(self, at: Value) -> Value:
+        """Returns the address of entry `at` of the list of groups that reach the bound."""
+        return self.at(self.hits, at, 2 if self.window.compact else 4)
+
+    def load_hit(self, at: Value, when: Value, default: int | None = None) -> Value:
+        """Returns the group at entry `at`. If `when` does not hold: the default, or an undefined number without one."""
+        address = self.hit(at)
+        if self.window.compact:
+            return self.convert(self.load(address, "u16", when=when, default=default), "u32")
+        if default is not None:
+            return self.load(address, "u32", when=when, default=default)
+        self.load_into([address], address, when=when)  # overwriting the address saves a register
+        return address
+
+
+def log2(n: int) -> int:
+    """Returns the logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+# --- The bound
+
+_EACH = 4  # counters per thread
+_BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread publishes its result
+
+
+def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
+    """Returns a key that at least `rank` group_keys reach, and the highest group_key.
+
+    At most few_more(rank) group_keys reach the first result, unless many are equal. Each round counts the group_keys in
+    the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The counters use the
+    list of candidates, which must be empty, and every round clears them.
+    """
+    p.barrier()  # all threads have written their group_keys
+    own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
+    keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
+    left = _bracket(p, keys, rank, scratch)
+    highest = p.var(left.high)
+    # The number of keys above the range, and of keys that reach it. The latter is more than few_more(rank) at first.
+    above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
+
+    def one_round(bucket_of):
+        for key in keys:
+            bucket, inside = bucket_of(key)
+            p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
+        return _find_bucket(p, above, reach, rank, scratch)
+
+    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= few_more(rank))
+    return left.high - left.extent.bits("s32"), highest
+
+
+def few_more(rank: int) -> int:
+    """Returns how many groups may reach the bound: a sixteenth more than `rank`, within the same multiple of 128."""
+    return min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
+
+
+def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> KeyRange:
+    """Returns the range from a key that at least `rank` group_keys reach to the largest group_key.
+
+    Each thread divides its keys into sets, so that all threads together have at least `rank` sets. The least of the
+    sets' maxima is a key that every set reaches.
+    """
+    sets = -(-rank // WARPGROUP)
+    largest = p.reduce("max", keys)
+    least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
+    of_warp = [p.over_lanes("min", least), p.over_lanes("max", largest)]
+    lows, highs = p.of_warps(of_warp, scratch, lane=0)
+    return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
+
+
+def _find_bucket(p: WindowProgram, above: Value, reach: Value, rank: int, scratch: Value) -> Value:
+    """Returns the bucket with key number `rank`, from the largest down, once all have counted. Clears the counters.
+
+    `above` is the number of keys above those counted, and becomes the number above the bucket. `reach` becomes the
+    number of keys that reach the least key of the bucket.
+
+    A thread has four neighbouring counters. Exactly one thread has the counter of the bucket: fewer than `rank` keys
+    lie before that bucket, and at least `rank` keys reach it. That thread publishes its result in the scratch:
+
+        word of scratch   0 to 3               4        6        7
+                          totals of the warps  bucket   before   reach
+    """
+    p.barrier()
+    mine = p.at(p.candidates, p.thread, 4 * _EACH)
+    counts = p.load_vector(mine, "s32", _EACH)
+    p.store(mine, *[0] * _EACH)
+    start, total = p.scan(p.reduce("add", counts))
+    (totals,) = p.of_warps([total], scratch, lane=LANES - 1)
+    p.add_lower_warps(start, totals)
+    first = end = start + above
+    bucket, before, upto = p.fresh("u32"), p.fresh("s32"), p.fresh("s32")
+    for i, count in enumerate(counts):
+        start, end = end, end + count
+        is_before = start < rank  # the last counter that starts before `rank` may be the one
+        for register, value in zip((bucket, before, upto), (i, start, end)):
+            p.set(register, value, when=is_before)
+    found = (first < rank) & (end >= rank)
+    p.store(scratch, p.multiply_add(p.thread, _EACH, bucket), offset=_BUCKET_BYTE, when=found)
+    p.store(scratch, before, upto, offset=_BEFORE_BYTE, when=found)
+    p.barrier()
+    p.load_into([above, reach], scratch, offset=_BEFORE_BYTE)
+    return p.load(scratch, "u32", offset=_BUCKET_BYTE)
+
+
+# --- The candidates
 
 _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
