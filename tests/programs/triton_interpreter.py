@@ -138,7 +138,7 @@ def sort_key_kernel(x_ptr, key_ptr, back_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
     key = language.sort_key(tl.load(x_ptr + at))
     tl.store(key_ptr + at, key)
-    tl.store(back_ptr + at, language.of_sort_key(key, x_ptr.dtype.element_ty))
+    tl.store(back_ptr + at, language.from_sort_key(key, x_ptr.dtype.element_ty))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)

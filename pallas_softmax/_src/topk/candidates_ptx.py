@@ -63,8 +63,8 @@ class WindowProgram(CtaProgram):
     def first_position(self, group: Value) -> Value:
         """Returns the first position of a group."""
         window = self.window
-        of_first_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
-        return self.multiply_add(group & (WARPGROUP - 1), window.vec, of_first_block)
+        first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block)
+        return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
 
     def hit(self, at: Value) -> Value:
         """Returns the address of entry `at` of the list of groups that reach the bound."""
@@ -95,16 +95,16 @@ _BUCKET_BYTE, _BEFORE_BYTE = 16, 24  # offsets in the scratch where one thread p
 def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
     """Returns a key that at least `rank` group_keys reach, and the highest group_key.
 
-    At most few_more(rank) group_keys reach the first result, unless many are equal. Each round counts the group_keys in
-    the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The counters use the
-    list of candidates, which must be empty, and every round clears them.
+    At most most_at_bound(rank) group_keys reach the first result, unless many are equal. Each round counts the
+    group_keys in the range by bucket, and narrows the range to the bucket with group_key number `rank` of all. The
+    counters use the list of candidates, which must be empty, and every round clears them.
     """
     p.barrier()  # all threads have written their group_keys
     own, scratch = p.at(p.group_keys, p.thread, 4), p.counts + SCRATCH_BYTE
     keys = [p.load(own, "s32", offset=4 * i) for i in range(0, p.window.groups, WARPGROUP)]
     left = _bracket(p, keys, rank, scratch)
     highest = p.var(left.high)
-    # The number of keys above the range, and of keys that reach it. The latter is more than few_more(rank) at first.
+    # The number of keys above the range, and of keys that reach it: more than most_at_bound(rank) at first.
     above, reach = p.var(0, "s32"), p.var(rank + WARPGROUP, "s32")
 
     def one_round(bucket_of):
@@ -113,11 +113,11 @@ def find_bound(p: WindowProgram, rank: int) -> tuple[Value, Value]:
             p.add_to(p.at(p.candidates, bucket, 4), 1, when=inside)
         return _find_bucket(p, above, reach, rank, scratch)
 
-    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= few_more(rank))
+    narrow(p, left, _EACH * WARPGROUP, one_round, stop=lambda: reach <= most_at_bound(rank))
     return left.high - left.extent.bits("s32"), highest
 
 
-def few_more(rank: int) -> int:
+def most_at_bound(rank: int) -> int:
     """Returns how many groups may reach the bound: a sixteenth more than `rank`, within the same multiple of 128."""
     return min(rank + max(2, rank // 16), -(-rank // WARPGROUP) * WARPGROUP)
 
@@ -131,8 +131,8 @@ def _bracket(p: WindowProgram, keys: list[Value], rank: int, scratch: Value) -> 
     sets = -(-rank // WARPGROUP)
     largest = p.reduce("max", keys)
     least = p.reduce("min", [p.reduce("max", keys[i::sets]) for i in range(sets)])
-    of_warp = [p.over_lanes("min", least), p.over_lanes("max", largest)]
-    lows, highs = p.of_warps(of_warp, scratch, lane=0)
+    least_and_largest = [p.over_lanes("min", least), p.over_lanes("max", largest)]
+    lows, highs = p.of_warps(least_and_largest, scratch, lane=0)
     return KeyRange(p, p.reduce("max", highs), p.reduce("min", lows))
 
 
@@ -185,8 +185,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
     n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
     for turn = 0, 128 * groups at once, ... below n:
         mask = a bit for each of the thread's 32 elements that is in the part and reaches the bound
-        place = reserve as many places as mask has bits
-        while mask: clear its lowest bit, write that element to entry `place`, place += 1
+        entry = reserve as many entries as mask has bits
+        while mask: clear its lowest bit, write that element to entry `entry`; entry += 1
 
     The first word of <counts> gets the number of candidates. If they do not fit, it is larger than the capacity:
     further candidates are only counted. The list of groups may be too short for the groups. Then all threads leave at
@@ -199,8 +199,8 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
         with p.repeat() as again:
             mask = _mask_turn(p, bound, turn, n, listed=not all_groups)
             count = p.count_ones(mask)
-            place = p.take_from(p.counts, count, when=count.differs(0))
-            _append(p, mask, turn, place, listed=not all_groups)
+            entry = p.take_from(p.counts, count, when=count.differs(0))
+            _append(p, mask, turn, entry, listed=not all_groups)
             p.increase(turn, _BITS // p.window.group_size * WARPGROUP)
             again((turn & -LANES) < n)
     p.barrier()
@@ -209,7 +209,7 @@ def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None
 def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> Value:
     """Lists the numbers of the groups that reach the bound, in any order. Returns how many there are.
 
-    A warp counts its groups that reach the bound, and reserves as many places. If the groups of all warps do not fit,
+    A warp counts its groups that reach the bound, and reserves as many entries. If the groups of all warps do not fit,
     all threads jump to the end of `collect` by give_up().
     """
     own = p.at(p.group_keys, p.thread, 4)
@@ -226,8 +226,8 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
             count = count + p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
-            place = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
-            first = p.shuffle(place, "idx", 0)
+            reserved = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
+            first = p.shuffle(reserved, "idx", 0)
             for i, reaches, lower in zip(turns, reach, before):
                 at, group = lower + first, p.thread + WARPGROUP * i
                 group = p.convert(group, "u16") if p.window.compact else group
@@ -279,8 +279,8 @@ def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Val
     each = _BITS // 4  # bits per register: several registers make shorter dependency chains
     elements = []
     for word in words:
-        turned = word ^ flip
-        elements += [turned << 16, turned] if p.element.halves else [turned]
+        flipped = word ^ flip
+        elements += [flipped << 16, flipped] if p.element.halves else [flipped]
     bits = [p.var(0, "u32") for _ in range(0, len(elements), each)]
     for i, x in enumerate(elements):
         p.update(bits[i // each], "or", 1 << i, when=x >= bound)
@@ -311,14 +311,14 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
     return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
 
 
-def _append(p: WindowProgram, mask: Value, turn: Value, place: Value, *, listed: bool) -> None:
-    """Appends the elements with bits in `mask` at `place`, two or four at once. Clears `mask` and advances `place`."""
+def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
+    """Appends the elements with bits in `mask` at `entry`, two or four at once. Clears `mask` and advances `entry`."""
     window = p.window
     with p.loop() as leave:
-        leave(mask.equals(0) | (place >= p.capacity))
+        leave(mask.equals(0) | (entry >= p.capacity))
         chosen, bits, groups = [], [], []
         for i in range(2 if p.capacity <= _FEW_CANDIDATES else 4):
-            inside = place + i < p.capacity
+            inside = entry + i < p.capacity
             chosen.append(inside & mask.differs(0))
             bits.append(p.lowest_bit(mask))
             p.update(mask, "and", mask - 1)
@@ -333,20 +333,20 @@ def _append(p: WindowProgram, mask: Value, turn: Value, place: Value, *, listed:
                 elements.append(p.element.load_bits(p, p.address(positions[-1]), when=choose))
         for i, (choose, position) in enumerate(zip(chosen, positions)):
             key = None if window.compact else p.element.key(elements[i])
-            _store_entry(p, place, key, position, choose)
-            p.increase(place, 1)
+            _store_entry(p, entry, key, position, choose)
+            p.increase(entry, 1)
 
 
 def _store_entry(
-    p: WindowProgram, place: Value, key: Value | None, position: Value, when: Condition = None
+    p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None
 ) -> None:
-    """Writes an element as entry `place` of the list: as a candidate, or in a compact window as its position."""
+    """Writes an element as entry `entry` of the list: as a candidate, or in a compact window as its position."""
     if p.window.compact:
-        p.store(p.at(p.candidates, place, POSITION_BYTES), p.convert(position, "u16"), when=when)
+        p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
     else:
         assert key is not None
         candidate = candidate_of(p, key, position.bits("s32") + p.origin)
-        p.store(p.at(p.candidates, place, CANDIDATE_BYTES), candidate, when=when)
+        p.store(p.at(p.candidates, entry, CANDIDATE_BYTES), candidate, when=when)
 
 
 def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
@@ -376,7 +376,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
             ballot = p.ballot(tied[-1])
             p.increase(in_warp, p.count_ones(ballot))
             p.increase(before, p.count_ones(ballot & lower_lanes))
-        # Two places alternate, so that one barrier for each block suffices.
+        # Two parts of the scratch alternate, so that one barrier for each block suffices.
         (totals,) = p.of_warps([in_warp], p.at(scratch, parity, 4 * WARPS), lane=0)
         p.increase(before, base)
         p.add_lower_warps(before, totals)

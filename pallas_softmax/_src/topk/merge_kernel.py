@@ -8,9 +8,9 @@ A CTA merges up to `lists_per_merge(k)` lists. They lie in device memory one aft
 A few lists are ranked by binary searches (`search_lists_program`). More lists are merged with a bound that at least k
 keys reach, like a row in `window_kernel.py`. Two such keys are known:
 
-  * Let s be k / n, rounded up. The n lists have at least k keys at places 1 to s. All of them reach the smallest key at
-    place s.
-  * The list with the largest key at place k has k keys that reach it.
+  * Let s be k / n, rounded up. The n lists have at least k keys at ranks 1 to s. All of them reach the smallest key at
+    rank s.
+  * The list with the largest key at rank k has k keys that reach it.
 
 The bound is the greater of these two keys. The keys that reach it are put in order, and the k best are the new list.
 
@@ -82,7 +82,7 @@ def merge_rows(won, kept, indices, parts: Normalizer, temperature, k: int, *, lo
     return results(_launch(lists, 1 / temperature, count, count, request))
 
 
-def merge(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer]:
+def merge_lists(lists: WinnerLists, scale, count: int, request: Request) -> tuple[TopK, Normalizer]:
     """Merges the `count` lists of each row, in several launches if needed. Returns winners and normalizers of the rows.
 
     The lists of row 0 come first. A single list per row is final already. `scale` is 1 / temperature, (1,) or (rows,).
@@ -175,7 +175,7 @@ def search_lists_program(lists: int, k: int) -> CtaProgram:
     candidates, ranked = p.operands("u32", "candidates", "ranked")
     turns = range(-(-lists * k // WARPGROUP))
     first = p.multiply_wide(p.operand("row", "u32"), lists * k)
-    listed, *keys_and_indices = zip(*_load(p, first, turns, lists * k))
+    listed, *keys_and_indices = zip(*_load_winners(p, first, turns, lists * k))
     values = [candidate_of(p, key, index) for key, index in zip(*keys_and_indices)]
     own_candidate = p.at(candidates, p.thread, CANDIDATE_BYTES)
     for i, value in enumerate(values):
@@ -190,7 +190,9 @@ def search_lists_program(lists: int, k: int) -> CtaProgram:
     return p
 
 
-def _load(p: CtaProgram, first: Value, turns: range, n: Value | int) -> list[tuple[Value, Value, Value]]:
+def _load_winners(
+    p: CtaProgram, first: Value, turns: range, n: Value | int
+) -> list[tuple[Value, Value, Value]]:
     """Loads winners thread + 128 i of n winners, for each turn i; `first` is the number of the first winner in <keys>.
 
     Returns for each turn whether there is such a winner, and its key and index.
@@ -228,21 +230,21 @@ def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> 
     p = CtaProgram()
     candidates, counts, buckets, ranked = p.operands("u32", "candidates", "counts", "buckets", "ranked")
     clear(p, candidates, CANDIDATE_BYTES * capacity, counts)
-    _collect(p, winners, candidates, counts, capacity)
+    _collect_winners(p, winners, candidates, counts, capacity)
     n = p.load(counts, "u32")
     rank(p, CandidateList(candidates, n, capacity, buckets, ranked, k, dtype, None))
     return p
 
 
-def _collect(p: CtaProgram, winners: int, candidates: Value, counts: Value, capacity: int) -> None:
+def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Value, capacity: int) -> None:
     """Loads every 128th winner per thread, eight at a time, and appends the winners that reach <bound> to the list."""
     row, first, n = p.operands("u32", "row", "first", "n")
     bound, each = p.operand("bound", "s32"), capacity // WARPGROUP
     number = p.multiply_wide(row, winners) + p.convert(first, "u64")
     for start in range(0, each, _LOADED_AT_ONCE):
         turns = range(start, min(start + _LOADED_AT_ONCE, each))
-        for is_listed, key, index in _load(p, number, turns, n):
+        for is_listed, key, index in _load_winners(p, number, turns, n):
             with p.when(is_listed & (key >= bound)):
-                place = p.take_from(counts, 1)
-                p.store(p.at(candidates, place, CANDIDATE_BYTES), candidate_of(p, key, index))
+                entry = p.take_from(counts, 1)
+                p.store(p.at(candidates, entry, CANDIDATE_BYTES), candidate_of(p, key, index))
     p.barrier()

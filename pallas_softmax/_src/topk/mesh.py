@@ -19,8 +19,8 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
     returns the operation's results on this device's shard; None stands for top-k itself.
     """
     vocab = logits.shape[-1]
-    of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
-    (_, indices), (top, d) = run_shard(None, (logits, where, temperature), of_shard)
+    keywords_of_shard = {"k": min(k, vocab), "log": False, "dtype": jnp.dtype(jnp.float32)}
+    (_, indices), (top, d) = run_shard(None, (logits, where, temperature), keywords_of_shard)
     won = _widen(jnp.take_along_axis(logits, indices, -1))
     if jnp.issubdtype(logits.dtype, jnp.integer):  # their normalizers count from the largest of the shard
         top = _widen(jnp.max(logits, -1, keepdims=True, where=where, initial=jnp.iinfo(logits.dtype).min))

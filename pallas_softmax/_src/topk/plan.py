@@ -69,6 +69,11 @@ REDUCTION_BYTES = 1_024  # scratch for Mosaic's reductions: half of the default,
 # The merging CTA sorts winners in registers: up to 32 winners of 8 bytes in each of its 128 threads.
 MERGED_PER_CTA = 4_096  # winners
 
+# In random order, the number of elements that reach a bound varies by a few percent. The margins are estimates.
+# "Many winners of longer rows" in benchmarks/results/NOTES.md has the times.
+FILLED_ROOM = 0.9  # most candidates to expect, as a share of the list's room
+CROWDED_BOUND = 1.4  # candidates to expect for each winner, where the bound is a better maximum than the k-th
+
 STEP_ELEMENTS = 32  # elements of a thread in a step, and most of a group; larger groups make a looser bound
 
 
@@ -156,7 +161,8 @@ def bound_rank(window: Window, k: int, room: int) -> int:
     """Returns which of the groups' maxima, in descending order, is the bound for candidates: the k-th or a higher one.
 
     At least k elements reach the k-th maximum, one in each of k groups. If k is large relative to the number of groups,
-    too many elements may reach it, even in random order. Then the bound is a maximum that about 1.4 k elements reach.
+    too many elements may reach it, even in random order. Then the bound is a maximum that about CROWDED_BOUND k
+    elements reach.
     `room` is the number of candidates that fit into the list.
     """
     elements = window.cut.longest
@@ -165,9 +171,9 @@ def bound_rank(window: Window, k: int, room: int) -> int:
         """Returns the expected number of groups that contain at least one of the `number` best elements."""
         return elements / window.group_size * (1 - (1 - number / elements) ** window.group_size)
 
-    if elements <= room or k <= groups_with(0.9 * room):
+    if elements <= room or k <= groups_with(FILLED_ROOM * room):
         return k
-    return round(groups_with(1.4 * k))
+    return round(groups_with(CROWDED_BOUND * k))
 
 
 def lists_per_merge(k: int) -> int:
@@ -266,13 +272,19 @@ def plan_topk_grad(vocab: int, dtype) -> Tile | None:
     return tile if tile.steps * tile.vec <= MAX_LANE_ELEMENTS else None
 
 
-def _tile(vocab: int, vec: int, of_few: int, of_many: int) -> Tile:
+def _tile(vocab: int, vec: int, with_few_lanes: int, with_many_lanes: int) -> Tile:
     """Returns the tile with the fewest lanes per row that can hold the row, from 2 to 32. If none can: 32 lanes.
 
-    A lane holds at most `of_few` elements if a row has fewer lanes than MANY_LANES, and at most `of_many` otherwise.
+    A lane holds at most `with_few_lanes` elements of a row over fewer lanes than MANY_LANES, and at most
+    `with_many_lanes` of other rows.
     """
+
+    def overflows(lanes: int) -> bool:
+        most = with_few_lanes if lanes < MANY_LANES else with_many_lanes
+        return -(-vocab // (lanes * vec)) * vec > most
+
     lanes = 2
-    while lanes < LANES and -(-vocab // (lanes * vec)) * vec > (of_few if lanes < MANY_LANES else of_many):
+    while lanes < LANES and overflows(lanes):
         lanes *= 2
     return row_tile(vocab, vec, lanes)
 

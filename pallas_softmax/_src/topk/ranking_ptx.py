@@ -36,7 +36,7 @@ _COMPARED = 256  # up to this many candidates, counting is faster than sorting
 _AT_ONCE = 4  # candidates that a thread compares with its own at once
 
 
-def rank(p: CtaProgram, of: CandidateList) -> None:
+def rank(p: CtaProgram, candidates: CandidateList) -> None:
     """Writes the k best candidates in order. The number of candidates and their spread select the method:
 
     up to 96 candidates                counting
@@ -45,39 +45,39 @@ def rank(p: CtaProgram, of: CandidateList) -> None:
     """
     with p.block() as finish:
         with p.block() as count:
-            count(of.n <= _COUNTED)
+            count(candidates.n <= _COUNTED)
             with p.block() as crowded:
-                rank_by_buckets(p, of, otherwise=crowded)
+                rank_by_buckets(p, candidates, otherwise=crowded)
                 finish()
-            if of.capacity > _COMPARED:
-                _rank_by_sorting(p, of)
+            if candidates.capacity > _COMPARED:
+                _rank_by_sorting(p, candidates)
                 finish()
             else:
                 p.barrier()  # counting overwrites <ranked>, where other threads may still read sums of warps
-        _rank_by_counting(p, of)
+        _rank_by_counting(p, candidates)
     p.barrier()
 
 
-def _rank_by_counting(p: CtaProgram, of: CandidateList) -> None:
+def _rank_by_counting(p: CtaProgram, candidates: CandidateList) -> None:
     """Ranks each candidate by counting the better ones:
 
     for own = thread, thread + 128, ... below n:
         rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty entries are 0)
         write entry `own` at its rank, if the rank is below k
     """
-    last = of.at(p, of.n)
-    with p.each(p.thread, of.n, WARPGROUP) as own:
-        value = p.load(of.at(p, own), "u64")
-        rank, at = p.var(0, "u32"), p.var(of.address)
+    last = candidates.at(p, candidates.n)
+    with p.each(p.thread, candidates.n, WARPGROUP) as own:
+        value = p.load(candidates.at(p, own), "u64")
+        rank, at = p.var(0, "u32"), p.var(candidates.address)
         with p.repeat() as again:
             for other in p.load_vector(at, "u64", _AT_ONCE):
                 p.increase(rank, 1, when=other > value)
             p.increase(at, _AT_ONCE * CANDIDATE_BYTES)
             again(at < last)
-        store_winners(p, of.ranked, [value], rank, of.k)
+        store_winners(p, candidates.ranked, [value], rank, candidates.k)
 
 
-def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:
+def _rank_by_sorting(p: CtaProgram, candidates: CandidateList) -> None:
     """Sorts all entries in registers by a bitonic sort, the largest first. A thread holds capacity / 128 neighbours.
 
     sort the values of each thread                            a run of one thread
@@ -89,16 +89,18 @@ def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:
     Every other run must be sorted in the opposite order. Its values are complemented meanwhile, so that all threads
     execute the same comparisons.
     """
-    own = of.at(p, p.thread)
+    own = candidates.at(p, p.thread)
     # The initial order is free. Loads of entries 128 apart have no bank conflicts.
-    values = [p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, of.capacity, WARPGROUP)]
+    values = [
+        p.load(own, "u64", offset=CANDIDATE_BYTES * i) for i in range(0, candidates.capacity, WARPGROUP)
+    ]
     run = p.var(1, "u32")
 
     def set_values(new):
         """Sets the values to the new ones, complemented in odd runs."""
         ones = p.select((p.thread & run).differs(0), -1, 0, "u64")
-        for value, of_new in zip(values, new):
-            p.set(value, of_new ^ ones)
+        for value, new_value in zip(values, new):
+            p.set(value, new_value ^ ones)
 
     set_values(values)
     set_values(packed_ptx.best(p, values, len(values)))
@@ -107,15 +109,17 @@ def _rank_by_sorting(p: CtaProgram, of: CandidateList) -> None:
         set_values(values)
         stride = p.var(run >> 1)
         with p.repeat() as next_stride:
-            _exchange(p, of, values, stride, own)
+            _exchange(p, candidates, values, stride, own)
             p.set(stride, stride >> 1)
             next_stride(stride.differs(0))
         set_values(packed_ptx.sorted_bitonic(p, values))
         next_run(run < WARPGROUP)
-    store_winners(p, of.ranked, values, p.thread * len(values), of.k)
+    store_winners(p, candidates.ranked, values, p.thread * len(values), candidates.k)
 
 
-def _exchange(p: CtaProgram, of: CandidateList, values: list[Value], stride: Value, own: Value) -> None:
+def _exchange(
+    p: CtaProgram, candidates: CandidateList, values: list[Value], stride: Value, own: Value
+) -> None:
     """Exchanges values with thread ^ stride, a power of two. The lower thread keeps the larger value of each pair.
 
     Threads of one warp exchange by shuffles. Threads of different warps exchange through the list, where `own` is the
@@ -136,7 +140,7 @@ def _exchange(p: CtaProgram, of: CandidateList, values: list[Value], stride: Val
         for i, value in enumerate(values):
             p.store(own, value, offset=CANDIDATE_BYTES * WARPGROUP * i)
         p.barrier()
-        partner = of.at(p, p.thread ^ stride)
+        partner = candidates.at(p, p.thread ^ stride)
         for i, value in enumerate(values):
             keep(value, p.load(partner, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i))
 
@@ -148,42 +152,42 @@ _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than c
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
 _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
 
-# A candidate's place is a word of two 16-bit numbers, the upper half and the lower half:
-#     in `_count`   | candidates counted before it in its bucket | number of its bucket    |
-#     from `_group` | candidates in its bucket                   | where its bucket starts |
+# A candidate's bucket word has two 16-bit numbers, the upper half and the lower half:
+#     from `_count_in_buckets`   | candidates counted before it in its bucket | number of its bucket    |
+#     from `_group_by_bucket`    | candidates in its bucket                   | where its bucket starts |
 _HALF, _LOWER = 16, 0xFFFF
 
 _OF_ZERO = 2**31  # the key of +0 in an entry; the key of -0 is one less
 _ROUNDED_DOWN = 1 - 2.0**-20  # lowers a factor by more than the rounding error of float32
 
 
-def rank_by_buckets(p: CtaProgram, of: CandidateList, otherwise: Callable[[Value], None]) -> None:
+def rank_by_buckets(p: CtaProgram, candidates: CandidateList, otherwise: Callable[[Value], None]) -> None:
     """Writes the k best candidates in order. A thread handles entries thread, thread + 128, ...
 
     otherwise(condition) jumps out where a bucket has too many candidates, with the list unchanged.
     """
-    each = of.capacity // WARPGROUP
-    mine = p.at(of.buckets, p.thread, 4 * each)  # the thread's counters
+    each = candidates.capacity // WARPGROUP
+    mine = p.at(candidates.buckets, p.thread, 4 * each)  # the thread's counters
     p.store(mine, *[0] * each)
-    values, greatest, least = _load_and_bracket(p, of, each)
-    distance, distances = _distances(p, greatest, least, of.dtype, of.vocab)
+    values, greatest, least = _load_and_bracket(p, candidates, each)
+    distance, distances = _distances(p, greatest, least, candidates.dtype, candidates.vocab)
     # The bucket is distance * factor / 2^32, where the factor is capacity * 2^32 / distances, but at most 2^32 - 1.
-    of_one = p.op("rcp.approx.ftz", "f32", distances)
-    factor = p.convert(of_one * (of.capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
-    places = _count(p, of, values, distance, factor)
-    _start(p, of, mine, each, otherwise)
-    _group(p, of, values, places)
-    for have, batch in _batches(p, of, each):
-        _compare(p, of, have, values[batch], places[batch])
+    reciprocal = p.op("rcp.approx.ftz", "f32", distances)
+    factor = p.convert(reciprocal * (candidates.capacity * 2.0**32 * _ROUNDED_DOWN), "u32")
+    bucket_words = _count_in_buckets(p, candidates, values, distance, factor)
+    _start_buckets(p, candidates, mine, each, otherwise)
+    _group_by_bucket(p, candidates, values, bucket_words)
+    for have, batch in _batches(p, candidates, each):
+        _rank_in_buckets(p, candidates, have, values[batch], bucket_words[batch])
 
 
-def _batches(p: CtaProgram, of: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
+def _batches(p: CtaProgram, candidates: CandidateList, each: int) -> Iterator[tuple[list[Value], slice]]:
     """Yields batches of a thread's `each` candidates: whether each candidate exists, and the batch as a slice.
 
     Work on the candidates of one batch is independent, so it overlaps. All threads leave at the first batch that is
     empty for all of them.
     """
-    thread, n = p.thread.bits("s32"), of.n.bits("s32")
+    thread, n = p.thread.bits("s32"), candidates.n.bits("s32")
     with p.block() as leave:
         for first in range(0, each, _BATCH):
             remaining = n - WARPGROUP * first
@@ -192,20 +196,22 @@ def _batches(p: CtaProgram, of: CandidateList, each: int) -> Iterator[tuple[list
             yield [thread < remaining - WARPGROUP * i for i in range(some.stop - some.start)], some
 
 
-def _load_and_bracket(p: CtaProgram, of: CandidateList, each: int) -> tuple[list[Value], Value, Value]:
+def _load_and_bracket(
+    p: CtaProgram, candidates: CandidateList, each: int
+) -> tuple[list[Value], Value, Value]:
     """Loads the thread's candidates. Returns them, and the upper words of the greatest and the least of all."""
     greatest, least = p.var(0, "u32"), p.var(2**32 - 1, "u32")
-    own = of.at(p, p.thread)
+    own = candidates.at(p, p.thread)
     values = []
-    for have, batch in _batches(p, of, each):
+    for have, batch in _batches(p, candidates, each):
         turns = range(batch.start, batch.stop)
         values += [p.load(own, "u64", offset=CANDIDATE_BYTES * WARPGROUP * i) for i in turns]
         for has, value in zip(have, values[batch]):
             _, key = p.split(value)
             p.update(greatest, "max", key, when=has)
             p.update(least, "min", key, when=has)
-    of_warp = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-    greater, smaller = p.of_warps(of_warp, of.ranked, lane=0)
+    greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
+    greater, smaller = p.of_warps(greatest_and_least, candidates.ranked, lane=0)
     return values, p.reduce("max", greater), p.reduce("min", smaller)
 
 
@@ -249,24 +255,28 @@ def _distances(
     return distance, (p.convert(last_distance, "f32") + 1.0) * float(indices)
 
 
-def _count(
-    p: CtaProgram, of: CandidateList, values: list[Value], distance: Callable[[Value], Value], factor: Value
+def _count_in_buckets(
+    p: CtaProgram,
+    candidates: CandidateList,
+    values: list[Value],
+    distance: Callable[[Value], Value],
+    factor: Value,
 ) -> list[Value]:
-    """Counts the candidates by bucket. Returns their places; the comment at the top of this file shows one."""
-    places = [p.fresh("u32") for _ in values]
-    for have, batch in _batches(p, of, len(values)):
+    """Counts the candidates by bucket. Returns their bucket words (see the comment at `_HALF`)."""
+    bucket_words = [p.fresh("u32") for _ in values]
+    for have, batch in _batches(p, candidates, len(values)):
         before = []
-        for has, value, place in zip(have, values[batch], places[batch]):
-            p.set(place, p.multiply_high(distance(value), factor))
-            before.append(p.take_from(p.at(of.buckets, place, 4), 1, when=has))
-        for place, number in zip(places[batch], before):
-            p.update(place, "or", number << _HALF)
+        for has, value, word in zip(have, values[batch], bucket_words[batch]):
+            p.set(word, p.multiply_high(distance(value), factor))
+            before.append(p.take_from(p.at(candidates.buckets, word, 4), 1, when=has))
+        for word, number in zip(bucket_words[batch], before):
+            p.update(word, "or", number << _HALF)
     p.barrier()
-    return places
+    return bucket_words
 
 
-def _start(
-    p: CtaProgram, of: CandidateList, mine: Value, each: int, otherwise: Callable[[Value], None]
+def _start_buckets(
+    p: CtaProgram, candidates: CandidateList, mine: Value, each: int, otherwise: Callable[[Value], None]
 ) -> None:
     """Replaces each count by a word: the start of its bucket in the lower half, the count in the upper half.
 
@@ -275,7 +285,7 @@ def _start(
     counts = p.load_vector(mine, "u32", each)
     start, total = p.scan(p.reduce("add", counts))
     held = p.over_lanes("max", p.reduce("max", counts))
-    (words,) = p.of_warps([total | held << _HALF], of.ranked, lane=LANES - 1)
+    (words,) = p.of_warps([total | held << _HALF], candidates.ranked, lane=LANES - 1)
     held, totals = zip(*((word >> _HALF, word & _LOWER) for word in words))
     p.add_lower_warps(start, totals)
     otherwise(p.reduce("max", held) > _IN_BUCKET)
@@ -287,28 +297,34 @@ def _start(
     p.barrier()
 
 
-def _group(p: CtaProgram, of: CandidateList, values: list[Value], places: list[Value]) -> None:
-    """Writes the candidates back to the list, grouped by bucket, and updates their places."""
-    for have, batch in _batches(p, of, len(values)):
-        before = [place >> _HALF for place in places[batch]]
-        for has, place in zip(have, places[batch]):
-            p.load_into([place], p.at(of.buckets, place & _LOWER, 4), when=has)
-        for has, value, place, number in zip(have, values[batch], places[batch], before):
-            p.store(of.at(p, (place & _LOWER) + number), value, when=has)
+def _group_by_bucket(
+    p: CtaProgram, candidates: CandidateList, values: list[Value], bucket_words: list[Value]
+) -> None:
+    """Writes the candidates back to the list, grouped by bucket, and updates their bucket words."""
+    for have, batch in _batches(p, candidates, len(values)):
+        before = [word >> _HALF for word in bucket_words[batch]]
+        for has, word in zip(have, bucket_words[batch]):
+            p.load_into([word], p.at(candidates.buckets, word & _LOWER, 4), when=has)
+        for has, value, word, number in zip(have, values[batch], bucket_words[batch], before):
+            p.store(candidates.at(p, (word & _LOWER) + number), value, when=has)
     p.barrier()
 
 
-def _compare(
-    p: CtaProgram, of: CandidateList, have: list[Value], values: list[Value], places: list[Value]
+def _rank_in_buckets(
+    p: CtaProgram,
+    candidates: CandidateList,
+    have: list[Value],
+    values: list[Value],
+    bucket_words: list[Value],
 ) -> None:
     """Compares each candidate with all others in its bucket, and writes it at its rank.
 
     Buckets that start at rank k or later are skipped.
     """
-    ranks = [p.var(place & _LOWER) for place in places]
-    addresses = [p.var(of.at(p, rank)) for rank in ranks]
-    have = [has & (rank < of.k) for has, rank in zip(have, ranks)]
-    counts = [p.select(has, place >> _HALF, 0) for has, place in zip(have, places)]
+    ranks = [p.var(word & _LOWER) for word in bucket_words]
+    addresses = [p.var(candidates.at(p, rank)) for rank in ranks]
+    have = [has & (rank < candidates.k) for has, rank in zip(have, ranks)]
+    counts = [p.select(has, word >> _HALF, 0) for has, word in zip(have, bucket_words)]
     most, turn = p.reduce("max", counts), p.var(0, "u32")
     with p.block() as leave:
         leave(most.equals(0))
@@ -323,4 +339,4 @@ def _compare(
             p.increase(turn, 1)
             again(turn < most)
         for value, count, rank in zip(values, counts, ranks):
-            store_winners(p, of.ranked, [value], rank, of.k, when=count > 0)
+            store_winners(p, candidates.ranked, [value], rank, candidates.k, when=count > 0)

@@ -45,7 +45,7 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
     n = p.var(p.load(p.counts, "u32"))
     with p.when((n < k) | (n > p.capacity)):
         _find_exactly(p, bound, highest, n)
-    if window.compact:  # the list takes the place of the row
+    if window.compact:  # the list replaces the row
         words, bucket_words, _ = ordering_words(k)
         buckets = p.x + 4 * words
         ranked = buckets + 4 * bucket_words
@@ -130,10 +130,10 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
                 next_block(blocks.differs(0))
         p.increase(group, 4 * WARPGROUP)
         next_group(blocks_left.differs(0))
-    of_warp = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
-    # Calls alternate between two places, so that each needs one barrier only.
-    place = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
-    reaches, exceeds = p.of_warps(of_warp, place, lane=0)
+    counts = [p.over_lanes("add", reach), p.over_lanes("add", exceed)]
+    # Calls alternate between two parts of the scratch, so that each needs one barrier only.
+    scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
+    reaches, exceeds = p.of_warps(counts, scratch, lane=0)
     # Positions outside the part hold -inf, and are counted as well.
     around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
     outside_reach = p.select(bound <= neg_inf, around, 0)

@@ -90,7 +90,7 @@ def topk_rows(
     request = Request(k, x.dtype, mask is not None, log, dtype, interpret)
     scale = 1 / temperature
     lists = _launch(x, mask, scale, plan, request)
-    return merge_kernel.merge(lists, scale, plan.count, request)
+    return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
 
 def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> WinnerLists:
@@ -103,8 +103,8 @@ def _launch(x, mask: Mask | None, scale, window: Window, request: Request) -> Wi
 
     def softmax_topk(x_gmem, scale_gmem, mask_gmem, *out_gmem, groups_smem, arrived, lists_smem, x_smem):
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
-        group_keys_smem, counts_smem = pieces(groups_smem, words, WARPGROUP)
-        candidates_smem, hits_smem = pieces(lists_smem, *listed_items(window, k))
+        group_keys_smem, counts_smem = split(groups_smem, words, WARPGROUP)
+        candidates_smem, hits_smem = split(lists_smem, *listed_items(window, k))
         memory = SearchMemory(x_smem, group_keys_smem, candidates_smem, hits_smem, counts_smem)
         row_scale = scale_gmem[part.place.row if scale.size > 1 else 0]
         normalizer = _arrive(window, part, memory, arrived, row_scale, interpret)
@@ -255,9 +255,9 @@ def _find_winners(window: Window, memory: SearchMemory, part: Part, k: int, *, i
         return memory.group_keys
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
     insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
-    return pieces(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
+    return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
 
 
-def pieces(ref, *sizes: int) -> list:
-    """Returns references to consecutive pieces of a one-dimensional array, with these lengths."""
+def split(ref, *sizes: int) -> list:
+    """Splits a one-dimensional array: returns references to consecutive ranges with these lengths."""
     return [ref.at[pl.ds(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes))]

@@ -104,7 +104,7 @@ def sort_key(x):
 
 
 @triton.jit
-def of_sort_key(key, DTYPE: tl.constexpr):
+def from_sort_key(key, DTYPE: tl.constexpr):
     """Returns the elements of this dtype that have these keys, converted to float32."""
     if DTYPE.primitive_bitwidth == 16:
         bits = key ^ ((key >> 31) & 0x7FFF)
