@@ -11,7 +11,7 @@ functions. Other languages restate ⊕; a change must be repeated there:
                  sample/arrival_ptx.py        the logits of a thread, and the threads of a part
     Triton       triton/language.py           `combine`
                  softmax/triton_kernels.py    `_absorb`: the logits of a step
-                 topk/triton_kernels.py       `topk_kernel`: the logits of a step; `_merge`: all lanes
+                 topk/triton_kernels.py       `topk_kernel`: the logits of a step; `_combine_lanes`: all lanes
 """
 
 import operator

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.normalizers import Moments, Normalizer
-from pallas_softmax._src.stats.mesh import merge_shards
+from pallas_softmax._src.stats.mesh import combine_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Statistics(NamedTuple):
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
             columns = jax.tree.map(lambda a: a[..., None], (self.moments, self.label_logit, position))
-            merged = merge_shards(*columns, mesh_axes=mesh_axes)
+            merged = combine_shards(*columns, mesh_axes=mesh_axes)
             (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
             return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)

@@ -25,14 +25,14 @@ class PerThread(NamedTuple):
 
     Attributes:
       add: as in `Reduction`.
-      merge_threads: (state, scratch) -> one state that merges all threads. `scratch` is shared memory, `SCRATCH` words.
-      merge_ctas: (state, count, scratch) -> one state that merges the CTAs of a cluster. The state given has references
-        to shared memory, see `moments_ptx.merge_ctas`.
+      combine_threads: (state, scratch) -> the state of all threads. `scratch` is shared memory, `SCRATCH` words.
+      combine_ctas: (state, count, scratch) -> the state of the CTAs of a cluster. The state given has references to
+        shared memory, see `moments_ptx.combine_ctas`.
     """
 
     add: Callable[[Any, list, Any], Any]
-    merge_threads: Callable[[Any, Any], Any]
-    merge_ctas: Callable[[Any, int, Any], Any]
+    combine_threads: Callable[[Any, Any], Any]
+    combine_ctas: Callable[[Any, int, Any], Any]
 
 
 class Reduction(NamedTuple):
@@ -129,10 +129,10 @@ def located(scale=None) -> Reduction:
         per_thread=PerThread(
             functools.partial(add, add_logits=moments_ptx.add_logits),
             lambda lanes, scratch: Located(
-                *moments_ptx.merge_threads(lanes.moments, lanes.at, scratch, scale)
+                *moments_ptx.combine_threads(lanes.moments, lanes.at, scratch, scale)
             ),
             lambda sent, count, scratch: Located(
-                *moments_ptx.merge_ctas(sent.moments, sent.at, count, scratch, scale)
+                *moments_ptx.combine_ctas(sent.moments, sent.at, count, scratch, scale)
             ),
         ),
     )

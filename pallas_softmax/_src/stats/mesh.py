@@ -15,14 +15,14 @@ def token_stats_on_mesh(run_shard, logits, where, temperature, labels, *, scaled
     of_shard = run_shard(None, (logits, where, temperature, labels), {"scaled": scaled})
     label_logit = logits_at(labels, logits, where, mesh_axes)
     position = of_shard.argmax + lax.axis_index(mesh_axes) * vocab
-    moments, label_logit, argmax = merge_shards(
+    moments, label_logit, argmax = combine_shards(
         of_shard.moments, label_logit, position, mesh_axes, 1 / temperature if scaled else None
     )
     has_label = is_column(labels, vocab * lax.axis_size(mesh_axes))
     return finished(moments, temperature, label_logit, argmax, has_label)
 
 
-def merge_shards(moments: Moments, label_logit, position, mesh_axes, scale=None):
+def combine_shards(moments: Moments, label_logit, position, mesh_axes, scale=None):
     """Merges what the devices found in their shards of each row; arrays (..., 1).
 
     Args:
