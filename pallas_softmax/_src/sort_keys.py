@@ -4,7 +4,7 @@ The key of a positive float is its bits. For a negative float, the key inverts a
 larger magnitude is a smaller number. This file is for JAX arrays. `gpu/ptx/elements.py` has sort keys in inline PTX,
 and `triton/language.py` in Triton.
 
-Plain JAX uses keys of the width of the dtype. Mosaic GPU kernels use int32 for floats of 16 bits as well.
+Plain JAX uses keys of the width of the dtype. Mosaic GPU kernels use int32 for 16-bit floats as well.
 """
 
 from typing import Any

@@ -28,6 +28,7 @@ from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
+    LOADED_AT_ONCE,
     LOWEST_KEY,
     POSITION_BYTES,
     CandidateList,
@@ -176,7 +177,6 @@ _BITS = 32  # elements that a thread tests together, one for each bit of a word
 _ALL_ONES = 2**32 - 1
 # Up to this capacity of the list, a thread has so few candidates that it appends two at once, instead of four.
 _FEW_CANDIDATES = 256
-_LOADED_AT_ONCE = 8  # loads that a thread has in flight
 
 
 def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None:
@@ -215,8 +215,8 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
     own = p.at(p.group_keys, p.thread, 4)
     lower_lanes = p.special("lanemask_lt")
     each = p.window.groups_per_thread
-    for start in range(0, each, _LOADED_AT_ONCE):
-        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+    for start in range(0, each, LOADED_AT_ONCE):
+        turns = range(start, min(start + LOADED_AT_ONCE, each))
         keys = [p.load(own, "s32", offset=4 * WARPGROUP * i) for i in turns]
         count, before, reach = p.var(0, "u32"), [], []
         for key in keys:
@@ -402,10 +402,10 @@ def expand_positions(p: WindowProgram, of: CandidateList) -> None:
     own = p.at(p.candidates, p.thread, POSITION_BYTES)
     values = [p.var(0, "u64") for _ in range(of.capacity // WARPGROUP)]
     with p.block() as leave:
-        for first in range(0, each, _LOADED_AT_ONCE):
+        for first in range(0, each, LOADED_AT_ONCE):
             leave(of.n <= WARPGROUP * first)
             loaded = []
-            for i in range(first, min(first + _LOADED_AT_ONCE, each)):
+            for i in range(first, min(first + LOADED_AT_ONCE, each)):
                 listed = p.thread + WARPGROUP * i < of.n
                 offset = POSITION_BYTES * WARPGROUP * i
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")

@@ -49,6 +49,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.topk.candidates import (
     CANDIDATE_BYTES,
+    LOADED_AT_ONCE,
     CandidateList,
     Request,
     WinnerLists,
@@ -165,8 +166,6 @@ def _bound(keys_gmem, row, first, held, k: int, interpret):
 
 # --- Inline PTX that ranks the winners of several lists
 
-_LOADED_AT_ONCE = 8  # loads that a thread has in flight
-
 
 @functools.lru_cache(maxsize=16)
 def search_lists_program(lists: int, k: int) -> CtaProgram:
@@ -241,8 +240,8 @@ def _collect_winners(p: CtaProgram, winners: int, candidates: Value, counts: Val
     row, first, n = p.operands("u32", "row", "first", "n")
     bound, each = p.operand("bound", "s32"), capacity // WARPGROUP
     number = p.multiply_wide(row, winners) + p.convert(first, "u64")
-    for start in range(0, each, _LOADED_AT_ONCE):
-        turns = range(start, min(start + _LOADED_AT_ONCE, each))
+    for start in range(0, each, LOADED_AT_ONCE):
+        turns = range(start, min(start + LOADED_AT_ONCE, each))
         for is_listed, key, index in _load_winners(p, number, turns, n):
             with p.when(is_listed & (key >= bound)):
                 entry = p.take_from(counts, 1)

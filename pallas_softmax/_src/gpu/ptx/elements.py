@@ -23,7 +23,7 @@ MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 except the sign
 def flip_negative(bits: Value, magnitude: int = MAGNITUDE) -> Value:
     """Returns the sort key of a float with these bits, or the bits of the float with this sort key.
 
-    It inverts the bits `magnitude` of negative numbers. For a float of 16 bits, extended by its sign, they are 0x7fff.
+    It inverts the bits `magnitude` of negative numbers. For a 16-bit float, extended by its sign, they are 0x7fff.
     """
     return bits ^ (bits.sign() & magnitude)
 
