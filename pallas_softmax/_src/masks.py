@@ -8,7 +8,7 @@ mesh_axes     the mesh axes that each row is spread over, if any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax.online import widen
+from pallas_softmax._src.normalizers import widen
 
 
 def sum_over(x, axes, mesh_axes):

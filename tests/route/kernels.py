@@ -7,7 +7,7 @@ from pallas_softmax._src import folding
 from pallas_softmax._src.route import grad_kernel, kernel
 from pallas_softmax._src.route import plan as route_plan
 from pallas_softmax._src.route.formulas import Gate
-from pallas_softmax._src.topk import tile_plan
+from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.cases import F32
 from tests.support.kernels import INTERPRET, fewer_rows
 
@@ -39,7 +39,7 @@ def route_rows(x, k, gate, bias, interpret=INTERPRET):
 
 def route_grad_rows(x, indices, gate, g, g_logsumexp, interpret=INTERPRET):
     """Returns the kernel's cotangents of the logits."""
-    plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     plan = plan if interpret is None else fewer_rows(plan)
     gate = Gate(gate.score, gate.renormalize, gate.scale)

@@ -10,7 +10,7 @@ import pytest
 
 import pallas_softmax as ps
 from pallas_softmax._src.stats import xla
-from pallas_softmax._src.stats.mesh import merge_shards
+from pallas_softmax._src.stats.mesh import combine_shards
 from tests.support import cases, oracle, stats
 from tests.support.calls import DTYPES
 from tests.support.covering import first, pairs, slow
@@ -161,7 +161,7 @@ def test_argmax_of_subnormal_numbers(dtype):
 def test_argmax_of_subnormal_numbers_on_a_mesh():
     def of_shard(x):
         stats = xla.token_stats(x, None, jnp.ones((1, 1)), jnp.zeros((4, 1), jnp.int32), scaled=False)
-        return merge_shards(
+        return combine_shards(
             stats.moments, stats.at_label, stats.argmax + 2 * jax.lax.axis_index("v"), ("v",)
         )[2]
 

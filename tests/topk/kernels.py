@@ -8,7 +8,7 @@ import numpy as np
 from pallas_softmax._src import folding
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, tile_plan, window_kernel
+from pallas_softmax._src.topk import merge_kernel, tile_grad_kernel, tile_kernel, window_kernel
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support import bounds, cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, FEW
@@ -46,7 +46,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
 
 def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
     """Returns the cotangents of the logits and of each row's temperature. The interpreter gets a tile of few rows."""
-    plan = tile_plan.plan_topk_grad(x.shape[-1], x.dtype)
+    plan = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
     assert plan is not None
     arrays = (jnp.asarray(a) for a in (x, t, m, d, indices, g, g_d))
     plan = plan if interpret is None else fewer_rows(plan)

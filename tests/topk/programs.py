@@ -3,9 +3,10 @@
 import numpy as np
 
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
-from pallas_softmax._src.topk import bound_ptx, collect_ptx, merging_ptx, ranking_ptx, tile_plan
+from pallas_softmax._src.topk import candidates_ptx, merging_ptx, ranking_ptx
+from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk.candidates import CandidateList
-from pallas_softmax._src.topk.window_ptx import WindowProgram
+from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from tests.support import oracle
 from tests.support.cases import F32
 
@@ -21,7 +22,7 @@ def rank_ptx_of(capacity, k, dtype, vocab):
 def bound_ptx_of(window, k):
     """Returns the text of the search for a bound; <bound> receives it."""
     p = WindowProgram(window, "float32", k)
-    bound, _ = bound_ptx.find_bound(p, k)
+    bound, _ = candidates_ptx.find_bound(p, k)
     p.set(p.operand("bound", "s32"), bound)
     return p
 
@@ -29,18 +30,18 @@ def bound_ptx_of(window, k):
 def collect_ptx_of(window, dtype, k, everywhere):
     """Returns the text that lists the elements that reach <bound>."""
     p = WindowProgram(window, dtype, k)
-    collect_ptx.collect(p, p.operand("bound", "s32"), all_groups=everywhere)
+    candidates_ptx.collect(p, p.operand("bound", "s32"), all_groups=everywhere)
     return p
 
 
 def merging_words_ptx_of(tile, vocab, k):
     """Returns the text of merges in a tile of 16-bit keys, and the tile of the packed keys <winner0_0>, ..."""
-    return merging_ptx.take_words_program(tile, vocab, k), tile_plan.merged_tile(tile, k)
+    return merging_ptx.take_words_program(tile, vocab, k), topk_plan.merged_tile(tile, k)
 
 
 def merging_ptx_of(tile, vocab, k, lanes=None):
     """Returns the text of merges in a tile of 32-bit keys, and the tile of the columns <winner0_0>, ..."""
-    return merging_ptx.take_program(tile, vocab, k, lanes), tile_plan.merged_tile(tile, k)
+    return merging_ptx.take_program(tile, vocab, k, lanes), topk_plan.merged_tile(tile, k)
 
 
 def near_keys(rng, shape, kind):

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.window import Window
-from pallas_softmax._src.topk import lists_ptx, search_ptx
+from pallas_softmax._src.topk import merge_kernel, search_ptx
 from pallas_softmax._src.topk.plan import candidate_capacity
 from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
@@ -123,7 +123,7 @@ def test_search_lists(lists, k, kind):
     candidates, ranked = 0, 8 * lists * k + 16
     keys_at = ranked + 8 * padded
     memory, _, keys, indices = lists_in_memory(np.random.default_rng(k), lists, k, kind, keys_at)
-    code = lists_ptx.search_lists_program(lists, k)
+    code = merge_kernel.search_lists_program(lists, k)
     run_lists(code, memory, keys_at, lists, k, candidates=candidates, ranked=ranked)
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)
@@ -143,7 +143,7 @@ def test_rank_lists(lists, k, kind):
     scratch = {"candidates": candidates, "buckets": buckets, "ranked": ranked, "counts": counts}
     part = {"first": k, "n": lists * k, "bound": int(bound)}
     dtype = BF16 if kind.startswith("bf") else F32
-    code = lists_ptx.rank_lists_program((lists + 1) * k, capacity, k, np.dtype(dtype))
+    code = merge_kernel.rank_lists_program((lists + 1) * k, capacity, k, np.dtype(dtype))
     run_lists(code, memory, first_list, lists, k, **scratch, **part)
     np.testing.assert_array_equal(words(memory, ranked, k, "int32"), keys)
     np.testing.assert_array_equal(words(memory, ranked + 4 * padded, k), indices)

@@ -12,8 +12,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import ArrayLike
 
-from pallas_softmax import online
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.eager import at_once
@@ -293,7 +292,7 @@ class _Static(NamedTuple):
         With a logit of +inf, logsumexp is +inf and so are losses. Log-probs are then NaN, as in `log_softmax`.
         """
         if tokens.labels is None:
-            return online.log_of(statistics.normalizer)
+            return normalizers.log_of(statistics.normalizer)
         losses = formulas.losses(statistics, tokens, self.vocab)
         valid = (tokens.labels >= 0) & (tokens.labels < self.vocab)
         d = statistics.normalizer.d
@@ -393,7 +392,7 @@ def _stats(static: _Static, x, w, bias, tokens: Tokens):
 
 
 def _stats_values(static: _Static, statistics: Statistics, tokens: Tokens):
-    entropy, logsumexp = online.entropy(statistics.moments), online.log_of(statistics.normalizer)
+    entropy, logsumexp = normalizers.entropy(statistics.moments), normalizers.log_of(statistics.normalizer)
     assert statistics.argmax is not None
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
     if tokens.labels is None:
@@ -429,7 +428,7 @@ def _total_of(x, w, bias, where, token_weights, tokens: Tokens, options: Options
     static, arrays = _checked(x, w, bias, where, token_weights, tokens, options, PROJECTION_WITH_GRAD)
     x, w, bias, weights, tokens = arrays
     if weights is None:
-        weights = jnp.ones_like(tokens.labels, online.widen(x).dtype)
+        weights = jnp.ones_like(tokens.labels, normalizers.widen(x).dtype)
         weights = weights if tokens.kept is None else jnp.where(tokens.kept, weights, 0)
     if reduction == "mean":
         weights = formulas.shares(weights)
@@ -465,7 +464,7 @@ def _total_backward(static: _Static, gradients, dtotal):
     dtotal = sum_cotangents(dtotal, static.mesh_axes)
 
     def of_total(g):
-        return jnp.where(dtotal == 0, 0, online.widen(g) * dtotal).astype(g.dtype)
+        return jnp.where(dtotal == 0, 0, normalizers.widen(g) * dtotal).astype(g.dtype)
 
     dx, dw, dbias, dweights = jax.tree.map(of_total, gradients)
     dweights = None if dweights is None else share_cotangent(dweights, static.mesh_axes)
@@ -528,11 +527,11 @@ def _checked(
         where = jnp.broadcast_to(arguments.mask(name, where, batch), batch)
     weights = token_weights
     if weights is not None:
-        weights = _one_per_token(name, "token_weights", weights, batch, online.widen(x).dtype)
+        weights = _one_per_token(name, "token_weights", weights, batch, normalizers.widen(x).dtype)
         counted = ~formulas.is_zero(weights)
         where = counted if where is None else where & counted
         weights = jnp.where(where, weights, 0)
-    tokens = _checked_tokens(name, tokens, where, batch, online.widen(x).dtype, vocab)
+    tokens = _checked_tokens(name, tokens, where, batch, normalizers.widen(x).dtype, vocab)
     per_token = tokens._replace(kept=None)._asdict().items()
     for of, a in (("x", x), ("where", where), ("token_weights", weights), *per_token):
         if a is not None and varies(a, mesh_axes):

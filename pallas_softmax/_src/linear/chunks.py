@@ -39,7 +39,7 @@ from jax.core import min_dim
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
-from pallas_softmax.online import Normalizer, log_of, widen
+from pallas_softmax._src.normalizers import Normalizer, log_of, widen
 
 _ROWS = 128  # the rows of a chunk are a multiple of this, if so many fit: the rows of a kernel's tile
 # Otherwise a multiple of this, even if 8 do not fit: the rows of an atom (`plan.ATOM_ROWS`).

@@ -21,13 +21,13 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu.blocks import WHOLE
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
-from pallas_softmax.online import Normalizer
+from pallas_softmax._src.normalizers import Normalizer
 
 
 class Labels(NamedTuple):
@@ -117,12 +117,16 @@ def row_sums(
             sums_gmem.total[own] = jnp.sum(jnp.where(column < head.vocab(w) - place.column, z, 0.0), axis=1)
         m = jnp.max(z, axis=1)
         sums_gmem.normalizer.m[own] = m
-        r = online.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place, interpret)
+        r = (
+            normalizers.shift(m)
+            if reference_gmem is None
+            else _load_per_row(reference_gmem, place, interpret)
+        )
         if sums_gmem.t is None:
             e = jnp.exp(z - _broadcast_rows(r, z))
         else:
             sums_gmem.argmax[own] = _first_of_largest(z, m, column, interpret)
-            below = online.distance(z, _broadcast_rows(r, z))
+            below = normalizers.distance(z, _broadcast_rows(r, z))
             e = jnp.exp(below)
             sums_gmem.t[own] = jnp.sum(below * e, axis=1)
         sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
@@ -183,7 +187,7 @@ def logit_gradients(
         if slope is None:
             dz = of_exp * jnp.exp(z - m)
         else:
-            below = online.distance(z, m)
+            below = normalizers.distance(z, m)
             dz = (of_exp + slope * below) * jnp.exp(below)
         if constant is not None:
             dz = dz - jnp.where(column < head.vocab(w) - place.column, constant, 0.0)
@@ -235,7 +239,7 @@ def _first_of_largest(z, m, column, interpret):
     compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
     """
     if interpret:
-        return jnp.min(online.if_largest(column, z, _broadcast_rows(m, z)), 1)
+        return jnp.min(normalizers.if_largest(column, z, _broadcast_rows(m, z)), 1)
     of_row: Any = plgpu.Layout.WGMMA.reduce(1)
     of_result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=of_row)
 
@@ -253,7 +257,7 @@ def _first_of_largest(z, m, column, interpret):
                         is_m = arith.cmpf(arith.CmpFPredicate.UGT, value, below)
                         first = arith.select(is_m, i32(8 * i + j), first)
                 firsts.append(first)
-            first = arith.addi(online.tree(arith.minsi, firsts), in_quad)
+            first = arith.addi(normalizers.tree(arith.minsi, firsts), in_quad)
             for distance in 1, 2:
                 first = arith.minsi(first, utils.shfl_bfly(first, distance))
             registers.append(pack([first]))

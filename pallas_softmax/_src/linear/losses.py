@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
-from pallas_softmax._src.stats.mesh import merge_shards
-from pallas_softmax.online import Moments, Normalizer
+from pallas_softmax._src import normalizers
+from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.stats.mesh import combine_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Statistics(NamedTuple):
         if self.argmax is not None:
             position = self.argmax + lax.axis_index(mesh_axes) * vocab
             columns = jax.tree.map(lambda a: a[..., None], (self.moments, self.label_logit, position))
-            merged = merge_shards(*columns, mesh_axes=mesh_axes)
+            merged = combine_shards(*columns, mesh_axes=mesh_axes)
             (m, d, t), label_logit, argmax = jax.tree.map(lambda a: a[..., 0], merged)
             return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
         label_logit, total = lax.psum((self.label_logit, self.total), mesh_axes)
-        return Statistics(online.combine_shards(self.normalizer, mesh_axes), label_logit, total)
+        return Statistics(normalizers.combine_shards(self.normalizer, mesh_axes), label_logit, total)
 
 
 class Coefficients(NamedTuple):
@@ -151,12 +151,12 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
         m, d = m[..., None], d[..., None]
     finite = jnp.abs(m) < jnp.inf
     # log d is added last: in a peaked row, m - z[label] is exact and log d is small
-    loss = jnp.where(finite, m - label_logit, online.log_of(Normalizer(m, d)) - label_logit)
+    loss = jnp.where(finite, m - label_logit, normalizers.log_of(Normalizer(m, d)) - label_logit)
     loss = loss + jnp.where(finite, jnp.log(d), 0)
     if total is not None:
         loss = loss + tokens.label_smoothing * (label_logit - total / vocab)
     if tokens.z_loss is not None:
-        loss = loss + tokens.z_loss * online.log_of(statistics.normalizer) ** 2
+        loss = loss + tokens.z_loss * normalizers.log_of(statistics.normalizer) ** 2
     return loss
 
 
@@ -233,11 +233,11 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     raw = jnp.sum(of_label, 1) if tokens.several else of_label
     of_exp, constant = raw / d, None
     if tokens.z_loss is not None:
-        of_exp = raw * (1 + 2 * tokens.z_loss * online.log_of(statistics.normalizer)) / d
+        of_exp = raw * (1 + 2 * tokens.z_loss * normalizers.log_of(statistics.normalizer)) / d
     if tokens.label_smoothing is not None:
         of_label = raw * (1 - tokens.label_smoothing)
         constant = kept(raw * tokens.label_smoothing / vocab)
-    m = jnp.where(out, jnp.inf, online.shift(m))  # with m = inf, exp(z - m) is 0
+    m = jnp.where(out, jnp.inf, normalizers.shift(m))  # with m = inf, exp(z - m) is 0
     return Coefficients(m, kept(of_exp), kept(of_label), constant)
 
 
@@ -250,7 +250,7 @@ def _coefficients_with_entropy(statistics: Statistics, weights, tokens: Tokens) 
     of_label, of_entropy, of_logsumexp = (weights[:, i] for i in range(3))
     of_exp = (of_label + of_logsumexp + of_entropy * (t / d)) / d
     of_exp, of_label, slope = (jnp.where(out, 0, a) for a in (of_exp, of_label, -of_entropy / d))
-    return Coefficients(jnp.where(out, jnp.inf, online.shift(m)), of_exp, of_label, None, slope)
+    return Coefficients(jnp.where(out, jnp.inf, normalizers.shift(m)), of_exp, of_label, None, slope)
 
 
 def left_out(weights: jax.Array) -> jax.Array:

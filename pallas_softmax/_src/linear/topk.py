@@ -22,9 +22,9 @@ from pallas_softmax._src.linear.losses import Head, Tokens
 from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
 from pallas_softmax._src.linear.vmap import as_tokens
 from pallas_softmax._src.linear.xla import logits
-from pallas_softmax._src.topk.api import TopK
+from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.topk.operation import TOPK
-from pallas_softmax.online import widen
+from pallas_softmax._src.topk.xla import TopK
 
 
 def linear_topk(

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
-from pallas_softmax._src.gpu import sort_keys, tiles
+from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.arithmetic import log_of_sum
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.route import groups_ptx, scores_ptx
 from pallas_softmax._src.route.formulas import Gate, OfRow, Score
 from pallas_softmax._src.route.plan import winning_lanes
+from pallas_softmax._src.topk.plan import merged_tile
 from pallas_softmax._src.topk.tile_kernel import search_input, take, take_words
-from pallas_softmax._src.topk.tile_plan import merged_tile
 
 
 def route_rows(
@@ -52,7 +52,7 @@ def route_rows(
         else:
             e, m, d, factor = _exponentials(plan, gate.score, x.astype(jnp.float32), interpret=interpret)
             steer = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row, interpret=interpret)
-            elements = sort_keys.key(e * factor + steer)
+            elements = sort_keys.key32(e * factor + steer)
             if groups > 1:
                 elements = _keep_groups(plan, groups, top_groups, elements, interpret=interpret)
         logsumexp = jnp.where(m == jnp.inf, m, m + log_of_sum(d))
@@ -87,7 +87,7 @@ def normalizer(x, tile: Tile):
     m = broadcast(
         jnp.max(x, 1).astype(jnp.float32)
     )  # before the cast: one instruction compares two 16-bit elements
-    e = jnp.exp2((x.astype(jnp.float32) - online.shift(m)) * online.LOG2_E)
+    e = jnp.exp2((x.astype(jnp.float32) - normalizers.shift(m)) * normalizers.LOG2_E)
     return m, broadcast(jnp.sum(e, 1)), e
 
 
@@ -115,8 +115,10 @@ def _keep_groups(tile: Tile, groups: int, top_groups: int, key, *, interpret):
         return groups_ptx.keep_groups(tile, groups, top_groups, key)
     of_groups = key.reshape(tile.rows, groups, -1)
     best = -jnp.sort(-of_groups, -1)[..., :2]
-    total = jnp.sum(sort_keys.of_key(best, jnp.float32), -1)
-    _, order = lax.sort((~sort_keys.key(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2)
+    total = jnp.sum(sort_keys.from_key32(best, jnp.float32), -1)
+    _, order = lax.sort(
+        (~sort_keys.key32(total), lax.broadcasted_iota(jnp.int32, total.shape, 1)), num_keys=2
+    )
     group = jnp.arange(groups, dtype=order.dtype)[None, None]
     takes_part = jnp.any(order[:, :top_groups, None] == group, 1)
     return jnp.where(takes_part[..., None], of_groups, sort_keys.lowest_key(jnp.float32)).reshape(key.shape)

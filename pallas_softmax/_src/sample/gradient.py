@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.masks import logits_of
 from pallas_softmax._src.topk.xla import indices_in_shard, topk_grad, topk_tangent
 
@@ -41,7 +41,7 @@ def _drawn_as_winner(residuals, where, mesh_axes):
     logits, temperature, index, log_probs = residuals
     has_draw = jnp.isfinite(log_probs)
     logits, log_probs = jnp.where(has_draw, logits, 0), jnp.where(has_draw, log_probs, 0)
-    x = logits_of(online.to_float(logits, (-1,), where, mesh_axes), where)
+    x = logits_of(normalizers.to_float(logits, (-1,), where, mesh_axes), where)
     temperature = jnp.where(has_draw & (temperature != 0), temperature, 1)
     if mesh_axes:
         in_shard, own = indices_in_shard(index, logits.shape[-1], mesh_axes)

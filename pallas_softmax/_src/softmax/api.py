@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax import online
-from pallas_softmax._src import arguments
+from pallas_softmax._src import arguments, normalizers
 from pallas_softmax._src.arguments import Axis, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, check_name
 from pallas_softmax._src.dispatch.derivatives import Static, choose_all, derivatives_of, differentiable
@@ -233,7 +232,7 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
 def _float_rows(function: str, x, axis, where, axis_name) -> arguments.Rows:
     """Returns the arguments, checked; integer logits are made floats with the same softmax."""
     rows = arguments.rows(function, "x", x, axis, where, axis_name)
-    x = online.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
+    x = normalizers.to_float(rows.x, rows.axes, rows.where, rows.mesh_axes)
     return rows._replace(x=x.astype(x.dtype))  # so that the gradient has the weak type of x, as in JAX
 
 

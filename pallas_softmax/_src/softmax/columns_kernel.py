@@ -180,7 +180,7 @@ class _Part:
         lanes = lax.fori_loop(0, plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
         total = reduction.combine_lanes(lanes, 0, self._broadcast)
         if plan.count > 1:
-            total = self._merge(total)
+            total = self._combine(total)
         constants = [self._broadcast(constant) for constant in self.formula.constants(total)]
         if self.formula.value is None:
             outer, _, column = self._place(first)
@@ -272,7 +272,7 @@ class _Part:
             self._fetch(number + plan.slots)
         return lanes
 
-    def _merge(self, total):
+    def _combine(self, total):
         """Returns the merged reductions of the cluster's CTAs. All CTAs merge in the same order.
 
         Threads read the reductions from the CTAs as the lines of a tile.

@@ -15,11 +15,11 @@ from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import TRANSPOSED, fold
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax import columns_kernel, parts_kernel, tile_kernel
 from pallas_softmax._src.softmax.columns_plan import plan_columns
 from pallas_softmax._src.softmax.formulas import FORMULAS
 from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
-from pallas_softmax.online import Normalizer
 
 
 class Columns(NamedTuple):

@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
@@ -252,7 +252,7 @@ def _write_only(job: _Job, refs: _Refs) -> None:
     It takes the rows in reverse, since the L2 cache still holds what the first launch read last.
     """
     part = _start(job, refs, backwards=True)
-    total = part.merge_from_device_memory()
+    total = part.combine_from_device_memory()
     for arrived in refs.arrived:
         part.body.wait(arrived)
     part.write_elements(total, read_mask=job.mask is not None)
@@ -377,7 +377,7 @@ class _Part:
         if self.edges and reduction.per_thread:
             lanes = self._add(lanes, self._edge_terms(), self.job.parts.walk.steps)
         if reduction.per_thread and not interpret:
-            total = reduction.per_thread.merge_threads(lanes, self.refs.scratch_smem)
+            total = reduction.per_thread.combine_threads(lanes, self.refs.scratch_smem)
         else:
             total = reduction.combine_lanes(lanes)
         return self._located(total) if self.formula.locates else total
@@ -442,8 +442,10 @@ class _Part:
             term = self._term([x.astype(jnp.float32)], mask, inside)
             terms += blocks.split(term, walk.vec, interpret=interpret)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
-        found = [online.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
-        at = jnp.min(online.tree(jnp.minimum, found))
+        found = [
+            normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)
+        ]
+        at = jnp.min(normalizers.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 
     def _wait(self, i) -> None:
@@ -459,7 +461,7 @@ class _Part:
                 term = jnp.where(condition, term, self.formula.reduction.neutral)
         return term
 
-    def merge_over_cluster(self, total):
+    def combine_over_cluster(self, total):
         """Returns the merged reductions of the cluster's CTAs. Thread i reads from CTA number i."""
         interpret, sent_smem, cluster_barrier = (
             self.job.interpret,
@@ -478,13 +480,13 @@ class _Part:
             return blocks.load_from_ctas(smem, count, empty)
 
         if reduction.per_thread:
-            total = reduction.per_thread.merge_ctas(sent_smem, count, self.refs.scratch_smem)
+            total = reduction.per_thread.combine_ctas(sent_smem, count, self.refs.scratch_smem)
         else:
             total = reduction.combine_lanes(jax.tree.map(of_peers, sent_smem, reduction.empty))
         plgpu.barrier_arrive(cluster_barrier)  # all threads have read: the total depends on each read
         return total
 
-    def merge_from_device_memory(self):
+    def combine_from_device_memory(self):
         """Returns the merged reductions of the row's parts, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.job.parts.count
 
@@ -502,7 +504,7 @@ class _Part:
             return jax.tree.map(load, self.refs.reductions_gmem, reduction.empty)
 
         lanes = [of_parts(first) for first in range(0, count, WARPGROUP)]
-        return reduction.combine_lanes(online.tree(reduction.combine, lanes))
+        return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results
 
@@ -510,7 +512,7 @@ class _Part:
         """Reduces the part, merges with the other CTAs of the cluster, and writes the results."""
         total = self.reduce()
         if self.job.clustered:
-            total = self.merge_over_cluster(total)
+            total = self.combine_over_cluster(total)
         if self.formula.value is not None:
             self.write(total)
         else:

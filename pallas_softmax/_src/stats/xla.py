@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax import online
+from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.masks import logits_of, masked, sum_over
-from pallas_softmax.online import Moments
+from pallas_softmax._src.normalizers import Moments
 
 _NO_MASS = -1e4  # exp of this is 0, and so is its product with its exponential
 
@@ -48,7 +48,7 @@ def token_stats(logits, where, temperature, labels, *, scaled):
     m = jnp.take_along_axis(x, argmax, -1, mode="fill", fill_value=-jnp.inf)
     u = _distance(x, jnp.where(jnp.isinf(m), 0, m), temperature, scaled)
     e = jnp.exp(u)
-    m, d = online.mended(m, jnp.sum(e, -1, keepdims=True))
+    m, d = normalizers.mended(m, jnp.sum(e, -1, keepdims=True))
     t = jnp.where(jnp.isnan(d), jnp.nan, jnp.sum(u * e, -1, keepdims=True))
     label_logit = logits_at(labels, logits, where)
     return finished(Moments(m, d, t), temperature, label_logit, argmax, is_column(labels, logits.shape[-1]))
@@ -59,7 +59,7 @@ def finished(moments: Moments, temperature, label_logit, argmax, has_label) -> R
     m, d, _ = moments
     at_label = label_distance(label_logit, m, temperature, has_label)
     logsumexp = jnp.where(m == jnp.inf, m, m / temperature + jnp.log(d))
-    return RowStats(logsumexp, online.entropy(moments), at_label, moments, argmax)
+    return RowStats(logsumexp, normalizers.entropy(moments), at_label, moments, argmax)
 
 
 def first_of_largest(x):
@@ -72,7 +72,7 @@ def value_key(x):
 
     On the CPU, XLA's comparisons of floats take subnormal numbers for 0.
     """
-    key = online.sort_key(x)
+    key = sort_keys.key(x)
     return jnp.where(
         jnp.isnan(x), jnp.iinfo(key.dtype).max, jnp.where(key == -1, 0, key)
     )  # -0 has the key -1
@@ -80,7 +80,7 @@ def value_key(x):
 
 def label_distance(label_logit, m, temperature, has_label):
     """Returns u at the label of each row, NaN for a label that is no column."""
-    return jnp.where(has_label, (label_logit - online.shift(m)) / temperature, jnp.nan)
+    return jnp.where(has_label, (label_logit - normalizers.shift(m)) / temperature, jnp.nan)
 
 
 def logits_at(labels, logits, where, mesh_axes=()):
@@ -92,7 +92,7 @@ def logits_at(labels, logits, where, mesh_axes=()):
     def at_columns(a):
         return jnp.take_along_axis(a, columns, -1, mode="fill", fill_value=0)
 
-    x = online.widen(at_columns(logits))
+    x = normalizers.widen(at_columns(logits))
     if where is not None:
         x = jnp.where(at_columns(jnp.broadcast_to(where, logits.shape)), x, -jnp.inf)
     return jnp.where(own, x, 0)
@@ -109,8 +109,8 @@ def _first_column(logits, mesh_axes):
 
 
 def _distance(x, shift, temperature, scaled):
-    """Returns u, bounded as `online.distance` bounds it."""
-    return online.distance(x, shift, 1 / temperature if scaled else None)
+    """Returns u, bounded as `normalizers.distance` bounds it."""
+    return normalizers.distance(x, shift, 1 / temperature if scaled else None)
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
@@ -168,7 +168,7 @@ def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=(
     """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
     _, u, temperature, m, d, t = _harmless(residuals, where, scaled)
     e = jnp.exp(u)
-    du = (masked(online.widen(dx), where, 0) - u * dt) / temperature
+    du = (masked(normalizers.widen(dx), where, 0) - u * dt) / temperature
     dd = sum_over(e * du, (-1,), mesh_axes)
     dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
     of_label = sum_over(jnp.where(_at_label(u, labels, mesh_axes), du, 0), (-1,), mesh_axes)

@@ -3,12 +3,11 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_softmax._src import arguments
@@ -22,21 +21,7 @@ from pallas_softmax._src.dispatch.specs import share_sharding
 from pallas_softmax._src.dispatch.temperature import derivatives_with_temperature
 from pallas_softmax._src.dispatch.vmap import as_rows
 from pallas_softmax._src.topk.operation import TOPK, indices_of
-
-
-class TopK(NamedTuple):
-    """The winners of each row, best first.
-
-    Attributes:
-      values: the probabilities of the winners, or their logs; the shape of the logits, with k along the row's axis.
-      indices: int32, the positions of the winners in the row; the same shape.
-    """
-
-    values: jax.Array
-    indices: jax.Array
-
-
-export.register_namedtuple_serialization(TopK, serialized_name="pallas_softmax.TopK")
+from pallas_softmax._src.topk.xla import TopK
 
 
 def fused_topk(

@@ -44,34 +44,34 @@ def topk_grad_rows(x, temperature, m, d, indices, g, g_d, plan: Tile, *, log: bo
     def topk_grad(x_gmem, scale_gmem, m_gmem, d_gmem, g_d_gmem, indices_gmem, g_gmem, dx_gmem, dt_gmem):
         row = lax.axis_index("row") * plan.rows
 
-        def of_row(gmem):
+        def load_per_row(gmem):
             if gmem.shape[0] == 1 < rows:
                 return over_winners(jnp.full((plan.rows,), gmem[0]))
             return tiles.load(gmem, winners, row, interpret=interpret)
 
-        def spread(of_winners):
-            return tiles.spread(of_winners, winners, plan, interpret=interpret)
+        def spread(per_winner):
+            return tiles.spread(per_winner, winners, plan, interpret=interpret)
 
         x = tiles.load(x_gmem, plan, row, -jnp.inf, interpret=interpret).astype(jnp.float32)
         index = tiles.load(indices_gmem, winners, row, 0, interpret=interpret)
         g = tiles.load(g_gmem, winners, row, 0, interpret=interpret).astype(jnp.float32)
-        m, d, scale = of_row(m_gmem), of_row(d_gmem), of_row(scale_gmem)
+        m, d, scale = load_per_row(m_gmem), load_per_row(d_gmem), load_per_row(scale_gmem)
         x_won = tiles.load(x_gmem, winners, row, column=index, interpret=interpret).astype(jnp.float32)
         scaled_won = (x_won - m) * scale
         p_won = jnp.exp(scaled_won) / d
         direct = g if log else g * p_won
-        rest = of_row(g_d_gmem) * d - over_winners(jnp.sum(direct, 1))
+        rest = load_per_row(g_d_gmem) * d - over_winners(jnp.sum(direct, 1))
         won = (direct + p_won * rest) * scale
         # If a factor is 0, (x - m) / T may be -inf, and their product NaN.
         slope_won = over_winners(jnp.sum(jnp.where(direct == 0, 0.0, direct * scaled_won), 1))
 
         weight = spread(rest / d)
-        of_element = spread(scale)
-        scaled = (x - spread(m)) * of_element
+        scale_of_element = spread(scale)
+        scaled = (x - spread(m)) * scale_of_element
         e = jnp.exp(scaled)
-        tiles.store(dx_gmem, plan, row, e * (weight * of_element), interpret=interpret)
+        tiles.store(dx_gmem, plan, row, e * (weight * scale_of_element), interpret=interpret)
         slope = lax.broadcast_in_dim(jnp.sum(jnp.where(e == 0, 0.0, e * scaled), 1), plan.shape, (0,))
-        dt = -(weight * slope + spread(slope_won)) * of_element
+        dt = -(weight * slope + spread(slope_won)) * scale_of_element
         tiles.store(dt_gmem, plan, row, dt, interpret=interpret)
         tiles.store(dx_gmem, winners, row, won, column=index, held=k, interpret=interpret)
 
