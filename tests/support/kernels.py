@@ -14,7 +14,7 @@ from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.gpu.layout import Tile, aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow  # noqa: F401
-from pallas_softmax._src.gpu.ptx.values import Program  # noqa: F401
+from pallas_softmax._src.gpu.ptx.program import Program  # noqa: F401
 from pallas_softmax._src.gpu.window import Window  # noqa: F401
 from pallas_softmax._src.route import grad_kernel as route_grad_kernel
 from pallas_softmax._src.route import groups_ptx, scores_ptx

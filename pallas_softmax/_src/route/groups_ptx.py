@@ -11,7 +11,8 @@ lane, or a lane has several groups (see `plan.plan_steered`). The steps:
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 
 _MAGNITUDE = 0x7FFFFFFF

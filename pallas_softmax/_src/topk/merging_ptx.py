@@ -70,7 +70,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
         found.append(_Found(winners, pairs, listed, others))
-    numbers = [f.pairs for f in found] + [f.others for f in found if f.others]
+    numbers = [f.pairs for f in found] + [f.others for f in found if f.others is not None]
     number = p.reduce("add", [p.count_ones(of_row) for of_row in numbers])
 
     def keep(row):
@@ -184,7 +184,10 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
         pair = p.operand(f"x{row}_{i}", "u32")
         signs = pair.bits("s16x2").sign()
         keys = p.bitwise3(lambda pair, signs, m: pair ^ signs & m, pair, signs, _MAGNITUDES)
-        words += [p.write("prmt.b32", "s32", keys, complement, which) for which in (_LOWER_WORD, _UPPER_WORD)]
+        words += [
+            p.write("prmt.b32", "s32", keys, complement, which, of="b32")
+            for which in (_LOWER_WORD, _UPPER_WORD)
+        ]
     words = words[: len(p.columns)]
     packed_ptx.lower_beyond_row(p, words, first_column)
     return words
@@ -217,8 +220,10 @@ def _merged(p: TileProgram, words: list[Value], size: int) -> list[Value]:
             held = _exchanged(p, held, run, turned, mirrored=True)
             flips, bitonic = [run, *flips], flips
         elif half:
-            others = [word and p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]]
-            held = [p.max(word, other) if other else word for word, other in zip(held, others)]
+            others = [
+                None if word is None else p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]
+            ]
+            held = [word if other is None else p.max(word, other) for word, other in zip(held, others)]
             flips = bitonic = [*flips, run]
         else:
             held = [p.max(held[0], p.shuffle(held[0], "bfly", run))]
@@ -246,18 +251,21 @@ def _exchanged(
     Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
     never compared with None.
     """
-    others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
+    others = [
+        None if word is None else p.shuffle(word, "bfly", flip)
+        for word in (words[::-1] if mirrored else words)
+    ]
     larger = (p.lane & flip).equals(0)
     if turned is not None:
         larger = larger ^ turned
     out = []
     for word, other in zip(words, others):
-        if word and other:
+        if word is None or other is None:
+            out.append(p.select(larger, other if word is None else word, LOWEST))
+        else:
             out.append(p.var(word))
             p.update(out[-1], "max", other, when=larger)
             p.update(out[-1], "min", other, when=~larger)
-        else:
-            out.append(p.select(larger, word or other, LOWEST))
     return out
 
 
