@@ -1,4 +1,4 @@
-"""PTX written as Python arithmetic: a `Value` is a register, and `Arithmetic` writes instructions that compute new ones.
+"""PTX as Python arithmetic: a `Value` is a register, and `Arithmetic` writes the instructions that compute new ones.
 
 `program` adds statements: variables, control flow, memory, warps. docs/ptx.md explains the language.
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from pallas_softmax._src.gpu.ptx.kinds import BITS, FLOATS, number_text, operand_of, takes, typed, untyped
 
-# The selector of prmt that returns the signs of the halves of a pair. Hexadecimal digit i selects byte i of the result,
-# the lowest first. Digit 8 + j selects the sign of byte j, eight times: 9 is the sign of the lower half, B of the upper.
+# Selects the signs of the halves of a pair by prmt. Hexadecimal digit i selects byte i of the result, the lowest first:
+# 9 is the sign of byte 1, eight times, and B the sign of byte 3.
 _SIGNS_OF_HALVES = 0xBB99
 
 
@@ -23,7 +23,7 @@ class Value:
 
     def __init__(self, program: "Arithmetic", name: str, kind: str):
         self.program, self.name, self.kind = program, name, kind
-        # For a comparison: the number of lines up to and including it, the relation, and both sides.
+        # For a comparison: the number of lines up to and including it, the relation, and both sides; see `and_or`.
         self.comparison: tuple[int, str, Value, Any] | None = None
 
     def __str__(self) -> str:
@@ -170,19 +170,20 @@ class Arithmetic:
         return self.write("lop3.b32", kind, *operands, table, of=operand_of("lop3", kind))
 
     def and_or(self, op: str, a: Value, b: Any) -> Value:
-        """Returns a & b or a | b. If the last line compares for one of them, one instruction compares and combines."""
-        for condition, other in (b, a), (a, b):
-            if _is_compared_in(condition, len(self.lines)) and isinstance(other, Value):
-                return self._compare_and_combine(op, condition, other)
-        return self.op(op, a.kind, a, b)
+        """Returns a & b or a | b. If the last line compares for b, one more instruction compares and combines.
 
-    def _compare_and_combine(self, op: str, compared: Value, other: Value) -> Value:
-        _, relation, x, y = compared.comparison
+        A comparison as `a` gives the same condition by a plain and/or. ptxas drops comparisons that nothing reads.
+        """
+        if not isinstance(b, Value) or b.comparison is None or b.comparison[0] != len(self.lines):
+            return self.op(op, a.kind, a, b)
+        _, relation, x, y = b.comparison
         instruction = f"setp.{relation}.{op}.{x.kind}"
-        if other.kind != "pred":
-            raise TypeError(f"{instruction} takes pred, not {other.kind} ({other})")
+        if a.kind != "pred":
+            raise TypeError(f"{instruction} takes pred, not {a.kind} ({a})")
         out = self.fresh("pred")
-        self += f"{instruction} {out}, {x}, {self.text_of(instruction, operand_of(relation, x.kind), y)}, {other};"
+        self += (
+            f"{instruction} {out}, {x}, {self.text_of(instruction, operand_of(relation, x.kind), y)}, {a};"
+        )
         return out
 
     def compare(self, x: Value, relation: str, y: Any) -> Value:
@@ -281,11 +282,6 @@ class Arithmetic:
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; 32 if x is 0."""
         return self.write("clz.b32", "u32", self.write("brev.b32", "u32", x, of="b32"))
-
-
-def _is_compared_in(value: Any, line: int) -> bool:
-    """Returns whether this is a condition that the line compares for, counted from 1."""
-    return isinstance(value, Value) and value.comparison is not None and value.comparison[0] == line
 
 
 def _move_halves(whole: str, *halves: str) -> str:
