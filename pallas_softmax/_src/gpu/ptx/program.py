@@ -30,6 +30,8 @@ from pallas_softmax._src.gpu.ptx.kinds import BITS, number_text, operand_of, tak
 from pallas_softmax._src.gpu.ptx.values import Arithmetic, Condition, Value
 
 WHOLE_WARP = "0xffffffff"  # lane mask of a warp instruction: all lanes take part
+# The last lane that a shuffle may read, by its mode; for "up" the first one.
+_LIMIT_OF_SHUFFLE = {"bfly": LANES - 1, "down": LANES - 1, "idx": LANES - 1, "up": 0}
 
 
 class Program(Arithmetic):
@@ -187,10 +189,9 @@ class Program(Arithmetic):
         The values have the same number of bits. Their kinds may differ, because memory has none.
         """
         kind = values[0].kind if isinstance(values[0], Value) else "u32"
-        _check_widths(f"st.{space}.b{BITS[kind]}", kind, values)
-        texts = [
-            value.name if isinstance(value, Value) else number_text("st", kind, value) for value in values
-        ]
+        instruction, operand = f"st.{space}.b{BITS[kind]}", operand_of("st", kind)
+        _check_widths(instruction, kind, values)
+        texts = [str(v) if isinstance(v, Value) else number_text(instruction, operand, v) for v in values]
         for byte, vector, names in _vectors(texts, kind):
             instruction = f"st.{space}{vector}.b{BITS[kind]}"
             self += f"{_if(when)}{instruction} {_memory(instruction, address, offset + byte)}, {names};"
@@ -218,12 +219,14 @@ class Program(Arithmetic):
             low, high = (self.shuffle(half, mode, by) for half in self.split(x))
             return self.join(low, high, x.kind)
         instruction = _shuffle(mode, x)
-        return self.write(instruction, x.kind, x, by, LANES - 1, WHOLE_WARP, of=(x.kind, "i32", "i32", "i32"))
+        return self.write(
+            instruction, x.kind, x, by, _LIMIT_OF_SHUFFLE[mode], WHOLE_WARP, of=(x.kind, *["i32"] * 3)
+        )
 
     def shuffle_up(self, x: Value, by: int) -> tuple[Value, Value]:
         """Returns the value of lane number lane - by, and a condition: whether that lane exists."""
         out, inside = self.fresh(x.kind), self.fresh("pred")
-        self += f"{_shuffle('up', x)} {out}|{inside}, {x}, {by}, 0, {WHOLE_WARP};"
+        self += f"{_shuffle('up', x)} {out}|{inside}, {x}, {by}, {_LIMIT_OF_SHUFFLE['up']}, {WHOLE_WARP};"
         return out, inside
 
     def over_lanes(self, op: str, x: Value) -> Value:
