@@ -1,4 +1,4 @@
-"""The language for inline PTX (gpu/ptx/values.py), run in numpy (tests/support/ptx.py)."""
+"""The language for inline PTX (gpu/ptx), run in numpy (tests/support/ptx.py)."""
 
 import numpy as np
 import pytest
