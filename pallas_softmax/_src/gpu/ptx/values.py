@@ -37,7 +37,7 @@ class Value:
         )
 
     def __eq__(self, other: Any) -> Any:
-        """Raises, as `bool` does: Python compares by == in many places where no instruction is meant."""
+        """Raises like `bool`: Python compares by == in many places where no instruction is meant."""
         raise TypeError("PTX values are not compared by == and !=; call equals or differs")
 
     def bits(self, kind: str) -> "Value":
