@@ -67,8 +67,9 @@ def _rank(p: Program, keys: list[Value], lanes: int) -> Value:
     best, second = _two_best(p, keys)
     distance = 1
     while distance < lanes:
-        other = p.shuffle(best, "bfly", distance), second and p.shuffle(second, "bfly", distance)
-        best, second = _merged(p, (best, second), other)
+        other = p.shuffle(best, "bfly", distance)
+        other_second = None if second is None else p.shuffle(second, "bfly", distance)
+        best, second = _merged(p, (best, second), (other, other_second))
         distance *= 2
     total = _flipped(p, best).bits("f32")
     if second is not None:

@@ -74,10 +74,10 @@ def number_text(instruction: str, operand: str, number: Any) -> str:
         return _float_text(instruction, number)
     if operand in FLOATS or not isinstance(number, numbers.Integral):
         raise TypeError(f"{instruction} takes {operand}, not the {type(number).__name__} {number!r}")
-    least, largest = _range(operand)
-    if not least <= number <= largest:
+    integer, (least, largest) = int(number), _range(operand)
+    if not least <= integer <= largest:
         raise ValueError(f"{instruction} takes {operand}, a number from {least} to {largest}, not {number}")
-    return str(int(number))
+    return str(integer)
 
 
 def _range(operand: str) -> tuple[int, int]:
