@@ -25,7 +25,7 @@ from pallas_softmax._src.gpu.ptx.inline import (
     thread,
     words,
 )
-from pallas_softmax._src.gpu.ptx.values import Program
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.staged_row import PartPlace, part_place
 from pallas_softmax._src.gpu.window import Window
 

@@ -12,7 +12,8 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.packed_ptx import LOWEST, TileProgram
 
 
@@ -65,8 +66,9 @@ def _key_of_two_best(p: Program, keys: list[Value], lanes: int) -> Value:
     best, second = _two_best(p, keys)
     distance = 1
     while distance < lanes:
-        other = p.shuffle(best, "bfly", distance), second and p.shuffle(second, "bfly", distance)
-        best, second = _two_best_of_pairs(p, (best, second), other)
+        other = p.shuffle(best, "bfly", distance)
+        other_second = None if second is None else p.shuffle(second, "bfly", distance)
+        best, second = _two_best_of_pairs(p, (best, second), (other, other_second))
         distance *= 2
 
     def flip(bits: Value) -> Value:

@@ -25,7 +25,8 @@ import jax
 from pallas_softmax._src.gpu.hardware import WARPS
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import LOG2_E, Moments
 
 # The least u. 2^FAR is 0 in float32. FAR * 0 is 0, and not NaN like -inf * 0: a logit of -inf adds nothing to t.

@@ -71,7 +71,7 @@ def take_program(tile: Tile, vocab: int, k: int, lanes: float | None = None) -> 
             too_short = too_short | (listed[-1] >= worst)
             maybe_short = maybe_short | (listed[-1] >= worst & ~p.ones)
         found.append(_Found(winners, pairs, listed, others))
-    numbers = [f.pairs for f in found] + [f.others for f in found if f.others]
+    numbers = [f.pairs for f in found] + [f.others for f in found if f.others is not None]
     number = p.reduce("add", [p.count_ones(bits) for bits in numbers])
 
     def keep(row):
@@ -187,7 +187,10 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
     for i, complement in enumerate(complements):
         pair = p.operand(f"x{row}_{i}", "u32")
         keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
-        words += [p.write("prmt.b32", "s32", keys, complement, which) for which in (_LOWER_WORD, _UPPER_WORD)]
+        words += [
+            p.write("prmt.b32", "s32", keys, complement, which, of="b32")
+            for which in (_LOWER_WORD, _UPPER_WORD)
+        ]
     words = words[: len(p.columns)]
     packed_ptx.lower_beyond_row(p, words, first_column)
     return words
@@ -219,8 +222,10 @@ def _merge_lanes(p: TileProgram, words: list[Value], size: int) -> list[Value]:
             held = _exchange(p, held, run, opposite, mirrored=True)
             run_bits, unsorted_bits = [run, *run_bits], run_bits
         elif half:  # both runs together keep the larger half
-            others = [word and p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]]
-            held = [p.max(word, other) if other else word for word, other in zip(held, others)]
+            others = [
+                None if word is None else p.shuffle(word, "bfly", run) for word in held[: half - 1 : -1]
+            ]
+            held = [word if other is None else p.max(word, other) for word, other in zip(held, others)]
             run_bits = unsorted_bits = [*run_bits, run]
         else:  # a lane holds one word: both runs keep the same words
             held = [p.max(held[0], p.shuffle(held[0], "bfly", run))]
@@ -253,18 +258,21 @@ def _exchange(
     Word i is compared with word i of the other lane, or with word -1 - i if `mirrored`. None is the lowest word, and is
     never compared with None.
     """
-    others = [word and p.shuffle(word, "bfly", flip) for word in (words[::-1] if mirrored else words)]
+    others = [
+        None if word is None else p.shuffle(word, "bfly", flip)
+        for word in (words[::-1] if mirrored else words)
+    ]
     larger = (p.lane & flip).equals(0)
     if opposite is not None:
         larger = larger ^ opposite
     out = []
     for word, other in zip(words, others):
-        if word and other:
+        if word is None or other is None:
+            out.append(p.select(larger, other if word is None else word, LOWEST))
+        else:
             out.append(p.var(word))
             p.update(out[-1], "max", other, when=larger)
             p.update(out[-1], "min", other, when=~larger)
-        else:
-            out.append(p.select(larger, word or other, LOWEST))
     return out
 
 

@@ -22,7 +22,8 @@ from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.hardware import LANES, WARPGROUP
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.gpu.ptx.inline import array, elements, emit_ptx, inline, pack, thread, words
-from pallas_softmax._src.gpu.ptx.values import Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.topk.candidates import LOWEST_KEY
 
 LOWEST, _HIGHEST = LOWEST_KEY, 2**31 - 1  # the key (packed or not) and the column of positions beyond the row

@@ -56,7 +56,7 @@ from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
-from pallas_softmax._src.gpu.ptx.values import Program
+from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.window import Window
 from pallas_softmax._src.gpu.window_arrival import Part
 from pallas_softmax._src.normalizers import Normalizer, shift

@@ -14,7 +14,8 @@ from typing import Any
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPS
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
-from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 # These two synchronize all threads of the cluster, and show them what the others wrote to their own shared memory. The
 # fences cover shared memory only: `barrier.cluster.arrive.release` would also wait for device memory. The fences do not

@@ -12,7 +12,8 @@ A word holds one float32, or two 16-bit elements with the first one in the lower
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
-from pallas_softmax._src.gpu.ptx.values import Condition, Program, Value
+from pallas_softmax._src.gpu.ptx.program import Program
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
 # The bits of -inf, by the name of the dtype in PTX and MLIR.
 NEG_INF_BITS = {"f32": 0xFF800000, "bf16": 0xFF80, "f16": 0xFC00}
