@@ -115,7 +115,7 @@ def test_misfits_are_refused_by_name(case, argument):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2])
 def test_floats_of_8_bits_are_no_misfits(dtype):
-    """The code of float8_e4m3fnuz is G, like that of NumPy's complex long doubles."""
+    """float8_e4m3fnuz and NumPy's complex long doubles share the code G."""
     assert_equal(ps.softmax(X.astype(dtype)), ps.softmax(jnp.asarray(X.astype(dtype))))
 
 
